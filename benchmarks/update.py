@@ -1,0 +1,85 @@
+"""The outer update of each rule against this machine's copy bandwidth, in one run.
+
+    python benchmarks/update.py [--sizes 10_000_000 100_000_000] [--threads 1]
+
+Ratio = bytes the update must touch per second / bytes `copy_` touches per second on the same buffer size. Touched are: the
+parameters (read and written), each state tensor (read and written), the own message and one heard message per peer (read).
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from gossamer.fragment import Layout
+from gossamer.mixing import pull
+from gossamer.rules import Context, Rule, diloco, gasloc, gossip, local_sgd, noloco
+from gossamer.sync import PLAIN, Kernel, compiled
+from gossamer.tree import leaves, map_leaves
+
+ROWS = {
+    "gossip": gossip(),
+    "gasloc": gasloc(),
+    "gasloc eta=1": gasloc(lr=1.0),
+    "noloco": noloco(),
+    "diloco": diloco(),
+    "local_sgd": local_sgd(),
+}
+
+
+def median_s(run: Callable[[], object], repeats: int) -> float:
+    """Median wall-clock of a call, after one call to warm up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def update(rule: Rule, kernel: Kernel, numel: int) -> tuple[Callable[[], None], int]:
+    """One outer update of a worker with one peer, and the bytes it must touch."""
+    x = torch.randn(numel)
+    s = rule.init(x)
+    ctx = Context(0, 8, 0, 15, 0.5, Layout((), 0))
+    message = rule.send(x, s, ctx)
+    other = torch.randn(numel)
+    own = 0 if message is x or rule.hear is not pull else 1
+    touched = x.element_size() * numel * (2 + 2 * len(leaves(s)) + own + 1)
+    row, chunk = ((0, 0.5), (1, 0.5)), min(kernel.chunk, numel)
+
+    def run() -> None:
+        for a in range(0, numel, chunk):
+            b = min(a + chunk, numel)
+            state = map_leaves(lambda t: t[a:b], s)  # noqa: B023 (used at once)
+            kernel.run(rule, rule.hear, x[a:b], state, message[a:b], (other[a:b],), 0, row, ctx)
+
+    return run, touched
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10_000_000, 100_000_000])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    print(f"{'elements':>12} {'rule':<14} {'chunked':>8} {'compiled':>9}   (aims: 0.5, 0.9 of copy bandwidth)")
+    for numel in args.sizes:
+        source = torch.randn(numel)
+        target = torch.empty_like(source)
+        copied = 8 * numel / median_s(lambda: target.copy_(source), args.repeats)  # noqa: B023 (used at once)
+        for name, rule in ROWS.items():
+            ratios = []
+            for kernel in (PLAIN, compiled()):
+                run, touched = update(rule, kernel, numel)
+                ratios.append(touched / median_s(run, args.repeats) / copied)
+            print(f"{numel:>12,} {name:<14} {ratios[0]:>8.2f} {ratios[1]:>9.2f}   copy {copied / 1e9:.1f} GB/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

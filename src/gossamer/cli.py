@@ -1,0 +1,243 @@
+"""The command line: `gossamer simulate | train | compare | evaluate | topology | price | report | list`.
+
+Heavy modules are imported by the command that needs them, so that `gossamer --help` answers at once.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from gossamer import __version__
+from gossamer.errors import ConfigError, GossamerError
+
+if TYPE_CHECKING:
+    from gossamer.config import RunConfig
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, or 2 with one sentence on stderr for anything a user or peer can cause."""
+    logging.basicConfig(level=logging.WARNING, format="gossamer: %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, _terminated)
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except GossamerError as error:
+        print(f"gossamer: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("gossamer: stopped; resume with --resume and the run folder", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gossamer", description="Pretrain language models over slow, uneven networks: gossip, local steps, outer optimizers."
+    )
+    parser.add_argument("--version", action="version", version=f"gossamer {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help)
+        sub.set_defaults(run=run)
+        return sub
+
+    def run_file(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("file", nargs="?", type=Path, help="run file (TOML)")
+        sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5")
+        sub.add_argument("--out", type=Path, help="run folder (default: runs/NAME)")
+
+    sub = command("simulate", _simulate, "Train all workers of a run in this process.")
+    run_file(sub)
+    sub.add_argument("--resume", type=Path, metavar="RUN", help="continue this run folder from its newest checkpoint")
+
+    sub = command("train", _train, "Train one real worker per process, under torchrun or with --local N.")
+    run_file(sub)
+    sub.add_argument("--resume", type=Path, metavar="RUN", help="continue this run folder from the newest round that all own")
+    sub.add_argument("--local", type=int, metavar="N", help="start N worker processes on this machine")
+
+    sub = command("compare", _compare, "Simulate every variant of an experiment file and write one table and report.")
+    run_file(sub)
+    sub.add_argument("--seeds", default="", metavar="0,1,2", help="run every variant with each of these seeds")
+
+    sub = command("evaluate", _evaluate, "Form the mean model of a run from snapshots of one round, score and export it.")
+    sub.add_argument("folder", type=Path, metavar="RUN")
+    sub.add_argument("--round", type=int, help="number of finished rounds (default: the newest that all workers own)")
+
+    sub = command("topology", _topology, "Show a topology: graph, spectral gap, chi, and the stability of gossip on it.")
+    sub.add_argument("name")
+    sub.add_argument("--workers", type=int, default=8)
+    sub.add_argument("--momentum", type=float, default=0.7, help="outer momentum gamma")
+    sub.add_argument("--alpha", type=float, default=1.0, help="gossip step")
+    sub.add_argument("--round", type=int, default=0, help="the round to draw")
+    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="option of the topology, such as peers=2")
+
+    sub = command("price", _price, "Price a recorded run on a network: wall-clock and utilisation, without training again.")
+    sub.add_argument("folder", type=Path, metavar="RUN")
+    sub.add_argument("network", type=Path, help="network file (TOML)")
+
+    sub = command("report", _report, "Write one self-contained page with table and curves of several runs.")
+    sub.add_argument("folders", type=Path, nargs="+", metavar="RUN")
+    sub.add_argument("--out", type=Path, default=Path("report.html"))
+
+    command("list", _list, "List rules, topologies and codecs.")
+    return parser
+
+
+def _run(args: argparse.Namespace) -> "tuple[RunConfig, Path]":
+    """The run and its folder from a run file with overrides, or from the folder to resume."""
+    from gossamer.config import load, parse, settings
+
+    if args.resume is not None:
+        if args.file is not None or args.set:
+            raise ConfigError(f"--resume got '{args.resume}' and a run file or --set; a run resumes as it is: give --resume alone")
+        return parse(load(args.resume / "run.toml")), args.resume
+    if args.file is None:
+        raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
+    config = parse(load(args.file, settings(args.set)))
+    return config, args.out or Path("runs") / config.name
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    config, folder = _run(args)
+    from gossamer.record import Progress
+    from gossamer.simulate import simulate
+
+    with Progress(config.rounds, config.record.print_every) as progress:
+        simulate(config, folder, resume=args.resume is not None, progress=progress)
+    _tell({config.name: folder}, folder / "report.html")
+
+
+def _train(args: argparse.Namespace) -> int:
+    config, folder = _run(args)
+    if args.local is not None:
+        from gossamer.launch import run_local
+
+        if args.local != config.workers:
+            raise ConfigError(f"--local {args.local} but the run file says workers = {config.workers}; make them equal")
+        if args.resume is not None:
+            words = ["train", "--resume", str(folder)]
+        else:
+            words = ["train", str(args.file), "--out", str(folder), *(word for one in args.set for word in ("--set", one))]
+        return run_local(args.local, words, timeout_s=config.run.timeout_s)
+    from gossamer.train import train
+
+    train(config, folder, resume=args.resume is not None)
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> None:
+    if args.file is None:
+        raise ConfigError("no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml")
+    from gossamer.config import load, settings, variants
+    from gossamer.record import Progress
+    from gossamer.simulate import simulate
+
+    document = load(args.file, settings(args.set))
+    if args.seeds:
+        try:
+            document.setdefault("sweep", {})["seed"] = [int(seed) for seed in args.seeds.split(",")]
+        except ValueError:
+            raise ConfigError(f"--seeds got '{args.seeds}'; write whole numbers with commas, such as 0,1,2") from None
+    out = args.out or Path("runs") / args.file.stem
+    runs = variants(document)
+    folders = {label: out / _file_name(label) for label, _ in runs}
+    for label, folder in folders.items():
+        if folder.exists():
+            raise ConfigError(f"'{folder}' of variant '{label}' is there already; name another folder with --out, or remove it")
+    for label, config in runs:
+        with Progress(config.rounds, config.record.print_every) as progress:
+            simulate(config, folders[label], progress=progress)
+    _tell(folders, out / "report.html")
+
+
+def _file_name(label: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
+
+
+def _tell(runs: dict[str, Path], page: Path) -> None:
+    """The table on the terminal and the report beside the runs."""
+    from rich.console import Console
+
+    from gossamer.report import render_table, summary_rows, write_report
+
+    networks = _networks(next(iter(runs.values())))
+    write_report(runs, page, networks)
+    Console().print(render_table(summary_rows(runs, networks)))
+    print(f"report: {page}")
+
+
+def _networks(folder: Path) -> dict[str, Any]:
+    """The networks that a run file names."""
+    from gossamer.config import load, parse
+
+    return dict(parse(load(folder / "run.toml")).network)
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from gossamer.evaluate import evaluate
+
+    round, result = evaluate(args.folder, args.round)
+    worst = max(result.worker_losses)
+    print(f"round {round}: mean model {result.loss:.4f} nats, worst worker {worst:.4f}, disagreement {result.disagreement:.3g}")
+    print(f"mean model: {args.folder / 'model'}")
+
+
+def _topology(args: argparse.Namespace) -> None:
+    from gossamer.config import settings
+    from gossamer.stability import describe
+    from gossamer.topology import draw, make_topology
+
+    topology = make_topology(args.name, args.workers, seed=args.seed, **settings(args.set))
+    print(draw(topology, args.round))
+    print()
+    print(describe(topology, alpha=args.alpha, gamma=args.momentum))
+
+
+def _price(args: argparse.Namespace) -> None:
+    from gossamer.network import price, read_network
+    from gossamer.trace import read_trace
+
+    trace = read_trace(args.folder)
+    timeline = price(trace, read_network(args.network))
+    print(f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, utilisation {timeline.mean_utilisation:.1%}")
+
+
+def _report(args: argparse.Namespace) -> None:
+    _tell({folder.name: folder for folder in args.folders}, args.out)
+
+
+def _list(args: argparse.Namespace) -> None:
+    import inspect
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from gossamer.codecs import CODECS
+    from gossamer.rules import RULES
+    from gossamer.topology import TOPOLOGIES
+
+    for title, table in (("rules", RULES), ("topologies", TOPOLOGIES), ("codecs", CODECS)):
+        view = Table(title=title, title_justify="left")
+        for heading in ("name", "what it does", "options"):
+            view.add_column(heading)
+        for name, factory in table.items():
+            parameters = inspect.signature(factory).parameters.values()
+            options = ", ".join(f"{p.name}={p.default}" for p in parameters if p.name not in ("n", "seed"))
+            view.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)
+        Console().print(view)

@@ -1,0 +1,326 @@
+"""Run files: frozen dataclasses beside their owners, one TOML file, `--set rule.lr=0.5`, and no flag per field."""
+
+import copy
+import dataclasses
+import hashlib
+import inspect
+import itertools
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from gossamer.codecs import CODECS
+from gossamer.data import DataConfig
+from gossamer.errors import ConfigError, choose
+from gossamer.inner import InnerConfig
+from gossamer.model import ModelConfig
+from gossamer.network import Network
+from gossamer.record import RecordConfig
+from gossamer.rules import RULES
+from gossamer.topology import TOPOLOGIES
+
+__all__ = ["Choice", "LoopConfig", "RunConfig", "digest", "dump", "load", "parse", "settings", "variants"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of one of the tables, and the options for its factory."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long to train, how often to talk, and on what."""
+
+    steps: int = 300
+    """Inner steps of a worker that takes the full number per round."""
+    local_steps: int | tuple[int, ...] = 15
+    """Inner steps between two exchanges (H); one number for all, or one per worker."""
+    eval_every: int = 60
+    """Inner steps between two validations, each after the first round that gets there; 0 validates only at the end."""
+    eval_batches: int = 8
+    """Validation batches of `data.batch_size` sequences."""
+    checkpoint_every: int = 150
+    """Inner steps between two checkpoints; the last round always has one, 0 means only that."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """What carries real runs: gloo for CPU tensors, NCCL for GPUs."""
+    mean: Literal["ordered", "all_reduce"] = "ordered"
+    """How a real run carries a mean: summed in worker order by chunk owners, or the backend's own all-reduce, whose order
+    and last bits are its own."""
+    threads: int = 0
+    """Intra-op threads per worker; 0 takes one in the simulator and an equal share of the cores in real runs."""
+    compile: bool = False
+    """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
+    timeout_s: float = 300.0
+    """How long a worker waits for a peer before it gives up."""
+
+    def __post_init__(self) -> None:
+        steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
+        for name, value, low in [("steps", self.steps, 1), *(("local_steps", h, 1) for h in steps)]:
+            if value < low:
+                raise ConfigError(f"run.{name} is {value}; it must be at least {low}")
+        if self.steps % max(steps):
+            raise ConfigError(
+                f"run.steps is {self.steps}, which is not a multiple of run.local_steps = {max(steps)}; "
+                f"take {self.steps // max(steps) * max(steps) or max(steps)}"
+            )
+        if self.timeout_s <= 0:
+            raise ConfigError(f"run.timeout_s is {self.timeout_s}; it must be above 0 seconds")
+        for name in ("eval_every", "checkpoint_every", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"run.{name} is {getattr(self, name)}; it must be 0 or more")
+        if self.eval_batches < 1:
+            raise ConfigError(f"run.eval_batches is {self.eval_batches}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run, resolved: everything that decides its numbers, and a little that does not."""
+
+    name: str = "run"
+    seed: int = 0
+    workers: int = 8
+    rule: Choice = Choice("gasloc")
+    topology: Choice = Choice("random")
+    codec: Choice = Choice("exact")
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    inner: InnerConfig = InnerConfig()
+    run: LoopConfig = LoopConfig()
+    record: RecordConfig = RecordConfig()
+    network: Mapping[str, Network] = field(default_factory=dict)
+    """Networks to price the run on, by name."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError(f"workers is {self.workers}; it must be at least 1")
+        h = self.run.local_steps
+        if isinstance(h, tuple) and len(h) != self.workers:
+            raise ConfigError(f"run.local_steps has {len(h)} entries for {self.workers} workers; give one number, or one per worker")
+
+    def local_steps(self, worker: int) -> int:
+        """Inner steps per round of one worker (H_i)."""
+        h = self.run.local_steps
+        return h[worker] if isinstance(h, tuple) else h
+
+    @property
+    def full_steps(self) -> int:
+        """Inner steps per round of the worker that takes most (H)."""
+        h = self.run.local_steps
+        return max(h) if isinstance(h, tuple) else h
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges in the run: run.steps over the largest number of local steps."""
+        return self.run.steps // self.full_steps
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens one worker trains on in one inner step."""
+        return self.data.batch_size * self.data.accumulate * self.data.seq_len
+
+    def due(self, every: int, finished: int) -> bool:
+        """Whether something done every so many inner steps is due after this many finished rounds; always after the last."""
+        here, before = finished * self.full_steps, (finished - 1) * self.full_steps
+        return finished == self.rounds or (every > 0 and here // every > before // every)
+
+
+_TABLES: dict[str, Mapping[str, Any]] = {"rule": RULES, "topology": TOPOLOGIES, "codec": CODECS}
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The document in a TOML run file with dotted overrides applied; not yet validated.
+
+    Raises: ConfigError when the file is missing, too large to be a run file, or not TOML.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no run file '{path}'; give the path of a TOML file, such as configs/demo.toml")
+    if path.stat().st_size > 1 << 20:
+        raise ConfigError(f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: is it the right file?")
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'{path}' is not TOML: {error}; correct that line") from None
+    return with_settings(document, overrides or {})
+
+
+def settings(words: list[str]) -> dict[str, Any]:
+    """Dotted overrides from `key=value` words; a value is TOML, and anything that is not is taken as text.
+
+    >>> settings(["rule.lr=0.5", "topology.name=ring"])
+    {'rule.lr': 0.5, 'topology.name': 'ring'}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set got '{word}'; write it as key=value, such as rule.lr=0.5")
+        try:
+            found[key] = tomllib.loads(f"v = {value}")["v"]
+        except tomllib.TOMLDecodeError:
+            found[key] = value
+    return found
+
+
+def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one."""
+    result = copy.deepcopy(dict(document))
+    for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
+        *path, last = key.split(".")
+        node: Any = result
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; check the dots")
+        if last == "name" and path and path[-1] in _TABLES and node.get("name") != value:
+            node.clear()
+        node[last] = value
+    return result
+
+
+def variants(document: Mapping[str, Any]) -> list[tuple[str, RunConfig]]:
+    """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
+
+    A variant is a table of dotted overrides with a `label`; `[sweep]` maps dotted keys to lists of values. A file with
+    neither is one run, labelled with its name.
+    """
+    base = {key: value for key, value in document.items() if key not in ("variant", "sweep")}
+    rows = document.get("variant", [{}])
+    grid = document.get("sweep", {})
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"variant is {type(rows).__name__}; write each variant as a [[variant]] table")
+    if not isinstance(grid, dict) or not all(isinstance(values, list) and values for values in grid.values()):
+        raise ConfigError(f"sweep is {grid!r}; write it as a [sweep] table of dotted keys with lists of values")
+    runs: list[tuple[str, RunConfig]] = []
+    for row in rows:
+        own = {key: value for key, value in _flat(row).items() if key != "label"}
+        for values in itertools.product(*grid.values()):
+            point = dict(zip(grid, values, strict=True))
+            label = str(row.get("label", base.get("name", "run")))
+            label += "".join(f" {key.rpartition('.')[2]}={value}" for key, value in point.items())
+            runs.append((label, parse(with_settings(base, {**own, **point, "name": label}))))
+    labels = [label for label, _ in runs]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")
+    return runs
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat
+
+
+def parse(document: Mapping[str, Any]) -> RunConfig:
+    """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
+    return _build(RunConfig, document, "")
+
+
+def _build(cls: type, table: Any, where: str) -> Any:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"[{where}] is {table!r}; it must be a table of options")
+    hints = typing.get_type_hints(cls)
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in table:
+        if key not in names:
+            raise ConfigError(choose(f"key in [{where}]" if where else "key", str(key), names) + "; correct the name")
+    values = {key: _value(hints[key], value, f"{where}.{key}" if where else key) for key, value in table.items()}
+    return cls(**values)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if hint is Choice:
+        return _choice(value, where)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where)
+    if where == "network":
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"network is {value!r}; write each network as a [network.NAME] table")
+        return {name: _build(Network, table, f"network.{name}") for name, table in value.items()}
+    if isinstance(value, list):
+        value = tuple(value)
+    if not _fits(hint, value):
+        raise ConfigError(f"{where} is {value!r}; it must be {_words(hint)}")
+    return float(value) if hint is float else value
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(arg, value) for arg in args)
+    if origin is Literal:
+        return any(type(value) is type(arg) and value == arg for arg in args)
+    if origin is tuple:
+        inner = [args[0]] * len(value) if isinstance(value, tuple) and args[-1] is ... else list(args)
+        return isinstance(value, tuple) and len(value) == len(inner) and all(map(_fits, inner, value))
+    if hint in (None, type(None)):
+        return value is None
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return type(value) is hint or hint is Any
+
+
+def _words(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_words(arg) for arg in args if arg is not type(None))
+    if origin is Literal:
+        return "one of " + ", ".join(repr(arg) for arg in args)
+    if origin is tuple:
+        return f"a list of {_words(args[0])}"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))
+
+
+def _choice(table: Any, where: str) -> Choice:
+    """A row of a table, its options checked against the signature of its factory."""
+    if isinstance(table, str):
+        table = {"name": table}
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        raise ConfigError(f"[{where}] is {table!r}; it needs a name: one of {', '.join(sorted(_TABLES[where]))}")
+    name = table["name"]
+    if name not in _TABLES[where]:
+        raise ConfigError(choose(where, name, _TABLES[where]) + "; correct the name")
+    allowed = [p for p in inspect.signature(_TABLES[where][name]).parameters if p not in ("n", "seed")]
+    options = {key: value for key, value in table.items() if key != "name"}
+    for key in options:
+        if key not in allowed:
+            known = choose("option", key, allowed) if allowed else f"unknown option '{key}'; it has none"
+            raise ConfigError(f"{where} '{name}' got an {known}; correct or remove it")
+    return Choice(name, options)
+
+
+def dump(config: RunConfig) -> str:
+    """The resolved run as TOML; `parse` of it gives the run again."""
+    return tomli_w.dumps(_plain(config))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Choice):
+        return {"name": value.name, **{k: _plain(v) for k, v in value.options.items()}}
+    if dataclasses.is_dataclass(value):
+        items = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name: _plain(item) for name, item in items if item is not None}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def digest(config: RunConfig) -> str:
+    """Sixteen hex digits of everything that decides the numbers of a run; equal on all workers of one run."""
+    document = _plain(config)
+    for key in ("name", "record", "network"):
+        document.pop(key)
+    for key in ("eval_every", "eval_batches", "checkpoint_every", "device", "backend", "threads", "compile", "timeout_s"):
+        document["run"].pop(key)
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

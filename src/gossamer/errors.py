@@ -1,0 +1,73 @@
+"""Everything Gossamer raises on purpose, in one tree.
+
+* GossamerError
+  x ConfigError        a run file, an option or a command line that cannot work
+    + PairingError     rule, topology and codec that do not go together
+  x DataError          missing, empty or unreadable training data
+  x CheckpointError    a snapshot that is corrupt, foreign or of another run
+  x TrainingError      the numbers went wrong (NaN loss)
+  x TransportError     bytes did not arrive as agreed
+    + PeerError        a worker died, hung or speaks another configuration
+
+Each message says, in one sentence, what happened, what was given, what is allowed and what to do. The command line
+prints it without a traceback and exits with code 2. Our own invariants use `assert`.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "GossamerError",
+    "PairingError",
+    "PeerError",
+    "TrainingError",
+    "TransportError",
+    "choose",
+]
+
+
+class GossamerError(Exception):
+    """Anything a user or a peer can cause; the message is the whole story."""
+
+
+class ConfigError(GossamerError, ValueError):
+    """A run file, an option or a command line that cannot work."""
+
+
+class PairingError(ConfigError):
+    """A rule, a topology and a codec that do not go together."""
+
+
+class DataError(GossamerError, ValueError):
+    """Training data that is missing, empty or unreadable."""
+
+
+class CheckpointError(GossamerError, ValueError):
+    """A snapshot that is corrupt, foreign or belongs to another run."""
+
+
+class TrainingError(GossamerError, ArithmeticError):
+    """Training produced numbers that cannot be continued from."""
+
+
+class TransportError(GossamerError, ConnectionError):
+    """Bytes that did not arrive as agreed."""
+
+
+class PeerError(TransportError):
+    """A worker that died, hung or was started with another configuration."""
+
+
+def choose(what: str, got: str, allowed: Iterable[str]) -> str:
+    """One sentence for a name that is not in a table, with the nearest name that is.
+
+    >>> choose("rule", "dilco", ["diloco", "gossip"])
+    "unknown rule 'dilco'; did you mean 'diloco'? Allowed: diloco, gossip"
+    """
+    names = sorted(allowed)
+    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return f"unknown {what} '{got}'; {hint}Allowed: {', '.join(names)}"

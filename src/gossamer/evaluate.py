@@ -1,0 +1,113 @@
+"""How good the workers are together: the mean model, each worker's own, and how far they are apart."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer import checkpoint
+from gossamer.config import RunConfig, digest, load, parse
+from gossamer.data import Corpus, open_corpus
+from gossamer.errors import CheckpointError
+from gossamer.fragment import attach, layout_of
+from gossamer.model import build_model, export, loss, sample
+from gossamer.record import atomic_write, read_metrics
+from gossamer.trace import json_line
+
+__all__ = ["Assessment", "Probe", "assess", "disagreement", "evaluate", "mean_of", "publish"]
+
+
+class Assessment(NamedTuple):
+    """Validation of one round, in nats per token."""
+
+    loss: float
+    """Of the mean model."""
+    worker_losses: tuple[float, ...]
+    disagreement: float
+    """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
+
+
+class Probe:
+    """A model that any parameter vector can be put into, with the validation batches to try it on."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
+        self.config, self.device = config, device
+        self.model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed).to(device)
+        self.x = attach(self.model, layout_of(self.model))
+        self.batches = [batch.to(device) for batch in corpus.validation(config.run.eval_batches)]
+
+    def loss(self, x: Tensor) -> float:
+        """Mean loss of the model with parameters `x` over the validation batches."""
+        self.x.copy_(x)
+        self.model.eval()
+        bf16 = self.config.inner.autocast == "bf16"
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            return math.fsum(loss(self.model, batch).item() for batch in self.batches) / len(self.batches)
+
+
+def mean_of(vectors: Sequence[Tensor]) -> Tensor:
+    """The mean model, `(1/n) Σ_i x_i`, summed in worker order in fp32; equal vectors are their own mean, bit for bit."""
+    if all(torch.equal(vectors[0], x) for x in vectors[1:]):
+        return vectors[0].clone()
+    total = vectors[0].float()
+    for x in vectors[1:]:
+        total = total + x.float()
+    return (total / len(vectors)).to(vectors[0].dtype)
+
+
+def disagreement(vectors: Sequence[Tensor], mean: Tensor) -> float:
+    """How far the workers are from their mean, root mean square per parameter: `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
+    squares = [(x.float() - mean.float()).square().sum(dtype=torch.float64).item() for x in vectors]
+    return math.sqrt(math.fsum(squares) / len(vectors) / mean.numel())
+
+
+def assess(vectors: Sequence[Tensor], score: Callable[[Iterable[Tensor]], Iterable[float]]) -> Assessment:
+    """Scores the mean model and each worker's; workers that are bitwise equal are scored once."""
+    mean = mean_of(vectors)
+    apart = disagreement(vectors, mean)
+    if all(torch.equal(mean, x) for x in vectors):
+        (value,) = score([mean])
+        return Assessment(value, (value,) * len(vectors), apart)
+    value, *each = score([mean, *vectors])
+    return Assessment(value, tuple(each), apart)
+
+
+def publish(config: RunConfig, corpus: Corpus, x: Tensor, folder: Path) -> None:
+    """Writes the model with parameters `x` where `AutoModelForCausalLM.from_pretrained` opens it, and a sample of its text."""
+    model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
+    attach(model, layout_of(model)).copy_(x)
+    export(model, folder / "model", corpus.tokenizer)
+    text = sample(model, corpus.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed)
+    atomic_write(folder / "sample.txt", text.encode())
+
+
+def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
+    """The mean model of a run from the snapshots of one round: its loss, the disagreement, and its export to `RUN/model`.
+
+    Args: `round` is the number of finished rounds; the newest that all workers own when None.
+    Raises: CheckpointError when no round has the snapshots of all workers.
+    Cost: holds one model per worker in memory.
+    """
+    config = parse(load(folder / "run.toml"))
+    store, key = folder / "checkpoints", digest(config)
+    owned = [checkpoint.rounds(store, worker, key) for worker in range(config.workers)]
+    newest = checkpoint.newest_common(owned) if round is None else round
+    if newest is None or not all(newest in rounds for rounds in owned):
+        short = {worker: rounds for worker, rounds in enumerate(owned) if newest not in rounds}
+        raise CheckpointError(
+            f"'{folder}' has no round with snapshots of all {config.workers} workers (owned: {short}); "
+            "bring the checkpoint folders of all machines together, or train past the first checkpoint"
+        )
+    vectors = [checkpoint.load(store, newest, worker, key)["x"] for worker in range(config.workers)]
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    probe = Probe(config, corpus, torch.device("cpu"))
+    result = assess(vectors, lambda models: [probe.loss(x) for x in models])
+    if not any(line["kind"] == "eval" and line["round"] == newest - 1 and "loss" in line for line in read_metrics(folder)):
+        with (folder / "metrics-evaluated.jsonl").open("a", encoding="utf-8") as file:
+            line = {"kind": "eval", "round": newest - 1, "step": newest * config.full_steps, **result._asdict()}
+            file.write(json_line(line))
+    publish(config, corpus, mean_of(vectors), folder)
+    return newest, result

@@ -1,0 +1,357 @@
+"""Starting a run of real processes: joining the others, agreeing with them, and starting all of them on one machine."""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import IO, Any, NamedTuple, TextIO
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.errors import ConfigError, PeerError, TransportError
+
+__all__ = ["Member", "agree", "join", "leave", "run_local"]
+
+LIMIT_BYTES = 1 << 20
+"""What one worker may publish of itself in `agree`."""
+LAUNCHER = "GOSSAMER_LAUNCHER"
+"""The variable that tells a worker the process id of the `run_local` that started it."""
+
+log = logging.getLogger("gossamer")
+
+
+class Member(NamedTuple):
+    """This process as one worker of a run."""
+
+    worker: int
+    n: int
+    device: torch.device
+    store: Store
+    """Shared by all workers; it lives in the launcher where there is one, else in worker 0."""
+
+
+def join(n: int, *, backend: str = "auto", device: str = "auto", threads: int = 0, timeout_s: float = 300.0) -> Member:
+    """Makes this process the worker that the environment of torchrun (or `run_local`) says it is.
+
+    Args:
+        n: the number of workers the run file asks for.
+        backend: "gloo", "nccl", or "auto": NCCL on GPUs, gloo otherwise. With gloo and a GPU, messages pass through the host.
+        device: "cpu", "cuda" (the GPU of this process's LOCAL_RANK), or "auto": a GPU if there is one.
+        threads: intra-op threads of torch; 0 takes an equal share of the cores, or OMP_NUM_THREADS if that is set.
+        timeout_s: how long to wait for the others.
+    Raises: ConfigError when the environment does not fit, PeerError when workers do not come, TransportError when the
+        store cannot be reached.
+    """
+    worker, world = _number("RANK"), _number("WORLD_SIZE")
+    if world != n:
+        raise ConfigError(
+            f"WORLD_SIZE is {world} but the run file says workers = {n}; start as many processes, or change it"
+        )
+    if worker >= n:
+        raise ConfigError(f"RANK is {worker}; with {n} workers it must be between 0 and {n - 1}")
+    if LAUNCHER in os.environ:
+        _end_with_launcher()
+    where = _device(device)
+    backend = _backend(backend, where, n)
+    if threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads or max(1, _cores() // _number("LOCAL_WORLD_SIZE", default=n)))
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+
+    store = _store(worker, n, timeout_s)
+    here = [f"here/{i}" for i in range(n)]
+    store.set(here[worker], backend)
+    if missing := _absent(store, here, timeout_s):
+        raise PeerError(
+            f"{_workers(missing)} did not come within {timeout_s:g} s, and the run needs {n}; look at their logs, or raise "
+            "run.timeout_s"
+        )
+    others = [i for i in range(n) if store.get(here[i]) != backend.encode()]
+    if others:
+        raise ConfigError(
+            f"worker {worker} uses {backend} and {_workers(others)} another backend; set run.backend for all"
+        )
+    # Otherwise torch ends the process on an NCCL error or timeout, before we can say which worker failed.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=worker,
+            world_size=n,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=where if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"worker {worker} could not connect to the other {n - 1} over {backend} ({_first_line(error)}); "
+            "check that the machines reach each other, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        ) from error
+    return Member(worker, n, where, store)
+
+
+def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -> list[Any]:
+    """Makes sure that all workers run one configuration, and tells each what the others say of themselves.
+
+    Args:
+        digest: of everything that all workers must have in common.
+        facts: anything JSON can hold, such as the rounds of which this worker owns a checkpoint.
+    Returns: the facts of all workers, in their order.
+    Raises: PeerError naming the workers that differ, or that said nothing within `timeout_s`.
+    """
+    text = json.dumps([digest, facts])
+    if len(text) > LIMIT_BYTES:
+        raise TransportError(
+            f"worker {member.worker} would publish {len(text)} bytes of itself; at most {LIMIT_BYTES} are allowed"
+        )
+    keys = [f"agree/{i}" for i in range(member.n)]
+    member.store.set(keys[member.worker], text)
+    if missing := _absent(member.store, keys, timeout_s):
+        raise PeerError(
+            f"{_workers(missing)} said nothing for {timeout_s:g} s when all {member.n} were to agree on their configuration; "
+            "look at their logs"
+        )
+    said = [_statement(i, member.store.get(key)) for i, key in enumerate(keys)]
+    camps: dict[str, list[int]] = {}
+    for i, (theirs, _) in enumerate(said):
+        camps.setdefault(theirs, []).append(i)
+    if len(camps) > 1:
+        odd = sorted(camps.items(), key=lambda camp: len(camp[1]))
+        raise PeerError(
+            "; ".join(f"{_workers(members)} run configuration {theirs!r}" for theirs, members in odd)
+            + ": start all workers with the same run file, data and gossamer"
+        )
+    return [facts for _, facts in said]
+
+
+def leave(timeout_s: float = 5.0) -> bool:
+    """Ends the process group, also with transfers under way; to be called before the process ends.
+
+    Returns: whether it ended in time. If not (a GPU waits for a peer that is gone), only `os._exit` ends the process.
+    """
+    if not dist.is_initialized():
+        return True
+    end = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    end.start()
+    end.join(timeout_s)
+    return not end.is_alive()
+
+
+def run_local(
+    n: int,
+    argv: Sequence[str],
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "gossamer"),
+    timeout_s: float = 300.0,
+    grace_s: float = 10.0,
+) -> int:
+    """Runs n workers on this machine over loopback, and forwards what they print with their number before each line.
+
+    The store lives here, so it outlives every worker. When a worker fails, the others have `timeout_s + grace_s` to notice
+    and to end by themselves. No worker outlives this process: on Linux the kernel sees to it.
+
+    Args:
+        argv: the arguments of each worker's `gossamer`, such as `["train", "run.toml"]`.
+        command: what to run with them.
+    Returns: 0, or the exit code of the worker that failed first (128 + k if signal k ended it).
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the workers are not there yet
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCHER: str(os.getpid()),
+        "GLOO_SOCKET_IFNAME": _loopback(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // n))),
+        "PYTHONUNBUFFERED": "1",
+    }
+    workers: list[subprocess.Popen[str]] = []
+    pumps: list[threading.Thread] = []
+    try:
+        for i in range(n):
+            # A session of their own: Ctrl-C reaches this process alone, which then ends them.
+            worker = subprocess.Popen(
+                [*command, *argv], env={**common, "RANK": str(i), "LOCAL_RANK": str(i)}, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+            )  # fmt: skip
+            workers.append(worker)
+            pumps += [_forward(worker.stdout, sys.stdout, f"[{i}] "), _forward(worker.stderr, sys.stderr, f"[{i}] ")]
+        return _outcome(workers, timeout_s + grace_s)
+    finally:
+        _end(workers)
+        for pump in pumps:
+            pump.join(1.0)
+
+
+def _outcome(workers: Sequence[subprocess.Popen[str]], patience_s: float) -> int:
+    """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since."""
+    code, deadline = 0, float("inf")
+    while True:
+        codes = [worker.poll() for worker in workers]
+        if not code and (failed := next((one for one in codes if one), 0)):
+            code, deadline = failed if failed > 0 else 128 - failed, time.monotonic() + patience_s
+        if None not in codes or time.monotonic() >= deadline:
+            return code
+        time.sleep(0.05)
+
+
+def _end(workers: Sequence[subprocess.Popen[str]], grace_s: float = 2.0) -> None:
+    """Ends the workers that still run, by their ids: politely, then surely."""
+    running = [worker for worker in workers if worker.poll() is None]
+    for worker in running:
+        log.warning("ending worker %d (process %d), which has not ended by itself", workers.index(worker), worker.pid)
+        worker.terminate()
+    deadline = time.monotonic() + grace_s
+    for worker in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.wait(max(0.0, deadline - time.monotonic()))
+    for worker in running:
+        worker.kill()
+        worker.wait()
+
+
+def _forward(source: IO[str] | None, sink: TextIO, prefix: str) -> threading.Thread:
+    """Copies lines as they come, in a thread."""
+    assert source is not None
+
+    def copy() -> None:
+        for line in source:
+            sink.write(prefix + line.rstrip("\n") + "\n")
+            sink.flush()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def _end_with_launcher() -> None:
+    """Makes this process end within a second of the `run_local` that started it, however that ended."""
+    launcher = _number(LAUNCHER)
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _store(worker: int, n: int, timeout_s: float) -> Store:
+    """The store that all workers share: torchrun's or the launcher's if they host one, else worker 0 does."""
+    host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
+    if not host:
+        raise ConfigError(_unset("MASTER_ADDR"))
+    hosts = worker == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(
+            host, port, n, hosts, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise TransportError(
+            f"worker {worker} could not {'open' if hosts else 'reach'} the store at {host}:{port} within {timeout_s:g} s "
+            f"({_first_line(error)}); check MASTER_ADDR, MASTER_PORT and that their machine is up"
+        ) from error
+    return PrefixStore(f"gossamer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _absent(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
+    """The places of the keys that nobody has set within `timeout_s`."""
+    try:
+        store.wait(list(keys), timedelta(seconds=timeout_s))
+    except RuntimeError:
+        try:
+            return [i for i, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError as error:
+            raise TransportError(
+                f"the store at MASTER_ADDR is gone ({_first_line(error)}); look at the log of the launcher or of worker 0"
+            ) from error
+    return []
+
+
+def _statement(worker: int, raw: bytes) -> tuple[str, Any]:
+    """What a worker published in `agree`."""
+    try:
+        match json.loads(raw) if len(raw) <= LIMIT_BYTES else None:
+            case [str(digest), facts]:
+                return digest, facts
+    except ValueError:
+        pass
+    raise PeerError(
+        f"worker {worker} published {len(raw)} bytes that are no configuration; install the same gossamer everywhere"
+    )
+
+
+def _device(device: str) -> torch.device:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"run.device is '{device}'; allowed: auto, cpu, cuda")
+    gpus = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise ConfigError("run.device = 'cuda' but torch sees 0 GPUs; install a CUDA build and a driver, or use 'cpu'")
+    return torch.device("cuda", _number("LOCAL_RANK") % gpus)
+
+
+def _backend(backend: str, device: torch.device, n: int) -> str:
+    if backend not in ("auto", "gloo", "nccl"):
+        raise ConfigError(f"run.backend is '{backend}'; allowed: auto, gloo, nccl")
+    one_each = device.type == "cuda" and _number("LOCAL_WORLD_SIZE", default=n) <= torch.cuda.device_count()
+    if backend == "nccl" and not (one_each and dist.is_nccl_available()):
+        raise ConfigError(
+            f"run.backend is 'nccl', which needs a GPU for each worker and got device '{device}'; use 'gloo'"
+        )
+    if backend == "auto":
+        return "nccl" if one_each and dist.is_nccl_available() else "gloo"
+    return backend
+
+
+def _number(name: str, default: int | None = None) -> int:
+    """A whole number from the environment."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if not text:
+        raise ConfigError(_unset(name))
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{name} is '{text}'; it must be a whole number, as torchrun sets it")
+    return int(text)
+
+
+def _unset(name: str) -> str:
+    return (
+        f"{name} is not set, so this process does not know which worker it is; start all workers with "
+        "`torchrun --nproc-per-node N -m gossamer train run.toml`, or on one machine with `gossamer train run.toml --local N`"
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _loopback() -> str:
+    """The name of the loopback interface: lo on Linux, lo0 on macOS."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+def _workers(indices: Sequence[int]) -> str:
+    """
+    >>> _workers([2]), _workers([0, 1])
+    ('worker 2', 'workers 0, 1')
+    """
+    return f"worker{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]

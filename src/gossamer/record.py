@@ -1,0 +1,314 @@
+"""The record of a run: one folder with the resolved configuration, metrics, trace and what dashboards want.
+
+```
+run.toml              the resolved configuration
+metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run
+trace[-003].jsonl     see `gossamer.trace`
+tensorboard/          TensorBoard events
+```
+
+Metrics come in two kinds. Round r counts from 0 and a line of round r is about the end of that round; an evaluation
+before training has round -1. A number that is not finite is written as null.
+
+* `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
+  steps and tokens that this worker has behind it.
+* `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
+  the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
+  `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters.
+"""
+
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from gossamer.errors import ConfigError, DataError
+from gossamer.trace import Entry, json_line, json_lines, line_of
+
+__all__ = ["Progress", "RecordConfig", "RunFolder", "atomic_write", "read_metrics"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordConfig:
+    """What a run leaves behind beside its metrics and its trace."""
+
+    tensorboard: bool = True
+    """Whether to write TensorBoard events."""
+    wandb_project: str | None = None
+    """The Weights & Biases project to log to; nothing leaves the machine when None."""
+    print_every: int = 10
+    """Rounds between two lines of the log where no terminal shows live progress."""
+
+    def __post_init__(self) -> None:
+        if self.print_every < 1:
+            raise ConfigError(f"print_every is {self.print_every} rounds but must be at least 1; raise it")
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Puts `data` at `path` all at once: after a crash there is the old file or the new one, never a part.
+
+    Raises: OSError when the disk refuses.
+    """
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # else the name may be lost in a power cut although the bytes are not
+    finally:
+        os.close(folder)
+
+
+class RunFolder:
+    """Writes one run, or one worker's part of it; every line is handed to the system at once, so a killed run keeps it.
+
+    Args:
+        path: the folder; made if missing.
+        run_toml: the resolved configuration as TOML text.
+        worker: the number of the one worker that writes here; None when one process writes for all.
+        resume_round: the first round to run (again): lines of it and of later rounds are dropped. None starts a run.
+    Raises: ConfigError when a new run would mix with an old one, or a package that the config asks for is missing.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run_toml: str,
+        config: RecordConfig | None = None,
+        *,
+        worker: int | None = None,
+        resume_round: int | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.worker = worker
+        self._config = config or RecordConfig()
+        self._run_toml = run_toml
+        suffix = "" if worker is None else f"-{worker:03}"
+        self._metrics_path = self.path / f"metrics{suffix}.jsonl"
+        self._trace_path = self.path / f"trace{suffix}.jsonl"
+        for old in (self._metrics_path, self._trace_path):
+            if resume_round is None and old.exists():
+                raise ConfigError(
+                    f"the run folder {self.path} already holds {old.name}; name a new folder, or resume that run"
+                )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.write_text("run.toml", run_toml)
+        self._metrics: IO[str]
+        self._trace: IO[str]
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        self._open(None if resume_round is None else _cut([self._metrics_path, self._trace_path], resume_round))
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def log(self, kind: str, **fields: Any) -> None:
+        """Appends one line of metrics; `fields` are plain JSON values and hold at least the round.
+
+        >>> import tempfile
+        >>> with RunFolder(Path(tempfile.mkdtemp()), "", RecordConfig(tensorboard=False)) as run:
+        ...     run.log("eval", round=0, step=15, loss=2.5)
+        >>> read_metrics(run.path)
+        [{'kind': 'eval', 'round': 0, 'step': 15, 'loss': 2.5}]
+        """
+        assert isinstance(fields.get("round"), int), fields
+        self._metrics.write(json_line(_finite({"kind": kind, **fields})))
+        self._metrics.flush()
+        if self._tensorboard is None and self._wandb is None:
+            return
+        step, scalars = fields.get("step", fields["round"]), dict(_scalars(kind, fields))
+        if self._tensorboard is not None:
+            for tag, value in scalars.items():
+                self._tensorboard.add_scalar(tag, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**scalars, "round": fields["round"], "step": step})
+
+    def log_trace(self, entry: Entry) -> None:
+        """Appends what one worker did in one round."""
+        self._trace.write(line_of(entry))
+        self._trace.flush()
+
+    def truncate(self, round: int) -> None:
+        """Drops every line of this round and of later ones, and a last line that a kill left half-written."""
+        self.close()
+        self._open(_cut([self._metrics_path, self._trace_path], round))
+
+    def write_text(self, name: str, text: str) -> None:
+        """Puts a text file into the folder, all at once."""
+        atomic_write(self.path / name, text.encode())
+
+    def close(self) -> None:
+        """Ends the dashboards' runs and closes the files; may be called twice."""
+        self._metrics.close()
+        self._trace.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+    def _open(self, next_step: int | None) -> None:
+        # Dashboards first: they are what can be missing, and no file is left open then.
+        if self._config.wandb_project is not None:
+            self._wandb = _wandb(self._config.wandb_project, self.path, self.worker, self._run_toml)
+        if self._config.tensorboard:
+            self._tensorboard = _tensorboard(self.path / "tensorboard", self.worker, next_step)
+        self._metrics = self._metrics_path.open("a", encoding="utf-8")
+        self._trace = self._trace_path.open("a", encoding="utf-8")
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run from all its `metrics*.jsonl`, by round; inside a round file by file, metrics.jsonl first.
+
+    Raises: DataError for a line that is not a JSON object with a kind and a round.
+    """
+    lines: list[dict[str, Any]] = []
+    for path in sorted(Path(run_folder).glob("metrics*.jsonl"), key=lambda path: path.stem):
+        for where, value in json_lines(path):
+            if not isinstance(value.get("kind"), str):
+                got = f"{value.get('kind')!r:.60}"
+                raise DataError(f"{where} has kind {got} but a metric names its kind, such as 'eval'; remove the line")
+            _round(value, where)
+            lines.append(value)
+    return sorted(lines, key=lambda line: line["round"])
+
+
+class Progress:
+    """Shows how a run goes: live bars with the latest figures on a terminal, else one plain line per `every` rounds.
+
+    Everything goes to stderr, so that the output of a command can be piped.
+    """
+
+    def __init__(self, rounds: int, every: int = 10, console: Console | None = None) -> None:
+        self._rounds = rounds
+        self._every = every
+        self._console = console or Console(stderr=True)
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Bars(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> "Progress":
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def update(self, method: str, done: int, **figures: float) -> None:
+        """`done` rounds of this method are over; `figures` are shown by name, such as `loss=2.1`."""
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        if self._console.is_terminal:
+            if method not in self._tasks:
+                self._tasks[method] = self._bars.add_task(method, total=self._rounds, figures="")
+            self._bars.update(self._tasks[method], completed=done, figures=shown)
+        elif done % self._every == 0 or done == self._rounds:
+            self._console.print(
+                f"{method}: round {done} of {self._rounds}  {shown}", markup=False, highlight=False, soft_wrap=True
+            )
+
+
+def _cut(paths: list[Path], round: int) -> int:
+    """Rewrites JSONL files without the lines of `round` and later; returns the first step that none of the rest has."""
+    next_step = 0
+    for path in paths:
+        if path.exists():
+            kept = [value for where, value in json_lines(path) if _round(value, where) < round]
+            next_step = max([next_step, *(value["step"] + 1 for value in kept if isinstance(value.get("step"), int))])
+            atomic_write(path, "".join(map(json_line, kept)).encode())
+    return next_step
+
+
+def _finite(value: Any) -> Any:
+    """The same value with null for every number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _scalars(kind: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The curves that one line of metrics continues: "eval/loss", "train/loss/worker-003"."""
+    suffix = f"/worker-{fields['worker']:03}" if "worker" in fields else ""
+    for name, value in fields.items():
+        if name not in ("round", "worker", "step") and isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{kind}/{name}{suffix}", value
+
+
+def _round(value: Mapping[str, Any], where: str) -> int:
+    """The round that a line is about. Raises DataError when it names none."""
+    round = value.get("round")
+    if isinstance(round, bool) or not isinstance(round, int) or not -1 <= round < 2**31:
+        raise DataError(
+            f"{where} has round {round!r:.60} but every line names its round, an integer from -1; remove the line"
+        )
+    return round
+
+
+def _tensorboard(folder: Path, worker: int | None, next_step: int | None) -> Any:
+    """A writer of events that makes viewers forget what an interrupted run wrote from `next_step` on."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            f"tensorboard = true needs the package tensorboard, which is missing ({error}); "
+            "run pip install tensorboard, or set tensorboard = false"
+        ) from None
+    # Viewers read one event file per folder, so each process needs its own.
+    return SummaryWriter(
+        str(folder if worker is None else folder / f"worker-{worker:03}"), purge_step=next_step, flush_secs=30
+    )
+
+
+def _wandb(project: str, path: Path, worker: int | None, run_toml: str) -> Any:
+    """A Weights & Biases run that a resumed run continues; the workers of a real run form a group."""
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]  # an extra that few install
+    except ImportError as error:
+        raise ConfigError(
+            f"wandb_project = '{project}' needs the package wandb, which is missing ({error}); "
+            "run pip install 'gossamer[wandb]', or leave wandb_project out"
+        ) from None
+    suffix = "" if worker is None else f"-{worker:03}"
+    id_path = path / f"wandb-id{suffix}.txt"
+    run = wandb.init(
+        project=project,
+        group=path.resolve().name,
+        name=path.resolve().name + suffix,
+        id=id_path.read_text().strip() if id_path.exists() else None,
+        resume="allow",
+        dir=str(path),
+        config=tomllib.loads(run_toml),
+    )
+    run.define_metric("*", step_metric="step")
+    atomic_write(id_path, run.id.encode())
+    return run

@@ -1,0 +1,69 @@
+"""DiLoCo: an outer optimizer on the averaged pseudo-gradient."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.mixing import mean
+from gossamer.rules.rule import Context, Rule
+from gossamer.rules.checks import one_of, within
+from gossamer.tree import Tree
+
+__all__ = ["diloco"]
+
+
+class State(NamedTuple):
+    """Where the round began, and the outer momentum b (absent for outer SGD)."""
+
+    anchor: Tensor
+    b: Tree
+
+
+def diloco(
+    lr: float = 0.7, momentum: float = 0.9, optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov"
+) -> Rule:
+    """Everyone averages how far the local phase went and takes one outer optimizer step from where it began.
+
+    Δ_i = θ_start - θ_i(end);  d = (1/n) Σ_j Δ_j;  b ← μ b + d
+    θ ← θ_start - η (d + μ b)   [nesterov]      - η b   [heavy_ball]      - η d   [sgd]
+
+    Args:
+        lr: outer learning rate η.
+        momentum: outer momentum μ in [0, 1); not used by "sgd".
+        optimizer: which outer step; all in the dialect of `torch.optim.SGD` (dampening 0).
+    Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P; 1 P for "sgd").
+    Source: Douillard et al., arXiv 2311.08105, algorithm 1.
+    Differs: the mean is summed in worker order, bitwise the same everywhere. The inner state stays local, as in the paper.
+    Fails when: a link is slow (everybody waits), on any graph where not everyone hears everyone, and at one local step with
+        an adaptive inner optimizer and momentum 0.9 (arXiv 2503.09799).
+
+    >>> diloco(lr=1.0, optimizer="sgd").state_copies
+    1
+    """
+    one_of("diloco", "optimizer", optimizer, ("nesterov", "heavy_ball", "sgd"))
+    within("diloco", "lr", lr, 0.0, float("inf"), low_open=True)
+    within("diloco", "momentum", momentum, 0.0, 1.0)
+    eta, mu = lr, momentum
+
+    def init(x: Tensor) -> State:
+        return State(x.clone(), () if optimizer == "sgd" else torch.zeros_like(x))
+
+    def send(x: Tensor, s: State, ctx: Context) -> Tree:
+        return s.anchor - x
+
+    def recv(x: Tensor, s: State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, State]:
+        d = heard
+        if optimizer == "sgd":
+            theta, b = s.anchor - eta * d, ()
+        else:
+            b = mu * s.b + d
+            step = d + mu * b if optimizer == "nesterov" else b
+            theta = s.anchor - eta * step
+        return theta, State(theta, b)
+
+    return Rule(
+        "diloco", {"lr": lr, "momentum": momentum, "optimizer": optimizer}, init, send, mean, recv,
+        needs="everyone", n1_limit="outer momentum", mean_preserving=True,
+        state_copies=1 if optimizer == "sgd" else 2,
+    )  # fmt: skip

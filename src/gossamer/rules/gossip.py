@@ -1,0 +1,39 @@
+"""Gossip averaging, D-PSGD in its adapt-then-combine form."""
+
+from torch import Tensor
+
+from gossamer.mixing import pull
+from gossamer.rules.rule import Consensus, Context, Rule
+from gossamer.tree import Tree
+
+__all__ = ["gossip"]
+
+
+def gossip() -> Rule:
+    """After the local phase every worker moves to the weighted mean of its neighbourhood.
+
+    θ_i ← Σ_j w_ij θ_j(end of the local phase)
+
+    Cost: one model to each peer per round; no outer state.
+    Source: Lian et al., arXiv 1705.09056; adapt-then-combine as in arXiv 2410.11998. One inner SGD step per round is D-PSGD
+        (ATC); on the complete graph it is then data-parallel SGD, and with more steps local SGD.
+    Differs: the combine step follows the inner steps (the original combines first and adds the gradient of the old point).
+    Fails when: the graph mixes slowly and the shards differ: the disagreement grows like local steps / spectral gap.
+
+    >>> gossip().needs
+    'connected'
+    """
+
+    def init(x: Tensor) -> Tree:
+        return ()
+
+    def send(x: Tensor, s: Tree, ctx: Context) -> Tree:
+        return x
+
+    def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
+        return x + heard, s
+
+    return Rule(
+        "gossip", {}, init, send, pull, recv,
+        needs="connected", n1_limit="inner", mean_preserving=True, consensus=Consensus(1.0, 0.0, "post"),
+    )  # fmt: skip

@@ -1,0 +1,35 @@
+"""Local SGD, also known as FedAvg with full participation."""
+
+from torch import Tensor
+
+from gossamer.mixing import mean
+from gossamer.rules.rule import Context, Rule
+from gossamer.tree import Tree
+
+__all__ = ["local_sgd"]
+
+
+def local_sgd() -> Rule:
+    """After the local phase everyone continues from the mean of all workers.
+
+    θ ← (1/n) Σ_j θ_j(end of the local phase)
+
+    Cost: 2(n-1)/n models per worker and round; no outer state.
+    Source: Stich, arXiv 1805.09767; McMahan et al., arXiv 1602.05629. It is `diloco(lr=1, momentum=0)`.
+    Differs: any inner optimizer; its state stays local.
+    Fails when: the local phase is long and the shards differ: the workers' optima are averaged, not the common one found.
+
+    >>> local_sgd().needs
+    'everyone'
+    """
+
+    def init(x: Tensor) -> Tree:
+        return ()
+
+    def send(x: Tensor, s: Tree, ctx: Context) -> Tree:
+        return x
+
+    def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
+        return heard, s
+
+    return Rule("local_sgd", {}, init, send, mean, recv, needs="everyone", n1_limit="inner", mean_preserving=True)

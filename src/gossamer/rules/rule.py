@@ -1,0 +1,75 @@
+"""What a rule is: four small functions for ONE worker, and tags that say what holds of them."""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from gossamer.fragment import Layout
+from gossamer.mixing import Hear
+from gossamer.tree import Tree
+
+__all__ = ["Consensus", "Context", "Needs", "Rule", "Site"]
+
+Needs = Literal["everyone", "connected", "static", "tree"]
+Site = Literal["parameters", "gradients"]
+
+
+class Context(NamedTuple):
+    """What a worker may know of its round."""
+
+    worker: int
+    n: int
+    round: int
+    local_steps: int
+    """Inner steps this worker took in this round (H_i)."""
+    weight: float
+    """Its own weight w_ii in this round's mixing."""
+    layout: Layout
+    """Names, shapes and offsets of the tensors in `x`; of use to rules that are not elementwise."""
+
+
+class Consensus(NamedTuple):
+    """The linear recursion a rule's disagreement obeys when every drift is zero (algorithm tag read by `stability`).
+
+    With `z = θ + α·pull(θ)`: site "post" is `θ' = z + γ(z - z_prev)`, site "pre" is `θ' = z + γ(θ - θ_prev)`.
+    """
+
+    alpha: float
+    gamma: float
+    site: Literal["pre", "post"]
+
+
+class Rule(NamedTuple):
+    """A communication rule: what one worker sends after its local phase, and what it does with what it heard.
+
+    `init(x) -> s` makes the outer state, a (named) tuple of tensors that owns its memory; `send(x, s, ctx) -> message` makes
+    the tensors for the wire; `hear` combines the decoded messages (`pull`, `mean` or `each` of `gossamer.mixing`);
+    `recv(x, s, told, heard, ctx) -> (x, s)` is the outer update, where `told` is what the others decoded from me. All are
+    pure: they never write into their arguments, and `send` may return views of them.
+
+    Shapes: `x` is the flat `[P]` vector of one worker (of one fragment); messages and states are trees of tensors.
+    """
+
+    name: str
+    options: dict[str, Any]
+    init: Callable[[Tensor], Tree]
+    send: Callable[[Tensor, Tree, Context], Tree]
+    hear: Hear
+    recv: Callable[[Tensor, Tree, Tree, Tree, Context], tuple[Tensor, Tree]]
+
+    needs: Needs
+    """"everyone": all workers hear all, with the same weights; "connected": any doubly stochastic mixing that connects the
+    workers over time; "static": the same mixing in every round; "tree": a static tree."""
+    n1_limit: Literal["inner", "outer momentum"]
+    """What the rule is with one worker: the plain inner optimizer, or an outer momentum around it."""
+    site: Site = "parameters"
+    """On what it acts: the parameters after the local phase, or the gradients before an inner step."""
+    elementwise: bool = True
+    """Whether halves may be updated one by one: safe on shards and in cache-sized chunks."""
+    mean_preserving: bool = False
+    """Whether workers that stand still keep their mean under any doubly stochastic mixing and any codec."""
+    consensus: Consensus | None = None
+    """How its disagreement evolves without drift; None where the replicas are always equal."""
+    state_copies: int = 0
+    """Tensors of the size of `x` that the outer state holds."""

@@ -1,0 +1,150 @@
+"""n workers in one process: a research run with every worker's replica on one CPU or one GPU.
+
+The workers' parameters are the rows of one `[n, P]` tensor, their models views of it and their inner optimizers untouched. A
+pool of threads with one intra-op thread each trains them: on small models that is faster than one process per worker, and
+each worker computes exactly what its own process would.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer import checkpoint, sync
+from gossamer.config import RunConfig, digest, dump
+from gossamer.data import open_corpus
+from gossamer.errors import CheckpointError
+from gossamer.evaluate import Assessment, Probe, assess, mean_of, publish
+from gossamer.fragment import layout_of
+from gossamer.record import Progress, RunFolder
+from gossamer.trace import Entry
+from gossamer.transport.memory import MemoryNetwork
+from gossamer.worker import LocalPhase, Worker, method
+
+__all__ = ["Result", "simulate"]
+
+log = logging.getLogger("gossamer")
+
+
+class Result(NamedTuple):
+    """What a finished simulation leaves behind."""
+
+    final: Assessment
+    tokens: int
+    wall_s: float
+
+
+@contextlib.contextmanager
+def _pool(device: torch.device, threads: int, workers: int) -> Iterator[tuple[sync.Each, int]]:
+    """A parallel map over workers: as many threads as the cores allow at `threads` intra-op threads each; one for a GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    lanes = 1 if device.type == "cuda" else max(1, min(workers, cores // threads))
+    if lanes * threads > cores:
+        log.warning(
+            f"{lanes} x {threads} threads oversubscribe {cores} cores, which is several times slower; lower run.threads"
+        )
+    if os.getloadavg()[0] > max(1.0, 0.75 * cores):
+        log.warning(
+            f"other processes keep this machine busy (load {os.getloadavg()[0]:.1f} on {cores} cores); "
+            "expect to be slower than alone"
+        )
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with ThreadPoolExecutor(lanes, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+            yield lambda fn, items: list(pool.map(fn, items)), lanes
+    finally:
+        torch.set_num_threads(before)
+
+
+def simulate(
+    config: RunConfig, folder: Path, *, resume: bool = False, progress: Progress | None = None, until: int | None = None
+) -> Result:
+    """Trains all workers of a run and records it in `folder`; bitwise what `gossamer train` computes on real processes.
+
+    Args:
+        resume: continue from the newest checkpoint in the folder.
+        until: stop after this many rounds, as if killed there.
+    Raises: ConfigError, DataError, CheckpointError; TrainingError when a loss is not finite.
+    Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
+    """
+    m = method(config)
+    device = torch.device("cuda" if config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available()) else "cpu")
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    n, key, store = config.workers, digest(config), folder / "checkpoints"
+    probe = Probe(config, corpus, device)
+    stacked = torch.empty(n, layout_of(probe.model).numel, dtype=probe.x.dtype, device=device)
+    workers = [Worker(i, config, m.rule, corpus, device, stacked[i]) for i in range(n)]
+    network = MemoryNetwork(n)
+    transports = [network.transport(i) for i in range(n)]
+    full = config.full_steps
+    start, began = 0, time.perf_counter()
+
+    if resume:
+        newest = checkpoint.newest_common([checkpoint.rounds(store, i, key) for i in range(n)])
+        if newest is None:
+            raise CheckpointError(f"'{store}' has no checkpoint of all {n} workers to resume from; start without --resume")
+        for worker in workers:
+            worker.restore(checkpoint.load(store, newest, worker.index, key))
+        start = newest
+
+    record = RunFolder(folder, dump(config), config.record, resume_round=start if resume else None)
+    with record, _pool(device, config.run.threads or 1, n) as (each, lanes):
+        probes: SimpleQueue[Probe] = SimpleQueue()
+        for spare in [probe, *(Probe(config, corpus, device) for _ in range(lanes - 1))]:
+            probes.put(spare)
+
+        def score(x: Tensor) -> float:
+            mine = probes.get()
+            try:
+                return mine.loss(x)
+            finally:
+                probes.put(mine)
+
+        tokens, final = start * sum(w.local_steps for w in workers) * config.step_tokens, None
+        for round in range(start, config.rounds):
+            mixing = m.topology.mixing(round)
+            exchanges = [
+                sync.begin(
+                    m.rule, m.codec, mixing, transports[w.index], w.part(), w.context(round, mixing.weight(w.index)),
+                    seed=config.seed, kernel=m.kernel,
+                )
+                for w in workers
+            ]  # fmt: skip
+            phases: list[LocalPhase] = each(lambda w: w.local_phase(round), workers)
+            operations = sync.drive(exchanges, transports, each)
+            each(lambda w: w.apply(round), workers)
+
+            finished = round + 1
+            tokens += sum(phase.tokens for phase in phases)
+            for worker, phase, operation in zip(workers, phases, operations, strict=True):
+                record.log(
+                    "train", round=round, worker=worker.index, step=finished * worker.local_steps, loss=phase.loss,
+                    lr=phase.lr, tokens=finished * phase.tokens,
+                )  # fmt: skip
+                record.log_trace(Entry(round, worker.index, worker.local_steps, phase.compute_s, (operation,)))
+            if config.due(config.run.eval_every, finished):
+                final = assess(list(stacked), lambda models: each(score, models))
+                record.log(
+                    "eval", round=round, step=finished * full, tokens=tokens, **final._asdict()
+                )  # fmt: skip
+            if config.due(config.run.checkpoint_every, finished):
+                each(lambda w: checkpoint.save(store, finished, w.index, w.state(), digest=key), workers)
+            if progress is not None:
+                figures = {"loss": sum(phase.loss for phase in phases) / n, **({"val": final.loss} if final else {})}
+                progress.update(config.name, finished, **figures)
+            if finished == until:
+                break
+        if final is None:
+            final = assess(list(stacked), lambda models: each(score, models))
+        if until is None:
+            publish(config, corpus, mean_of(list(stacked)), folder)
+    return Result(final, tokens, time.perf_counter() - began)

@@ -1,0 +1,338 @@
+"""Workers in processes of their own: point-to-point messages of torch.distributed, over gloo or NCCL; no collectives.
+
+What gloo (torch 2.13) does, found by experiment, and what follows from it:
+
+* `Work.is_completed()` of an `isend` or `irecv` stays false until somebody calls `wait()`, and there is no future. A `wait`
+  that times out closes the connections to all peers, healthy ones too. So each transfer is followed by a thread of its own
+  in a `wait` that does not time out; it costs no processor time and leaves the interpreter free, and our deadline is kept
+  on a condition variable.
+* A message that is larger than the memory it is received into ends the receiving process. So a payload travels under a tag
+  that depends on its size, and the header, which says what is wrong, under one that does not.
+* Memory fresh from the system costs as much to touch as a transfer over loopback (64 MB: 71 instead of 42 ms), so receive
+  buffers are used again once nobody holds a view of them.
+* When a peer is killed, transfers with it fail within milliseconds, all others go on. When it is stopped, nothing happens.
+* `destroy_process_group` returns at once with transfers under way; to return from `main` without it aborts the process.
+
+On NCCL tags do not exist, and each transfer waits on the device for those before it. So nothing starts until the first
+`ready` or `wait` of a ticket, which starts all its transfers as one batch: call `ready` once after the last post, and
+start tickets in the same order on all workers.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.errors import PeerError, TransportError
+from gossamer.transport import Ticket, wire
+from gossamer.transport.board import Board, Failure, Note, blame
+
+__all__ = ["GroupTransport", "Traffic"]
+
+FOREVER = timedelta(days=365)
+Way = Literal["from", "to"]
+
+
+class Traffic(NamedTuple):
+    """Bytes in one direction since the start."""
+
+    payload_bytes: int = 0
+    """The frames."""
+    wire_bytes: int = 0
+    """The frames, the gaps between them and the headers."""
+
+    def plus(self, frames: Sequence[Tensor], packed: int) -> "Traffic":
+        """With one message more."""
+        payload = sum(frame.numel() * frame.element_size() for frame in frames)
+        return Traffic(self.payload_bytes + payload, self.wire_bytes + wire.HEADER_BYTES + packed)
+
+
+class _Landing(NamedTuple):
+    """Where the message of one peer arrives."""
+
+    expected: wire.Header
+    header: Tensor
+    payload: Tensor
+    like: tuple[Tensor, ...]
+
+    def check_header(self) -> wire.Header:
+        header = wire.decode(self.header.cpu().numpy().tobytes(), self.expected.sender)
+        wire.check(header, self.expected)
+        return header
+
+    def check_payload(self, header: wire.Header) -> None:
+        if header.checksum is not None and header.checksum != wire.checksum(self.payload):
+            raise TransportError(
+                f"the {header.payload_bytes} bytes of worker {header.sender} in {header.ticket} changed on their way, "
+                f"checksum {wire.checksum(self.payload):08x} instead of {header.checksum:08x}; a network card or memory is faulty"
+            )
+
+
+class _Exchange:
+    """What is under way for one ticket."""
+
+    def __init__(self) -> None:
+        self.landings: dict[int, _Landing] = {}
+        self.pending: set[tuple[Way, int]] = set()
+        self.batch: list[dist.P2POp] = []
+        """What is to be started together."""
+        self.failure: tuple[int, Exception] | None = None
+        """With whom a transfer failed first, and how."""
+
+
+class _Memory:
+    """Host memory for messages, used again once nobody holds a view of it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def take(self, size: int) -> Tensor:
+        """An uninitialised uint8 buffer of this many bytes."""
+        free = self._free.setdefault(size, [])
+        block = free.pop() if free else np.empty(size, np.uint8)
+        lease = block[:]  # torch keeps this alive, and only this, until the last view of the tensor is gone
+        weakref.finalize(lease, free.append, block).atexit = False
+        return torch.from_numpy(lease)
+
+
+class GroupTransport:
+    """The transport of this process over the default process group; see `gossamer.transport.Transport`.
+
+    Args:
+        store: the store that all workers share, best one that outlives them, for the notice board.
+        run: 64-bit digest of the configuration; messages of another run are refused.
+        timeout_s: how long `wait` waits.
+        device: where the collected frames shall be.
+        checksum: whether each payload carries a checksum.
+
+    Cost: no copy of a message that is one contiguous frame, one copy of any other; with gloo and a device, one copy each
+    way between device and host. Two short-lived threads per peer and ticket.
+    """
+
+    keeps_frames = False
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        run: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+        checksum: bool = False,
+    ) -> None:
+        self.worker = dist.get_rank()
+        self.sent = Traffic()
+        self.received = Traffic()
+        self._n = dist.get_world_size()
+        self._run = run
+        self._timeout_s = timeout_s
+        self._beat_s = min(1.0, timeout_s / 8)
+        self._checksum = checksum
+        self._batched = dist.get_backend() == "nccl"
+        self._finish = _poll if self._batched else _block
+        self._device = device or torch.device("cpu")
+        self._carrier = self._device if self._batched else torch.device("cpu")
+        self._board = Board(store, self.worker, self._n, patience_s=min(2.0, timeout_s / 4))
+        self._memory = _Memory()
+        self._exchanges: dict[Ticket, _Exchange] = {}
+        self._news = threading.Condition()
+
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+        """Announces that `peer` will send frames of these shapes and dtypes; from now on its bytes can flow.
+
+        Raises: TransportError when the message would be larger than `wire.LIMIT_BYTES`.
+        """
+        exchange = self._exchange(ticket)
+        assert peer not in exchange.landings, (ticket, peer)
+        size = wire.packed_bytes(like)
+        expected = wire.Header(self._run, ticket, peer, size, 0 if self._checksum else None)
+        landing = _Landing(expected, self._allocate(wire.HEADER_BYTES), self._allocate(size), tuple(like))
+        exchange.landings[peer] = landing
+        self._begin(exchange, ticket, "from", peer, landing.header, landing.payload)
+
+    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
+        """Starts sending; the frames must stay unchanged until `ready(ticket)`.
+
+        Raises: TransportError when the message is larger than `wire.LIMIT_BYTES`.
+        """
+        payload = wire.pack(frames, self._allocate if self._device == self._carrier else None).to(self._carrier)
+        crc = wire.checksum(payload) if self._checksum else None
+        raw = bytearray(wire.encode(wire.Header(self._run, ticket, self.worker, payload.numel(), crc)))
+        header = torch.frombuffer(raw, dtype=torch.uint8).to(self._carrier)
+        self.sent = self.sent.plus(frames, payload.numel())
+        self._begin(self._exchange(ticket), ticket, "to", peer, header, payload)
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether everything expected under the ticket has come and everything posted has left.
+
+        Raises: PeerError when a peer died or runs another configuration, TransportError when bytes are not as agreed.
+        """
+        exchange = self._exchange(ticket)
+        self._launch(exchange, set(exchange.pending))
+        with self._news:
+            if exchange.failure is None:
+                return not exchange.pending
+        raise self._broken(ticket, *exchange.failure)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Returns once `ready(ticket)`.
+
+        Raises: PeerError after `timeout_s`, or as soon as a failure is known, naming the worker that failed first if that
+            can be known; TransportError when bytes are not as agreed.
+        """
+        exchange = self._exchange(ticket)
+        self._launch(exchange, set(exchange.pending))
+        deadline = time.monotonic() + self._timeout_s
+        before: dict[int, Note] | None = None
+        noted = False
+        while missing := self._missing(exchange, deadline):
+            if time.monotonic() >= deadline:
+                raise self._late(ticket, missing, before or {})
+            self._board.waits_for(missing)
+            noted = True
+            if (standing := self._board.failure()) is not None:
+                raise PeerError(self._sentence(standing))
+            if before is None and time.monotonic() >= deadline - 3 * self._beat_s:
+                before = self._board.look(missing)
+        if noted:
+            self._board.waits_for(())
+        self.ready(ticket)
+
+    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
+        """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
+        exchange = self._exchanges.pop(ticket, _Exchange())
+        assert not exchange.pending and exchange.failure is None, f"{ticket} is not ready"
+        frames: dict[int, list[Tensor]] = {}
+        for peer, landing in sorted(exchange.landings.items()):
+            self.received = self.received.plus(landing.like, landing.payload.numel())
+            frames[peer] = wire.unpack(landing.payload.to(self._device), landing.like)
+        return frames
+
+    def close(self) -> None:
+        """Forgets all tickets. What is under way ends with the process group, which belongs to whoever made it."""
+        self._exchanges.clear()
+
+    def _exchange(self, ticket: Ticket) -> _Exchange:
+        return self._exchanges.setdefault(ticket, _Exchange())
+
+    def _allocate(self, size: int) -> Tensor:
+        if self._carrier.type == "cpu":
+            return self._memory.take(size)
+        return torch.empty(size, dtype=torch.uint8, device=self._carrier)
+
+    def _begin(self, exchange: _Exchange, ticket: Ticket, way: Way, peer: int, header: Tensor, payload: Tensor) -> None:
+        """Starts, or on NCCL gathers, the two messages that carry header and payload to or from a peer."""
+        assert peer != self.worker and (way, peer) not in exchange.pending, (ticket, way, peer)
+        transfer = dist.irecv if way == "from" else dist.isend
+        header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel())
+        exchange.pending.add((way, peer))
+        exchange.batch.append(dist.P2POp(transfer, header, peer, tag=header_tag))
+        if payload.numel():
+            exchange.batch.append(dist.P2POp(transfer, payload, peer, tag=payload_tag))
+        if not self._batched:
+            self._launch(exchange, {(way, peer)})
+
+    def _launch(self, exchange: _Exchange, transfers: set[tuple[Way, int]]) -> None:
+        """Starts what was gathered, and a thread that follows it to its end."""
+        batch, exchange.batch = exchange.batch, []
+        if not batch:
+            return
+        landings = [exchange.landings[peer] for way, peer in transfers if way == "from"]
+        try:
+            works = dist.batch_isend_irecv(batch)
+        except RuntimeError as error:  # gloo says so at once when the connection has been lost before
+            self._settle(exchange, transfers, error)
+            return
+        follow = threading.Thread(target=self._follow, args=(exchange, transfers, landings, works, batch), daemon=True)
+        follow.start()
+
+    def _follow(
+        self,
+        exchange: _Exchange,
+        transfers: set[tuple[Way, int]],
+        landings: list[_Landing],
+        works: list[dist.Work],
+        _memory: list[dist.P2POp],
+    ) -> None:
+        """Waits for transfers and checks what they bring; holds on to their memory for as long as it may be written to."""
+        try:
+            self._finish(works[0])
+            headers = [landing.check_header() for landing in landings]
+            for work in works[1:]:
+                self._finish(work)
+            for landing, header in zip(landings, headers, strict=True):
+                landing.check_payload(header)
+        except (RuntimeError, TransportError) as error:
+            self._settle(exchange, transfers, error)
+        else:
+            self._settle(exchange, transfers, None)
+
+    def _settle(self, exchange: _Exchange, transfers: set[tuple[Way, int]], error: Exception | None) -> None:
+        with self._news:
+            exchange.pending -= transfers
+            if error is not None and exchange.failure is None:
+                exchange.failure = min(peer for _, peer in transfers), error
+            self._news.notify_all()
+
+    def _missing(self, exchange: _Exchange, deadline: float) -> list[int]:
+        """Waits a beat at most, and returns whom the exchange still waits for; nobody once it is done or has failed."""
+        with self._news:
+            beat = min(self._beat_s, max(0.0, deadline - time.monotonic()))
+            if self._news.wait_for(lambda: not exchange.pending or exchange.failure is not None, beat):
+                return []
+            receives = sorted(peer for way, peer in exchange.pending if way == "from")
+            return receives or sorted(peer for _, peer in exchange.pending)
+
+    def _broken(self, ticket: Ticket, peer: int, error: Exception) -> TransportError:
+        """What to raise after a transfer with `peer` failed."""
+        if isinstance(error, TransportError):
+            self._board.claim(Failure(peer, ticket.round, self.worker, "foreign"))
+            return error
+        standing = self._board.claim(Failure(peer, ticket.round, self.worker, "closed"))
+        return PeerError(self._sentence(standing))
+
+    def _late(self, ticket: Ticket, missing: list[int], before: dict[int, Note]) -> PeerError:
+        """What to raise when the deadline has passed."""
+        chain = blame(self.worker, missing, before, self._board.look(missing))
+        mine = Failure(chain[-1], ticket.round, self.worker, "silent")
+        standing = self._board.claim(mine)
+        return PeerError(self._sentence(standing, chain if standing == mine else []))
+
+    def _sentence(self, failure: Failure, chain: Sequence[int] = ()) -> str:
+        what, do = {
+            "closed": ("closed its connection", "it was ended or ended early: look at its log"),
+            "silent": (
+                f"did not answer for {self._timeout_s:g} s",
+                "it hangs, is cut off or is slow: look at its log, or raise run.timeout_s",
+            ),
+            "foreign": ("sent something else than was agreed", "start all workers with the same run file and gossamer"),
+        }[failure.cause]
+        waits = zip([self.worker, *chain], chain, strict=False)
+        via = f" ({', '.join(f'{i} waits for {j}' for i, j in waits)})" if len(chain) > 1 else ""
+        by = "" if failure.reporter == self.worker else f", as worker {failure.reporter} reported"
+        gone = "; the launcher's store is gone too, so another may have failed before it" if self._board.gone else ""
+        return f"worker {failure.culprit} {what} in round {failure.round}{via}{by}{gone}; {do}"
+
+
+def _block(work: dist.Work) -> None:
+    """Waits in gloo, which has no other way to learn that a transfer has ended."""
+    if not work.wait(FOREVER):
+        raise RuntimeError("the process group ended before the transfer did")
+
+
+def _poll(work: dist.Work) -> None:
+    """Waits for work on a device without holding up its stream."""
+    pause_s = 1e-4
+    while not work.is_completed():
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5e-3)
+    if not work.is_success():
+        raise RuntimeError("NCCL lost the connection")

@@ -1,0 +1,47 @@
+"""Nested tuples of tensors: messages on the wire and the state of rules."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["Tree", "leaves", "map_leaves", "nbytes", "shares_storage"]
+
+Tree = Any
+"""A tensor, or a (named) tuple of trees; `()` is the tree without tensors."""
+
+
+def leaves(tree: Tree) -> list[Tensor]:
+    """The tensors of a tree, left to right.
+
+    >>> import torch
+    >>> [t.item() for t in leaves((torch.tensor(1), (torch.tensor(2), ())))]
+    [1, 2]
+    """
+    if isinstance(tree, Tensor):
+        return [tree]
+    return [leaf for part in tree for leaf in leaves(part)]
+
+
+def map_leaves(fn: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
+    """`fn` of each tensor of a tree and of those at the same place in the others; named tuples stay what they are.
+
+    >>> import torch
+    >>> map_leaves(lambda a, b: a + b, (torch.tensor(1), ()), (torch.tensor(2), ()))
+    (tensor(3), ())
+    """
+    if isinstance(tree, Tensor):
+        return fn(tree, *others)
+    parts = [map_leaves(fn, *row) for row in zip(tree, *others, strict=True)]
+    return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+
+
+def nbytes(tree: Tree) -> int:
+    """How many bytes the tensors of a tree hold: the price of a payload."""
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
+
+
+def shares_storage(tree: Tree, x: Tensor) -> bool:
+    """Whether any tensor of the tree is a view of the memory of `x`."""
+    own = x.untyped_storage().data_ptr()
+    return any(leaf.untyped_storage().data_ptr() == own for leaf in leaves(tree))

@@ -1,0 +1,270 @@
+"""The run folder: what survives a kill, what a resumed run keeps, and how progress is shown."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gossamer.errors import ConfigError, DataError
+from gossamer.record import Progress, RecordConfig, RunFolder, atomic_write, read_metrics
+from gossamer.trace import Entry, Operation, read_trace
+
+PLAIN = RecordConfig(tensorboard=False)
+
+
+def entry(round: int, worker: int) -> Entry:
+    peer = 1 - worker
+    return Entry(round, worker, 15, 0.5, (Operation("exchange", 0, ((peer, 10),), ((peer, 10),)),))
+
+
+def fill(run: RunFolder, rounds: range, workers: tuple[int, ...] = (0, 1)) -> None:
+    for r in rounds:
+        for i in workers:
+            run.log("train", round=r, worker=i, step=15 * (r + 1), loss=3.0 - 0.1 * r, lr=1e-3, tokens=100 * (r + 1))
+            run.log_trace(entry(r, i))
+        run.log(
+            "eval",
+            round=r,
+            step=15 * (r + 1),
+            tokens=200 * (r + 1),
+            loss=2.5,
+            worker_losses=[2.5, 2.6],
+            disagreement=0.1,
+        )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_a_run_folder_holds_configuration_metrics_and_trace(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "seed = 1\n", PLAIN) as run:
+        fill(run, range(2))
+        run.write_text("sample.txt", "héllo")
+    assert sorted(contents(tmp_path / "run")) == ["metrics.jsonl", "run.toml", "sample.txt", "trace.jsonl"]
+    assert (tmp_path / "run" / "run.toml").read_text() == "seed = 1\n"
+    assert (tmp_path / "run" / "sample.txt").read_text("utf-8") == "héllo"
+    assert [(m["kind"], m["round"]) for m in read_metrics(tmp_path / "run")] == [
+        ("train", 0),
+        ("train", 0),
+        ("eval", 0),
+        ("train", 1),
+        ("train", 1),
+        ("eval", 1),
+    ]
+    assert read_trace(tmp_path / "run").steps.tolist() == [[15, 15], [15, 15]]
+
+
+def test_workers_of_a_real_run_write_beside_each_other_and_are_read_together(tmp_path: Path) -> None:
+    for worker in (1, 0):
+        with RunFolder(tmp_path, "", PLAIN, worker=worker) as run:
+            for r in range(2):
+                run.log("train", round=r, worker=worker, step=r, loss=1.0)
+                run.log_trace(entry(r, worker))
+    assert {"metrics-000.jsonl", "trace-001.jsonl"} <= set(contents(tmp_path))
+    assert [(m["round"], m["worker"]) for m in read_metrics(tmp_path)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert read_trace(tmp_path).workers == 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats() | st.lists(st.floats(), max_size=3), max_size=5))
+def test_every_line_is_json_whatever_the_numbers(
+    tmp_path_factory: pytest.TempPathFactory, values: list[object]
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    with RunFolder(folder, "", PLAIN) as run:
+        run.log("eval", round=0, values=values)
+    (line,) = read_metrics(folder)
+
+    def expected(value: object) -> object:
+        if isinstance(value, list):
+            return [expected(part) for part in value]
+        return value if isinstance(value, float) and math.isfinite(value) else None
+
+    assert line["values"] == expected(values)
+
+
+def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, "old", PLAIN) as run:
+        fill(run, range(1))
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=r"already holds metrics\.jsonl"):
+        RunFolder(tmp_path, "new", PLAIN)
+    assert contents(tmp_path) == before
+
+
+def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    for name, attempts in {"whole": [range(5)], "broken": [range(4), range(2, 5)]}.items():
+        for rounds in attempts:
+            resume = rounds.start if rounds.start else None
+            with RunFolder(tmp_path / name, "x = 1", PLAIN, resume_round=resume) as run:
+                fill(run, rounds)
+    assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
+
+
+def test_truncating_an_open_run_drops_later_rounds_and_goes_on(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, "", PLAIN) as run:
+        run.log("eval", round=-1, loss=5.0)
+        fill(run, range(3))
+        run.truncate(1)
+        fill(run, range(1, 2))
+    assert sorted({m["round"] for m in read_metrics(tmp_path)}) == [-1, 0, 1]
+    assert read_trace(tmp_path).rounds == 2
+
+
+def test_a_killed_writer_loses_at_most_its_last_line(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from gossamer.record import RecordConfig, RunFolder
+run = RunFolder(Path(sys.argv[1]), "", RecordConfig(tensorboard=False))
+for r in range(10**9):
+    run.log("train", round=r, worker=0, step=r, loss=1.0)
+    if r == 200:
+        print("ready", flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=10)
+        if process.stdout is not None:
+            process.stdout.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind":"train","rou')
+    assert [m["round"] for m in read_metrics(tmp_path)][:201] == list(range(201))
+    with RunFolder(tmp_path, "", PLAIN, resume_round=150) as run:
+        run.log("train", round=150, worker=0, step=150, loss=1.0)
+    assert [m["round"] for m in read_metrics(tmp_path)] == list(range(151))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"round":0}',
+        '{"kind":"eval"}',
+        '{"kind":"eval","round":"0"}',
+        '{"kind":1,"round":0}',
+        '{"kind":"eval","round":-2}',
+        "7",
+    ],
+)
+def test_a_foreign_metric_is_refused_with_its_place(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"eval","round":0}\n' + line + "\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2"):
+        read_metrics(tmp_path)
+
+
+def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state"
+    atomic_write(path, b"old")
+
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        atomic_write(path, b"new")
+    assert contents(tmp_path) == {"state": b"old"}
+
+
+def test_tensorboard_gets_the_curves_and_forgets_what_a_resume_redoes(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def curve(tag: str) -> list[tuple[int, float]]:
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        return [(e.step, round(e.value, 3)) for e in events.Scalars(tag)]
+
+    with RunFolder(tmp_path, "") as run:
+        fill(run, range(3))
+    assert curve("train/loss/worker-001") == [(15, 3.0), (30, 2.9), (45, 2.8)]
+    with RunFolder(tmp_path, "", resume_round=1) as run:
+        run.log("eval", round=1, step=30, loss=1.5)
+    assert curve("eval/loss") == [(15, 2.5), (30, 1.5)]
+
+
+def test_each_process_of_a_real_run_has_its_own_tensorboard_folder(tmp_path: Path) -> None:
+    for worker in range(2):
+        with RunFolder(tmp_path, "", worker=worker) as run:
+            run.log("train", round=0, worker=worker, step=1, loss=1.0)
+    assert sorted(path.name for path in (tmp_path / "tensorboard").iterdir()) == ["worker-000", "worker-001"]
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "remedy"),
+    [
+        ("wandb", RecordConfig(tensorboard=False, wandb_project="p"), r"gossamer\[wandb\]"),
+        ("torch.utils.tensorboard", RecordConfig(), "tensorboard = false"),
+    ],
+)
+def test_a_missing_dashboard_is_a_sentence_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, config: RecordConfig, remedy: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=remedy):
+        RunFolder(tmp_path, "", config)
+
+
+def test_weights_and_biases_continues_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = RecordConfig(tensorboard=False, wandb_project="p")
+    with RunFolder(tmp_path, "seed = 1\n", config) as run:
+        run.log("eval", round=0, step=15, loss=2.5)
+    first = (tmp_path / "wandb-id.txt").read_text()
+    with RunFolder(tmp_path, "seed = 1\n", config, resume_round=1) as run:
+        run.log("eval", round=1, step=30, loss=2.4)
+    assert (tmp_path / "wandb-id.txt").read_text() == first
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}*"))) == 2
+
+
+def test_a_log_without_rounds_between_lines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="print_every is 0"):
+        RecordConfig(print_every=0)
+
+
+def test_progress_off_a_terminal_is_a_plain_line_every_few_rounds() -> None:
+    out = StringIO()
+    with Progress(25, every=10, console=Console(file=out, force_terminal=False, width=40)) as progress:
+        for done in range(1, 26):
+            progress.update("gasloc [bold]", done, loss=1 / done, val=math.nan)
+    assert out.getvalue().splitlines() == [
+        "gasloc [bold]: round 10 of 25  loss 0.1  val nan",
+        "gasloc [bold]: round 20 of 25  loss 0.05  val nan",
+        "gasloc [bold]: round 25 of 25  loss 0.04  val nan",
+    ]
+
+
+def test_progress_on_a_terminal_shows_a_bar_for_each_method() -> None:
+    out = StringIO()
+    with Progress(4, console=Console(file=out, force_terminal=True, width=120)) as progress:
+        progress.update("gasloc", 1, loss=2.25)
+        progress.update("diloco", 4, loss=2.125)
+    assert all(part in out.getvalue() for part in ("gasloc", "1/4", "loss 2.25", "diloco", "4/4", "loss 2.125"))
+
+
+def test_a_line_on_disk_is_what_the_schema_says(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, "", PLAIN) as run:
+        run.log("train", round=0, worker=3, step=15, loss=2.5, lr=1e-3, tokens=1024)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "kind": "train",
+        "round": 0,
+        "worker": 3,
+        "step": 15,
+        "loss": 2.5,
+        "lr": 1e-3,
+        "tokens": 1024,
+    }

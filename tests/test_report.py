@@ -1,0 +1,221 @@
+"""The report: what its table says, that the page needs nothing else, and that nothing in a run can break it."""
+
+import base64
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gossamer.errors import ConfigError, DataError
+from gossamer.network import Network
+from gossamer.record import RecordConfig, RunFolder
+from gossamer.report import render_table, summary_rows, write_report
+from gossamer.trace import Entry, Operation
+
+PLAIN = RecordConfig(tensorboard=False)
+FAST = Network(uplink_bps=8e6, downlink_bps=8e6, step_s=1)
+SLOW = Network(uplink_bps=8e3, downlink_bps=8e3, step_s=1)
+
+
+def make_run(folder: Path, rounds: int = 4, loss: float = 2.0, **evaluation: Any) -> Path:
+    """Two workers that exchange 1000 bytes a round after 9 steps, evaluated before and after each round."""
+    with RunFolder(folder, 'name = "x"\n', PLAIN) as run:
+        for r in range(-1, rounds):
+            line = {"step": 9 * (r + 1), "tokens": 64 * (r + 1), "loss": loss + 1 / (r + 2), "disagreement": 0.1}
+            run.log("eval", round=r, **{**line, "worker_losses": [loss + 1, loss + 2], **evaluation})
+            for i in range(2) if r >= 0 else ():
+                message = ((1 - i, 1000),)
+                run.log("train", round=r, worker=i, step=9 * (r + 1), loss=loss, tokens=32 * (r + 1), lr=1e-3)
+                run.log_trace(Entry(r, i, 9, 0.1, (Operation("exchange", 0, message, message),)))
+    return folder
+
+
+class Outline(HTMLParser):
+    """Checks that tags are balanced, and keeps addresses and texts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.texts.append(data)
+
+
+def page_of(runs: dict[str, Path], folder: Path, networks: dict[str, Network] | None = None) -> str:
+    write_report(runs, folder / "report.html", networks)
+    return (folder / "report.html").read_text("utf-8")
+
+
+def test_a_row_tells_quality_bytes_and_priced_time(tmp_path: Path) -> None:
+    (row,) = summary_rows({"a": make_run(tmp_path / "a")}, {"fast": FAST, "slow": SLOW})
+    assert row["method"] == "a"
+    assert row["loss"] == pytest.approx(2.2)
+    assert row["worst_loss"] == 4.0
+    assert row["disagreement"] == 0.1
+    assert row["sent_bytes"] == 4000
+    assert row["wall_s"] == pytest.approx({"fast": 4 * 9.001, "slow": 4 * 10})
+    assert row["utilisation"] == pytest.approx({"fast": 9 / 9.001, "slow": 0.9})
+
+
+def test_the_table_on_the_terminal_shows_every_row_in_plain_units(tmp_path: Path) -> None:
+    rows = summary_rows({"a [red]": make_run(tmp_path / "a"), "b": make_run(tmp_path / "b", rounds=2)}, {"wan": SLOW})
+    out = StringIO()
+    Console(file=out, width=160).print(render_table(rows))
+    text = out.getvalue()
+    assert all(
+        part in text for part in ("a [red]", "2.2000", "4.0000", "4.0 kB", "40 s (90 %)", "20 s (90 %)", "time on wan")
+    )
+
+
+def test_the_page_needs_nothing_beside_itself(tmp_path: Path) -> None:
+    page = page_of({"a": make_run(tmp_path / "a")}, tmp_path, {"wan": SLOW})
+    outline = Outline(page)
+    assert outline.addresses
+    assert all(address.startswith("data:image/svg+xml;base64,") for address in outline.addresses)
+    assert not {"script", "link", "iframe", "base", "object"} & set(outline.tags)
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_the_page_shows_table_charts_configuration_and_sample(tmp_path: Path) -> None:
+    runs = {"a": make_run(tmp_path / "a"), "b": make_run(tmp_path / "b", loss=1.0)}
+    (tmp_path / "b" / "sample.txt").write_text("once <upon> a time")
+    page = page_of(runs, tmp_path, {"wan": SLOW, "lan": FAST})
+    outline = Outline(page)
+    assert [text for text in outline.texts if text.startswith(("Validation", "Disagreement", "Training"))] == [
+        "Validation loss of the mean model",
+        "Validation loss of the mean model on wan",
+        "Validation loss of the mean model on lan",
+        "Disagreement of the workers (rms)",
+        "Training loss, mean over workers",
+    ]
+    assert outline.texts.count('name = "x"\n') == 2
+    assert "once <upon> a time" in outline.texts
+    assert re.search(r'<td class="best">1\.2000</td>', page), "the best loss is marked"
+    assert page.count('class="best"') == 1
+
+
+def test_the_charts_are_pictures_without_foreign_parts(tmp_path: Path) -> None:
+    page = page_of({"a": make_run(tmp_path / "a")}, tmp_path)
+    charts = [base64.b64decode(data).decode() for data in re.findall(r"base64,([^\"]+)", page)]
+    assert len(charts) == 3
+    assert all("<svg" in chart and "<image" not in chart and "@import" not in chart for chart in charts)
+
+
+def test_nothing_in_a_run_or_a_name_becomes_markup(tmp_path: Path) -> None:
+    evil = '"><script>alert(1)</script>{body}$x$&'
+    folder = make_run(tmp_path / "a")
+    (folder / "run.toml").write_text(evil)
+    (folder / "sample.txt").write_text(evil)
+    page = page_of({evil: folder, "_b": folder}, tmp_path, {evil: SLOW})
+    outline = Outline(page)
+    assert "script" not in outline.tags
+    assert sum(evil in text for text in outline.texts) >= 6
+    assert evil in "".join(Outline(page_of({evil: folder}, tmp_path)).texts[:2]), (
+        "the title is the name of a single run"
+    )
+
+
+def test_what_a_run_does_not_have_is_a_dash(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "started", "", PLAIN).close()
+    (tmp_path / "bare").mkdir()
+    runs = {"started": tmp_path / "started", "bare": tmp_path / "bare", "whole": make_run(tmp_path / "whole")}
+    rows = summary_rows(runs, {"wan": SLOW})
+    for row in rows[:2]:
+        assert (row["loss"], row["worst_loss"], row["disagreement"], row["sent_bytes"]) == (None,) * 4
+        assert row["wall_s"] == row["utilisation"] == {}
+    assert Outline(page_of(runs, tmp_path, {"wan": SLOW})).texts.count("–") == 2 * 5
+
+
+def test_runs_without_any_evaluation_still_make_a_page(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run", "", PLAIN) as run:
+        run.log("train", round=0, worker=0, step=1, loss=3.0)
+    outline = Outline(page_of({"a": tmp_path / "run"}, tmp_path, {"wan": SLOW}))
+    assert [text for text in outline.texts if "loss" in text] == ["val loss", "Training loss, mean over workers"]
+
+
+def test_losses_that_were_not_finite_are_named_so(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", loss=math.nan, disagreement=math.inf)
+    (row,) = summary_rows({"a": folder}, {})
+    assert all(math.isnan(row[key]) for key in ("loss", "worst_loss", "disagreement"))
+    assert Outline(page_of({"a": folder}, tmp_path)).texts.count("not finite") == 3
+
+
+def test_one_diverged_worker_is_the_worst(tmp_path: Path) -> None:
+    (row,) = summary_rows({"a": make_run(tmp_path / "a", worker_losses=[1.0, math.nan, 2.0])}, {})
+    assert math.isnan(row["worst_loss"])
+
+
+def test_an_evaluation_that_was_done_again_counts_once_and_last(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    (folder / "metrics-evaluate.jsonl").write_text('{"kind":"eval","round":3,"loss":1.25}\n')
+    (row,) = summary_rows({"a": folder}, {})
+    assert row["loss"] == 1.25
+
+
+def test_equal_runs_give_equal_pages(tmp_path: Path) -> None:
+    runs = {"a": make_run(tmp_path / "a")}
+    assert page_of(runs, tmp_path, {"wan": SLOW}) == page_of(runs, tmp_path, {"wan": SLOW})
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    [
+        {"tokens": "many"},
+        {"worker_losses": 3},
+        {"worker_losses": ["low"]},
+        {"disagreement": True},
+        {"disagreement": 10**400},
+    ],
+)
+def test_a_foreign_figure_is_refused_with_a_sentence(tmp_path: Path, evaluation: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="need"):
+        write_report({"a": make_run(tmp_path / "a", **evaluation)}, tmp_path / "report.html")
+
+
+def test_a_missing_folder_and_a_network_of_other_workers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="run 'a' should be in"):
+        summary_rows({"a": tmp_path / "nowhere"}, {})
+    with pytest.raises(ConfigError, match="lists 3 workers but the run has 2"):
+        summary_rows({"a": make_run(tmp_path / "a")}, {"three": Network(uplink_bps=(1e9,) * 3, downlink_bps=1e9)})
+
+
+def test_pricing_and_reporting_need_no_torch(tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from gossamer.network import Network
+from gossamer.report import write_report
+write_report({"a": Path(sys.argv[1])}, Path(sys.argv[2]), {"wan": Network(uplink_bps=1e6, downlink_bps=1e6)})
+assert not {"torch", "tensorboard", "wandb"} & set(sys.modules)
+"""
+    subprocess.run(
+        [sys.executable, "-c", program, str(make_run(tmp_path / "a")), str(tmp_path / "out.html")],
+        check=True,
+        timeout=60,
+    )

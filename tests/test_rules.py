@@ -1,0 +1,312 @@
+"""The specification of rules: what every row of the table must satisfy, and the identities between rows."""
+
+import inspect
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossamer import sync
+from gossamer.codecs import exact
+from gossamer.errors import ConfigError, PairingError
+from gossamer.mixing import matrix, mean, pull
+from gossamer.rules import RULES, Context, diloco, gasloc, gossip, local_sgd, noloco
+from gossamer.stability import stability
+from gossamer.topology import TOPOLOGIES, make_topology
+from gossamer.tree import leaves, map_leaves
+from rounds import layout, play, random_drift, random_vectors
+
+ROWS = {
+    **{name: factory() for name, factory in RULES.items()},
+    "gasloc-published": gasloc(form="published", momentum=0.5),
+    "gasloc-eta1": gasloc(lr=1.0),
+    "gasloc-heavy_ball": gasloc(optimizer="heavy_ball", momentum=0.5),
+    "gasloc-sgd": gasloc(optimizer="sgd"),
+    "diloco-heavy_ball": diloco(optimizer="heavy_ball"),
+    "diloco-sgd": diloco(optimizer="sgd"),
+}
+every_rule = pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS.keys())
+GOSSIP = [name for name, rule in ROWS.items() if rule.hear is pull]
+every_gossip_rule = pytest.mark.parametrize("rule", [ROWS[name] for name in GOSSIP], ids=GOSSIP)
+P = 7
+
+
+def fitting(rule, n=6):
+    """A topology that the rule's tags allow."""
+    return make_topology("complete" if rule.needs == "everyone" else "random", n)
+
+
+def context(n=4, worker=0, round=0):
+    return Context(worker, n, round, 1, 0.5, layout(P))
+
+
+def torch_outer(start, pseudo_gradients, **options):
+    """The iterates of torch.optim.SGD fed with pseudo-gradients."""
+    x = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([x], **options)
+    for gradient in pseudo_gradients:
+        x.grad = gradient.clone()
+        optimizer.step()
+    return x.detach()
+
+
+TORCH = {
+    "nesterov": {"momentum": 0.7, "nesterov": True},
+    "heavy_ball": {"momentum": 0.7},
+    "sgd": {},
+}
+
+
+@every_rule
+def test_consensus_is_a_fixed_point_to_the_last_bit(rule):
+    x = random_vectors(1, P, dtype=torch.float32)[0]
+    still = (lambda i, t, x: torch.ones_like(x)) if rule.site == "gradients" else None
+    xs, _ = play(rule, fitting(rule, 4), [x] * 4, 5, still)  # 1/4 is exact in binary, so a mean of equals is exact too
+    expected = torch.ones_like(x) if rule.site == "gradients" else x
+    assert all(torch.equal(y, expected) for y in xs)
+
+
+@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.needs == "everyone"])
+def test_replicas_that_hear_everyone_stay_bitwise_equal_for_1000_rounds(name):
+    start = random_vectors(1, P, dtype=torch.float32) * 5
+    xs, _ = play(ROWS[name], make_topology("complete", 5), start, 1000, random_drift(P, dtype=torch.float32))
+    assert all(torch.equal(xs[0], x) for x in xs)
+    assert not torch.equal(xs[0], start[0])
+
+
+@every_gossip_rule
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_workers_that_stand_still_agree_or_part_at_the_predicted_rate_and_keep_their_mean(rule, name):
+    """Acceleration is not free: on the deterministic hypercube sequence momentum 0.7 resonates and drives workers apart."""
+    topology, rounds = make_topology(name, 8), 120
+    start = random_vectors(8, P)
+    xs, _ = play(rule, topology, start, rounds)
+    rate = (spread(xs) / spread(start)) ** (1 / rounds)
+    predicted = stability(rule.consensus, topology).radius
+    floor = 1e-16 ** (1 / rounds)  # rounding ends the contraction here
+    if topology.period is None:  # a single random run contracts faster than its mean square
+        assert rate < max(predicted, floor) + 0.02
+    else:
+        assert rate == pytest.approx(max(predicted, floor), abs=0.04)
+    torch.testing.assert_close(sum(xs), sum(start), rtol=0, atol=1e-12 * max(1.0, spread(xs)))
+
+
+def spread(xs):
+    middle = sum(xs) / len(xs)
+    return float(sum(((x - middle) ** 2).sum() for x in xs) ** 0.5)
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_rule_keeps_dtype_and_never_writes_into_what_it_is_given(rule, dtype):
+    x, told, heard = random_vectors(3, P, dtype=dtype)
+    s = rule.init(x)
+    assert not {leaf.data_ptr() for leaf in leaves(s)} & {x.data_ptr()}
+    inputs = [x, told, heard, *leaves(s)]
+    before = [t.clone() for t in inputs]
+    message = rule.send(x, s, context())
+    y, new = rule.recv(x, s, told, heard, context())
+    assert all(torch.equal(a, b) and t._version == 0 for t, a, b in zip(inputs, inputs, before, strict=True))
+    assert {t.dtype for t in [y, *leaves(message), *leaves(new)]} == {dtype}
+    assert len(leaves(s)) == rule.state_copies
+
+
+@every_rule
+def test_halves_updated_one_by_one_equal_the_whole_to_the_last_bit(rule):
+    assert rule.elementwise
+    x, told, heard = random_vectors(3, P, dtype=torch.float32)
+    s = rule.init(x + 1)
+    whole = rule.recv(x, s, told, heard, context())
+    for cut in (slice(0, 3), slice(3, P)):
+        part = rule.recv(x[cut], map_leaves(lambda t, c=cut: t[c], s), told[cut], heard[cut], context())
+        assert all(torch.equal(a[cut], b) for a, b in zip(leaves(whole), leaves(part), strict=True))
+
+
+@every_rule
+def test_with_one_worker_a_rule_is_its_declared_limit(rule):
+    start, drift = random_vectors(1, P), random_drift(P)
+    xs, _ = play(rule, make_topology("complete", 1), start, 6, drift)
+    if rule.site == "gradients":
+        torch.testing.assert_close(xs[0], drift(0, 5, start[0]))
+    elif rule.n1_limit == "inner":
+        torch.testing.assert_close(xs[0], start[0] + sum(drift(0, t, start[0]) for t in range(6)))
+    else:
+        kind = {"noloco": "heavy_ball"}.get(rule.name, rule.options.get("optimizer"))
+        momentum = {} if kind == "sgd" else {"momentum": rule.options["momentum"], "nesterov": kind == "nesterov"}
+        expected = torch_outer(start[0], [-drift(0, t, start[0]) for t in range(6)], lr=rule.options["lr"], **momentum)
+        torch.testing.assert_close(xs[0], expected)
+
+
+@pytest.mark.parametrize("kind", TORCH)
+def test_diloco_is_torch_sgd_on_the_averaged_pseudo_gradient(kind):
+    n, drift = 4, random_drift(P)
+    start = random_vectors(1, P)[0]
+    xs, _ = play(diloco(lr=0.8, momentum=0.7, optimizer=kind), make_topology("complete", n), [start] * n, 10, drift)
+    averaged = [-sum(drift(i, t, start) for i in range(n)) / n for t in range(10)]
+    torch.testing.assert_close(xs[0], torch_outer(start, averaged, lr=0.8, **TORCH[kind]))
+
+
+@pytest.mark.parametrize(("form", "kind"), [("post", k) for k in TORCH] + [("published", k) for k in TORCH])
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_the_mean_of_gasloc_follows_the_torch_outer_optimizer_on_any_doubly_stochastic_mixing(form, kind, name):
+    n, drift = 8, random_drift(P)
+    start = [random_vectors(1, P)[0]] * n
+    rule = gasloc(lr=0.6, momentum=0.7, form=form, optimizer=kind)
+    xs, _ = play(rule, make_topology(name, n), start, 10, drift)
+    averaged = [-sum(drift(i, t, start[0]) for i in range(n)) / n for t in range(10)]
+    torch.testing.assert_close(sum(xs) / n, torch_outer(start[0], averaged, lr=0.6, **TORCH[kind]))
+
+
+def test_an_empty_graph_makes_gasloc_n_independent_outer_loops():
+    n, drift, start = 3, random_drift(P), random_vectors(3, P)
+    topology = make_topology("ring", n)
+    nobody = topology._replace(mixing=lambda round, alive=None: topology.mixing(round, frozenset()))
+    xs, _ = play(gasloc(), nobody, start, 8, drift)
+    for i in range(n):
+        expected = torch_outer(start[i], [-drift(i, t, start[i]) for t in range(8)], lr=0.7, momentum=0.7, nesterov=True)
+        torch.testing.assert_close(xs[i], expected)
+
+
+def pairs_of_rules_that_are_equal():
+    complete = "complete"
+    yield "post GASLoC on the complete graph is DiLoCo", gasloc(0.8, 0.7), diloco(0.8, 0.7), complete, complete, 6
+    yield (
+        "GASLoC without momentum on the complete graph is DiLoCo with outer SGD",
+        gasloc(0.8, 0.0), diloco(0.8, optimizer="sgd"), complete, complete, 6,
+    )  # fmt: skip
+    yield (
+        "NoLoCo in one group of all is DiLoCo with heavy ball",
+        noloco(0.7, 0.5), diloco(0.7, 0.5, "heavy_ball"), complete, complete, 6,
+    )  # fmt: skip
+    yield "DiLoCo with outer SGD at 1 is local SGD", diloco(1.0, optimizer="sgd"), local_sgd(), complete, complete, 6
+    yield "gossip on the complete graph is local SGD", gossip(), local_sgd(), complete, complete, 6
+    yield "GASLoC at eta 1 without momentum is gossip", gasloc(1.0, 0.0), gossip(), "ring", "ring", 6
+    yield "GASLoC without momentum is NoLoCo without", gasloc(1.0, 0.0), noloco(1.0, 0.0), "random", "random", 6
+    yield "two workers in pairs are a complete graph", gasloc(), gasloc(), "random", complete, 2
+
+
+EQUAL = list(pairs_of_rules_that_are_equal())
+
+
+@pytest.mark.parametrize(("left", "right", "a", "b", "n"), [row[1:] for row in EQUAL], ids=[row[0] for row in EQUAL])
+def test_two_rules_are_one(left, right, a, b, n):
+    start, drift = [random_vectors(1, P)[0]] * n, random_drift(P)
+    xs, _ = play(left, make_topology(a, n), start, 12, drift)
+    ys, _ = play(right, make_topology(b, n), start, 12, drift)
+    for x, y in zip(xs, ys, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_published_gasloc_on_the_complete_graph_leaves_the_workers_apart_but_their_mean_on_diloco():
+    start, drift = [random_vectors(1, P)[0]] * 4, random_drift(P)
+    xs, _ = play(gasloc(0.7, 0.5, form="published"), make_topology("complete", 4), start, 4, drift)
+    ys, _ = play(diloco(0.7, 0.5), make_topology("complete", 4), start, 4, drift)
+    assert spread(xs) > 0.1
+    torch.testing.assert_close(sum(xs) / 4, ys[0])
+
+
+def one_round_operator(rule, topology):
+    """The matrix of one round without drift on the stacked (θ, previous) of all workers, read off the running code."""
+    n = topology.n
+    columns = []
+    for which, worker in itertools.product(range(2), range(n)):
+        xs = [torch.zeros(1, dtype=torch.float64) for _ in range(n)]
+        states = [rule.init(x) for x in xs]
+        (xs if which == 0 else [s.prev for s in states])[worker].fill_(1.0)
+        if which == 0 and rule.options["lr"] != 1.0:
+            states[worker].anchor.fill_(1.0)
+        ys, states = play(rule, topology, xs, 1, states=states)
+        columns.append(torch.cat([*ys, *(s.prev for s in states)]).numpy())
+    return np.stack(columns, axis=1)
+
+
+RING8 = ("ring", {"edge_weight": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("graph", "rule"),
+    [
+        (RING8, gasloc(1.0, 0.0, alpha=0.872)),
+        (RING8, gasloc(1.0, 0.199, alpha=1.046, form="published")),
+        (RING8, gasloc(0.7, 0.446, alpha=0.5)),
+        (("ring", {}), gasloc(0.7, 0.312, form="published")),
+        (("ring", {}), gasloc(0.7, 0.363)),
+        (("torus", {}), gasloc(0.7, 0.6)),
+        (("exponential", {}), gasloc(0.7, 0.4, form="published")),
+    ],
+)
+def test_disagreement_without_drift_contracts_at_the_spectral_radius_of_the_companion(graph, rule):
+    topology = make_topology(graph[0], 8, **graph[1])
+    operator = one_round_operator(rule, topology)
+    centre = np.kron(np.eye(2), np.eye(8) - np.ones((8, 8)) / 8)
+    radius = np.abs(np.linalg.eigvals(centre @ operator @ centre)).max()
+    assert stability(rule.consensus, topology).radius == pytest.approx(radius, abs=2e-4)
+
+
+def test_acceleration_on_the_ring_of_8_is_that_of_the_theory():
+    topology = make_topology("ring", 8, edge_weight=1.0)
+    low, high = 1 - math.cos(math.pi / 4), 2.0  # of the weighted Laplacian
+    plain = gasloc(1.0, 0.0, alpha=2 / (low + high)).consensus
+    assert stability(plain, topology).radius == pytest.approx(0.745, abs=1e-3)
+    root = math.sqrt(high / low)
+    alpha, gamma = 4 / (math.sqrt(high) + math.sqrt(low)) ** 2, ((root - 1) / (root + 1)) ** 2
+    accelerated = gasloc(1.0, gamma, alpha=alpha, form="published").consensus
+    assert stability(accelerated, topology).radius == pytest.approx(0.446, abs=1e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 10**6), st.sampled_from(sorted(GOSSIP)))
+def test_what_is_pulled_sums_to_zero_over_the_workers(n, seed, name):
+    mixing = make_topology("random", n, seed=seed).mixing(seed)
+    messages = random_vectors(n, P, seed)
+    heard = [pull(messages[i], dict(enumerate(messages)), i, mixing.rows[i]) for i in range(n)]
+    torch.testing.assert_close(sum(heard), torch.zeros(P, dtype=torch.float64), rtol=0, atol=1e-13)
+    expected = torch.from_numpy(matrix(mixing)) @ torch.stack(messages)
+    torch.testing.assert_close(torch.stack(heard) + torch.stack(messages), expected)
+
+
+@every_rule
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_every_pairing_is_either_allowed_by_the_tags_or_refused_in_a_sentence(rule, name):
+    topology, codec = make_topology(name, 8), exact()
+    if rule.needs == "everyone" and not topology.everyone:
+        with pytest.raises(PairingError, match=f"{rule.name}.*{name}.*complete"):
+            sync.check(rule, topology, codec)
+    else:
+        sync.check(rule, topology, codec)
+
+
+def test_a_rule_with_unsettled_alpha_is_refused():
+    with pytest.raises(PairingError, match="auto"):
+        sync.check(gasloc(alpha="auto"), make_topology("random", 8), exact())
+
+
+@pytest.mark.parametrize(
+    ("factory", "options", "word"),
+    [
+        (gasloc, {"form": "after"}, "published"),
+        (gasloc, {"momentum": 1.0}, r"\[0, 1\)"),
+        (gasloc, {"alpha": 0.0}, "alpha"),
+        (diloco, {"optimizer": "adam"}, "heavy_ball"),
+        (diloco, {"lr": 0.0}, "lr"),
+        (noloco, {"momentum": -0.1}, "momentum"),
+        (noloco, {"lr": "fast"}, "'fast'"),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused_with_what_is_allowed(factory, options, word):
+    with pytest.raises(ConfigError, match=word):
+        factory(**options)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_documented_by_equation_cost_source_differences_and_failures(name):
+    text = inspect.getdoc(RULES[name]) or ""
+    for part in ("Cost:", "Source:", "Differs:", "Fails when:", ">>>", "arXiv"):
+        assert part in text, part
+    assert RULES[name]().name == name
+    assert RULES[name]().options.keys() == inspect.signature(RULES[name]).parameters.keys()
+    assert RULES[name]().hear in (pull, mean)

@@ -1,0 +1,335 @@
+"""Topologies: what their tags say holds, whoever is alive, and every worker plans the same rounds without talking."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossamer.errors import ConfigError
+from gossamer.mixing import Mixing, matrix
+from gossamer.topology import TOPOLOGIES, Topology, draw, make_topology
+
+OPTIONS: dict[str, list[dict]] = {
+    "base": [{}, {"peers": 2}, {"peers": 3}],
+    "random": [{}, {"peers": 2}, {"peers": 3}],
+    "ring": [{}, {"edge_weight": 1.0}, {"edge_weight": 0.4}],
+    "torus": [{}, {"rows": 2}],
+}
+ROWS = [(name, options) for name in TOPOLOGIES for options in OPTIONS.get(name, [{}])]
+each_topology = pytest.mark.parametrize(("name", "options"), ROWS, ids=[f"{name}-{options}" for name, options in ROWS])
+
+
+def sizes(name: str, options: dict, largest: int = 64) -> list[Topology]:
+    """The topology for every number of workers it allows, up to 64."""
+    found = []
+    for n in range(1, largest + 1):
+        try:
+            found.append(make_topology(name, n, seed=n, **options))
+        except ConfigError:
+            continue
+    return found
+
+
+def subsets(n: int) -> list[frozenset[int] | None]:
+    rng = np.random.default_rng(n)
+    lost_some = frozenset(np.flatnonzero(rng.random(n) < 0.7).tolist())
+    lost_many = frozenset(np.flatnonzero(rng.random(n) < 0.3).tolist())
+    return [None, lost_some, lost_many, frozenset({n - 1}), frozenset()]
+
+
+def links(mixing: Mixing) -> set[tuple[int, int]]:
+    return {(i, j) for i in range(mixing.n) for j in mixing.hears_from(i)}
+
+
+def reachable(n: int, edges: set[tuple[int, int]]) -> np.ndarray:
+    reach = np.eye(n, dtype=bool)
+    for i, j in edges:
+        reach[i, j] = True
+    for _ in range(max(1, n.bit_length())):
+        reach = reach @ reach
+    return reach
+
+
+def test_most_topologies_allow_every_number_of_workers_and_the_others_say_which() -> None:
+    allowed = {name: [t.n for t in sizes(name, {})] for name in TOPOLOGIES}
+    assert allowed.pop("hypercube") == [1, 2, 4, 8, 16, 32, 64]
+    assert allowed.pop("torus") == [n for n in range(1, 65) if n == 1 or any(n % d == 0 for d in range(2, n))]
+    assert all(found == list(range(1, 65)) for found in allowed.values())
+
+
+@each_topology
+def test_the_tags_hold_for_every_size_and_whoever_is_alive(name: str, options: dict) -> None:
+    for topology in sizes(name, options):
+        for alive in subsets(topology.n):
+            for round in (0, 1, 5):
+                check_tags(topology, topology.mixing(round, alive), alive)
+                if topology.static:
+                    assert topology.mixing(round, alive) == topology.mixing(0, alive)
+
+
+def check_tags(topology: Topology, mixing: Mixing, alive: frozenset[int] | None) -> None:
+    workers = range(topology.n) if alive is None else sorted(alive)
+    w = matrix(mixing)
+    assert abs(w.sum(1) - 1).max() < 1e-12
+    if topology.doubly_stochastic:
+        assert w.min() >= 0
+        assert abs(w.sum(0) - 1).max() < 1e-12
+    if topology.symmetric:
+        assert (w == w.T).all()
+    if topology.psd:
+        assert np.linalg.eigvalsh(w).min() > -1e-12
+    if topology.everyone:
+        assert len({mixing.rows[i] for i in workers}) <= 1
+        assert all(mixing.hears_from(i) == tuple(j for j in workers if j != i) for i in workers)
+    if topology.tree and len(workers):
+        assert topology.static
+        assert len(links(mixing)) == 2 * (len(workers) - 1)
+        assert reachable(topology.n, links(mixing))[np.ix_(workers, workers)].all()
+
+
+def test_the_tags_tell_the_topologies_apart() -> None:
+    eight = [make_topology(name, 8) for name in TOPOLOGIES]
+    everything = set(TOPOLOGIES)
+    assert {t.name for t in eight if t.doubly_stochastic} == everything
+    assert {t.name for t in eight if t.symmetric} == everything - {"exponential", "one_peer_exponential"}
+    assert {t.name for t in eight if t.static} == {"complete", "exponential", "ring", "star", "torus"}
+    assert {t.name for t in eight if t.psd} == {"complete", "hypercube", "random", "star"}
+    assert [t.name for t in eight if t.everyone] == ["complete"]
+    assert [t.name for t in eight if t.tree] == ["star"]
+    assert [t.name for t in eight if t.exchangeable] == [t.name for t in eight if t.period is None] == ["random"]
+
+
+@each_topology
+def test_rows_and_columns_say_the_same_and_the_lost_are_alone(name: str, options: dict) -> None:
+    for topology in sizes(name, options):
+        for alive in subsets(topology.n):
+            mixing = topology.mixing(3, alive)
+            assert len(mixing.rows) == len(mixing.columns) == topology.n
+            for i, row in enumerate(mixing.rows):
+                peers = [j for j, _ in row]
+                assert peers == sorted(set(peers)) and i in peers
+                assert all(w != 0 for j, w in row if j != i)
+            heard = {(i, j) for j, column in enumerate(mixing.columns) for i in column}
+            assert heard == links(mixing)
+            assert all(list(column) == sorted(column) for column in mixing.columns)
+            for i in set() if alive is None else set(range(topology.n)) - alive:
+                assert mixing.rows[i] == ((i, 1.0),) and mixing.columns[i] == ()
+
+
+@each_topology
+def test_those_alive_are_connected_over_time(name: str, options: dict) -> None:
+    for topology in sizes(name, options):
+        for alive in subsets(topology.n):
+            workers = range(topology.n) if alive is None else sorted(alive)
+            rounds = 1 if topology.static else 24
+            edges = set().union(*(links(topology.mixing(t, alive)) for t in range(rounds)))
+            reach = reachable(topology.n, edges)
+            assert reach[np.ix_(workers, workers)].all()
+
+
+@each_topology
+def test_a_deterministic_sequence_repeats_after_its_period(name: str, options: dict) -> None:
+    for topology in sizes(name, options):
+        if topology.period is None:
+            continue
+        assert topology.static == (topology.period == 1)
+        for round in range(topology.period):
+            assert topology.mixing(round) == topology.mixing(round + topology.period)
+        distinct = {topology.mixing(t) for t in range(topology.period)}
+        assert len(distinct) > 1 or topology.static
+
+
+@each_topology
+def test_finite_time_averaging_is_exact_in_the_rounds_it_claims_and_not_sooner(name: str, options: dict) -> None:
+    for topology in sizes(name, options):
+        if topology.exact_rounds is None:
+            continue
+        n, product, errors = topology.n, np.eye(topology.n), []
+        for t in range(topology.exact_rounds):
+            errors.append(abs(product - 1 / n).max())
+            product = matrix(topology.mixing(t)) @ product
+        assert abs(product - 1 / n).max() < 1e-14
+        assert all(error > 1e-3 for error in errors)
+
+
+def test_the_finite_time_topologies_are_those_expected() -> None:
+    claims = {name: {t.n for t in sizes(name, {}) if t.exact_rounds is not None} for name in TOPOLOGIES}
+    powers = {1, 2, 4, 8, 16, 32, 64}
+    assert claims.pop("base") == claims.pop("complete") == set(range(1, 65))
+    assert claims.pop("hypercube") == claims.pop("one_peer_exponential") == powers
+    assert all(claim == {1} for claim in claims.values())
+
+
+@each_topology
+def test_a_round_is_a_pure_function_whatever_was_asked_before(name: str, options: dict) -> None:
+    one, other = (make_topology(name, 16, seed=5, **options) for _ in range(2))
+    asked = [(t, alive) for t in range(9) for alive in (None, frozenset(range(16)), frozenset({1, 3, 4, 8, 15}))]
+    forwards = [one.mixing(t, alive) for t, alive in asked]
+    backwards = [other.mixing(t, alive) for t, alive in reversed(asked)]
+    assert forwards == backwards[::-1] == [one.mixing(t, alive) for t, alive in asked]
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_one_worker_is_everything_at_once(name: str) -> None:
+    topology = make_topology(name, 1)
+    assert topology.mixing(7).rows == (((0, 1.0),),)
+    assert topology.everyone and topology.static and topology.tree and topology.psd and topology.exact_rounds == 0
+
+
+def test_the_mixing_of_a_round_is_planned_once() -> None:
+    topology = make_topology("random", 10_000)
+    assert topology.mixing(3) is topology.mixing(3)
+    assert {len(row) for row in topology.mixing(3).rows} == {2}
+
+
+@given(n=st.integers(2, 40), round=st.integers(0, 10**6), data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_random_peers_are_matchings_without_a_common_pair(n: int, round: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, n - 1))
+    mixing = make_topology("random", n, seed=n, peers=k).mixing(round)
+    degrees = sorted(len(mixing.hears_from(i)) for i in range(n))
+    assert degrees == [k] * n if n % 2 == 0 else degrees == [k - 1] * k + [k] * (n - k)
+    assert {w for i, row in enumerate(mixing.rows) for j, w in row if j != i} == {1 / (k + 1)}
+
+
+@pytest.mark.parametrize(("n", "k"), [(5, 1), (6, 1), (6, 2), (5, 2), (7, 3)])
+def test_random_peers_favour_no_pair_and_no_worker(n: int, k: int) -> None:
+    topology = make_topology("random", n, seed=1, peers=k)
+    draws = 3000
+    count = sum((matrix(topology.mixing(t)) * (1 - np.eye(n)) > 0 for t in range(draws)), np.zeros((n, n)))
+    expected = (k * (n - n % 2)) / (n * (n - 1))  # the chance of a pair
+    error = 5 * math.sqrt(draws * expected * (1 - expected))
+    off_diagonal = count[~np.eye(n, dtype=bool)]
+    assert abs(off_diagonal - draws * expected).max() < error
+
+
+def test_all_perfect_matchings_are_equally_likely() -> None:
+    topology = make_topology("random", 4, seed=2)
+    partner_of_zero = [topology.mixing(t).hears_from(0)[0] for t in range(3000)]
+    assert all(abs(partner_of_zero.count(j) - 1000) < 130 for j in (1, 2, 3))
+
+
+@pytest.mark.parametrize(("n", "k"), [(8, 1), (9, 1), (8, 3), (9, 3), (64, 2)])
+def test_every_draw_of_random_peers_has_the_same_weights(n: int, k: int) -> None:
+    topology = make_topology("random", n, peers=k)
+    idle = k if n % 2 else 0
+    for t in range(20):
+        w = matrix(topology.mixing(t))
+        assert w.trace() == pytest.approx((n + idle) / (k + 1), abs=1e-12)
+        assert (w * w).sum() == pytest.approx((n * (k + 1) + 2 * idle) / (k + 1) ** 2, abs=1e-12)
+
+
+def test_a_seed_and_a_round_name_one_draw_on_every_machine() -> None:
+    def pairs(seed: int, round: int) -> list[int]:
+        mixing = make_topology("random", 8, seed=seed).mixing(round)
+        return [mixing.hears_from(i)[0] for i in range(8)]
+
+    assert pairs(0, 0) == [4, 7, 3, 2, 0, 6, 5, 1]
+    assert len({tuple(pairs(seed, round)) for seed in range(5) for round in range(5)}) > 15
+
+
+def test_base_needs_few_rounds_and_no_more_than_k_peers() -> None:
+    for k in (1, 2, 3, 4):
+        for n in range(k + 1, 65):
+            topology = make_topology("base", n, peers=k)
+            assert topology.exact_rounds is not None
+            assert topology.exact_rounds <= 2 * math.log(n) / math.log(k + 1) + 1.12
+            for t in range(topology.exact_rounds):
+                assert max(len(topology.mixing(t).hears_from(i)) for i in range(n)) <= k
+
+
+def test_base_stays_exact_for_those_alive() -> None:
+    topology = make_topology("base", 16)
+    alive = frozenset(range(16)) - {3, 7, 8, 12, 15}  # 11 workers
+    product = np.eye(16)
+    for t in range(make_topology("base", 11).exact_rounds or 0):
+        product = matrix(topology.mixing(t, alive)) @ product
+    workers = sorted(alive)
+    assert abs(product[np.ix_(workers, workers)] - 1 / 11).max() < 1e-14
+
+
+def test_the_ring_of_those_alive_closes_around_the_lost() -> None:
+    mixing = make_topology("ring", 6).mixing(0, frozenset({0, 2, 3, 5}))
+    assert [mixing.hears_from(i) for i in range(6)] == [(2, 5), (), (0, 3), (2, 5), (), (0, 3)]
+
+
+def test_the_edge_weight_of_a_ring_is_that_of_its_laplacian() -> None:
+    laplacian = np.eye(8) - matrix(make_topology("ring", 8, edge_weight=1.0).mixing(0))
+    expected = [1 - math.cos(2 * math.pi * k / 8) for k in range(8)]
+    assert np.linalg.eigvalsh(laplacian) == pytest.approx(sorted(expected), abs=1e-12)
+    assert matrix(make_topology("ring", 2, edge_weight=0.5).mixing(0)).tolist() == [[0.75, 0.25], [0.25, 0.75]]
+
+
+def test_the_hub_of_a_star_is_the_first_worker_alive() -> None:
+    mixing = make_topology("star", 5).mixing(0, frozenset({2, 3, 4}))
+    assert mixing.hears_from(2) == (3, 4) and mixing.hears_from(3) == mixing.hears_from(4) == (2,)
+
+
+def test_a_torus_is_as_square_as_it_can_be_unless_told() -> None:
+    assert make_topology("torus", 12).mixing(0).hears_from(0) == (1, 3, 4, 8)  # 3 rows of 4
+    assert make_topology("torus", 12, rows=2).mixing(0).hears_from(0) == (1, 5, 6)
+    assert make_topology("torus", 12, rows=6).mixing(0).hears_from(0) == (1, 2, 10)
+
+
+def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
+    mixing = make_topology("hypercube", 8).mixing(2, frozenset({0, 1, 2, 5, 6}))  # positions 0 to 4; the third hop is 4
+    assert [mixing.hears_from(i) for i in range(8)] == [(6,), (), (), (), (), (), (0,), ()]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "options", "said"),
+    [
+        ("rign", 4, {}, "unknown topology 'rign'; did you mean 'ring'"),
+        ("random", 4, {"peer": 2}, "unknown option of topology 'random' 'peer'; did you mean 'peers'"),
+        ("ring", 4, {"n_peers": 2}, "Allowed: edge_weight"),
+        ("star", 4, {"peers": 2}, "'star' takes no options, and got peers = 2"),
+        ("complete", 0, {}, "got n = 0; allowed are whole numbers of at least 1"),
+        ("random", 4.0, {}, "got n = 4.0"),
+        ("ring", True, {}, "got n = True"),
+        ("random", 4, {"peers": 4}, "got peers = 4; allowed are whole numbers from 1 to 3"),
+        ("base", 4, {"peers": 0}, "got peers = 0; allowed are whole numbers from 1 to 3"),
+        ("hypercube", 12, {}, "got n = 12; allowed are powers of two: use 8 or 16 workers, or topology 'base'"),
+        ("torus", 7, {}, "got n = 7, a prime; .* use 8 workers, or topology 'ring'"),
+        ("torus", 12, {"rows": 5}, "got rows = 5 for n = 12; allowed are 2, 3, 4, 6"),
+        ("torus", 12, {"rows": 12}, "got rows = 12 for n = 12; allowed are 2, 3, 4, 6"),
+        ("ring", 4, {"edge_weight": 0.0}, r"got edge_weight = 0.0; allowed is \(0, 1\]"),
+        ("ring", 4, {"edge_weight": "half"}, "got edge_weight = 'half'"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence(name: str, n: int, options: dict, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_topology(name, n, **options)
+
+
+def test_options_given_back_make_the_same_topology() -> None:
+    topology = make_topology("random", 9, seed=4, peers=2)
+    again = make_topology(topology.name, topology.n, 4, **topology.options)
+    assert [again.mixing(t) for t in range(4)] == [topology.mixing(t) for t in range(4)]
+
+
+@each_topology
+def test_a_picture_names_every_worker_and_whom_it_hears(name: str, options: dict) -> None:
+    for topology in sizes(name, options, largest=20):
+        lines = draw(topology, 1).split("\n")
+        assert lines[0].startswith(f"{name}, {topology.n} worker")
+        assert max(map(len, lines)) < 120
+        mixing = topology.mixing(1)
+        for i in range(topology.n):
+            line = lines[len(lines) - topology.n + i]
+            assert line.startswith(f"{i} hears ")
+            assert ("nobody" in line) == (not mixing.hears_from(i))
+        picture = "\n".join(lines[2 : len(lines) - topology.n])
+        assert all(str(i) in picture for i in range(topology.n)) == (topology.n <= 16)
+
+
+def test_a_picture_of_many_workers_is_cut_short() -> None:
+    lines = draw(make_topology("random", 1000), 0).split("\n")
+    assert lines[-1] == "... and 936 more workers" and len(lines) == 2 + 64 + 1
+
+
+def test_a_picture_puts_no_two_workers_in_one_place() -> None:
+    for n in range(2, 17):
+        picture = draw(make_topology("ring", n), 0).split("\n\n")[1]
+        assert sorted(map(int, picture.replace(".", " ").split())) == list(range(n))

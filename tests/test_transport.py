@@ -1,0 +1,572 @@
+"""Carrying bytes: the wire format, mailboxes in memory, and real processes over gloo on loopback."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from gossamer.errors import GossamerError, PeerError, TransportError
+from gossamer.launch import Member, join, leave
+from gossamer.transport import Ticket, wire
+from gossamer.transport.board import Board, Failure, Note, blame
+from gossamer.transport.group import GroupTransport
+from gossamer.transport.memory import MemoryNetwork, Parcel
+
+RUN = 0x1234_5678_9ABC_DEF0
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex128, torch.float16]
+
+
+def frames_of(seed: int) -> list[Tensor]:
+    """A message of many shapes and dtypes; equal seeds give equal frames."""
+    rng = torch.Generator().manual_seed(seed)
+    shapes = [(3, 5), (), (7,), (0,), (2, 0, 3), (1,), (130,)]
+    return [
+        torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=rng).to(dtype)
+        for shape, dtype in zip(shapes, DTYPES, strict=True)
+    ]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b))
+
+
+# --- wire ------------------------------------------------------------------------------------------------------------
+
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+HEADERS = st.builds(wire.Header, U64, st.builds(Ticket, U64, U32, U32), U32, U64, st.none() | U32)
+
+
+@settings(max_examples=50, deadline=None)
+@given(HEADERS)
+def test_a_header_survives_the_wire(header: wire.Header):
+    raw = wire.encode(header)
+    assert len(raw) == wire.HEADER_BYTES
+    assert wire.decode(raw, sender=header.sender) == header
+    wire.check(header, header)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(min_size=wire.HEADER_BYTES, max_size=wire.HEADER_BYTES), st.booleans())
+def test_foreign_bytes_are_refused_with_a_sentence(raw: bytes, with_magic: bool):
+    raw = wire.MAGIC + raw[4:] if with_magic else raw
+    try:
+        header = wire.decode(raw, sender=3)
+    except TransportError as error:
+        assert "worker 3" in str(error)
+    else:
+        assert wire.decode(wire.encode(header), sender=3) == header
+
+
+HEADER = wire.Header(RUN, Ticket(4, 1, 0), sender=2, payload_bytes=64)
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "words"),
+    [
+        (HEADER._replace(run=7), PeerError, "worker 2 runs configuration 0000000000000007"),
+        (HEADER._replace(sender=1), PeerError, "calls itself worker 1"),
+        (HEADER._replace(ticket=Ticket(5, 1)), TransportError, "round=5"),
+        (HEADER._replace(payload_bytes=65), TransportError, "sent 65 bytes"),
+        (HEADER._replace(checksum=0), PeerError, "checksum"),
+    ],
+)
+def test_a_header_that_differs_is_refused_by_name(other: wire.Header, error: type[Exception], words: str):
+    with pytest.raises(error, match=words):
+        wire.check(other, HEADER)
+
+
+def test_another_version_is_refused():
+    raw = bytearray(wire.encode(HEADER))
+    raw[4] += 1
+    with pytest.raises(PeerError, match="version 2 .* version 1"):
+        wire.decode(bytes(raw), sender=2)
+
+
+FRAME = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(FRAME, max_size=5), st.integers(0, 17))
+def test_frames_survive_packing_as_views_wherever_the_buffer_starts(kinds: list[Any], offset: int):
+    frames = [torch.randint(0, 2, shape).to(dtype) for dtype, shape in kinds]
+    packed = wire.pack(frames)
+    assert packed.dtype == torch.uint8 and packed.numel() == wire.packed_bytes(frames)
+    assert same(wire.unpack(packed, [frame.to("meta") for frame in frames]), frames)
+    for frame in wire.unpack(packed, frames):
+        assert frame.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+    elsewhere = torch.zeros(offset + packed.numel(), dtype=torch.uint8)
+    elsewhere[offset:] = packed
+    assert same(wire.unpack(elsewhere[offset:], frames), frames)
+
+
+def test_one_contiguous_frame_is_packed_without_a_copy():
+    frame = torch.arange(12.0)[2:].view(2, 5)
+    assert wire.pack([frame]).data_ptr() == frame.data_ptr()
+    assert same(wire.unpack(wire.pack([frame.T]), [frame.T]), [frame.T])
+
+
+def test_the_gaps_between_frames_carry_nothing():
+    def full(size: int) -> Tensor:
+        return torch.full((size,), 255, dtype=torch.uint8)
+
+    packed = wire.pack([torch.zeros(3, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)], full)
+    assert not packed.any()
+
+
+def test_a_message_beyond_the_limit_is_refused():
+    with pytest.raises(TransportError, match=str(wire.LIMIT_BYTES)):
+        wire.pack([torch.empty(wire.LIMIT_BYTES + 1, dtype=torch.uint8, device="meta")])
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_hands_over_the_frames_themselves():
+    network = MemoryNetwork(3)
+    a, b = network.transport(0), network.transport(2)
+    frames = frames_of(1)
+    b.expect(Ticket(0), 0, [frame.to("meta") for frame in frames])
+    a.post(Ticket(0), 2, frames)
+    b.wait(Ticket(0))
+    assert all(x is y for x, y in zip(b.collect(Ticket(0))[0], frames, strict=True))
+    assert a.ready(Ticket(0)) and a.collect(Ticket(0)) == {}
+
+
+def test_waiting_in_memory_for_what_cannot_come_names_ticket_and_peers():
+    transport = MemoryNetwork(3).transport(1)
+    for peer in (2, 0):
+        transport.expect(Ticket(4, 1), peer, [])
+    with pytest.raises(TransportError, match=r"worker 1 .*round=4, fragment=1.*workers 0, 2"):
+        transport.wait(Ticket(4, 1))
+
+
+def test_memory_refuses_frames_that_were_not_announced():
+    network = MemoryNetwork(2)
+    network.transport(0).post(Ticket(0), 1, [torch.zeros(3)])
+    receiver = network.transport(1)
+    receiver.expect(Ticket(0), 0, [torch.zeros(3, dtype=torch.float64)])
+    with pytest.raises(TransportError, match="float64"):
+        receiver.collect(Ticket(0))
+
+
+def test_parcels_can_be_dropped_delayed_and_reordered():
+    def late(parcel: Parcel) -> bool:
+        return parcel.ticket.round > 2
+
+    network = MemoryNetwork(2, late)
+    a, b = network.transport(0), network.transport(1)
+    for t in range(4):
+        b.expect(Ticket(t), 0, [torch.empty(1)])
+        a.post(Ticket(t), 1, [torch.tensor([float(t)])])
+    assert [b.ready(Ticket(t)) for t in range(4)] == [False, False, False, True]
+    dropped, delayed, reordered = network.held
+    network.release(reordered)
+    assert [b.ready(Ticket(t)) for t in range(4)] == [False, False, True, True]
+    network.release(delayed)
+    assert b.collect(Ticket(1))[0][0].item() == 1.0 and b.collect(Ticket(2))[0][0].item() == 2.0
+    assert network.held == [dropped]
+    with pytest.raises(TransportError):
+        b.wait(Ticket(0))
+
+
+# --- notice board ----------------------------------------------------------------------------------------------------
+
+
+def test_blame_follows_those_that_are_alive_to_the_one_that_is_not():
+    before = {1: Note(3, (2, 4)), 2: Note(5, (3,)), 3: Note(9, (5,)), 4: Note(2, (0,))}
+    after = {1: Note(6, (2, 4)), 2: Note(8, (3,)), 3: Note(9, (5,)), 4: Note(7, (0,))}
+    assert blame(0, [1], before, after) == [1, 2, 3]
+
+
+def test_blame_ends_when_everybody_waits_for_somebody():
+    notes = {0: Note(1, (1,)), 1: Note(2, (2,)), 2: Note(3, (1, 0))}
+    assert blame(0, [1], {}, notes) == [1]
+
+
+def test_only_the_first_failure_is_pinned_up():
+    store = HashStore()
+    first, second = Failure(2, 7, 0, "closed"), Failure(0, 7, 1, "silent")
+    boards = [Board(store, i, 3, patience_s=5.0) for i in range(2)]
+    assert boards[1].failure() is None
+    assert boards[0].claim(first) == first
+    assert boards[1].claim(second) == first == boards[1].failure()
+
+
+def test_nonsense_on_the_board_counts_as_nothing():
+    store = HashStore()
+    board = Board(store, 0, 3, patience_s=5.0)
+    for name, text in (("failure", '[9, 1, 0, "closed"]'), ("note/1", '{"beat": 1}'), ("note/2", "[1, [7]]")):
+        store.set(f"gossamer/board/{name}", text)
+    assert board.failure() is None
+    assert board.look([1, 2]) == {1: Note(0, ()), 2: Note(0, ())}
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["gossamer.launch", "gossamer.transport.group", __name__])
+Outcome = tuple[str, Any, float]
+"""Name of the error or "", value or message, and seconds it took."""
+
+
+def member_main(worker: int, n: int, port: int, pipe: Connection) -> None:
+    """A process that does what it is told until it is told to end."""
+    os.environ.update(
+        RANK=str(worker), WORLD_SIZE=str(n), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )  # fmt: skip
+    member = join(n, device="cpu", threads=1, timeout_s=20.0)
+    while (job := pipe.recv()) is not None:
+        scenario, args = job
+        start = time.monotonic()
+        try:
+            result = ("", scenario(member, *args))
+        except GossamerError as error:
+            result = (type(error).__name__, str(error))
+        pipe.send((*result, time.monotonic() - start))
+    pipe.send(leave())
+
+
+class Crew:
+    """A few worker processes of one run; the store is ours."""
+
+    def __init__(self, n: int) -> None:
+        self.store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for i in range(n):
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=member_main, args=(i, n, self.store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, scenario: Callable[..., Any], *args: Any, limit_s: float = 20.0) -> list[Outcome | None]:
+        """The outcome of a scenario on each worker; None for one that died or did not answer in time."""
+        for pipe in self.pipes:
+            pipe.send((scenario, args))
+        deadline = time.monotonic() + limit_s
+        return [self._receive(pipe, deadline) for pipe in self.pipes]
+
+    def values(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
+        """The same, where nothing may fail."""
+        outcomes = self.run(scenario, *args)
+        assert all(outcome is not None and not outcome[0] for outcome in outcomes), outcomes
+        return [outcome[1] for outcome in outcomes if outcome is not None]
+
+    def end(self, dead: int | None = None) -> None:
+        """Has all workers leave, and asserts that they do so promptly; `dead` is killed."""
+        for i, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
+            if i == dead:
+                process.kill()
+            else:
+                pipe.send(None)
+        for i, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
+            left = self._receive(pipe, time.monotonic() + 5.0) if i != dead else None
+            process.join(5.0)
+            code = process.exitcode
+            process.kill()
+            assert i == dead or (left is True and code == 0), (i, left, code)
+
+    @staticmethod
+    def _receive(pipe: Connection, deadline: float) -> Any:
+        try:
+            return pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else None
+        except (EOFError, ConnectionResetError):
+            return None
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    crew = Crew(3)
+    yield crew
+    crew.end()
+
+
+def transport_of(member: Member, name: str, timeout_s: float = 10.0, **options: Any) -> GroupTransport:
+    """A transport with a notice board of its own."""
+    return GroupTransport(PrefixStore(name, member.store), run=RUN, timeout_s=timeout_s, **options)
+
+
+def everyone_to_everyone(member: Member, checksum: bool, batched: bool) -> tuple[bool, tuple[int, int], tuple[int, int]]:
+    transport = transport_of(member, f"all{checksum}{batched}", checksum=checksum)
+    transport._batched = batched  # gathers as for NCCL, finishes as gloo does
+    ticket = Ticket(0)
+    peers = [j for j in range(member.n) if j != member.worker]
+    for j in peers:
+        transport.expect(ticket, j, [frame.to("meta") for frame in frames_of(j)])
+    for j in peers:
+        transport.post(ticket, j, frames_of(member.worker))
+    transport.wait(ticket)
+    heard = transport.collect(ticket)
+    transport.close()
+    good = sorted(heard) == peers and all(same(heard[j], frames_of(j)) for j in peers)
+    return good, transport.sent, transport.received
+
+
+@pytest.mark.parametrize(("checksum", "batched"), [(False, False), (True, False), (False, True)])
+def test_frames_of_all_kinds_arrive_and_are_counted(crew: Crew, checksum: bool, batched: bool):
+    frames = frames_of(0)
+    payload = 2 * sum(frame.numel() * frame.element_size() for frame in frames)
+    traffic = (payload, 2 * (wire.HEADER_BYTES + wire.packed_bytes(frames)))
+    assert crew.values(everyone_to_everyone, checksum, batched) == [(True, traffic, traffic)] * 3
+
+
+def empty_messages(member: Member) -> list[Any]:
+    transport, ticket = transport_of(member, "empty"), Ticket(0)
+    after, before = (member.worker + 1) % member.n, (member.worker - 1) % member.n
+    transport.expect(ticket, before, [torch.empty(0, 3)])
+    transport.post(ticket, after, [torch.empty(0, 3)])
+    transport.wait(ticket)
+    alone = Ticket(1)
+    transport.wait(alone)
+    return [tuple(frame.shape) for frame in transport.collect(ticket)[before]] + [transport.collect(alone)]
+
+
+def test_empty_messages_and_empty_tickets_are_fine(crew: Crew):
+    assert crew.values(empty_messages) == [[(0, 3), {}]] * 3
+
+
+def many_rounds(member: Member, rounds: int) -> bool:
+    """Rings and matchings in turn, everything posted in an order of each worker's own, one round announced ahead."""
+    transport, i, n = transport_of(member, "rounds"), member.worker, member.n
+    order = random.Random(i)
+
+    def peers(t: int) -> list[int]:
+        if t % 2:
+            partner = (t // 2 - i) % n
+            return [] if partner == i else [partner]
+        return [j for j in range(n) if j != i]
+
+    def announce(t: int) -> None:
+        for j in order.sample(peers(t), len(peers(t))):
+            for fragment in order.sample(range(2), 2):
+                transport.expect(Ticket(t, fragment), j, [torch.empty(50), torch.empty(2, dtype=torch.uint8)])
+
+    announce(0)
+    good = True
+    for t in range(rounds):
+        if t + 1 < rounds:
+            announce(t + 1)
+        for j in order.sample(peers(t), len(peers(t))):
+            for fragment in order.sample(range(2), 2):
+                frames = [torch.full((50,), 100.0 * t + i), torch.tensor([fragment, j], dtype=torch.uint8)]
+                transport.post(Ticket(t, fragment), j, frames)
+        for fragment in order.sample(range(2), 2):
+            transport.wait(Ticket(t, fragment))
+            for j, (numbers, names) in transport.collect(Ticket(t, fragment)).items():
+                good &= bool((numbers == 100.0 * t + j).all()) and names.tolist() == [fragment, i]
+    return good
+
+
+def test_many_rounds_in_any_order_neither_mix_nor_lock_up(crew: Crew):
+    assert crew.values(many_rounds, 40) == [True] * 3
+
+
+def early_expect(member: Member) -> bool:
+    """Worker 1 receives while it does nothing; worker 0 knows that its message has left."""
+    transport, ticket, like = transport_of(member, "early"), Ticket(0), [torch.empty(1 << 22)]
+    if member.worker == 0:
+        member.store.wait(["announced"])
+        transport.post(ticket, 1, [torch.full((1 << 22,), 3.0)])
+        transport.wait(ticket)
+        member.store.set("sent", "")
+    elif member.worker == 1:
+        transport.expect(ticket, 0, like)
+        member.store.set("announced", "")
+        member.store.wait(["sent"])
+        deadline = time.monotonic() + 5.0
+        while not transport.ready(ticket) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return bool((transport.collect(ticket)[0][0] == 3.0).all())
+    return True
+
+
+def test_what_was_announced_early_arrives_while_the_receiver_trains(crew: Crew):
+    assert crew.values(early_expect) == [True] * 3
+
+
+def receive_thrice(member: Member) -> list[bool]:
+    transport = transport_of(member, "memory")
+    if member.worker == 2:
+        return [True, True]
+    places: list[int] = []
+    held: list[Tensor] = []
+    for t in range(3):
+        transport.expect(Ticket(t), 1 - member.worker, [torch.empty(1000)])
+        transport.post(Ticket(t), 1 - member.worker, [torch.full((1000,), float(t))])
+        transport.wait(Ticket(t))
+        held += [transport.collect(Ticket(t))[1 - member.worker][0][10:]]
+        places.append(held[0].untyped_storage().data_ptr())
+        if t != 1:
+            held.clear()
+    return [places[0] == places[1], places[1] != places[2] or not held]
+
+
+def held_memory(member: Member) -> tuple[bool, bool]:
+    """Whether memory is used again once its frames are dropped, and whether frames that are held stay what they were."""
+    transport, peer = transport_of(member, "memory"), (member.worker + 1) % member.n
+    source = (member.worker - 1) % member.n
+
+    def exchange(t: int) -> Tensor:
+        transport.expect(Ticket(t), source, [torch.empty(1000)])
+        transport.post(Ticket(t), peer, [torch.full((1000,), float(t))])
+        transport.wait(Ticket(t))
+        return transport.collect(Ticket(t))[source][0]
+
+    places = set()
+    for t in range(20):
+        places.add(exchange(t).data_ptr())
+    kept = [exchange(t)[500:] for t in range(20, 25)]
+    return len(places) < 10, [frame[0].item() for frame in kept] == [20.0, 21.0, 22.0, 23.0, 24.0]
+
+
+def test_memory_is_used_again_only_when_nobody_holds_its_frames(crew: Crew):
+    assert crew.values(held_memory) == [(True, True)] * 3
+
+
+def wait_for_the_victim(member: Member, moment: str) -> None:
+    """Worker 2 kills itself before or in the middle of its messages; the others need them, and then each other."""
+    transport, ticket, size = transport_of(member, "kill"), Ticket(7), 1 << 26
+    victim, others = 2, [0, 1]
+    if member.worker == victim:
+        for j in others:
+            transport.expect(ticket, j, [torch.empty(size, dtype=torch.uint8)])
+        member.store.wait(["announced/0", "announced/1"])
+        if moment == "amid":
+            for j in others:
+                transport.post(ticket, j, [torch.ones(size, dtype=torch.uint8)])
+        os.kill(os.getpid(), signal.SIGKILL)
+    other = 1 - member.worker
+    transport.expect(ticket, victim, [torch.empty(size, dtype=torch.uint8)])
+    member.store.set(f"announced/{member.worker}", "")
+    transport.post(ticket, victim, [torch.zeros(size, dtype=torch.uint8)])
+    try:
+        transport.wait(ticket)
+    finally:
+        transport.expect(Ticket(8), other, [torch.empty(size)])
+        transport.post(Ticket(8), other, [torch.full((size,), 1.0)])
+        transport.wait(Ticket(8))
+        assert (transport.collect(Ticket(8))[other][0] == 1.0).all()
+
+
+@pytest.mark.parametrize("moment", ["before", "amid"])
+def test_a_killed_worker_is_named_at_once_and_the_others_still_reach_each_other(moment: str):
+    crew = Crew(3)
+    *survivors, victim = crew.run(wait_for_the_victim, moment)
+    assert victim is None
+    for outcome in survivors:
+        assert outcome is not None
+        name, message, seconds = outcome
+        assert name == "PeerError" and "worker 2 closed its connection in round 7" in message, message
+        assert seconds < 3.0
+    crew.end(dead=2)
+
+
+def chain(member: Member, stopped: str) -> None:
+    """Worker 0 waits for 1, 1 waits for 2, and 2 stops; `amid` after it has sent a part of its message to 1."""
+    transport, ticket, size = transport_of(member, "chain", timeout_s=2.0), Ticket(5), 1 << 26
+    before, after = member.worker + 1, member.worker - 1
+    like = [torch.ones(size, dtype=torch.uint8)]
+    if before < member.n:
+        transport.expect(ticket, before, like)
+        member.store.set(f"announced/{member.worker}", "")
+    if member.worker == 2:
+        member.store.wait(["announced/1"])
+        if stopped == "amid":
+            transport.post(ticket, after, like)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    transport.wait(ticket)
+
+
+@pytest.mark.parametrize("stopped", ["before", "amid"])
+def test_the_worker_that_stopped_is_named_by_those_that_wait_for_others(stopped: str):
+    crew = Crew(3)
+    first, second, third = crew.run(chain, stopped, limit_s=6.0)
+    assert third is None
+    for outcome in (first, second):
+        assert outcome is not None
+        name, message, seconds = outcome
+        assert name == "PeerError" and "worker 2 did not answer for 2 s in round 5" in message, message
+        assert seconds < 3.0
+    crew.end(dead=2)
+
+
+def send_nonsense(member: Member, kind: str) -> str:
+    """Worker 0 sends what worker 1 must refuse; returns the sentence."""
+    transport, ticket, like = transport_of(member, kind, checksum=kind == "checksum"), Ticket(3), [torch.ones(8)]
+    header = wire.Header(RUN, ticket, 0, 32, 1 if kind == "checksum" else None)
+    if kind == "run":
+        header = header._replace(run=9)
+    if kind == "size":
+        header = header._replace(payload_bytes=48)
+    if member.worker == 0:
+        raw = wire.encode(header) if kind != "magic" else b"x" * wire.HEADER_BYTES
+        tags = wire.tags(header.run, ticket, header.payload_bytes)
+        payload = torch.ones(header.payload_bytes, dtype=torch.uint8)
+        works = [
+            dist.isend(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1, tag=tags[0]),
+            dist.isend(payload, 1, tag=tags[1]),
+        ]
+        works[0].wait()
+        if kind == "checksum":
+            works[1].wait()
+        return ""
+    transport.expect(ticket, 0, like)
+    try:
+        transport.wait(ticket)
+    except TransportError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def test_foreign_messages_are_refused_by_real_processes():
+    crew = Crew(2)
+    for kind, words in {
+        "magic": "TransportError: worker 0 sent a message that starts with b'xxxx'",
+        "run": "PeerError: worker 0 runs configuration 0000000000000009",
+        "size": "TransportError: worker 0 sent 48 bytes",
+        "checksum": "TransportError: the 32 bytes of worker 0",
+    }.items():
+        _, sentence = crew.values(send_nonsense, kind)
+        assert sentence.startswith(words), sentence
+    crew.end()
+
+
+def lose_everything(member: Member) -> None:
+    """The store ends, then worker 1 does."""
+    transport = transport_of(member, "lost", timeout_s=2.0)
+    transport.expect(Ticket(0), 1 - member.worker, [torch.empty(3)])
+    if member.worker == 1:
+        time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    transport.wait(Ticket(0))
+
+
+def test_without_the_store_a_lost_worker_is_still_named_in_time():
+    crew = Crew(2)
+    crew.values(empty_ticket)
+    crew.store = None
+    survivor, _ = crew.run(lose_everything)
+    assert survivor is not None
+    name, message, seconds = survivor
+    assert name == "PeerError" and "worker 1 closed its connection" in message and "store is gone" in message, message
+    assert seconds < 3.0
+    crew.end(dead=1)
+
+
+def empty_ticket(member: Member) -> None:
+    transport_of(member, "start").wait(Ticket(0))
