@@ -30,6 +30,12 @@ __all__ = ["load", "newest_common", "rewind", "rounds", "save"]
 
 FORMAT = "gossamer checkpoint 1"
 MAX_MANIFEST_BYTES = 64 << 20  # some 100,000 tensors; a larger one is a mistake or an attack
+DTYPES = frozenset(  # those that safetensors has a name for
+    {
+        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
+        torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64,
+    }
+)  # fmt: skip
 
 
 def save(folder: Path, round: int, worker: int, state: Any, *, digest: str, keep: int = 2) -> None:
@@ -40,6 +46,7 @@ def save(folder: Path, round: int, worker: int, state: Any, *, digest: str, keep
         state: nested dicts (with str or int keys), lists and tuples of tensors, ints, floats, bools, strings and None.
         digest: names the configuration; `load` takes the snapshot back for no other.
         keep: with two, workers may be a whole checkpoint interval apart and still own a round in common.
+    Tensors that share memory are written one by one, and come back as tensors that do not.
     Raises: CheckpointError when the state holds anything else, or the disk refuses.
     Cost: one write and one read of all tensors, no copy of contiguous CPU tensors that do not share memory.
 
@@ -82,8 +89,8 @@ def save(folder: Path, round: int, worker: int, state: Any, *, digest: str, keep
     finally:
         with contextlib.suppress(OSError):
             scratch.unlink(missing_ok=True)
-    own = rounds(folder, worker)
-    _forget(folder, worker, [r for r in _rounds_with_files(folder, worker) if r < round and r not in own[-keep:]])
+    kept = [r for r in rounds(folder, worker, digest) if r <= round][-keep:]
+    _forget(folder, worker, [r for r in _rounds_with_files(folder, worker) if r < round and r not in kept])
 
 
 def load(folder: Path, round: int, worker: int, digest: str) -> Any:
@@ -96,17 +103,18 @@ def load(folder: Path, round: int, worker: int, digest: str) -> Any:
     content = _manifest(manifest, round, worker, digest)
     where = f"checkpoint file '{tensor_file}'"
     instead = f"remove '{manifest}' and resume from an older round"
+    saved = (content["bytes"], content["sha256"])
     try:
-        size = tensor_file.stat().st_size
-        if size != content["bytes"]:
-            raise CheckpointError(f"{where} has {size} bytes and was saved with {content['bytes']}; {instead}")
-        found = _sha256(tensor_file)
-        if found != content["sha256"]:
-            raise CheckpointError(f"{where} has changed since it was saved: its sha256 is {found} and was {content['sha256']}; {instead}")
-        return _decode(content["state"], load_file(tensor_file))
+        found = (tensor_file.stat().st_size, _sha256(tensor_file))
     except OSError as error:
-        raise CheckpointError(f"{where} cannot be read: {error.strerror or error}; {instead}") from error
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}; {instead}") from error
+    if found != saved:
+        raise CheckpointError(
+            f"{where} has changed: its size in bytes and sha256 were {saved} and now are {found}; {instead}"
+        )
+    try:
+        return _decode(content["state"], load_file(tensor_file))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} does not hold what its manifest describes ({error!r}); {instead}") from error
 
 
@@ -152,7 +160,9 @@ def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
 
 def _rounds_with_files(folder: Path, worker: int) -> list[int]:
     """Rounds in which this worker has any file, complete or not, ascending."""
-    found = (re.fullmatch(r"round-(\d{6,})", path.parent.name) for path in folder.glob(f"round-*/*worker-{worker:03d}.*"))
+    found = (
+        re.fullmatch(r"round-(\d{6,})", path.parent.name) for path in folder.glob(f"round-*/*worker-{worker:03d}.*")
+    )
     return sorted({int(match[1]) for match in found if match})
 
 
@@ -162,9 +172,9 @@ def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
         manifest, tensor_file = _paths(folder, round, worker)
         manifest.unlink(missing_ok=True)  # first, so that no manifest is ever without its tensors
         tensor_file.unlink(missing_ok=True)
-        for scratch in manifest.parent.glob(f".{manifest.name}.*"):
+        for scratch in manifest.parent.glob(f".{manifest.stem}.*"):
             scratch.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # other workers may still own files of the round, or remove it at this moment
+        with contextlib.suppress(OSError):  # others may still own files of the round, or remove it at this moment
             manifest.parent.rmdir()
 
 
@@ -176,7 +186,7 @@ def _move(scratch: Path, target: Path) -> None:
             os.replace(scratch, target)
             return
         except (FileExistsError, FileNotFoundError):
-            if target.parent.exists() or not scratch.exists():
+            if target.parent.is_file() or not scratch.exists():
                 raise
 
 
@@ -224,7 +234,9 @@ def _manifest(path: Path, round: int, worker: int, digest: str | None) -> dict[s
         content = json.loads(document)
         found = {name: content[name] for name in ("format", "round", "worker", "digest", "bytes", "sha256")}
     except (ValueError, KeyError, RecursionError) as error:
-        raise CheckpointError(f"{where} is no manifest of '{FORMAT}' ({error!r}); resume from a folder that gossamer wrote") from error
+        raise CheckpointError(
+            f"{where} is no manifest of '{FORMAT}' ({error!r}); resume from a folder that gossamer wrote"
+        ) from error
     expected = {"format": FORMAT, "round": round, "worker": worker, **({} if digest is None else {"digest": digest})}
     for name, value in expected.items():
         if found[name] != value:
@@ -242,7 +254,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int
             return value
         case float():
             return value if math.isfinite(value) else {"float": repr(value)}
-        case Tensor() if value.layout is torch.strided:
+        case Tensor() if value.layout is torch.strided and value.dtype in DTYPES:
             tensor = value.detach().cpu().contiguous()
             storage = tensor.untyped_storage().data_ptr()
             if storage in storages:  # safetensors takes no two views of the same memory
@@ -256,9 +268,10 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int
         case list() | tuple() if type(value) in (list, tuple):
             parts = [_encode(part, f"{path}.{place}", tensors, storages) for place, part in enumerate(value)]
             return parts if type(value) is list else {"tuple": parts}
+    kind = f"{value.layout} tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
     raise CheckpointError(
-        f"a checkpoint cannot hold {path}, which is a {type(value).__name__}; allowed are dense tensors, numbers, strings, None, "
-        "and lists, tuples and dicts (with str or int keys) of these: convert it before saving"
+        f"a checkpoint cannot hold {path}, a {kind}; allowed are dense tensors, numbers, strings, None, and lists, tuples and "
+        "dicts (with str or int keys) of these: convert it before saving"
     )
 
 

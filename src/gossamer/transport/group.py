@@ -264,9 +264,12 @@ class GroupTransport:
     ) -> None:
         """Waits for transfers and checks what they bring; holds on to their memory for as long as it may be written to."""
         try:
-            self._finish(works[0])
+            # A payload that does not fit its header never comes, so the header is looked at first where that can be.
+            before = len(works) if self._batched else 1
+            for work in works[:before]:
+                self._finish(work)
             headers = [landing.check_header() for landing in landings]
-            for work in works[1:]:
+            for work in works[before:]:
                 self._finish(work)
             for landing, header in zip(landings, headers, strict=True):
                 landing.check_payload(header)
