@@ -39,7 +39,9 @@ def frames_of(seed: int) -> list[Tensor]:
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b))
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b)
+    )
 
 
 # --- wire ------------------------------------------------------------------------------------------------------------
@@ -254,18 +256,18 @@ class Crew:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, scenario: Callable[..., Any], *args: Any, limit_s: float = 20.0) -> list[Outcome | None]:
-        """The outcome of a scenario on each worker; None for one that died or did not answer in time."""
+    def run(self, scenario: Callable[..., Any], *args: Any, victim: int | None = None) -> list[Outcome]:
+        """The outcome of a scenario on each worker but the victim, of which none is to come."""
         for pipe in self.pipes:
             pipe.send((scenario, args))
-        deadline = time.monotonic() + limit_s
-        return [self._receive(pipe, deadline) for pipe in self.pipes]
+        deadline = time.monotonic() + 20.0
+        return [self._receive(pipe, deadline) for i, pipe in enumerate(self.pipes) if i != victim]
 
     def values(self, scenario: Callable[..., Any], *args: Any) -> list[Any]:
         """The same, where nothing may fail."""
         outcomes = self.run(scenario, *args)
-        assert all(outcome is not None and not outcome[0] for outcome in outcomes), outcomes
-        return [outcome[1] for outcome in outcomes if outcome is not None]
+        assert not any(name for name, _, _ in outcomes), outcomes
+        return [value for _, value, _ in outcomes]
 
     def end(self, dead: int | None = None) -> None:
         """Has all workers leave, and asserts that they do so promptly; `dead` is killed."""
@@ -283,10 +285,8 @@ class Crew:
 
     @staticmethod
     def _receive(pipe: Connection, deadline: float) -> Any:
-        try:
-            return pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else None
-        except (EOFError, ConnectionResetError):
-            return None
+        assert pipe.poll(max(0.0, deadline - time.monotonic())), "a worker did not answer in time"
+        return pipe.recv()
 
 
 @pytest.fixture(scope="module")
@@ -296,12 +296,20 @@ def crew() -> Iterator[Crew]:
     crew.end()
 
 
+KEPT: list[Any] = []
+"""Until the process ends: gloo stalls a connection when a transfer that is under way is forgotten."""
+
+
 def transport_of(member: Member, name: str, timeout_s: float = 10.0, **options: Any) -> GroupTransport:
     """A transport with a notice board of its own."""
-    return GroupTransport(PrefixStore(name, member.store), run=RUN, timeout_s=timeout_s, **options)
+    transport = GroupTransport(PrefixStore(name, member.store), run=RUN, timeout_s=timeout_s, **options)
+    KEPT.append(transport)
+    return transport
 
 
-def everyone_to_everyone(member: Member, checksum: bool, batched: bool) -> tuple[bool, tuple[int, int], tuple[int, int]]:
+def everyone_to_everyone(
+    member: Member, checksum: bool, batched: bool
+) -> tuple[bool, tuple[int, int], tuple[int, int]]:
     transport = transport_of(member, f"all{checksum}{batched}", checksum=checksum)
     transport._batched = batched  # gathers as for NCCL, finishes as gloo does
     ticket = Ticket(0)
@@ -399,23 +407,6 @@ def test_what_was_announced_early_arrives_while_the_receiver_trains(crew: Crew):
     assert crew.values(early_expect) == [True] * 3
 
 
-def receive_thrice(member: Member) -> list[bool]:
-    transport = transport_of(member, "memory")
-    if member.worker == 2:
-        return [True, True]
-    places: list[int] = []
-    held: list[Tensor] = []
-    for t in range(3):
-        transport.expect(Ticket(t), 1 - member.worker, [torch.empty(1000)])
-        transport.post(Ticket(t), 1 - member.worker, [torch.full((1000,), float(t))])
-        transport.wait(Ticket(t))
-        held += [transport.collect(Ticket(t))[1 - member.worker][0][10:]]
-        places.append(held[0].untyped_storage().data_ptr())
-        if t != 1:
-            held.clear()
-    return [places[0] == places[1], places[1] != places[2] or not held]
-
-
 def held_memory(member: Member) -> tuple[bool, bool]:
     """Whether memory is used again once its frames are dropped, and whether frames that are held stay what they were."""
     transport, peer = transport_of(member, "memory"), (member.worker + 1) % member.n
@@ -441,7 +432,7 @@ def test_memory_is_used_again_only_when_nobody_holds_its_frames(crew: Crew):
 def wait_for_the_victim(member: Member, moment: str) -> None:
     """Worker 2 kills itself before or in the middle of its messages; the others need them, and then each other."""
     transport, ticket, size = transport_of(member, "kill"), Ticket(7), 1 << 26
-    victim, others = 2, [0, 1]
+    victim, others = 2, (0, 1)
     if member.worker == victim:
         for j in others:
             transport.expect(ticket, j, [torch.empty(size, dtype=torch.uint8)])
@@ -457,22 +448,18 @@ def wait_for_the_victim(member: Member, moment: str) -> None:
     try:
         transport.wait(ticket)
     finally:
-        transport.expect(Ticket(8), other, [torch.empty(size)])
-        transport.post(Ticket(8), other, [torch.full((size,), 1.0)])
+        transport.expect(Ticket(8), other, [torch.empty(9)])
+        transport.post(Ticket(8), other, [torch.ones(9)])
         transport.wait(Ticket(8))
-        assert (transport.collect(Ticket(8))[other][0] == 1.0).all()
+        assert transport.collect(Ticket(8))[other][0].sum() == 9.0
 
 
 @pytest.mark.parametrize("moment", ["before", "amid"])
 def test_a_killed_worker_is_named_at_once_and_the_others_still_reach_each_other(moment: str):
     crew = Crew(3)
-    *survivors, victim = crew.run(wait_for_the_victim, moment)
-    assert victim is None
-    for outcome in survivors:
-        assert outcome is not None
-        name, message, seconds = outcome
+    for name, message, seconds in crew.run(wait_for_the_victim, moment, victim=2):
         assert name == "PeerError" and "worker 2 closed its connection in round 7" in message, message
-        assert seconds < 3.0
+        assert seconds < 5.0
     crew.end(dead=2)
 
 
@@ -495,19 +482,40 @@ def chain(member: Member, stopped: str) -> None:
 @pytest.mark.parametrize("stopped", ["before", "amid"])
 def test_the_worker_that_stopped_is_named_by_those_that_wait_for_others(stopped: str):
     crew = Crew(3)
-    first, second, third = crew.run(chain, stopped, limit_s=6.0)
-    assert third is None
-    for outcome in (first, second):
-        assert outcome is not None
-        name, message, seconds = outcome
+    for name, message, seconds in crew.run(chain, stopped, victim=2):
         assert name == "PeerError" and "worker 2 did not answer for 2 s in round 5" in message, message
-        assert seconds < 3.0
+        assert seconds < 4.0
     crew.end(dead=2)
 
 
-def send_nonsense(member: Member, kind: str) -> str:
+def send_and_leave(member: Member) -> float:
+    """Worker 1 stops when it has announced what it expects, and goes on when worker 0 has left."""
+    transport, ticket, numbers = transport_of(member, "leave"), Ticket(0), torch.arange(20_000.0)
+    if member.worker == 1:
+        transport.expect(ticket, 0, [numbers])
+        member.store.set("announced", "")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        member.store.wait(["announced"])
+        transport.post(ticket, 1, [numbers])
+    transport.wait(ticket)
+    return sum(frames[0].sum().item() for frames in transport.collect(ticket).values())
+
+
+def test_what_was_sent_before_its_sender_left_still_arrives():
+    crew = Crew(2)
+    assert crew.run(send_and_leave, victim=1)[0][:2] == ("", 0)
+    crew.pipes[0].send(None)
+    crew.processes[0].join(10.0)
+    os.kill(crew.processes[1].pid, signal.SIGCONT)
+    assert crew.pipes[1].poll(10.0)
+    assert crew.pipes[1].recv()[:2] == ("", torch.arange(20_000.0).sum().item())
+    crew.end(dead=0)
+
+
+def send_nonsense(member: Member, kind: str, round: int) -> str:
     """Worker 0 sends what worker 1 must refuse; returns the sentence."""
-    transport, ticket, like = transport_of(member, kind, checksum=kind == "checksum"), Ticket(3), [torch.ones(8)]
+    transport, ticket, like = transport_of(member, kind, checksum=kind == "checksum"), Ticket(round), [torch.ones(8)]
     header = wire.Header(RUN, ticket, 0, 32, 1 if kind == "checksum" else None)
     if kind == "run":
         header = header._replace(run=9)
@@ -517,13 +525,8 @@ def send_nonsense(member: Member, kind: str) -> str:
         raw = wire.encode(header) if kind != "magic" else b"x" * wire.HEADER_BYTES
         tags = wire.tags(header.run, ticket, header.payload_bytes)
         payload = torch.ones(header.payload_bytes, dtype=torch.uint8)
-        works = [
-            dist.isend(torch.frombuffer(bytearray(raw), dtype=torch.uint8), 1, tag=tags[0]),
-            dist.isend(payload, 1, tag=tags[1]),
-        ]
-        works[0].wait()
-        if kind == "checksum":
-            works[1].wait()
+        message = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        KEPT.extend([dist.isend(message, 1, tag=tags[0]), dist.isend(payload, 1, tag=tags[1])])
         return ""
     transport.expect(ticket, 0, like)
     try:
@@ -535,13 +538,14 @@ def send_nonsense(member: Member, kind: str) -> str:
 
 def test_foreign_messages_are_refused_by_real_processes():
     crew = Crew(2)
-    for kind, words in {
-        "magic": "TransportError: worker 0 sent a message that starts with b'xxxx'",
-        "run": "PeerError: worker 0 runs configuration 0000000000000009",
-        "size": "TransportError: worker 0 sent 48 bytes",
-        "checksum": "TransportError: the 32 bytes of worker 0",
-    }.items():
-        _, sentence = crew.values(send_nonsense, kind)
+    refusals = [
+        ("magic", "TransportError: worker 0 sent a message that starts with b'xxxx'"),
+        ("run", "PeerError: worker 0 runs configuration 0000000000000009"),
+        ("size", "TransportError: worker 0 sent 48 bytes"),
+        ("checksum", "TransportError: the 32 bytes of worker 0"),
+    ]
+    for round, (kind, words) in enumerate(refusals):
+        _, sentence = crew.values(send_nonsense, kind, round)
         assert sentence.startswith(words), sentence
     crew.end()
 
@@ -560,11 +564,9 @@ def test_without_the_store_a_lost_worker_is_still_named_in_time():
     crew = Crew(2)
     crew.values(empty_ticket)
     crew.store = None
-    survivor, _ = crew.run(lose_everything)
-    assert survivor is not None
-    name, message, seconds = survivor
+    [(name, message, seconds)] = crew.run(lose_everything, victim=1)
     assert name == "PeerError" and "worker 1 closed its connection" in message and "store is gone" in message, message
-    assert seconds < 3.0
+    assert seconds < 5.0
     crew.end(dead=1)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Network": "gossamer.network",
     "Outer": "gossamer.library",
     "RULES": "gossamer.rules",
     "Rule": "gossamer.rules",
@@ -18,8 +19,14 @@ _HOMES = {
     "make_topology": "gossamer.topology",
     "noloco": "gossamer.rules",
     "price": "gossamer.network",
-    "simulate": "gossamer.simulate",
-    "stability": "gossamer.stability",
+    "read_trace": "gossamer.trace",
 }
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported at first use, so that `gossamer --help` does not wait for torch.
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'gossamer' has no attribute '{name}'")

@@ -1,11 +1,11 @@
 """Snapshots of one worker at the end of one round: plain files that can be checked, and never a pickle.
 
     checkpoints/round-000120/worker-003.safetensors     every tensor of the state
-    checkpoints/round-000120/worker-003.json            the manifest: everything else, and what the tensor file must hash to
+    checkpoints/round-000120/worker-003.json            the manifest: all else, and what the tensor file must hash to
 
-Each worker writes on its own, without a barrier. A generation exists once its manifest does, which is written last, and the
-one before is removed only after that; so a kill or a power cut at any time leaves a whole generation behind. All workers
-resume from the newest round that every one of them still owns.
+Each worker writes on its own, without a barrier. A generation exists once its manifest does, which is written last, and
+the one before is removed only after that; so a kill or a power cut at any time leaves a whole generation behind. All
+workers resume from the newest round that every one of them still owns.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,9 @@ FORMAT = "gossamer checkpoint 1"
 MAX_MANIFEST_BYTES = 64 << 20  # some 100,000 tensors; a larger one is a mistake or an attack
 DTYPES = frozenset(  # those that safetensors has a name for
     {
-        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64,
+        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+        torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32,
+        torch.float64, torch.complex64,
     }
 )  # fmt: skip
 
@@ -41,12 +43,13 @@ DTYPES = frozenset(  # those that safetensors has a name for
 def save(folder: Path, round: int, worker: int, state: Any, *, digest: str, keep: int = 2) -> None:
     """Writes one generation of one worker, then removes its generations before the newest `keep`.
 
+    Tensors that share memory are written one by one, and come back as tensors that do not.
+
     Args:
         round: finished rounds, from 0.
         state: nested dicts (with str or int keys), lists and tuples of tensors, ints, floats, bools, strings and None.
         digest: names the configuration; `load` takes the snapshot back for no other.
         keep: with two, workers may be a whole checkpoint interval apart and still own a round in common.
-    Tensors that share memory are written one by one, and come back as tensors that do not.
     Raises: CheckpointError when the state holds anything else, or the disk refuses.
     Cost: one write and one read of all tensors, no copy of contiguous CPU tensors that do not share memory.
 
@@ -60,9 +63,11 @@ def save(folder: Path, round: int, worker: int, state: Any, *, digest: str, keep
     tensors: dict[str, Tensor] = {}
     tree = _encode(state, "state", tensors, set())
     manifest, tensor_file = _paths(folder, round, worker)
-    scratch = folder / f".worker-{worker:03d}.tmp"
+    workshop = folder / f".worker-{worker:03d}"  # a folder, as safetensors writes a scratch file beside its own
+    scratch = workshop / tensor_file.name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(workshop, ignore_errors=True)  # what a kill may have left
+        workshop.mkdir(parents=True)
         save_file(tensors, scratch)
         _sync(scratch)
         document = _sealed(
@@ -73,24 +78,23 @@ def save(folder: Path, round: int, worker: int, state: Any, *, digest: str, keep
         )  # fmt: skip
         if len(document) > MAX_MANIFEST_BYTES:
             raise CheckpointError(
-                f"the state of worker {worker} needs a manifest of {len(document)} bytes and at most {MAX_MANIFEST_BYTES} are "
-                "allowed; keep long lists and texts out of it, or as tensors"
+                f"the state of worker {worker} needs a manifest of {len(document)} bytes and at most "
+                f"{MAX_MANIFEST_BYTES} are allowed; keep long lists and texts out of it, or as tensors"
             )
         manifest.unlink(missing_ok=True)  # a round saved again: an old manifest must not speak for new tensors
         _move(scratch, tensor_file)
         _sync(tensor_file.parent)
         atomic_write(manifest, document)
         _sync(folder)
+        kept = [r for r in rounds(folder, worker, digest) if r <= round][-keep:]
+        _forget(folder, worker, [r for r in _rounds(folder) if r < round and r not in kept])
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"the checkpoint of worker {worker} at round {round} could not be written to '{folder}': {error}; free some space "
-            "or choose another folder, then resume: the generation before it is whole"
+            f"the checkpoint of worker {worker} at round {round} could not be written to '{folder}': {error}; free "
+            "some space or choose another folder, then resume: the generation before it is whole"
         ) from error
     finally:
-        with contextlib.suppress(OSError):
-            scratch.unlink(missing_ok=True)
-    kept = [r for r in rounds(folder, worker, digest) if r <= round][-keep:]
-    _forget(folder, worker, [r for r in _rounds_with_files(folder, worker) if r < round and r not in kept])
+        shutil.rmtree(workshop, ignore_errors=True)
 
 
 def load(folder: Path, round: int, worker: int, digest: str) -> Any:
@@ -124,9 +128,9 @@ def rounds(folder: Path, worker: int, digest: str | None = None) -> list[int]:
     Complete means a sound manifest and a tensor file of the right size; its content is checked by `load`.
     """
     complete = []
-    for round in _rounds_with_files(folder, worker):
+    for round in _rounds(folder):
         manifest, tensor_file = _paths(folder, round, worker)
-        with contextlib.suppress(CheckpointError, FileNotFoundError):
+        with contextlib.suppress(CheckpointError, OSError):
             content = _manifest(manifest, round, worker, digest)
             if tensor_file.stat().st_size == content["bytes"]:
                 complete.append(round)
@@ -146,10 +150,10 @@ def newest_common(lists: Sequence[Sequence[int]]) -> int | None:
 def rewind(folder: Path, round: int, worker: int) -> None:
     """Removes this worker's generations after `round`, from which it resumes: they belong to a future that will not be.
 
-    Without it, a worker that was ahead keeps such a generation until it comes there again, and the next resume could join it
-    with newly computed ones of the others. Call it once all workers know the round that they resume from.
+    Without it, a worker that was ahead keeps such a generation until it comes there again, and the next resume could
+    join it with newly computed ones of the others. Call it once all workers know the round that they resume from.
     """
-    _forget(folder, worker, [r for r in _rounds_with_files(folder, worker) if r > round])
+    _forget(folder, worker, [r for r in _rounds(folder) if r > round])
 
 
 def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
@@ -158,12 +162,10 @@ def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
     return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
 
 
-def _rounds_with_files(folder: Path, worker: int) -> list[int]:
-    """Rounds in which this worker has any file, complete or not, ascending."""
-    found = (
-        re.fullmatch(r"round-(\d{6,})", path.parent.name) for path in folder.glob(f"round-*/*worker-{worker:03d}.*")
-    )
-    return sorted({int(match[1]) for match in found if match})
+def _rounds(folder: Path) -> list[int]:
+    """The rounds that any worker has a folder for, ascending."""
+    found = (re.fullmatch(r"round-(\d{6,})", path.name) for path in folder.glob("round-*"))
+    return sorted(int(match[1]) for match in found if match)
 
 
 def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
@@ -205,8 +207,8 @@ def _sha256(path: Path) -> str:
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
-    """A manifest as JSON whose first line is the hash of the lines after it, so that no byte of it can change unseen."""
-    body = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode().removeprefix(b"{\n")
+    """A manifest as JSON whose first line is the hash of all that follows, so that no byte of it can change unseen."""
+    body = json.dumps(content, allow_nan=False).removeprefix("{").encode()
     return _seal(body) + body
 
 
@@ -222,7 +224,8 @@ def _manifest(path: Path, round: int, worker: int, digest: str | None) -> dict[s
             document = file.read(MAX_MANIFEST_BYTES + 1)
     except OSError as error:
         raise CheckpointError(
-            f"{where} cannot be read: {error.strerror}; resume from a round that worker {worker} owns, or copy its files here"
+            f"{where} cannot be read: {error.strerror}; resume from a round that worker {worker} owns, or copy its "
+            "files here"
         ) from error
     seal, newline, body = document.partition(b"\n")
     if len(document) > MAX_MANIFEST_BYTES or seal + newline != _seal(body):
@@ -241,8 +244,8 @@ def _manifest(path: Path, round: int, worker: int, digest: str | None) -> dict[s
     for name, value in expected.items():
         if found[name] != value:
             raise CheckpointError(
-                f"{where} has {name} {found[name]!r} and {value!r} is needed; resume with the run file, folder and version that "
-                "wrote it, or start anew in another folder"
+                f"{where} has {name} {found[name]!r} and {value!r} is needed; resume with the run file, folder and "
+                "version that wrote it, or start anew in another folder"
             )
     return content
 
@@ -270,13 +273,13 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int
             return parts if type(value) is list else {"tuple": parts}
     kind = f"{value.layout} tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
     raise CheckpointError(
-        f"a checkpoint cannot hold {path}, a {kind}; allowed are dense tensors, numbers, strings, None, and lists, tuples and "
-        "dicts (with str or int keys) of these: convert it before saving"
+        f"a checkpoint cannot hold {path}, a {kind}; allowed are dense tensors, numbers, strings, None, and lists, "
+        "tuples and dicts (with str or int keys) of these: convert it before saving"
     )
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The part of a state that this JSON stands for; raises KeyError, TypeError or ValueError for JSON that stands for none."""
+    """The part of a state that this JSON stands for; raises KeyError, TypeError or ValueError when there is none."""
     match value:
         case None | bool() | int() | str() | float():
             return value

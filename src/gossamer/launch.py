@@ -1,5 +1,6 @@
 """Starting a run of real processes: joining the others, agreeing with them, and starting all of them on one machine."""
 
+import atexit
 import contextlib
 import json
 import logging
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import ConfigError, PeerError, TransportError
+from gossamer.transport.group import hang_up
 
 __all__ = ["Member", "agree", "join", "leave", "run_local"]
 
@@ -96,6 +98,7 @@ def join(n: int, *, backend: str = "auto", device: str = "auto", threads: int = 
             f"worker {worker} could not connect to the other {n - 1} over {backend} ({_first_line(error)}); "
             "check that the machines reach each other, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from error
+    atexit.register(leave)
     return Member(worker, n, where, store)
 
 
@@ -134,12 +137,13 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
 
 
 def leave(timeout_s: float = 5.0) -> bool:
-    """Ends the process group, also with transfers under way; to be called before the process ends.
+    """Ends the process group, also with transfers under way; happens by itself when Python ends.
 
     Returns: whether it ended in time. If not (a GPU waits for a peer that is gone), only `os._exit` ends the process.
     """
     if not dist.is_initialized():
         return True
+    hang_up()
     end = threading.Thread(target=dist.destroy_process_group, daemon=True)
     end.start()
     end.join(timeout_s)
@@ -227,9 +231,10 @@ def _forward(source: IO[str] | None, sink: TextIO, prefix: str) -> threading.Thr
     assert source is not None
 
     def copy() -> None:
-        for line in source:
-            sink.write(prefix + line.rstrip("\n") + "\n")
-            sink.flush()
+        with source:
+            for line in source:
+                sink.write(prefix + line.rstrip("\n") + "\n")
+                sink.flush()
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()

@@ -89,7 +89,7 @@ def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple
 
 def begin(
     rule: Rule, codec: Codec, mixing: Mixing, transport: Transport, part: Part, ctx: Context, *, seed: int,
-    kernel: Kernel | None = None,
+    kernel: Kernel | None = None, reduce: Callable[[Sequence[Tensor], Ticket], None] | None = None,
 ) -> Exchange:  # fmt: skip
     """Announces what will be received and returns the exchange, which waits to be resumed after the local phase.
 
@@ -97,12 +97,18 @@ def begin(
         part: updated in place when the exchange ends.
         seed: for codecs that round at random; everyone decodes what the sender encoded, so all hear the same.
         kernel: how `hear` and `recv` are carried out on a span of elements; `PLAIN` unless given.
+        reduce: sums tensors over all workers in place; used for a `mean` with an exact codec if given.
     Raises: TransportError and PeerError from the transport, wherever it is resumed.
     Cost: `pull` and `each` send one payload to each hearer. `mean` with an exact codec goes through chunk owners,
         2(n-1)/n messages per worker; with any other codec each payload goes to everyone.
     """
-    carry = _through_owners if rule.hear is mean and codec.exact and ctx.n > 1 else _directly
-    exchange = carry(rule, codec, mixing, transport, part, ctx, seed, kernel or PLAIN)
+    kernel = kernel or PLAIN
+    if rule.hear is not mean or not codec.exact or ctx.n == 1:
+        exchange = _directly(rule, codec, mixing, transport, part, ctx, seed, kernel)
+    elif reduce is None:
+        exchange = _through_owners(rule, mixing, transport, part, ctx, kernel)
+    else:
+        exchange = _reduced(rule, reduce, part, ctx, kernel)
     next(exchange)  # runs to the point where the receives are announced
     return exchange
 
@@ -169,7 +175,7 @@ def _directly(
     """Every hearer gets the whole payload."""
     i, ticket = ctx.worker, Ticket(ctx.round, part.fragment)
     sources, targets = mixing.hears_from(i), mixing.sends_to(i)
-    template = _payload_template(rule, codec, part, ctx)
+    template = _encode(codec, _message_template(rule, part, ctx), 0)
     for j in sources:
         transport.expect(ticket, j, leaves(template))
     yield ticket
@@ -196,48 +202,75 @@ def _directly(
 
 
 def _through_owners(
-    rule: Rule, codec: Codec, mixing: Mixing, transport: Transport, part: Part, ctx: Context, seed: int, kernel: Kernel
+    rule: Rule, mixing: Mixing, transport: Transport, part: Part, ctx: Context, kernel: Kernel
 ) -> Exchange:
     """A mean as reduce-scatter and gather: worker k owns chunk k, sums it in worker order and sends the sum to everyone."""
     i, n = ctx.worker, ctx.n
     there, back = Ticket(ctx.round, part.fragment, 0), Ticket(ctx.round, part.fragment, 1)
-    template = leaves(_payload_template(rule, codec, part, ctx))
+    template = leaves(_message_template(rule, part, ctx))
     others = mixing.hears_from(i)
 
-    def chunk(frames: Sequence[Tensor], owner: int) -> list[Tensor]:
-        return [t[t.numel() * owner // n : t.numel() * (owner + 1) // n] for t in frames]
-
     for j in others:
-        transport.expect(there, j, chunk(template, i))
-        transport.expect(back, j, chunk(template, j))
+        transport.expect(there, j, _chunk(template, i, n))
+        transport.expect(back, j, _chunk(template, j, n))
     yield there
 
     message = _message(rule, part, ctx, transport)
     frames = leaves(message)
     for j in others:
-        transport.post(there, j, chunk(frames, j))
+        transport.post(there, j, _chunk(frames, j, n))
     yield there
 
     shares = {j: tuple(frames) for j, frames in transport.collect(there).items()}
-    total = rule.hear(tuple(chunk(frames, i)), shares, i, mixing.rows[i])
+    total = rule.hear(tuple(_chunk(frames, i, n)), shares, i, mixing.rows[i])
     del shares
     for j in others:
         transport.post(back, j, total)
     yield back
 
     totals = {**transport.collect(back), i: list(total)}
+    _take_mean(rule, part, message, [totals[j] for j in range(n)], ctx, kernel)
+    return _mean_operation(part, frames, ctx)
+
+
+def _reduced(
+    rule: Rule, reduce: Callable[[Sequence[Tensor], Ticket], None], part: Part, ctx: Context, kernel: Kernel
+) -> Exchange:
+    """A mean as the backend's own all-reduce, which blocks and is a barrier for all."""
+    ticket = Ticket(ctx.round, part.fragment)
+    yield ticket
+    message = rule.send(part.x, part.s, ctx)
+    heard = [ctx.weight * leaf for leaf in leaves(message)]
+    reduce(heard, ticket)
+    _take_mean(rule, part, message, [heard], ctx, kernel)
+    return _mean_operation(part, leaves(message), ctx)
+
+
+def _take_mean(
+    rule: Rule, part: Part, message: Tree, pieces: Sequence[list[Tensor]], ctx: Context, kernel: Kernel
+) -> None:
+    """The outer update with a mean that came in consecutive pieces."""
     if not rule.elementwise:
-        totals = {0: [torch.cat([totals[j][k] for j in range(n)]) for k in range(len(frames))]}
+        pieces = [[torch.cat(parts) for parts in zip(*pieces, strict=True)]]
     start = 0
-    for owner in sorted(totals):
-        heard = _refill(message, totals[owner])
-        stop = start + totals[owner][0].numel()
+    for piece in pieces:
+        heard, stop = _refill(message, piece), start + piece[0].numel()
         for a, b in _spans(rule, kernel.chunk, start, stop):
-            parts = part.x[a:b], _cut(rule, part.s, a, b), _cut(rule, message, a, b), (_cut(rule, heard, a - start, b - start),)
-            kernel.run(rule, _carried, *parts, 0, ((0, 0.0), (1, 1.0)), ctx)
+            own = part.x[a:b], _cut(rule, part.s, a, b), _cut(rule, message, a, b)
+            kernel.run(rule, _carried, *own, (_cut(rule, heard, a - start, b - start),), 0, ((0, 0.0), (1, 1.0)), ctx)
         start = stop
-    own = nbytes(total)
-    moved = tuple((j, nbytes(tuple(chunk(frames, j))) + own) for j in others)
+
+
+def _chunk(frames: Sequence[Tensor], owner: int, n: int) -> list[Tensor]:
+    """The part of each flat tensor that one of n owners sums."""
+    return [t[t.numel() * owner // n : t.numel() * (owner + 1) // n] for t in frames]
+
+
+def _mean_operation(part: Part, frames: Sequence[Tensor], ctx: Context) -> Operation:
+    """What a mean moves: each owner gets my share of its chunk and sends me its sum, and the reverse for the chunk I own."""
+    own = nbytes(tuple(_chunk(frames, ctx.worker, ctx.n)))
+    others = [j for j in range(ctx.n) if j != ctx.worker]
+    moved = tuple((j, nbytes(tuple(_chunk(frames, j, ctx.n))) + own) for j in others)
     return Operation("mean", part.fragment, moved, moved)
 
 
@@ -270,10 +303,10 @@ def _message(rule: Rule, part: Part, ctx: Context, transport: Transport) -> Tree
     return message
 
 
-def _payload_template(rule: Rule, codec: Codec, part: Part, ctx: Context) -> Tree:
-    """Shapes and dtypes of a payload, found by running `send` and `encode` without data: mine look like everybody's."""
+def _message_template(rule: Rule, part: Part, ctx: Context) -> Tree:
+    """Shapes and dtypes of a message, found by running `send` without data: the others' look like mine."""
     x, s = map_leaves(lambda t: torch.empty_like(t, device="meta"), (part.x, part.s))
-    return _encode(codec, rule.send(x, s, ctx), 0)
+    return rule.send(x, s, ctx)
 
 
 def _encode(codec: Codec, message: Tree, key: int) -> Tree:

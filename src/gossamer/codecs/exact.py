@@ -8,11 +8,14 @@ __all__ = ["exact"]
 def exact() -> Codec:
     """Sends every element as it is: `decode(encode(x)) = x`.
 
-    Cost: the bytes of the tensor; no copy.
+    Cost: the bytes of the tensor, 32 bits per fp32 element; no copy.
 
     >>> import torch
     >>> codec = exact(); x = torch.ones(3)
     >>> codec.decode(codec.encode(x, 0), x) is x
     True
     """
-    return Codec("exact", lambda x, key: x, lambda payload, like: payload, exact=True)
+    return Codec(
+        "exact", lambda x, key: x, lambda payload, like: payload,
+        exact=True, unbiased=True, linear=True, contraction=1.0, blockwise=1, payload_bytes=lambda numel: 4 * numel,
+    )  # fmt: skip

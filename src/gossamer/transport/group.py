@@ -10,18 +10,23 @@ What gloo (torch 2.13) does, found by experiment, and what follows from it:
   that depends on its size, and the header, which says what is wrong, under one that does not.
 * Memory fresh from the system costs as much to touch as a transfer over loopback (64 MB: 71 instead of 42 ms), so receive
   buffers are used again once nobody holds a view of them.
-* When a peer is killed, transfers with it fail within milliseconds, all others go on. When it is stopped, nothing happens.
-* `destroy_process_group` returns at once with transfers under way; to return from `main` without it aborts the process.
+* When a peer is killed, transfers with it that have not begun fail within milliseconds, and all others go on; but one
+  that is in the middle of its bytes waits forever. So there is a lifeline to each peer, a receive that nobody answers: it
+  fails when the connection does, and then so does whatever else is under way with that peer.
+* When a peer is stopped, nothing happens at all until our deadline.
+* A thread that comes back from C++ while Python shuts down aborts the process. So before `main` returns, `hang_up` closes
+  all connections, for which the `wait` that times out comes in handy, and sees the threads off.
 
 On NCCL tags do not exist, and each transfer waits on the device for those before it. So nothing starts until the first
 `ready` or `wait` of a ticket, which starts all its transfers as one batch: call `ready` once after the last post, and
 start tickets in the same order on all workers.
 """
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal, NamedTuple
 
@@ -32,12 +37,19 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import PeerError, TransportError
+from gossamer.rng import key
 from gossamer.transport import Ticket, wire
 from gossamer.transport.board import Board, Failure, Note, blame
 
-__all__ = ["GroupTransport", "Traffic"]
+__all__ = ["GroupTransport", "Traffic", "all_reduce", "hang_up"]
 
 FOREVER = timedelta(days=365)
+LIFELINE = key(0, "lifeline") >> 32
+"""The tag of the receive that nobody answers."""
+GRACE_S = 0.25
+"""How long after its connection a transfer that had ended well may be noticed to have done so."""
+THREADS = "gossamer transfer"
+"""The name of all threads that follow transfers."""
 Way = Literal["from", "to"]
 
 
@@ -96,6 +108,8 @@ class _Memory:
 
     def take(self, size: int) -> Tensor:
         """An uninitialised uint8 buffer of this many bytes."""
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
         free = self._free.setdefault(size, [])
         block = free.pop() if free else np.empty(size, np.uint8)
         lease = block[:]  # torch keeps this alive, and only this, until the last view of the tensor is gone
@@ -114,7 +128,7 @@ class GroupTransport:
         checksum: whether each payload carries a checksum.
 
     Cost: no copy of a message that is one contiguous frame, one copy of any other; with gloo and a device, one copy each
-    way between device and host. Two short-lived threads per peer and ticket.
+    way between device and host. Two short-lived threads per peer and ticket, and one per peer that lives on.
     """
 
     keeps_frames = False
@@ -143,6 +157,7 @@ class GroupTransport:
         self._board = Board(store, self.worker, self._n, patience_s=min(2.0, timeout_s / 4))
         self._memory = _Memory()
         self._exchanges: dict[Ticket, _Exchange] = {}
+        self._lifelines: set[int] = set()
         self._news = threading.Condition()
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
@@ -217,7 +232,7 @@ class GroupTransport:
         return frames
 
     def close(self) -> None:
-        """Forgets all tickets. What is under way ends with the process group, which belongs to whoever made it."""
+        """Forgets all tickets; what is under way ends with the process group (`hang_up`), which others may still use."""
         self._exchanges.clear()
 
     def _exchange(self, ticket: Ticket) -> _Exchange:
@@ -231,6 +246,9 @@ class GroupTransport:
     def _begin(self, exchange: _Exchange, ticket: Ticket, way: Way, peer: int, header: Tensor, payload: Tensor) -> None:
         """Starts, or on NCCL gathers, the two messages that carry header and payload to or from a peer."""
         assert peer != self.worker and (way, peer) not in exchange.pending, (ticket, way, peer)
+        if peer not in self._lifelines and not self._batched:
+            self._lifelines.add(peer)
+            _start(self._hold_lifeline, peer)
         transfer = dist.irecv if way == "from" else dist.isend
         header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel())
         exchange.pending.add((way, peer))
@@ -251,8 +269,7 @@ class GroupTransport:
         except RuntimeError as error:  # gloo says so at once when the connection has been lost before
             self._settle(exchange, transfers, error)
             return
-        follow = threading.Thread(target=self._follow, args=(exchange, transfers, landings, works, batch), daemon=True)
-        follow.start()
+        _start(self._follow, exchange, transfers, landings, works, batch)
 
     def _follow(
         self,
@@ -277,6 +294,18 @@ class GroupTransport:
             self._settle(exchange, transfers, error)
         else:
             self._settle(exchange, transfers, None)
+
+    def _hold_lifeline(self, peer: int) -> None:
+        """Waits for the connection to be lost, and then gives up what gloo leaves hanging."""
+        try:
+            lifeline = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, tag=LIFELINE)
+            assert lifeline is not None
+            lifeline.wait(FOREVER)
+        except RuntimeError as error:
+            time.sleep(GRACE_S)
+            for exchange in list(self._exchanges.values()):
+                if transfers := {(way, other) for way, other in exchange.pending if other == peer}:
+                    self._settle(exchange, transfers, error)
 
     def _settle(self, exchange: _Exchange, transfers: set[tuple[Way, int]], error: Exception | None) -> None:
         with self._news:
@@ -323,6 +352,60 @@ class GroupTransport:
         by = "" if failure.reporter == self.worker else f", as worker {failure.reporter} reported"
         gone = "; the launcher's store is gone too, so another may have failed before it" if self._board.gone else ""
         return f"worker {failure.culprit} {what} in round {failure.round}{via}{by}{gone}; {do}"
+
+
+def all_reduce(frames: Sequence[Tensor], ticket: Ticket) -> None:
+    """Sums each frame over all workers in place with the backend's own collective, in an order and to last bits of its own.
+
+    Raises: PeerError after the timeout of the process group, or when a connection closes; a collective cannot tell whose.
+    Cost: a global barrier; 2(n-1)/n of the frames per worker where the backend uses a ring.
+    """
+    try:
+        for frame in frames:
+            dist.all_reduce(frame)
+    except RuntimeError as error:
+        raise PeerError(
+            f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank()} ({str(error).splitlines()[0][:200]}); "
+            'look at the logs of the others, or set run.mean = "ordered" to learn which worker fails'
+        ) from error
+
+
+def all_reduce(tensors: Sequence[Tensor], ticket: Ticket, *, timeout_s: float = 300.0) -> None:
+    """Sums tensors over all workers in place, in an order of the backend's own; a barrier for all of them.
+
+    Raises: PeerError when a worker died or did not come within `timeout_s`.
+    """
+    try:
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            assert work is not None
+            work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PeerError(
+            f"the sum over all workers of round {ticket.round} failed ({str(error).splitlines()[0]}): a worker died or did not "
+            f"come within {timeout_s:g} s; look at the logs, or raise run.timeout_s"
+        ) from error
+
+
+def hang_up(limit_s: float = 1.0) -> None:
+    """Closes the connections of a gloo group and waits for the threads that followed transfers, for `limit_s` at most."""
+    if dist.get_backend() == "gloo":
+        for peer in set(range(dist.get_world_size())) - {dist.get_rank()}:
+            try:
+                nothing = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, tag=LIFELINE)
+            except RuntimeError:
+                continue  # this connection is closed already
+            assert nothing is not None
+            with contextlib.suppress(RuntimeError):
+                nothing.wait(timedelta(milliseconds=1))  # its end closes all others
+            break
+    deadline = time.monotonic() + limit_s
+    for thread in threading.enumerate():
+        if thread.name == THREADS:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _start(target: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=target, args=args, name=THREADS, daemon=True).start()
 
 
 def _block(work: dist.Work) -> None:

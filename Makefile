@@ -1,0 +1,31 @@
+# Everything runs inside .venv, which the first target that needs it makes.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test parity bench
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
+
+demo: .venv/.installed  ## compare the methods on a small model, and write one report
+	$(BIN)/gossamer compare configs/demo.toml
+
+test: .venv/.installed  ## lint, format, types, tests and doctests: what CI runs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/pytest
+
+parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing
+	$(BIN)/pytest tests/test_parity.py --full-parity --timeout 3600
+
+bench: .venv/.installed  ## every benchmark, as ratios against a limit or a peer
+	set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
+
+# torch comes first and on its own, so that the build pip is configured for (CPU or CUDA) is settled before anything asks for it.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

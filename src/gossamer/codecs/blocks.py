@@ -1,0 +1,53 @@
+"""Going through a flat tensor block by block, several blocks at a time, and one bf16 scale for each."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+__all__ = ["SLAB", "absmax", "as_blocks", "num_blocks", "spans", "storable"]
+
+SLAB = 1 << 16  # elements; fp32 temporaries of this size stay in the cache
+_BF16_MAX = torch.finfo(torch.bfloat16).max
+
+
+def num_blocks(numel: int, block: int) -> int:
+    """Blocks of this length that cover so many elements."""
+    return -(-numel // block)
+
+
+def spans(x: Tensor, block: int) -> Iterator[tuple[int, int]]:
+    """Ranges that cover a flat tensor: some whole blocks each, and a shorter last block by itself; none on the meta device.
+
+    >>> list(spans(torch.empty(70000), 4096))
+    [(0, 65536), (65536, 69632), (69632, 70000)]
+    """
+    if x.is_meta:
+        return
+    whole = x.numel() // block * block
+    step = max(SLAB // block, 1) * block
+    for start in range(0, whole, step):
+        yield start, min(start + step, whole)
+    if whole < x.numel():
+        yield whole, x.numel()
+
+
+def as_blocks(x: Tensor, block: int) -> Tensor:
+    """A flat tensor as fp32 `[blocks, block]`, the last block filled up with zeros."""
+    gap = -x.numel() % block
+    return (pad(x.float(), (0, gap)) if gap else x.float()).reshape(-1, block)
+
+
+def absmax(blocks: Tensor) -> Tensor:
+    """The largest magnitude of each block, rounded up to bf16 so that no element is beyond it; NaN unless that is finite."""
+    largest = blocks.abs().amax(1)
+    rounded = ((largest.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(largest <= _BF16_MAX, rounded, math.nan)
+
+
+def storable(scales: Tensor) -> Tensor:
+    """Scales rounded to the nearest bf16; NaN unless that is finite."""
+    rounded = scales.bfloat16()
+    return torch.where(rounded.isfinite(), rounded, math.nan)

@@ -1,0 +1,214 @@
+"""Codecs that send the largest elements of every chunk and where they are: topk, and topk2bit with two-bit values."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.codecs.blocks import num_blocks, spans, storable
+from gossamer.codecs.checks import inside, one_of, whole
+from gossamer.codecs.codec import Codec
+from gossamer.codecs.packing import pack, pack_indices, packed_bytes, unpack, unpack_indices
+
+__all__ = [
+    "LARGEST_CHUNK",
+    "Kept",
+    "KeptCoarsely",
+    "ValueFormat",
+    "gather",
+    "num_kept",
+    "place",
+    "topk",
+    "topk2bit",
+    "value_bytes",
+    "value_dtype",
+    "value_format",
+]
+
+LARGEST_CHUNK = 4096  # what an index of 12 bits can reach
+
+ValueFormat = Literal["same", "fp32", "bf16", "fp16"]
+_LLOYD_STEPS = 4  # on Gaussian data one step is enough; the tails of Student's t with 3 degrees still gain a third
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Kept(NamedTuple):
+    """Where the kept elements are in their chunks (12 bits each, packed to uint8), and their values."""
+
+    indices: Tensor
+    values: Tensor
+
+
+class KeptCoarsely(NamedTuple):
+    """As `Kept`, with a packed code of 2 bits for each value and two bf16 magnitudes for each chunk."""
+
+    indices: Tensor
+    codes: Tensor
+    magnitudes: Tensor
+
+
+def topk(k: int = 64, chunk: int = 4096, values: ValueFormat = "same") -> Codec:
+    """Sends the k largest elements of every chunk and their places; the rest arrives as zero.
+
+    K = the k elements of the chunk with the largest |x|;   x' = x on K, 0 elsewhere
+
+    Of equal magnitudes the first are kept, and places are sent in ascending order, so equal tensors give equal payloads.
+    A shorter last chunk of r elements keeps ⌈k r / chunk⌉. A NaN counts as larger than every number, and arrives.
+
+    Args:
+        k: kept elements of a chunk.
+        chunk: at most 4096.
+        values: the format of the values on the wire, "same" being that of the tensor.
+    Cost: k (12 + value bits) / chunk bits per element: 0.69 for 64 of 4096 fp32 values, 0.44 in bf16. Relative error 94 %
+        on Gaussian data, less on heavier tails.
+    Source: the chunked top-k of DeMo, arXiv 2411.19870, and SparseLoCo, arXiv 2508.15706, without their other parts.
+    Differs: chunks are runs of the flat vector rather than tiles of a matrix.
+    Fails when: used without error feedback, as the rest never gets through; or with "fp16" and magnitudes beyond 65504
+        (sent as infinity) or below 6e-5 (with few bits or none).
+
+    >>> codec = topk(k=2, chunk=4); x = torch.tensor([1.0, -3.0, 1.0, 0.5, 2.0])
+    >>> codec.decode(codec.encode(x, 0), x)
+    tensor([ 1., -3.,  0.,  0.,  2.])
+    """
+    _check("topk", k, chunk)
+    value_format("topk", values)
+
+    def encode(x: Tensor, key: int) -> Kept:
+        indices, kept = gather(x, k, chunk)
+        return Kept(pack_indices(indices), kept.to(value_dtype(values, x)))
+
+    def decode(payload: Kept, like: Tensor) -> Tensor:
+        return place(unpack_indices(payload.indices, num_kept(like.numel(), k, chunk)), payload.values, like, k, chunk)
+
+    def payload_bytes(numel: int) -> int:
+        kept = num_kept(numel, k, chunk)
+        return packed_bytes(kept, 12) + kept * value_bytes(values)
+
+    return Codec(
+        "topk", encode, decode,
+        contraction=None if values == "fp16" else k / chunk * (1 - 2**-16), blockwise=chunk, payload_bytes=payload_bytes,
+    )  # fmt: skip
+
+
+def topk2bit(k: int = 64, chunk: int = 4096) -> Codec:
+    """Sends the k largest elements of every chunk as one of four values -c₂, -c₁, c₁, c₂ that fit the chunk best.
+
+    K = the k elements of the chunk with the largest |x|;   x' = sign(x) c(|x|) on K, 0 elsewhere
+    c₁, c₂ = mean of the smaller and of the larger |x| on K, divided where Lloyd's iteration puts it, started at their mean
+
+    Ties and the last chunk as in `topk`. A NaN or an infinity makes all that its chunk keeps decode to NaN.
+
+    Cost: 14 k + 32 bits per chunk: 14 bits per kept value and two bf16 magnitudes. For 64 of 4096 that is 0.2266 bits per
+        element, 141 times less than fp32. Relative error of the kept values 6 % on Gaussian data.
+    Source: SparseLoCo, arXiv 2508.15706; 12-bit places and 2-bit values as in its public implementation.
+    Differs: four levels symmetric about zero for each chunk, where SparseLoCo has four bins of 1.5 σ around the mean of a
+        tensor, of which kept values hit two. Chunks are runs of the flat vector rather than tiles of a matrix.
+    Fails when: used without error feedback, as the rest never gets through.
+
+    >>> codec = topk2bit(k=3, chunk=8); x = torch.tensor([0.0, 1.0, 0.0, -1.0, 0.5, 4.0, 0.0, 0.0])
+    >>> codec.decode(codec.encode(x, 0), x)
+    tensor([ 0.,  1.,  0., -1.,  0.,  4.,  0.,  0.])
+    """
+    _check("topk2bit", k, chunk)
+
+    def encode(x: Tensor, key: int) -> KeptCoarsely:
+        indices, kept = gather(x, k, chunk)
+        full = x.numel() // chunk * k
+        halves = [_two_levels(part) for part in (kept[:full].view(-1, k), kept[full:].view(-1, max(kept.numel() - full, 1)))]
+        codes, magnitudes = (torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*halves, strict=True))
+        return KeptCoarsely(pack_indices(indices), pack(codes, 2), magnitudes)
+
+    def decode(payload: KeptCoarsely, like: Tensor) -> Tensor:
+        kept = num_kept(like.numel(), k, chunk)
+        codes = unpack(payload.codes, 2, kept).int()
+        owner = torch.arange(kept, device=like.device) // k
+        magnitudes = payload.magnitudes.float()[2 * owner + (codes & 1)]
+        values = torch.where(codes > 1, -magnitudes, magnitudes)
+        return place(unpack_indices(payload.indices, kept), values, like, k, chunk)
+
+    def payload_bytes(numel: int) -> int:
+        kept = num_kept(numel, k, chunk)
+        return packed_bytes(kept, 12) + packed_bytes(kept, 2) + 4 * num_blocks(numel, chunk)
+
+    # What arrives of a chunk is its projection on the groups: at least (Σ_K |x|)² / k of ||x||², which is least for k
+    # equal elements above equal others, k / chunk, or for a single one, 1 / k. The last factor rounds c₁ and c₂ to bf16.
+    return Codec(
+        "topk2bit", encode, decode,
+        contraction=min(k / chunk, 1 / k) * (1 - 2**-16), blockwise=chunk, payload_bytes=payload_bytes,
+    )  # fmt: skip
+
+
+def num_kept(numel: int, k: int, chunk: int) -> int:
+    """How many of so many elements are kept."""
+    return numel // chunk * k + num_blocks(numel % chunk * k, chunk)
+
+
+def value_format(codec: str, values: str) -> None:
+    """Raises ConfigError unless `values` is a format of values on the wire."""
+    one_of(codec, "values", values, ("same", *_DTYPES))
+
+
+def value_dtype(values: ValueFormat, x: Tensor) -> torch.dtype:
+    """The dtype in which values of x go over the wire."""
+    return x.dtype if values == "same" else _DTYPES[values]
+
+
+def value_bytes(values: ValueFormat) -> int:
+    """Bytes of a value of an fp32 tensor on the wire."""
+    return 4 if values == "same" else _DTYPES[values].itemsize
+
+
+def gather(x: Tensor, k: int, chunk: int) -> tuple[Tensor, Tensor]:
+    """The places in their chunks (int16) and the values of the k largest elements of every chunk, flat and in order."""
+    kept = num_kept(x.numel(), k, chunk)
+    indices = torch.empty(kept, dtype=torch.int16, device=x.device)
+    values = torch.empty(kept, dtype=x.dtype, device=x.device)
+    for start, stop in spans(x, chunk):
+        rows = x[start:stop].reshape(-1, min(chunk, stop - start))
+        own = slice(num_kept(start, k, chunk), num_kept(stop, k, chunk))
+        found = _largest(rows, (own.stop - own.start) // rows.shape[0])
+        indices[own] = found.view(-1)
+        values[own] = rows.gather(1, found).view(-1)
+    return indices, values
+
+
+def place(indices: Tensor, values: Tensor, like: Tensor, k: int, chunk: int) -> Tensor:
+    """The inverse of `gather` on a tensor of zeros. Raises TransportError for an index outside its chunk."""
+    x = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+    for start, stop in spans(x, chunk):
+        rows = x[start:stop].view(-1, min(chunk, stop - start))
+        own = slice(num_kept(start, k, chunk), num_kept(stop, k, chunk))
+        inside("top-k", indices[own], rows.shape[1])
+        rows.scatter_(1, indices[own].view(rows.shape[0], -1), values[own].view(rows.shape[0], -1).to(x.dtype))
+    return x
+
+
+def _largest(rows: Tensor, k: int) -> Tensor:
+    """The places of the k largest magnitudes in each row, ascending; of equal ones the first."""
+    backwards = (LARGEST_CHUNK - 1) - torch.arange(rows.shape[1], device=rows.device)
+    # As integers, the bits of magnitudes are ordered as the magnitudes, NaN last. With the place below them no two are equal.
+    ranks = rows.float().abs().view(torch.int32).long() << 12 | backwards
+    best = ranks.topk(k, dim=1, sorted=False).values
+    return ((LARGEST_CHUNK - 1) - (best & (LARGEST_CHUNK - 1))).sort(dim=1).values
+
+
+def _two_levels(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (1: the larger magnitude, 2: negative; uint8) and the two magnitudes (bf16 `[rows, 2]`) for rows of values."""
+    size = values.float().abs()
+    border = size.mean(1, keepdim=True)
+    for _ in range(_LLOYD_STEPS):
+        border = _group_means(size, size > border).mean(1, keepdim=True)
+    high = size > border
+    return high.to(torch.uint8) | (values < 0).to(torch.uint8) << 1, storable(_group_means(size, high))
+
+
+def _group_means(size: Tensor, high: Tensor) -> Tensor:
+    """The mean of each row outside and inside of `high`; a group without members has the mean of the other."""
+    groups = torch.stack((~high, high), 1)
+    means = (size[:, None] * groups).sum(2) / groups.sum(2)
+    return torch.where(groups.any(2), means, means.flip(1))
+
+
+def _check(codec: str, k: int, chunk: int) -> None:
+    whole(codec, "chunk", chunk, 1, LARGEST_CHUNK)
+    whole(codec, "k", k, 1, chunk)

@@ -1,0 +1,193 @@
+"""The built-in model: Llama shapes from 0.2M to 1B parameters, in the form that `transformers` saves and opens.
+
+Everything that knows of Llama is here; the rest of Gossamer trains any `nn.Module` with a loss.
+
+Legend of shapes: B sequences, S tokens of a sequence, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gossamer import rng
+from gossamer.data import Tokenizer
+from gossamer.errors import ConfigError, choose
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
+
+__all__ = ["SIZES", "ModelConfig", "Shape", "build_model", "export", "loss", "parameter_count", "sample"]
+
+
+class Shape(NamedTuple):
+    """What decides the size of a Llama, but for the vocabulary."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate_size: int
+
+
+SIZES: dict[str, Shape] = {
+    #                                       parameters, untied: V = 256      V = 32,000
+    "0.2m": Shape(64, 3, 2, 2, 192),  #                         193,216       4,256,448
+    "1m": Shape(128, 4, 4, 4, 352),  #                          869,504       8,996,992
+    "3m": Shape(192, 6, 6, 6, 512),  #                        2,754,752      14,944,448
+    "10m": Shape(320, 8, 5, 5, 864),  #                      10,081,600      30,397,760
+    "30m": Shape(512, 10, 8, 8, 1280),  #                    30,419,456      62,925,312
+    "134m": Shape(768, 12, 12, 12, 2048),  #                 85,347,072     134,105,856
+    "350m": Shape(1024, 24, 16, 16, 2560),  #               290,505,728     355,517,440
+    "1b": Shape(2048, 22, 32, 4, 5632),  #                  970,024,960   1,100,048,384
+}
+"""Shapes by name: up to 30m the name counts a byte vocabulary, from 134m on one of 32,000 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama: a named size, of which any number may be replaced."""
+
+    size: str = "1m"
+    hidden_size: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    """Heads that keys and values have (grouped-query attention when fewer than `heads`)."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layer."""
+    tie_embeddings: bool = False
+    """One matrix for the embedding and the output head."""
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise ConfigError(choose("model.size", self.size, SIZES) + "; correct the name")
+        hidden, _, heads, kv_heads, _ = self.shape
+        for name, value in self.shape._asdict().items():
+            if value < 1:
+                raise ConfigError(f"model.{name} is {value} but must be at least 1; raise it or leave it out")
+        if hidden % (2 * heads):
+            raise ConfigError(
+                f"model.hidden_size is {hidden} with {heads} heads, which is {hidden / heads:.4g} per head, but rotary "
+                f"positions need an even whole number; take a multiple of {2 * heads}"
+            )
+        if heads % kv_heads:
+            raise ConfigError(
+                f"model.kv_heads is {kv_heads}, which does not divide the {heads} heads; set it to a divisor of model.heads"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """The named size with what replaces parts of it.
+
+        >>> ModelConfig(size="1m", layers=2).shape
+        Shape(hidden_size=128, layers=2, heads=4, kv_heads=4, intermediate_size=352)
+        """
+        own = {name: getattr(self, name) for name in Shape._fields}
+        return SIZES[self.size]._replace(**{name: value for name, value in own.items() if value is not None})
+
+
+def parameter_count(config: ModelConfig, vocab_size: int) -> int:
+    """The number of parameters of `build_model(config, vocab_size, ...)`, without building it.
+
+    >>> parameter_count(ModelConfig(size="134m"), 32_000)
+    134105856
+    """
+    hidden, layers, heads, kv_heads, intermediate = config.shape
+    attention = 2 * hidden * hidden + 2 * hidden * (hidden // heads * kv_heads)
+    layer = attention + 3 * hidden * intermediate + 2 * hidden
+    embeddings = (1 if config.tie_embeddings else 2) * vocab_size * hidden
+    return embeddings + layers * layer + hidden
+
+
+def build_model(config: ModelConfig, vocab_size: int, seq_len: int, seed: int) -> "LlamaForCausalLM":
+    """A Llama on the CPU in fp32, initialised from the seed; equal arguments give bitwise equal parameters.
+
+    The global random state is left as it was. Cost: importing `transformers` takes some 2 seconds the first time.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, layers, heads, kv_heads, intermediate = config.shape
+    llama = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        max_position_embeddings=seq_len,
+        tie_word_embeddings=config.tie_embeddings,
+        attention_dropout=0.0,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would seed the accelerators too and leave them so.
+        torch.default_generator.manual_seed(rng.key(seed, "model"))
+        return LlamaForCausalLM(llama)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross-entropy of each next token, in nats: `-1/(B S) Σ log softmax(logits)[target]`, with logits in fp32.
+
+    Shapes: `batch` is int64 `[B, S + 1]`, of which the first S are inputs and the last S targets; the result is a scalar.
+    """
+    logits = model(input_ids=batch[:, :-1]).logits.float()  # [B, S, V]
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def export(model: "LlamaForCausalLM", folder: Path, tokenizer: Tokenizer) -> None:
+    """Writes a folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` open.
+
+    Bytes too are written as a tokenizer file. The model's parameters may be views of a flat buffer.
+
+    Raises: OSError when the disk refuses.
+    """
+    from tokenizers import Tokenizer as Library
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    model.save_pretrained(folder)
+    GenerationConfig(eos_token_id=tokenizer.end).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=Library.from_str(tokenizer.json())).save_pretrained(folder)
+
+
+@torch.no_grad()
+def sample(
+    model: "LlamaForCausalLM", tokenizer: Tokenizer, prompt: str, num_tokens: int, seed: int, temperature: float = 0.8
+) -> str:
+    """The prompt and up to `num_tokens` tokens that the model continues it with, until it ends the document.
+
+    Each token is drawn from `softmax(logits / temperature)`; equal arguments give equal text on one machine. Once the text
+    outgrows the length that the model was trained on, its last half of that length is read anew.
+
+    Raises: ConfigError when the temperature is not above zero, or nothing is there to continue.
+    """
+    from transformers import DynamicCache
+
+    if not temperature > 0:
+        raise ConfigError(f"the sampling temperature is {temperature} but must be above 0; 0.8 is a good start")
+    text = [int(token) for token in tokenizer.encode([prompt])[0]]
+    if not text:
+        raise ConfigError(f"the prompt {prompt!r} has 0 tokens; give at least one to continue")
+    generator = rng.torch_rng(seed, "sample")
+    longest = model.config.max_position_embeddings
+    device = next(model.parameters()).device
+    cache: Any = None
+    unread: list[int] = []
+    seen = longest
+    for _ in range(num_tokens):
+        if seen + len(unread) >= longest:
+            cache, seen, unread = DynamicCache(config=model.config), 0, text[-max(1, longest // 2) :]
+        output = model(input_ids=torch.tensor([unread], device=device), past_key_values=cache, use_cache=True)
+        seen += len(unread)
+        weights = torch.softmax(output.logits[0, -1].float().cpu() / temperature, dim=-1)
+        unread = [int(torch.multinomial(weights, 1, generator=generator))]
+        if unread == [tokenizer.end]:
+            break
+        text += unread
+    return tokenizer.decode(text)

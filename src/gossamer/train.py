@@ -1,0 +1,105 @@
+"""One real worker: this process trains its replica and talks to its partners, and nothing in the loop waits for everybody.
+
+Each process records its own part of the run (`metrics-003.jsonl`, `trace-003.jsonl`, its snapshots); what needs all workers,
+such as the mean model, is formed afterwards by `gossamer evaluate`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from gossamer import checkpoint, sync
+from gossamer.config import RunConfig, digest, dump
+from gossamer.data import open_corpus
+from gossamer.errors import CheckpointError, GossamerError
+from gossamer.evaluate import Probe
+from gossamer.launch import Member, agree, join, leave
+from gossamer.record import RunFolder
+from gossamer.sync import Exchange
+from gossamer.trace import Entry, Operation
+from gossamer.transport import Transport
+from gossamer.transport.group import GroupTransport, all_reduce
+from gossamer.worker import Worker, method
+
+__all__ = ["train", "train_member"]
+
+
+def train(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
+    """Joins the other processes as torchrun's environment says, trains to the end and leaves.
+
+    Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError.
+    """
+    run = config.run
+    member = join(config.workers, backend=run.backend, device=run.device, threads=run.threads, timeout_s=run.timeout_s)
+    failed: GossamerError | None = None
+    try:
+        train_member(config, folder, member, resume=resume)
+    except GossamerError as error:
+        failed = error
+    if not leave() and failed is not None:
+        # A transfer that a dead peer will never finish holds the process group; only this ends the process.
+        print(f"gossamer: {failed}", file=sys.stderr, flush=True)
+        os._exit(2)
+    if failed is not None:
+        raise failed
+
+
+def train_member(config: RunConfig, folder: Path, member: Member, *, resume: bool = False) -> None:
+    """Trains the worker that this process is; bitwise what the simulator computes for it.
+
+    Args: `resume` continues from the newest round of which every worker has its snapshot.
+    Cost: one model, its gradients and states, the message in flight and those it hears.
+    """
+    m = method(config)
+    key, store = digest(config), folder / "checkpoints"
+    owned = checkpoint.rounds(store, member.worker, key) if resume else []
+    # The settled step is computed by every worker on its own, so it is part of what they must agree on.
+    facts = agree(member, f"{key} {m.rule.options}", owned, timeout_s=config.run.timeout_s)
+    newest = checkpoint.newest_common(facts)
+    if resume and newest is None:
+        raise CheckpointError(f"no round has snapshots of all workers (they own {facts}); start without --resume")
+
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    worker = Worker(member.worker, config, m.rule, corpus, member.device)
+    start = 0
+    if resume and newest is not None:
+        worker.restore(checkpoint.load(store, newest, worker.index, key))
+        checkpoint.rewind(store, newest, worker.index)
+        start = newest
+    probe = Probe(config, corpus, member.device)
+    transport = GroupTransport(member.store, run=int(key, 16), timeout_s=config.run.timeout_s, device=member.device)
+    reduce = all_reduce if config.run.mean == "all_reduce" else None
+    record = RunFolder(
+        folder, dump(config), config.record, worker=worker.index, resume_round=start if resume else None
+    )
+    with record:
+        for round in range(start, config.rounds):
+            mixing = m.topology.mixing(round)
+            exchange = sync.begin(
+                m.rule, m.codec, mixing, transport, worker.part(), worker.context(round, mixing.weight(worker.index)),
+                seed=config.seed, kernel=m.kernel, reduce=reduce,
+            )  # fmt: skip
+            phase = worker.local_phase(round)
+            operation = _carry(exchange, transport)
+            worker.apply(round)
+
+            finished = round + 1
+            step, tokens = finished * worker.local_steps, finished * phase.tokens
+            record.log("train", round=round, worker=worker.index, step=step, loss=phase.loss, lr=phase.lr, tokens=tokens)
+            record.log_trace(Entry(round, worker.index, worker.local_steps, phase.compute_s, (operation,)))
+            if config.due(config.run.eval_every, finished):
+                own = probe.loss(worker.x)
+                record.log("validation", round=round, worker=worker.index, step=step, tokens=tokens, loss=own)
+                print(f"round {finished} of {config.rounds}: loss {phase.loss:.4f}, validation of this worker {own:.4f}")
+            if config.due(config.run.checkpoint_every, finished):
+                checkpoint.save(store, finished, worker.index, worker.state(), digest=key)
+    transport.close()
+
+
+def _carry(exchange: Exchange, transport: Transport) -> Operation:
+    """Resumes an exchange each time what it waits for has come."""
+    try:
+        while True:
+            transport.wait(next(exchange))
+    except StopIteration as stop:
+        return stop.value

@@ -1,0 +1,563 @@
+"""How much of a training run is computing rather than waiting for the network; three models, none of which trains.
+
+* `utilisation` follows every layer through the link between sites that compute at one pace: data parallelism, DiLoCo
+  and its streaming form, overlapped or not (Streaming DiLoCo, arXiv 2501.18512, section 3.1).
+* `wall_clock` is closed form: total hours of data parallelism and DiLoCo on links with a latency (scaling laws,
+  arXiv 2503.09799, appendices A and B).
+* `straggler_utilisation` compares all-reduce with gossip when one worker has a slow uplink (GASLoC, arXiv 2606.11081,
+  figure 9).
+
+Utilisation is always compute time over total time. Bandwidths are in bits per second, models in parameters.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from gossamer.errors import ConfigError, choose
+
+__all__ = [
+    "BANDWIDTHS_BPS",
+    "LINKS",
+    "METHODS",
+    "MODELS",
+    "STRAGGLER_METHODS",
+    "SUSTAINED_FLOPS",
+    "TARGETS",
+    "BandwidthNeeded",
+    "Link",
+    "Model",
+    "Setting",
+    "StragglerUtilisation",
+    "UtilisationAt",
+    "WallClock",
+    "all_reduce_s",
+    "bandwidth_needed",
+    "bandwidth_table",
+    "matched_local_steps",
+    "setting_of",
+    "step_seconds",
+    "straggler_table",
+    "straggler_utilisation",
+    "utilisation",
+    "utilisation_curve",
+    "wall_clock",
+]
+
+Floats = NDArray[np.float64]
+
+TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
+"""The utilisations for which bandwidths are usually asked."""
+
+BANDWIDTHS_BPS: Floats = np.logspace(-1, 3, 50) * 1e9
+"""The published grid, 0.1 Gbit/s to 1 Tbit/s in steps of 21 %; every bandwidth of the published table lies on it."""
+BANDWIDTHS_BPS.flags.writeable = False
+
+
+def _within(what: str, value: float, holds: bool, allowed: str) -> None:
+    """Raises ConfigError unless the condition holds; `allowed` says in words which values do."""
+    if not holds:
+        raise ConfigError(f"{what} is {value!r} but must be {allowed}")
+
+
+def _is_whole(value: float) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _count(name: str, value: float) -> None:
+    _within(name, value, _is_whole(value) and value >= 1, "a whole number, 1 or more")
+
+
+def _positive(name: str, value: float) -> None:
+    _within(name, value, 0 < value < math.inf, "a finite number above 0")
+
+
+def _check_share(bandwidth_share: float) -> None:
+    _within("bandwidth_share", bandwidth_share, 0 < bandwidth_share <= 1, "above 0 and at most 1, such as 0.1 for 10 %")
+
+
+# --- layer by layer ---------------------------------------------------------------------------------------------------
+
+
+def step_seconds(parameters: float, tokens: float, peak_flops: float, mfu: float = 1.0) -> float:
+    """Seconds of one training step by its FLOPs: `6·N·tokens / (peak·MFU)`.
+
+    Args: `tokens` in the batch of whatever has `peak_flops` FLOP/s; `mfu` is the share of that peak in use, in (0, 1].
+    Raises: ConfigError for a number out of bounds.
+
+    >>> step_seconds(1e9, tokens=1e6, peak_flops=1e15, mfu=0.4)
+    15.0
+    """
+    for name, value in (("parameters", parameters), ("tokens", tokens), ("peak_flops", peak_flops)):
+        _positive(name, value)
+    _within("mfu", mfu, 0 < mfu <= 1, "above 0 and at most 1")
+    return 6 * parameters * tokens / (peak_flops * mfu)
+
+
+class Model(NamedTuple):
+    """What a utilisation model needs to know of a network that is trained."""
+
+    layers: int
+    step_s: float
+    """Seconds of one inner step of one worker."""
+    parameters: float
+
+
+MODELS: dict[str, Model] = {
+    "1b": Model(layers=24, step_s=0.1, parameters=1e9),
+    "10b": Model(layers=48, step_s=0.8, parameters=10e9),
+    "100b": Model(layers=108, step_s=4.9, parameters=100e9),
+    "70b": Model(layers=80, step_s=step_seconds(70e9, 2**20, peak_flops=64 * 989e12, mfu=0.4), parameters=70e9),
+}
+"""Known settings. The first three are those of arXiv 2501.18512, table 4. The step of "70b" is our choice: a worker of
+64 accelerators with 989 TFLOP/s each at 40 % takes 17.4 s for 2^20 tokens."""
+
+METHODS: dict[str, dict[str, Any]] = {
+    "data_parallel": {"local_steps": 1, "fragment_layers": None},
+    "diloco": {"fragment_layers": None},
+    "streaming": {"fragment_layers": 3},
+    "streaming_overlap": {"fragment_layers": 3, "overlap_steps": 1},
+    "streaming_overlap_fp4": {"fragment_layers": 3, "overlap_steps": 1, "bits_per_parameter": 16 * 0.26},
+}
+"""What each column of the published table asks of a `Setting`. FP4 is priced at 4.16 bits: the 4 % above four, room for
+scales, fit the published numbers best (67 instead of 69 of the 75 are met exactly without them)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """One model, trained by one method. Data parallelism is one local step, DiLoCo one fragment of all layers.
+
+    Raises: ConfigError for an option out of bounds.
+
+    >>> Setting(layers=7, step_s=1, parameters=1e9, fragment_layers=3).fragments
+    ((0, 3, 6), (1, 4), (2, 5))
+    """
+
+    layers: int
+    step_s: float
+    """Seconds of one inner step without any waiting."""
+    parameters: float
+    """Parameters of the model, taken to be spread evenly over the layers."""
+    local_steps: int = 100
+    """Inner steps between two reductions of the same layer (H)."""
+    fragment_layers: int | None = 3
+    """Layers of a fragment at most; None reduces the whole model at once."""
+    assignment: Literal["strided", "sequential"] = "strided"
+    """Whether a fragment takes every k-th layer or neighbouring ones."""
+    overlap_steps: int = 0
+    """Inner steps taken between the step that sends a layer and the step that waits for it (tau)."""
+    bits_per_parameter: float = 16.0
+    payload_factor: float = 0.84
+    """Bits on the link per bit of the model. Two sites make 2·(1 - 1/2) = 1 of it; 0.84 fits the published table best,
+    which gives no reason for it."""
+    forward_share: float = 1 / 3
+    """The forward pass's share of a step."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "local_steps"):
+            _count(name, getattr(self, name))
+        if self.fragment_layers is not None:
+            _count("fragment_layers", self.fragment_layers)
+        for name in ("step_s", "parameters", "bits_per_parameter", "payload_factor"):
+            _positive(name, getattr(self, name))
+        _within("forward_share", self.forward_share, 0 <= self.forward_share <= 1, "between 0 and 1")
+        if self.assignment not in ("strided", "sequential"):
+            raise ConfigError(choose("assignment", str(self.assignment), ("strided", "sequential")))
+        last = self.local_steps - 1
+        _within(
+            "overlap_steps",
+            self.overlap_steps,
+            _is_whole(self.overlap_steps) and 0 <= self.overlap_steps <= last,
+            f"a whole number from 0 to {last}, one less than local_steps: a layer is reduced before it is sent again",
+        )
+
+    @property
+    def fragments(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each fragment, ascending."""
+        size = min(self.fragment_layers or self.layers, self.layers)
+        count = -(-self.layers // size)
+        if self.assignment == "strided":
+            return tuple(tuple(range(p, self.layers, count)) for p in range(count))
+        return tuple(tuple(range(p * size, min((p + 1) * size, self.layers))) for p in range(count))
+
+
+def setting_of(model: str, method: str, **options: Any) -> Setting:
+    """The setting of a known model under a known method; any option of `Setting` may be given on top.
+
+    Raises: ConfigError for an unknown name, an option out of bounds or one that would turn the method into another.
+
+    >>> setting_of("1b", "streaming_overlap", local_steps=30).overlap_steps
+    1
+    """
+    for what, name, table in (("model", model, MODELS), ("method", method, METHODS)):
+        if name not in table:
+            raise ConfigError(choose(what, name, table))
+    for name in options:
+        if name not in Setting.__dataclass_fields__:
+            raise ConfigError(choose("option", name, Setting.__dataclass_fields__))
+    own = METHODS[method]
+    if own.get("local_steps") == 1 and options.get("local_steps", 1) != 1:
+        raise ConfigError(
+            f"{method} reduces in each step but local_steps is {options['local_steps']}; only 1 is allowed, "
+            "use the method diloco for more"
+        )
+    if own["fragment_layers"] is None and options.get("fragment_layers") is not None:
+        raise ConfigError(
+            f"{method} reduces the whole model at once but fragment_layers is {options['fragment_layers']}; "
+            "leave it out, or use the method streaming"
+        )
+    return Setting(**(MODELS[model]._asdict() | own | options))
+
+
+def utilisation(setting: Setting, bandwidth_bps: ArrayLike) -> Floats:
+    """Share of the time spent computing in the steady state, one value for each bandwidth, in its shape.
+
+    A layer's reduction starts when its backward pass has ended and the link is free, first come first served, and takes
+    `payload_factor · bits · N / (layers · bandwidth)`. The forward pass of that layer `overlap_steps + 1` steps later
+    waits until it is there. Fragment p of k leaves in step `⌊p·H/k⌋` of each H. The link has no latency.
+
+    `CU = H / max(steps that pass in a period, steps that the link needs for its bytes)`
+
+    Raises: ConfigError for a bandwidth below 1; infinity is allowed.
+    Cost: O(local_steps + layers) operations on arrays of that shape, under 1 ms for the published grid.
+    Source: arXiv 2501.18512, section 3.1; the rules are inferred from its table 4.
+
+    >>> utilisation(setting_of("1b", "diloco"), [1e9, 1e10, np.inf]).round(3)
+    array([0.428, 0.887, 1.   ])
+    """
+    bandwidth = np.asarray(bandwidth_bps, float)
+    if not (bandwidth >= 1).all():
+        raise ConfigError(f"bandwidth_bps goes down to {bandwidth.min():g} but must be 1 or more; give bits per second")
+    s = setting
+    period, forward, backward = s.local_steps, s.forward_share, 1 - s.forward_share
+    bits = s.payload_factor * s.bits_per_parameter * s.parameters
+    takes = bits / (s.layers * bandwidth * s.step_s)
+
+    # Times are counted in steps, not seconds: whole steps are exact floats, so an infinite bandwidth gives exactly 1.
+    sends = _sends(s)
+    clock = begin = link_free = np.zeros_like(bandwidth)
+    due: dict[int, list[tuple[int, Floats]]] = {}
+    for step in range(2 * period):
+        if step == period:
+            begin = clock
+        for layer, arrived in due.pop(step, ()):
+            clock = np.maximum(clock, arrived - forward * layer / s.layers)
+        for layer in sends.get(step % period, ()):
+            ready = clock + (forward + backward * (s.layers - layer) / s.layers)
+            link_free = np.maximum(link_free, ready) + takes
+            due.setdefault(step + 1 + s.overlap_steps, []).append((layer, link_free))
+        clock = clock + 1
+    # From the second period on only one thing can change: a link that falls behind its bytes while the overlap still
+    # hides it. In the end its load is the pace, so it is taken as such at once.
+    return period / np.maximum(clock - begin, s.layers * takes)
+
+
+def _sends(setting: Setting) -> dict[int, list[int]]:
+    """The layers that leave in each step of a period, in the order in which the backward pass meets them."""
+    sends: dict[int, list[int]] = {}
+    count = len(setting.fragments)
+    for p, layers in enumerate(setting.fragments):
+        sends.setdefault(p * setting.local_steps // count, []).extend(layers)
+    return {step: sorted(layers, reverse=True) for step, layers in sends.items()}
+
+
+def bandwidth_needed(setting: Setting, target: float, bandwidths_bps: ArrayLike = BANDWIDTHS_BPS) -> float | None:
+    """The smallest of the given bandwidths at which a target utilisation is reached; None where none is enough.
+
+    Raises: ConfigError for a target outside (0, 1] or a bandwidth below 1.
+
+    >>> f"{bandwidth_needed(setting_of('1b', 'diloco'), 0.95) / 1e9:.1f} Gbit/s"
+    '23.3 Gbit/s'
+    """
+    return bandwidth_table(setting, (target,), bandwidths_bps)[0].bandwidth_bps
+
+
+class BandwidthNeeded(NamedTuple):
+    """A row of `bandwidth_table`."""
+
+    utilisation: float
+    """The target."""
+    bandwidth_bps: float | None
+    """The smallest bandwidth of the grid that reaches it; None where the largest does not."""
+
+
+def bandwidth_table(
+    setting: Setting, targets: Iterable[float] = TARGETS, bandwidths_bps: ArrayLike = BANDWIDTHS_BPS
+) -> list[BandwidthNeeded]:
+    """The bandwidth that each target utilisation needs.
+
+    Raises: ConfigError for a target outside (0, 1] or a bandwidth below 1.
+    """
+    targets = tuple(targets)
+    for target in targets:
+        _within("the target utilisation", target, 0 < target <= 1, "above 0 and at most 1, such as 0.95")
+    bandwidths = np.sort(np.asarray(bandwidths_bps, float), axis=None)
+    reached = utilisation(setting, bandwidths)
+    return [BandwidthNeeded(t, next((float(b) for b in bandwidths[reached >= t]), None)) for t in targets]
+
+
+class UtilisationAt(NamedTuple):
+    """A point of `utilisation_curve`."""
+
+    bandwidth_bps: float
+    utilisation: float
+
+
+def utilisation_curve(setting: Setting, bandwidths_bps: ArrayLike = BANDWIDTHS_BPS) -> list[UtilisationAt]:
+    """Utilisation at each bandwidth, as points to print or draw. Raises ConfigError for one below 1."""
+    bandwidths = np.asarray(bandwidths_bps, float).ravel()
+    pairs = zip(bandwidths, utilisation(setting, bandwidths), strict=True)
+    return [UtilisationAt(float(b), float(u)) for b, u in pairs]
+
+
+# --- closed form ------------------------------------------------------------------------------------------------------
+
+
+class Link(NamedTuple):
+    """A connection between nodes."""
+
+    bandwidth_bps: float
+    latency_s: float
+
+
+LINKS: dict[str, Link] = {"high": Link(400e9, 1e-4), "medium": Link(100e9, 1e-3), "low": Link(10e9, 1e-2)}
+"""The networks of arXiv 2503.09799, appendix A; inside a site it is always "high"."""
+
+SUSTAINED_FLOPS = 300e12
+"""FLOP/s that one node keeps up, of the same source."""
+
+
+def all_reduce_s(payload_bits: float, nodes: int, link: Link) -> float:
+    """Seconds of a bandwidth-optimal all-reduce: `(2·bits/W)·(1 - 1/R) + latency`, a lower bound.
+
+    Args: `nodes` is R; one node has nothing to send and pays the latency only.
+    Raises: ConfigError for a number out of bounds. Source: arXiv 2503.09799, appendix A.
+
+    >>> all_reduce_s(16e9, nodes=4, link=Link(bandwidth_bps=8e9, latency_s=0.5))
+    3.5
+    """
+    _count("nodes", nodes)
+    _positive("payload_bits", payload_bits)
+    _within("bandwidth_bps of the link", link.bandwidth_bps, link.bandwidth_bps > 0, "above 0")
+    _within("latency_s of the link", link.latency_s, 0 <= link.latency_s < math.inf, "a number of seconds, 0 or more")
+    return 2 * payload_bits / link.bandwidth_bps * (1 - 1 / nodes) + link.latency_s
+
+
+class WallClock(NamedTuple):
+    """Where the seconds of a training run go."""
+
+    compute_s: float
+    inner_s: float
+    """Reducing gradients in each step, within a replica (or over all nodes)."""
+    outer_s: float
+    """Reducing across replicas once per round, as far as nothing hides it."""
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole run."""
+        return self.compute_s + self.inner_s + self.outer_s
+
+    @property
+    def utilisation(self) -> float:
+        """Compute time over total time."""
+        return self.compute_s / self.total_s
+
+
+def wall_clock(
+    method: Literal["data_parallel", "diloco", "streaming"],
+    *,
+    parameters: float,
+    tokens: float,
+    batch_tokens: float,
+    nodes: int,
+    across: Link,
+    within: Link = LINKS["high"],
+    replicas: int = 1,
+    local_steps: int = 1,
+    overlap_steps: int = 0,
+    bits_per_parameter: float = 16.0,
+    flops: float = SUSTAINED_FLOPS,
+) -> WallClock:
+    """Seconds of training on R nodes in M replicas for `T = tokens / batch_tokens` steps, without overlap in a step.
+
+    * compute: `6·N·tokens / (R·flops)`
+    * data parallelism: `T · all_reduce(R, across)`
+    * DiLoCo, M = 1: that, and the same once more in each H steps
+    * DiLoCo, M ≥ 2: `T · all_reduce(R/M, within) + T/H · all_reduce(R, across)`
+    * streaming: as DiLoCo, since its fragments add up to the same bytes, but `overlap_steps` steps of each round's
+      transfer are hidden
+
+    Args: `across` links sites, `within` the nodes of one; `local_steps` is H.
+    Raises: ConfigError for a number out of bounds or one that the method has no use for.
+    Source: arXiv 2503.09799, appendices A and B; bits per parameter are implicit there, 16 is our choice.
+    """
+    if method not in ("data_parallel", "diloco", "streaming"):
+        raise ConfigError(choose("method", str(method), ("data_parallel", "diloco", "streaming")))
+    _positive("batch_tokens", batch_tokens)
+    for name, value in (("nodes", nodes), ("replicas", replicas), ("local_steps", local_steps)):
+        _count(name, value)
+    _within(
+        "replicas", replicas, nodes % replicas == 0, f"a divisor of the {nodes} nodes, so that all replicas are equal"
+    )
+    if method == "data_parallel":
+        for name, value in (("replicas", replicas), ("local_steps", local_steps)):
+            _within(f"{name} of data_parallel", value, value == 1, "1, as it reduces each step over all nodes")
+    longest = local_steps if method == "streaming" else 0
+    _within(
+        f"overlap_steps of {method}",
+        overlap_steps,
+        0 <= overlap_steps <= longest,
+        f"from 0 to {longest}; only streaming hides transfers, behind a round at most",
+    )
+
+    bits, steps = bits_per_parameter * parameters, tokens / batch_tokens
+    compute_s = step_seconds(parameters, tokens, nodes * flops)
+    inner_s = steps * all_reduce_s(bits, nodes // replicas, across if replicas == 1 else within)
+    if method == "data_parallel":
+        return WallClock(compute_s, inner_s, 0.0)
+    hidden_s = overlap_steps * (compute_s + inner_s) / steps
+    outer_s = steps / local_steps * max(0.0, all_reduce_s(bits, nodes, across) - hidden_s)
+    return WallClock(compute_s, inner_s, outer_s)
+
+
+# --- one straggler ----------------------------------------------------------------------------------------------------
+
+
+def matched_local_steps(full_steps: int, bandwidth_share: float, exchange_steps: float) -> int:
+    """Local steps with which a worker on a slow link is ready in time: `clamp(⌊H - (1/share - 1)·c⌋, 1, H)`.
+
+    Others compute H steps and exchange for c; the straggler's exchange lasts c/share, so it computes that much less.
+
+    Args: `bandwidth_share` is its bandwidth over that of the others, in (0, 1]; `exchange_steps` is c, the exchange at
+    full bandwidth in units of one step.
+    Raises: ConfigError for a number out of bounds.
+    Source: inferred from arXiv 2606.11081, figures 2 and 3: c = 5/3 for one peer and 10/3 for two give their 15 and 1.
+
+    >>> matched_local_steps(30, 0.1, 5 / 3), matched_local_steps(30, 0.1, 10 / 3)
+    (15, 1)
+    """
+    _count("full_steps", full_steps)
+    _check_share(bandwidth_share)
+    _within("exchange_steps", exchange_steps, 0 <= exchange_steps < math.inf, "a number of steps, 0 or more")
+    longest = full_steps - (1 / bandwidth_share - 1) * exchange_steps
+    # 30 - (1/0.6 - 1)·21 is 15.999999999999998 in floats: what is whole but for rounding counts as whole.
+    return int(min(max(math.floor(longest + 1e-9 * full_steps), 1), full_steps))
+
+
+STRAGGLER_METHODS: dict[str, int | None] = {
+    "data_parallel": None,
+    "diloco": None,
+    "gasloc_1_peer": 1,
+    "gasloc_2_peer": 2,
+}
+"""How many peers a worker exchanges its model with in a round; None for an all-reduce over everyone."""
+
+
+class StragglerUtilisation(NamedTuple):
+    """Utilisation of a run in which one worker has a slow uplink."""
+
+    method: str
+    bandwidth_bps: float
+    """Of every worker but the straggler."""
+    cycle_s: float
+    """Seconds from one round to the next; the same for all workers in the long run."""
+    local_steps: int
+    """Inner steps of a healthy worker in a round."""
+    straggler_local_steps: int
+    """Inner steps of the straggler in a round."""
+    healthy: float
+    straggler: float
+    mean: float
+    """Over all workers."""
+    assumptions: tuple[str, ...]
+    """What was assumed, a sentence each, to be printed beside the numbers."""
+
+
+def straggler_utilisation(
+    method: str,
+    bandwidth_bps: float,
+    *,
+    bandwidth_share: float = 0.2,
+    workers: int = 8,
+    local_steps: int = 30,
+    model: Model = MODELS["70b"],
+    bits_per_parameter: float = 16.0,
+) -> StragglerUtilisation:
+    """Utilisation when one of n workers has a share of the bandwidth W that the others have.
+
+    With P the bits of a model and t the seconds of a step:
+
+    * all-reduce: all wait for the slowest link, a cycle is `H·t + 2·(n-1)/n · P/(share·W)`; data parallelism is H = 1
+    * gossip with k peers: an exchange takes `C = k·P/W`, that of the straggler `C/share` after the `H_i` steps of
+      `matched_local_steps`, and a cycle is `max(H·t + C, H_i·t + C/share)`
+
+    and utilisation is the worker's own steps times t over the cycle. The second term of the maximum only counts once
+    the straggler is down to one step and still late; its peers then wait, theirs in the next round, and soon everyone.
+
+    Raises: ConfigError for an unknown method or a number out of bounds.
+    Source: arXiv 2606.11081, figure 9, by its caption; the formulas are ours.
+
+    >>> straggler_utilisation("gasloc_1_peer", 10e9).straggler_local_steps
+    4
+    """
+    if method not in STRAGGLER_METHODS:
+        raise ConfigError(choose("method", method, STRAGGLER_METHODS))
+    for name, value in (
+        ("step_s", model.step_s),
+        ("parameters", model.parameters),
+        ("bits_per_parameter", bits_per_parameter),
+    ):
+        _positive(name, value)
+    _within("bandwidth_bps", bandwidth_bps, bandwidth_bps > 0, "above 0, in bits per second")
+    _count("local_steps", local_steps)
+    _check_share(bandwidth_share)
+    peers = STRAGGLER_METHODS[method]
+    fewest = 1 + (peers or 1)
+    _within(f"workers of {method}", workers, _is_whole(workers) and workers >= fewest, f"a whole number from {fewest}")
+
+    bits, step_s = model.parameters * bits_per_parameter, model.step_s
+    steps = straggler_steps = 1 if method == "data_parallel" else local_steps
+    if peers is None:
+        cycle_s = steps * step_s + all_reduce_s(bits, workers, Link(bandwidth_bps * bandwidth_share, 0.0))
+        exchange = "a ring all-reduce moves 2(n-1)/n copies of the model at the pace of the slowest link"
+    else:
+        exchange_s = peers * bits / bandwidth_bps
+        straggler_steps = matched_local_steps(steps, bandwidth_share, exchange_s / step_s)
+        cycle_s = max(steps * step_s + exchange_s, straggler_steps * step_s + exchange_s / bandwidth_share)
+        exchange = (
+            f"each worker sends its model to {peers} peer(s) while it receives; the straggler takes fewer local steps "
+            "to be ready in time, and where one step is still too many everyone waits for it"
+        )
+    healthy, straggler = steps * step_s / cycle_s, straggler_steps * step_s / cycle_s
+    return StragglerUtilisation(
+        method=method,
+        bandwidth_bps=float(bandwidth_bps),
+        cycle_s=cycle_s,
+        local_steps=steps,
+        straggler_local_steps=straggler_steps,
+        healthy=healthy,
+        straggler=straggler,
+        mean=healthy - (healthy - straggler) / workers,
+        assumptions=(
+            f"{workers} workers, steps of {step_s:.3g} s",
+            f"{model.parameters:.3g} parameters of {bits_per_parameter:g} bits",
+            f"one worker's uplink has {bandwidth_share:.0%} of the bandwidth; its downlink is as fast as the others'",
+            "no latency, and no transfer is hidden behind compute",
+            exchange,
+        ),
+    )
+
+
+def straggler_table(
+    methods: Iterable[str] = tuple(STRAGGLER_METHODS), bandwidths_bps: ArrayLike = BANDWIDTHS_BPS, **options: Any
+) -> list[StragglerUtilisation]:
+    """`straggler_utilisation` of each method at each bandwidth, method by method; options are passed on.
+
+    Raises: ConfigError for an unknown method or a number out of bounds.
+    """
+    bandwidths = [float(bandwidth) for bandwidth in np.asarray(bandwidths_bps, float).ravel()]
+    return [straggler_utilisation(method, bandwidth, **options) for method in methods for bandwidth in bandwidths]

@@ -1,0 +1,86 @@
+"""A process that saves checkpoints and is killed while it does: `python dying_saver.py FOLDER`, for test_checkpoint.
+
+`FOLDER/call-K` is left by a process that was killed at the K-th change it made to the disk while saving round 3, for
+every K there is; `FOLDER/time-K` by one that saved round after round and was killed at some moment.
+"""
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gossamer import checkpoint
+
+DIGEST = "a run"
+
+
+def state(round: int) -> dict[str, Any]:
+    """What the worker holds at the end of a round."""
+    return {"x": torch.full((100_000,), float(round)), "step": 10 * round}
+
+
+def save(folder: Path, round: int) -> None:
+    """Saves that round."""
+    checkpoint.save(folder, round, 0, state(round), digest=DIGEST)
+
+
+def die_at_call(k: int) -> None:
+    """Makes this process die right before the k-th call from here on that changes the disk."""
+    calls = itertools.count()
+
+    def fatal(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == k:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "mkdir", "replace", "rmdir", "unlink"):
+        setattr(os, name, fatal(getattr(os, name)))
+
+
+def killed_at_call(folder: Path, k: int) -> bool:
+    """Whether a process that saves rounds 1, 2 and 3 had a k-th call in round 3 to die at."""
+    child = os.fork()
+    if child == 0:
+        save(folder, 1)
+        save(folder, 2)
+        die_at_call(k)
+        save(folder, 3)
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def killed_after(folder: Path, delay_s: float) -> None:
+    """Kills a process that saves round after round, some time after it owns its first."""
+    child = os.fork()
+    if child == 0:
+        for round in itertools.count(1):
+            save(folder, round)
+    while not checkpoint.rounds(folder, 0):
+        time.sleep(0.001)
+    time.sleep(delay_s)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def main(folder: Path) -> None:
+    for k in itertools.count():
+        if not killed_at_call(folder / f"call-{k:02d}", k):
+            break
+    delays = random.Random(0)
+    for k in range(20):
+        killed_after(folder / f"time-{k:02d}", delays.uniform(0.0, 0.03))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))

@@ -1,0 +1,248 @@
+"""Starting runs: joining, agreeing, and many workers on one machine, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from gossamer.errors import ConfigError, PeerError, TransportError
+from gossamer.launch import LIMIT_BYTES, Member, agree, join, run_local
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of worker 1 of 2, whose store nobody serves."""
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_process_that_nobody_launched_is_told_how_to_launch(torchrun: pytest.MonkeyPatch, name: str):
+    torchrun.delenv(name)
+    with pytest.raises(ConfigError, match=f"{name} is not set.*torchrun"):
+        join(2, timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "words"),
+    [
+        ({"WORLD_SIZE": "3"}, {}, "WORLD_SIZE is 3 but the run file says workers = 2"),
+        ({"RANK": "2"}, {}, "RANK is 2; .* between 0 and 1"),
+        ({"RANK": "-1"}, {}, "RANK is '-1'"),
+        ({}, {"backend": "mpi"}, "run.backend is 'mpi'; allowed: auto, gloo, nccl"),
+        ({}, {"device": "tpu"}, "run.device is 'tpu'; allowed: auto, cpu, cuda"),
+        ({}, {"backend": "nccl", "device": "cpu"}, "run.backend is 'nccl'"),
+    ],
+)
+def test_an_environment_that_does_not_fit_is_refused(
+    torchrun: pytest.MonkeyPatch, changes: dict[str, str], options: dict[str, Any], words: str
+):
+    for name, value in changes.items():
+        torchrun.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        join(2, timeout_s=1.0, **options)
+
+
+def test_a_store_that_cannot_be_reached_is_named(torchrun: pytest.MonkeyPatch):
+    with pytest.raises(TransportError, match=r"worker 1 could not reach the store at 127\.0\.0\.1:1 within 1 s"):
+        join(2, device="cpu", threads=1, timeout_s=1.0)
+
+
+def test_workers_that_do_not_come_are_named(torchrun: pytest.MonkeyPatch):
+    torchrun.setenv("RANK", "0")  # serves the store itself
+    torchrun.setenv("MASTER_PORT", "0")
+    with pytest.raises(PeerError, match="worker 1 did not come within 1 s"):
+        join(2, device="cpu", threads=1, timeout_s=1.0)
+
+
+def agreement(digests: list[str], facts: list[Any], timeout_s: float = 10.0) -> list[Any]:
+    """What each worker gets from `agree`: the facts, or the error."""
+    store, n = HashStore(), len(digests)
+
+    def one(i: int) -> Any:
+        try:
+            return agree(Member(i, n, torch.device("cpu"), store), digests[i], facts[i], timeout_s=timeout_s)
+        except (PeerError, TransportError) as error:
+            return str(error)
+
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(one, range(n)))
+
+
+def test_all_workers_hear_the_facts_of_all():
+    facts = [[10, 20], [10], []]
+    assert agreement(["a"] * 3, facts) == [facts] * 3
+
+
+def test_workers_of_another_configuration_are_named_by_all():
+    said = agreement(["old", "new", "new", "new"], [None] * 4)
+    assert len(set(said)) == 1
+    assert said[0].startswith("worker 0 run configuration 'old'; workers 1, 2, 3 run configuration 'new'")
+
+
+def test_a_worker_that_says_nothing_or_nonsense_is_named():
+    store = HashStore()
+    member = Member(0, 2, torch.device("cpu"), store)
+    with pytest.raises(PeerError, match="worker 1 said nothing for 0.2 s"):
+        agree(member, "a", timeout_s=0.2)
+    store.set("agree/1", "{}")
+    with pytest.raises(PeerError, match="worker 1 published 2 bytes"):
+        agree(member, "a", timeout_s=0.2)
+
+
+def test_facts_beyond_the_limit_are_refused():
+    [sentence] = agreement(["a"], ["x" * LIMIT_BYTES])
+    assert f"at most {LIMIT_BYTES}" in sentence
+
+
+def launch(tmp_path: Path, program: str, n: int = 2, **options: Any) -> int:
+    """`run_local` with a few lines of Python in place of gossamer."""
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    return run_local(n, ["hello"], command=[sys.executable, str(script)], **options)
+
+
+def test_workers_get_an_environment_and_their_lines_get_a_number(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    program = """
+import os, sys
+print(sys.argv[1], os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"])
+print("warning", file=sys.stderr)
+"""
+    assert launch(tmp_path, program) == 0
+    captured = capfd.readouterr()
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+    assert sorted(captured.out.splitlines()) == [f"[0] hello 0 2 {threads}", f"[1] hello 1 2 {threads}"]
+    assert sorted(captured.err.splitlines()) == ["[0] warning", "[1] warning"]
+
+
+def test_the_first_failure_decides_and_the_others_may_end_by_themselves(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    program = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(7)
+time.sleep(0.5)
+print("noticed")
+sys.exit(2)
+"""
+    assert launch(tmp_path, program) == 7
+    assert capfd.readouterr().out == "[0] noticed\n"
+
+
+def test_workers_that_never_end_are_ended_after_a_failure(tmp_path: Path):
+    program = """
+import os, signal, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    start = time.monotonic()
+    assert launch(tmp_path, program, timeout_s=0.1, grace_s=0.1) == 128 + signal.SIGKILL
+    assert time.monotonic() - start < 10.0
+
+
+MORTAL = """
+import os, signal, sys, torch
+from gossamer.errors import PeerError
+from gossamer.launch import join, leave
+from gossamer.transport import Ticket
+from gossamer.transport.group import GroupTransport
+member = join(3, device="cpu", threads=1, timeout_s=20)
+transport, ticket = GroupTransport(member.store, run=1, timeout_s=2.0), Ticket(6)
+frames = [torch.ones(1 << 26, dtype=torch.uint8)]
+peers = [j for j in range(3) if j != member.worker]
+for j in peers:
+    transport.expect(ticket, j, frames)
+if member.worker < 2:
+    member.store.set(f"announced/{member.worker}", "")
+member.store.wait(["announced/0", "announced/1"])
+for j in peers:
+    transport.post(ticket, j, frames)
+if member.worker == 2:
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+try:
+    transport.wait(ticket)
+except PeerError as error:
+    print(error)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
+def test_survivors_of_a_worker_lost_amid_its_message_end_cleanly(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], fate: str
+):
+    script = tmp_path / "program.py"
+    script.write_text(MORTAL)
+    code = run_local(3, ["hello", fate], command=[sys.executable, str(script)], timeout_s=1.0, grace_s=1.0)
+    captured = capfd.readouterr()
+    words = "closed its connection" if fate == "SIGKILL" else "did not answer for 2 s"
+    lines = sorted(captured.out.splitlines())
+    assert [line[:30] for line in lines] == [f"[{i}] worker 2 {words}"[:30] for i in (0, 1)], captured
+    assert code == (137 if fate == "SIGKILL" else 2)
+    assert not captured.err
+
+
+MANY = """
+import sys
+from gossamer.launch import run_local
+sys.exit(run_local(2, [], command=[sys.executable, "-c", {worker!r}]))
+"""
+
+
+def started(worker: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A launcher of two workers that print their process ids, once they have."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", MANY.format(worker=worker)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert launcher.stdout is not None
+    return launcher, [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Fails if any of the processes still runs after a while."""
+    deadline = time.monotonic() + 10.0
+    while any(map(running, pids)):
+        assert time.monotonic() < deadline, "an orphan goes on"
+        time.sleep(0.02)
+
+
+def running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_an_interrupt_ends_all_workers():
+    launcher, pids = started("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=10.0)
+    assert launcher.returncode != 0
+    wait_until_gone(pids)
+
+
+def test_no_worker_outlives_a_launcher_that_was_killed():
+    launcher, pids = started("""
+import os, time
+from gossamer.launch import join
+print(os.getpid(), flush=True)
+join(2, device="cpu", threads=1)
+time.sleep(60)
+""")
+    launcher.kill()
+    launcher.communicate(timeout=10.0)
+    wait_until_gone(pids)

@@ -1,0 +1,132 @@
+"""What is simulated is what runs: simulator and four real gloo processes, equal to the last bit.
+
+`make parity` runs every allowed pairing; otherwise a cover in which each rule, each topology, and equal as well as unequal
+local steps come up.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gossamer import checkpoint
+from gossamer.config import digest, parse
+from gossamer.launch import run_local
+from gossamer.mixing import pull
+from gossamer.record import read_metrics
+from gossamer.rules import RULES
+from gossamer.simulate import simulate
+from gossamer.topology import TOPOLOGIES, make_topology
+from gossamer.tree import leaves
+
+N, ROUNDS = 4, 5
+VARIANTS = {  # options beside the defaults that take another path through the update
+    "gasloc": [{}, {"form": "published", "momentum": 0.3}, {"lr": 1.0, "alpha": 0.5}, {"optimizer": "heavy_ball", "momentum": 0.3}],
+    "diloco": [{}, {"optimizer": "heavy_ball"}, {"optimizer": "sgd"}],
+}
+
+
+def pairings():
+    """Every allowed (rule, options, topology), by the tags."""
+    for name, factory in RULES.items():
+        for options in VARIANTS.get(name, [{}]):
+            for topology in TOPOLOGIES:
+                if factory(**options).needs != "everyone" or make_topology(topology, N).everyone:
+                    yield name, options, topology
+
+
+def cases(full):
+    """Run documents by a readable name."""
+    found = {}
+    for k, (rule, options, topology) in enumerate(pairings()):
+        gradients = RULES[rule]().site == "gradients"
+        for steps in [1] if gradients else [2, [2, 1, 2, 1]] if full else [[2, [2, 1, 2, 1]][k % 2]]:
+            name = "-".join([rule, *map(str, options.values()), topology, "uneven" if isinstance(steps, list) else "even"])
+            found[name] = {
+                "workers": N,
+                "rule": {"name": rule, **options},
+                "topology": {"name": topology},
+                "model": {"size": "0.2m"},
+                "data": {"seq_len": 32, "batch_size": 2},
+                "inner": {"optimizer": ["adamw", "muon", "sgd"][k % 3]},
+                "run": {"steps": ROUNDS * (1 if gradients else 2), "local_steps": steps, "threads": 1, "eval_every": 0},
+                "record": {"tensorboard": False},
+            }
+    if full:
+        return found
+    cover, seen = {}, set()
+    for name, document in found.items():
+        marks = {str(document["rule"]), document["topology"]["name"], (document["rule"]["name"], name.rpartition("-")[2])}
+        if not marks <= seen:
+            seen |= marks
+            cover[name] = document
+    return cover
+
+
+@pytest.fixture(scope="module")
+def trained(request, tmp_path_factory):
+    """Every case, trained by four processes and by the simulator."""
+    root = tmp_path_factory.mktemp("parity")
+    documents = cases(request.config.getoption("--full-parity"))
+    plan = {str(root / "real" / name): document for name, document in documents.items()}
+    (root / "cases.json").write_text(json.dumps(plan))
+    worker = Path(__file__).with_name("parity_worker.py")
+    code = run_local(N, [str(root / "cases.json")], command=(sys.executable, str(worker)), timeout_s=60)
+    assert code == 0
+    for name, document in documents.items():
+        simulate(parse(document), root / "simulated" / name)
+    return root, documents
+
+
+def outcome(folder, config):
+    """The last snapshots and all losses of a run."""
+    states = [checkpoint.load(folder / "checkpoints", ROUNDS, worker, digest(config)) for worker in range(N)]
+    lines = [line for line in read_metrics(folder) if line["kind"] == "train"]
+    return states, {(line["worker"], line["round"]): line["loss"] for line in lines}
+
+
+@pytest.mark.timeout(1800)
+def test_simulator_and_processes_agree_to_the_last_bit(trained):
+    root, documents = trained
+    different = []
+    for name, document in documents.items():
+        config = parse(document)
+        real, real_losses = outcome(root / "real" / name, config)
+        simulated, losses = outcome(root / "simulated" / name, config)
+        assert len(losses) == N * ROUNDS
+        same = all(
+            torch.equal(a["x"], b["x"]) and all(map(torch.equal, a["outer"], b["outer"]))
+            for a, b in zip(real, simulated, strict=True)
+        )
+        moments = [[t for t in flat_tensors(state["inner"])] for states in (real, simulated) for state in states]
+        same = same and all(map(torch.equal, sum(moments[:N], []), sum(moments[N:], [])))
+        if not same or real_losses != losses:
+            different.append(name)
+    print(f"{len(documents) - len(different)} of {len(documents)} pairings agree to the last bit")
+    assert not different
+
+
+def test_the_cover_meets_every_rule_and_every_topology(trained):
+    _, documents = trained
+    assert {d["rule"]["name"] for d in documents.values()} == set(RULES)
+    gossip = {d["topology"]["name"] for d in documents.values() if RULES[d["rule"]["name"]]().hear is pull}
+    assert gossip == set(TOPOLOGIES)
+
+
+def flat_tensors(value):
+    """All tensors in nested dictionaries and lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in flat_tensors(part)]
+
+
+def test_changing_the_order_of_a_sum_is_noticed():
+    """The suite can fail: the same messages heard in another order give other bits."""
+    generator = torch.Generator().manual_seed(0)
+    messages = {j: torch.randn(4001, generator=generator) for j in range(N)}
+    row = make_topology("complete", N).mixing(0).rows[0]
+    forward, backward = pull(messages[0], messages, 0, row), pull(messages[0], messages, 0, row[::-1])
+    assert not torch.equal(forward, backward) and len(leaves(forward)) == 1
