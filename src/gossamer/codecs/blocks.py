@@ -1,4 +1,4 @@
-"""Going through a flat tensor block by block, several blocks at a time, and one bf16 scale for each."""
+"""Going through a flat tensor block by block, several blocks at a time, and a scale for each."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["SLAB", "absmax", "as_blocks", "num_blocks", "spans", "storable"]
+__all__ = ["SLAB", "absmax", "absmax_bf16", "as_blocks", "num_blocks", "spans", "storable"]
 
 SLAB = 1 << 16  # elements; fp32 temporaries of this size stay in the cache
 _BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -41,6 +41,12 @@ def as_blocks(x: Tensor, block: int) -> Tensor:
 
 
 def absmax(blocks: Tensor) -> Tensor:
+    """The largest magnitude of each block, fp32; NaN unless that is finite."""
+    largest = blocks.abs().amax(1)
+    return torch.where(largest.isfinite(), largest, math.nan)
+
+
+def absmax_bf16(blocks: Tensor) -> Tensor:
     """The largest magnitude of each block, rounded up to bf16 so that no element is beyond it; NaN unless that is finite."""
     largest = blocks.abs().amax(1)
     rounded = ((largest.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.codecs.blocks import num_blocks, spans
 from gossamer.codecs.checks import whole
 from gossamer.codecs.codec import Codec
-from gossamer.codecs.topk import Kept, ValueFormat, topk, value_format
+from gossamer.codecs.topk import Kept, ValueFormat, topk, value_dtype, value_format
 
 __all__ = ["dct", "dct_topk"]
 
@@ -46,7 +46,8 @@ def dct_topk(k: int = 64, values: ValueFormat = "same") -> Codec:
         coefficients = torch.zeros(num_blocks(x.numel(), _TILE) * _TILE, device=x.device)
         coefficients[: x.numel()] = x
         _transform(coefficients, dct(x.device))
-        return inner.encode(coefficients.to(x.dtype), key)
+        kept = inner.encode(coefficients, key)
+        return Kept(kept.indices, kept.values.to(value_dtype(values, x)))
 
     def decode(payload: Kept, like: Tensor) -> Tensor:
         coefficients = torch.empty(num_blocks(like.numel(), _TILE) * _TILE, device=like.device)

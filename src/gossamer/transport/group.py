@@ -28,6 +28,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -95,7 +96,8 @@ class _Exchange:
         self.landings: dict[int, _Landing] = {}
         self.pending: set[tuple[Way, int]] = set()
         self.batch: list[dist.P2POp] = []
-        """What is to be started together."""
+        self.gathered: set[tuple[Way, int]] = set()
+        """What is to be started together, as operations and as the transfers they make."""
         self.failure: tuple[int, Exception] | None = None
         """With whom a transfer failed first, and how."""
 
@@ -191,7 +193,7 @@ class GroupTransport:
         Raises: PeerError when a peer died or runs another configuration, TransportError when bytes are not as agreed.
         """
         exchange = self._exchange(ticket)
-        self._launch(exchange, set(exchange.pending))
+        self._launch(exchange)
         with self._news:
             if exchange.failure is None:
                 return not exchange.pending
@@ -204,7 +206,7 @@ class GroupTransport:
             can be known; TransportError when bytes are not as agreed.
         """
         exchange = self._exchange(ticket)
-        self._launch(exchange, set(exchange.pending))
+        self._launch(exchange)
         deadline = time.monotonic() + self._timeout_s
         before: dict[int, Note] | None = None
         noted = False
@@ -251,16 +253,19 @@ class GroupTransport:
             _start(self._hold_lifeline, peer)
         transfer = dist.irecv if way == "from" else dist.isend
         header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel())
-        exchange.pending.add((way, peer))
+        with self._news:
+            exchange.pending.add((way, peer))
+        exchange.gathered.add((way, peer))
         exchange.batch.append(dist.P2POp(transfer, header, peer, tag=header_tag))
         if payload.numel():
             exchange.batch.append(dist.P2POp(transfer, payload, peer, tag=payload_tag))
         if not self._batched:
-            self._launch(exchange, {(way, peer)})
+            self._launch(exchange)
 
-    def _launch(self, exchange: _Exchange, transfers: set[tuple[Way, int]]) -> None:
+    def _launch(self, exchange: _Exchange) -> None:
         """Starts what was gathered, and a thread that follows it to its end."""
-        batch, exchange.batch = exchange.batch, []
+        batch, transfers = exchange.batch, exchange.gathered
+        exchange.batch, exchange.gathered = [], set()
         if not batch:
             return
         landings = [exchange.landings[peer] for way, peer in transfers if way == "from"]
@@ -303,9 +308,10 @@ class GroupTransport:
             lifeline.wait(FOREVER)
         except RuntimeError as error:
             time.sleep(GRACE_S)
-            for exchange in list(self._exchanges.values()):
-                if transfers := {(way, other) for way, other in exchange.pending if other == peer}:
-                    self._settle(exchange, transfers, error)
+            with self._news:
+                for exchange in list(self._exchanges.values()):
+                    if transfers := {transfer for transfer in exchange.pending if transfer[1] == peer}:
+                        self._settle(exchange, transfers, error)
 
     def _settle(self, exchange: _Exchange, transfers: set[tuple[Way, int]], error: Exception | None) -> None:
         with self._news:
@@ -347,8 +353,8 @@ class GroupTransport:
             ),
             "foreign": ("sent something else than was agreed", "start all workers with the same run file and gossamer"),
         }[failure.cause]
-        waits = zip([self.worker, *chain], chain, strict=False)
-        via = f" ({', '.join(f'{i} waits for {j}' for i, j in waits)})" if len(chain) > 1 else ""
+        waits = [f"{i} waits for {j}" for i, j in pairwise([self.worker, *chain])]
+        via = f" ({', '.join(waits)})" if len(waits) > 1 else ""
         by = "" if failure.reporter == self.worker else f", as worker {failure.reporter} reported"
         gone = "; the launcher's store is gone too, so another may have failed before it" if self._board.gone else ""
         return f"worker {failure.culprit} {what} in round {failure.round}{via}{by}{gone}; {do}"
@@ -367,22 +373,6 @@ def all_reduce(frames: Sequence[Tensor], ticket: Ticket) -> None:
         raise PeerError(
             f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank()} ({str(error).splitlines()[0][:200]}); "
             'look at the logs of the others, or set run.mean = "ordered" to learn which worker fails'
-        ) from error
-
-
-def all_reduce(tensors: Sequence[Tensor], ticket: Ticket, *, timeout_s: float = 300.0) -> None:
-    """Sums tensors over all workers in place, in an order of the backend's own; a barrier for all of them.
-
-    Raises: PeerError when a worker died or did not come within `timeout_s`.
-    """
-    try:
-        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-            assert work is not None
-            work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise PeerError(
-            f"the sum over all workers of round {ticket.round} failed ({str(error).splitlines()[0]}): a worker died or did not "
-            f"come within {timeout_s:g} s; look at the logs, or raise run.timeout_s"
         ) from error
 
 

@@ -1,0 +1,94 @@
+"""Errors: one tree, and sentences that say what was given."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gossamer
+from gossamer import errors
+from gossamer.errors import GossamerError, choose
+
+SOURCE = Path(gossamer.__file__).parent
+ERRORS = {name: kind for name in errors.__all__ if inspect.isclass(kind := getattr(errors, name))}
+
+WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
+    "no run file was given": "nothing was given",
+    "no experiment file was given": "nothing was given",
+    "run.device = 'cuda' but torch sees 0 GPUs": "the only value that leads here is in the sentence",
+    "data.tokenizer is ''": "the same",
+    "data.shards is 'contiguous'": "the same",
+}
+
+names = st.text("abcdefgh_", min_size=1, max_size=8)
+
+
+def test_the_tree_in_the_docstring_is_the_tree_of_the_classes() -> None:
+    drawn = {name: mark for mark, name in re.findall(r"^ *([*x+]) (\w+)", errors.__doc__ or "", re.MULTILINE)}
+    depth = {"*": 0, "x": 1, "+": 2}
+    assert {name: depth[mark] for name, mark in drawn.items()} == {
+        name: sum(base in ERRORS.values() for base in kind.__mro__[1:]) for name, kind in ERRORS.items()
+    }
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_every_error_is_caught_as_ours_and_named_after_what_it_is(name: str) -> None:
+    assert issubclass(ERRORS[name], GossamerError)
+    assert str(ERRORS[name]("a sentence")) == "a sentence"
+
+
+@settings(max_examples=50, deadline=None)
+@given(got=names, allowed=st.lists(names, min_size=1, max_size=5, unique=True))
+def test_a_wrong_name_is_answered_with_itself_and_all_that_is_allowed_in_order(got: str, allowed: list[str]) -> None:
+    sentence = choose("rule", got, allowed)
+    assert sentence.startswith(f"unknown rule '{got}'; ")
+    assert sentence.endswith(f"Allowed: {', '.join(sorted(allowed))}")
+
+
+@given(name=names, others=st.lists(names, max_size=4))
+def test_a_slip_of_one_letter_is_answered_with_the_name_that_was_meant(name: str, others: list[str]) -> None:
+    assert f"did you mean '{name}zz'?" in choose("codec", f"{name}z", [f"{name}zz"])
+    assert "did you mean" not in choose("codec", "0123", others)
+
+
+def messages() -> list[tuple[str, ast.Call, ast.Module]]:
+    """Every place in the sources where one of our errors is made."""
+    return [
+        (f"{path.relative_to(SOURCE)}:{node.lineno}", node, module)
+        for path in sorted(SOURCE.rglob("*.py"))
+        for module in [ast.parse(path.read_text(encoding="utf-8"))]
+        for node in ast.walk(module)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS
+    ]
+
+
+def formats(node: ast.AST) -> bool:
+    """Whether a value is formatted into a string anywhere in here."""
+    return any(isinstance(part, ast.FormattedValue) for part in ast.walk(node))
+
+
+def shows_a_value(call: ast.Call, module: ast.Module) -> bool:
+    """Whether a message is formatted from some value: in place, by `choose`, or by a function of the module that makes it."""
+    makers = {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
+    called = [part.func for part in ast.walk(call) if isinstance(part, ast.Call)]
+    names = {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in called}
+    return formats(call) or "choose" in names or any(formats(makers[name]) for name in names & set(makers))
+
+
+def test_every_error_says_what_was_given() -> None:
+    found = messages()
+    assert len(found) > 100, "the sources were not found"
+    silent, used = [], set()
+    for place, call, module in found:
+        text = ast.unparse(call)
+        excuse = next((start for start in WITHOUT_A_VALUE if start in text), None)
+        if excuse:
+            used.add(excuse)
+        elif not shows_a_value(call, module):
+            silent.append(f"{place}: {text[:100]}")
+    assert not silent, "these messages show no value that was given:\n" + "\n".join(silent)
+    assert used == set(WITHOUT_A_VALUE), "an excuse that nothing needs"

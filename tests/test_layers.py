@@ -1,0 +1,114 @@
+"""The shape of the package: imports go one way, light commands stay light, and everything public is declared and explained."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import gossamer
+
+SOURCE = Path(gossamer.__file__).parent
+MODULES = {  # dotted name: parsed source
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): ast.parse(
+        path.read_text(encoding="utf-8")
+    )
+    for path in sorted(SOURCE.rglob("*.py"))
+}
+
+LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
+    "errors rng tree",
+    "codecs fragment inner mixing trace transport utilisation",
+    "data network record rules topology",
+    "checkpoint launch model report stability sync",
+    "config library",
+    "evaluate worker",
+    "simulate train",
+    "cli",
+    "__main__",
+)
+LAYER = {unit: depth for depth, units in enumerate(LAYERS) for unit in units.split()}
+
+LIGHT = ["errors", "trace", "network", "utilisation", "record", "report", "cli"]  # work without torch
+LATE = {"transformers", "tokenizers", "datasets", "pyarrow", "matplotlib", "tensorboard", "wandb"}  # slow, or optional
+
+
+def unit(module: str) -> str:
+    """The part of the package that a module belongs to: `gossamer.rules.diloco` to `rules`."""
+    return module.split(".")[1] if "." in module else module
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The names of all modules (or names of modules' members) that are imported, wherever in the source."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: write 'from gossamer.x import y'"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_module_has_its_layer() -> None:
+    assert {unit(name) for name in MODULES} - {"gossamer"} == set(LAYER), "give a new module a place in LAYERS"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module: str) -> None:
+    own = LAYER.get(unit(module), -1)
+    for name in imported(MODULES[module]):
+        if name.startswith("gossamer.") and unit(name) != "__version__" and unit(name) != unit(module):
+            assert LAYER[unit(name)] < own, f"{module} imports {name}, which is not in a layer below its own"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_slow_and_optional_packages_are_imported_where_they_are_used(module: str) -> None:
+    early = ast.Module(
+        [node for node in MODULES[module].body if not isinstance(node, ast.FunctionDef | ast.ClassDef)], []
+    )
+    assert not {name.split(".")[0] for name in imported(early)} & LATE
+
+
+def test_modules_that_need_no_torch_do_not_import_it() -> None:
+    program = "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(f'gossamer.{name}')\n"
+    program += "    assert 'torch' not in sys.modules, name"
+    done = subprocess.run([sys.executable, "-c", program, *LIGHT], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_imports_nothing_slow() -> None:
+    program = "import atexit, sys\nfrom gossamer.cli import main\n"
+    program += "atexit.register(lambda: print('loaded', *sys.modules))\nmain(['--help'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    usage, _, loaded = done.stdout.rpartition("loaded ")
+    assert usage.startswith("usage: gossamer")
+    assert not set(loaded.split()) & (LATE | {"torch", "numpy", "rich"})
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.endswith("__main__")])
+def test_all_is_sorted_and_holds_what_is_public(module: str) -> None:
+    declared = [name for name in importlib.import_module(module).__all__ if not name.startswith("__")]
+    assert declared == sorted(declared, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    defined = [node.name for node in MODULES[module].body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert not {name for name in defined if not name.startswith("_")} - set(declared), "name it in __all__, or with a _"
+    assert all(hasattr(importlib.import_module(module), name) for name in declared)
+
+
+def undocumented(owner: str, node: ast.AST) -> Iterator[str]:
+    """Names of the public functions, classes and methods in here that have no docstring."""
+    for part in ast.iter_child_nodes(node):
+        if isinstance(part, ast.FunctionDef | ast.ClassDef) and not part.name.startswith("_"):
+            name = f"{owner}.{part.name}"
+            if ast.get_docstring(part) is None:
+                yield name
+            if isinstance(part, ast.ClassDef):
+                yield from undocumented(name, part)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_everything_public_is_explained(module: str) -> None:
+    assert ast.get_docstring(MODULES[module]) is not None
+    assert list(undocumented(module, MODULES[module])) == []
