@@ -1,28 +1,35 @@
-"""What all tests share: one intra-op thread, the option for the full parity matrix, and real network namespaces."""
+"""What all tests share: one intra-op thread, the option for the full parity matrix, and markers for what a machine may lack."""
 
+import functools
 import shutil
 import subprocess
 
 import pytest
 import torch
 
-torch.set_num_threads(1)  # tests run beside each other and beside their own worker processes
+torch.set_num_threads(1)  # tests run beside their own worker processes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-parity",
         action="store_true",
-        help="compare simulator and real processes for every rule x topology x codec, not only for a pairwise cover",
+        help="compare simulator and real processes over every allowed pairing, not only over a cover of them",
     )
 
 
-@pytest.fixture(scope="session")
-def netns() -> None:
-    """Skips a test where this machine cannot give workers a network of their own."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and torch sees none")
+    if item.get_closest_marker("netns") and (lack := lacking_for_netns()):
+        pytest.skip(f"needs network namespaces, and {lack}")
+
+
+@functools.cache
+def lacking_for_netns() -> str:
+    """Why workers cannot be given a network of their own on this machine; empty where they can."""
     missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
     if missing:
-        pytest.skip(f"network namespaces need {', '.join(missing)}, which this machine does not have")
+        return f"this machine has no {' and no '.join(missing)}"
     tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, timeout=10)
-    if tried.returncode != 0:
-        pytest.skip(f"network namespaces cannot be made here: {tried.stderr.strip()}")
+    return "" if tried.returncode == 0 else f"making one failed: {tried.stderr.strip()}"

@@ -1,7 +1,8 @@
 """A process that saves checkpoints and is killed while it does: `python dying_saver.py FOLDER`, for test_checkpoint.
 
 `FOLDER/call-K` is left by a process that was killed at the K-th change it made to the disk while saving round 3, for
-every K there is; `FOLDER/time-K` by one that saved round after round and was killed at some moment.
+every K there is; `FOLDER/again-K` likewise, where that round had been saved before with other values; `FOLDER/time-K` by
+one that saved round after round and was killed at some moment.
 """
 
 import itertools
@@ -21,14 +22,14 @@ from gossamer import checkpoint
 DIGEST = "a run"
 
 
-def state(round: int) -> dict[str, Any]:
+def state(round: int, shift: float = 0.0) -> dict[str, Any]:
     """What the worker holds at the end of a round."""
-    return {"x": torch.full((100_000,), float(round)), "step": 10 * round}
+    return {"x": torch.full((100_000,), round + shift), "step": 10 * round}
 
 
-def save(folder: Path, round: int) -> None:
+def save(folder: Path, round: int, shift: float = 0.0) -> None:
     """Saves that round."""
-    checkpoint.save(folder, round, 0, state(round), digest=DIGEST)
+    checkpoint.save(folder, round, 0, state(round, shift), digest=DIGEST)
 
 
 def die_at_call(k: int) -> None:
@@ -47,12 +48,14 @@ def die_at_call(k: int) -> None:
         setattr(os, name, fatal(getattr(os, name)))
 
 
-def killed_at_call(folder: Path, k: int) -> bool:
+def killed_at_call(folder: Path, k: int, *, again: bool) -> bool:
     """Whether a process that saves rounds 1, 2 and 3 had a k-th call in round 3 to die at."""
     child = os.fork()
     if child == 0:
         save(folder, 1)
         save(folder, 2)
+        if again:
+            save(folder, 3, shift=0.5)
         die_at_call(k)
         save(folder, 3)
         os._exit(0)
@@ -73,11 +76,12 @@ def killed_after(folder: Path, delay_s: float) -> None:
 
 
 def main(folder: Path) -> None:
-    for k in itertools.count():
-        if not killed_at_call(folder / f"call-{k:02d}", k):
-            break
+    for kind in ("call", "again"):
+        for k in itertools.count():
+            if not killed_at_call(folder / f"{kind}-{k:02d}", k, again=kind == "again"):
+                break
     delays = random.Random(0)
-    for k in range(20):
+    for k in range(12):
         killed_after(folder / f"time-{k:02d}", delays.uniform(0.0, 0.03))
 
 

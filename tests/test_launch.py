@@ -161,7 +161,7 @@ from gossamer.launch import join, leave
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
 member = join(3, device="cpu", threads=1, timeout_s=20)
-transport, ticket = GroupTransport(member.store, run=1, timeout_s=2.0), Ticket(6)
+transport, ticket = GroupTransport(member.store, run=1, timeout_s=1.0), Ticket(6)
 frames = [torch.ones(1 << 26, dtype=torch.uint8)]
 peers = [j for j in range(3) if j != member.worker]
 for j in peers:
@@ -189,7 +189,7 @@ def test_survivors_of_a_worker_lost_amid_its_message_end_cleanly(
     script.write_text(MORTAL)
     code = run_local(3, ["hello", fate], command=[sys.executable, str(script)], timeout_s=1.0, grace_s=1.0)
     captured = capfd.readouterr()
-    words = "closed its connection" if fate == "SIGKILL" else "did not answer for 2 s"
+    words = "closed its connection" if fate == "SIGKILL" else "did not answer for 1 s"
     lines = sorted(captured.out.splitlines())
     assert [line[:30] for line in lines] == [f"[{i}] worker 2 {words}"[:30] for i in (0, 1)], captured
     assert code == (137 if fate == "SIGKILL" else 2)

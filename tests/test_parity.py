@@ -52,7 +52,7 @@ def cases(full):
                 "data": {"seq_len": 32, "batch_size": 2},
                 "inner": {"optimizer": ["adamw", "muon", "sgd"][k % 3]},
                 "run": {"steps": ROUNDS * (1 if gradients else 2), "local_steps": steps, "threads": 1, "eval_every": 0},
-                "record": {"tensorboard": False},
+                "record": {"tensorboard": False, "export": False},
             }
     if full:
         return found

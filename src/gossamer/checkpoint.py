@@ -40,7 +40,9 @@ DTYPES = frozenset(  # those that safetensors has a name for
 )  # fmt: skip
 
 
-def save(folder: Path, round: int, worker: int, state: Any, *, digest: str, keep: int = 2) -> None:
+def save(
+    folder: Path, round: int, worker: int, state: Any, *, digest: str, keep: int = 2, since: int | None = None
+) -> None:
     """Writes one generation of one worker, then removes its generations before the newest `keep`.
 
     Tensors that share memory are written one by one, and come back as tensors that do not.
@@ -50,6 +52,7 @@ def save(folder: Path, round: int, worker: int, state: Any, *, digest: str, keep
         state: nested dicts (with str or int keys), lists and tuples of tensors, ints, floats, bools, strings and None.
         digest: names the configuration; `load` takes the snapshot back for no other.
         keep: with two, workers may be a whole checkpoint interval apart and still own a round in common.
+        since: keep every generation from this round on as well; the round that the slowest worker is known to own.
     Raises: CheckpointError when the state holds anything else, or the disk refuses.
     Cost: one write and one read of all tensors, no copy of contiguous CPU tensors that do not share memory.
 
@@ -87,7 +90,8 @@ def save(folder: Path, round: int, worker: int, state: Any, *, digest: str, keep
         atomic_write(manifest, document)
         _sync(folder)
         kept = [r for r in rounds(folder, worker, digest) if r <= round][-keep:]
-        _forget(folder, worker, [r for r in _rounds(folder) if r < round and r not in kept])
+        oldest = min(kept) if since is None else min(since, *kept)
+        _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint of worker {worker} at round {round} could not be written to '{folder}': {error}; free "
@@ -172,10 +176,8 @@ def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
     """Deletes this worker's files of these rounds, and the folders that are empty then."""
     for round in gone:
         manifest, tensor_file = _paths(folder, round, worker)
-        manifest.unlink(missing_ok=True)  # first, so that no manifest is ever without its tensors
-        tensor_file.unlink(missing_ok=True)
-        for scratch in manifest.parent.glob(f".{manifest.stem}.*"):
-            scratch.unlink(missing_ok=True)
+        for path in (manifest, tensor_file, *manifest.parent.glob(f".{manifest.stem}.*")):
+            path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # others may still own files of the round, or remove it at this moment
             manifest.parent.rmdir()
 

@@ -150,7 +150,9 @@ def export(model: "LlamaForCausalLM", folder: Path, tokenizer: Tokenizer) -> Non
     """
     from tokenizers import Tokenizer as Library
     from transformers import GenerationConfig, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model.save_pretrained(folder)
     GenerationConfig(eos_token_id=tokenizer.end).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=Library.from_str(tokenizer.json())).save_pretrained(folder)

@@ -44,6 +44,8 @@ class RecordConfig:
     """Whether to write TensorBoard events."""
     wandb_project: str | None = None
     """The Weights & Biases project to log to; nothing leaves the machine when None."""
+    export: bool = True
+    """Whether a simulated run ends by writing its mean model for `from_pretrained`, and a sample of its text."""
     print_every: int = 10
     """Rounds between two lines of the log where no terminal shows live progress."""
 

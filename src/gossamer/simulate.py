@@ -145,6 +145,6 @@ def simulate(
                 break
         if final is None:
             final = assess(list(stacked), lambda models: each(score, models))
-        if until is None:
+        if until is None and config.record.export:
             publish(config, corpus, mean_of(list(stacked)), folder)
     return Result(final, tokens, time.perf_counter() - began)

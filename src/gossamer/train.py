@@ -18,6 +18,7 @@ from gossamer.record import RunFolder
 from gossamer.sync import Exchange
 from gossamer.trace import Entry, Operation
 from gossamer.transport import Transport
+from gossamer.transport.board import Board
 from gossamer.transport.group import GroupTransport, all_reduce
 from gossamer.worker import Worker, method
 
@@ -68,7 +69,8 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
         start = newest
     probe = Probe(config, corpus, member.device)
     transport = GroupTransport(member.store, run=int(key, 16), timeout_s=config.run.timeout_s, device=member.device)
-    reduce = all_reduce if config.run.mean == "all_reduce" else None
+    board = Board(member.store, worker.index, config.workers, patience_s=min(2.0, config.run.timeout_s / 4))
+    reduce = all_reduce(config.run.timeout_s) if config.run.mean == "all_reduce" else None
     record = RunFolder(
         folder, dump(config), config.record, worker=worker.index, resume_round=start if resume else None
     )
@@ -92,7 +94,10 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
                 record.log("validation", round=round, worker=worker.index, step=step, tokens=tokens, loss=own)
                 print(f"round {finished} of {config.rounds}: loss {phase.loss:.4f}, validation of this worker {own:.4f}")
             if config.due(config.run.checkpoint_every, finished):
-                checkpoint.save(store, finished, worker.index, worker.state(), digest=key)
+                # Gossip lets workers run ahead of the slowest, by more than two generations if those are close together.
+                since = board.saved(newest or 0)
+                checkpoint.save(store, finished, worker.index, worker.state(), digest=key, since=since)
+                newest = finished
     transport.close()
 
 

@@ -20,7 +20,9 @@ def whole(codec: str, option: str, got: object, low: int, high: int, *, multiple
     fits = isinstance(got, int) and not isinstance(got, bool) and low <= got <= high and got % multiple_of == 0
     if not fits:
         kind = "whole numbers" if multiple_of == 1 else f"multiples of {multiple_of}"
-        raise ConfigError(f"{codec} got {option} = {got!r}; allowed are {kind} from {low} to {high}: choose one of them")
+        raise ConfigError(
+            f"{codec} got {option} = {got!r}; allowed are {kind} from {low} to {high}: choose one of them"
+        )
 
 
 def inside(codec: str, indices: Tensor, length: int) -> None:

@@ -77,7 +77,7 @@ def randomk(one_in: int = 64, scaled: bool = False, values: ValueFormat = "same"
         draws=one_in > 1,
         unbiased=(scaled or one_in == 1) and values in ("same", "fp32"),
         linear=values in ("same", "fp32"),
-        contraction=None if scaled and one_in > 1 or values == "fp16" else (1 - 2**-16) / one_in,
+        contraction=None if (scaled and one_in > 1) or values == "fp16" else (1 - 2**-16) / one_in,
         payload_bytes=lambda numel: _KEY_BYTES + num_blocks(numel, one_in) * value_bytes(values),
     )  # fmt: skip
 

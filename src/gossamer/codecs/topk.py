@@ -114,8 +114,10 @@ def topk2bit(k: int = 64, chunk: int = 4096) -> Codec:
     def encode(x: Tensor, key: int) -> KeptCoarsely:
         indices, kept = gather(x, k, chunk)
         full = x.numel() // chunk * k
-        halves = [_two_levels(part) for part in (kept[:full].view(-1, k), kept[full:].view(-1, max(kept.numel() - full, 1)))]
-        codes, magnitudes = (torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*halves, strict=True))
+        chunks = kept[:full].view(-1, k), kept[full:].view(-1, max(kept.numel() - full, 1))  # the last may be shorter
+        codes, magnitudes = (
+            torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*map(_two_levels, chunks), strict=True)
+        )
         return KeptCoarsely(pack_indices(indices), pack(codes, 2), magnitudes)
 
     def decode(payload: KeptCoarsely, like: Tensor) -> Tensor:

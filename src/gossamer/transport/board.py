@@ -99,6 +99,14 @@ class Board:
         standing = self._ask(lambda: self._store.compare_set("failure", "", text))
         return (self._failure(standing) if standing is not None else None) or failure
 
+    def saved(self, round: int) -> int:
+        """Pins up that this worker owns the snapshot of a round; returns the round that everybody is known to own one of, or
+        a later one of. 0 if somebody has said nothing yet, or the store does not answer.
+        """
+        self._ask(lambda: self._store.set(f"saved/{self.worker}", str(round)))
+        said = [self._read(f"saved/{worker}") for worker in range(self._n)]
+        return min(int(text) if text is not None and text.isdigit() else 0 for text in said)
+
     def _read(self, name: str) -> bytes | None:
         return self._ask(lambda: self._store.get(name) if self._store.check([name]) else None)
 

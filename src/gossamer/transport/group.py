@@ -360,20 +360,27 @@ class GroupTransport:
         return f"worker {failure.culprit} {what} in round {failure.round}{via}{by}{gone}; {do}"
 
 
-def all_reduce(frames: Sequence[Tensor], ticket: Ticket) -> None:
+def all_reduce(timeout_s: float) -> Callable[[Sequence[Tensor], Ticket], None]:
     """Sums each frame over all workers in place with the backend's own collective, in an order and to last bits of its own.
 
-    Raises: PeerError after the timeout of the process group, or when a connection closes; a collective cannot tell whose.
+    Raises (when called): PeerError after `timeout_s` or when a connection closes; a collective cannot tell whose.
     Cost: a global barrier; 2(n-1)/n of the frames per worker where the backend uses a ring.
     """
-    try:
-        for frame in frames:
-            dist.all_reduce(frame)
-    except RuntimeError as error:
-        raise PeerError(
-            f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank()} ({str(error).splitlines()[0][:200]}); "
-            'look at the logs of the others, or set run.mean = "ordered" to learn which worker fails'
-        ) from error
+
+    def reduce(frames: Sequence[Tensor], ticket: Ticket) -> None:
+        try:
+            for frame in frames:
+                work = dist.all_reduce(frame, async_op=True)
+                assert work is not None
+                work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise PeerError(
+                f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank()} "
+                f"({str(error).splitlines()[0][:200]}); look at the logs of the others, or set run.mean = \"ordered\" to learn "
+                "which worker fails"
+            ) from error
+
+    return reduce
 
 
 def hang_up(limit_s: float = 1.0) -> None:

@@ -1,0 +1,541 @@
+"""Training data: pure batches, one split for all formats, disjoint shards, streams that resume, clear errors."""
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer.data import PIECE_CHARS, DataConfig, FileCorpus, StreamCorpus, load_tokenizer, open_corpus
+from gossamer.errors import ConfigError, DataError
+
+WORDS = ["the", "model", "hears", "its", "neighbours", "and", "forgets", "what", "it", "told", "über", "Nacht", "中文"]
+
+
+def documents(count: int = 60, words: int = 120) -> list[str]:
+    """Texts that are all different, so that a window can be traced back."""
+    rng = np.random.default_rng(5)
+    return [f"{number}: " + " ".join(rng.choice(WORDS, words)) + "\n" for number in range(count)]
+
+
+def write_txt(folder: Path, texts: Sequence[str]) -> Path:
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number:03}.txt").write_bytes(text.encode())
+    return folder
+
+
+def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": k, field: text}) + "\n" for k, text in enumerate(texts)))
+    return path
+
+
+def write_parquet(path: Path, texts: Sequence[str], field: str = "text") -> Path:
+    pq.write_table(pa.table({"id": list(range(len(texts))), field: list(texts)}), path, row_group_size=7)
+    return path
+
+
+def write_tokenizer(path: Path, texts: Sequence[str], end: bool = True) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>"] if end else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    library.train_from_iterator(texts, trainer)
+    library.enable_truncation(5)  # as files from elsewhere may ask for; text must not be cut
+    library.save(str(path))
+    return path
+
+
+def config(source: Path | str | tuple[str, ...], **options) -> DataConfig:
+    source = source if isinstance(source, tuple) else str(source)
+    return DataConfig(**{"source": source, "seq_len": 16, "batch_size": 4, "val_fraction": 0.2, **options})
+
+
+def corpus(source: Path | str | tuple[str, ...], workers: int = 3, seed: int = 0, **options) -> FileCorpus:
+    opened = open_corpus(config(source, **options), workers, seed)
+    assert isinstance(opened, FileCorpus)
+    return opened
+
+
+def drawn(opened: FileCorpus | StreamCorpus, steps: int = 5, workers: int = 3) -> list[Tensor]:
+    return [opened.batch(worker, step) for step in range(steps) for worker in range(workers)]
+
+
+def same(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Files
+
+
+def test_the_standard_library_is_there_as_bytes_and_is_python() -> None:
+    opened = open_corpus(DataConfig(), workers=2, seed=0)
+    batch = opened.batch(0, 0)
+    assert batch.shape == (8, 129) and batch.dtype is torch.int64
+    assert opened.vocab_size == 256
+    assert isinstance(opened, FileCorpus) and len(opened._train) > 5_000_000
+    text = "".join(opened.tokenizer.decode(row.tolist()) for k in range(20) for row in opened.batch(1, k))
+    assert "self." in text and "import " in text
+
+
+def test_a_batch_is_a_function_of_seed_worker_and_step(tmp_path: Path) -> None:
+    source = write_txt(tmp_path / "texts", documents())
+    opened, again = corpus(source), corpus(source)
+    backwards = [again.batch(worker, step) for step in reversed(range(5)) for worker in reversed(range(3))]
+    assert same(drawn(opened), backwards[::-1])
+    different = [opened.batch(0, 0), opened.batch(1, 0), opened.batch(0, 1), corpus(source, seed=1).batch(0, 0)]
+    assert all(not torch.equal(a, b) for k, a in enumerate(different) for b in different[:k])
+
+
+def test_threads_that_draw_at_once_get_what_one_thread_gets(tmp_path: Path) -> None:
+    opened = corpus(write_txt(tmp_path / "texts", documents()))
+    places = [(worker, step) for step in range(20) for worker in range(3)]
+    with ThreadPoolExecutor(4) as pool:
+        assert same(list(pool.map(lambda place: opened.batch(*place), places)), [opened.batch(*p) for p in places])
+
+
+def test_windows_are_text_as_it_stands_in_the_documents(tmp_path: Path) -> None:
+    texts = documents()
+    opened = corpus(write_txt(tmp_path / "texts", texts))
+    whole = b"\0".join(text.encode() for text in texts)
+    inside = [bytes(row.tolist()) for batch in drawn(opened) for row in batch if 0 not in row]
+    assert len(inside) > 30
+    assert all(window in whole for window in inside)
+
+
+def test_txt_jsonl_and_parquet_give_equal_tokens_and_one_split(tmp_path: Path) -> None:
+    texts = documents()
+    sources = [
+        write_txt(tmp_path / "texts", texts),
+        write_jsonl(tmp_path / "texts.jsonl", texts),
+        write_parquet(tmp_path / "texts.parquet", texts),
+    ]
+    opened = [corpus(source) for source in sources]
+    for other in opened[1:]:
+        assert same(drawn(opened[0]), drawn(other))
+        assert same(opened[0].validation(3), other.validation(3))
+        other.restore(opened[0].state())
+
+
+def test_a_source_may_be_a_folder_a_glob_or_a_list_and_names_each_file_once(tmp_path: Path) -> None:
+    folder = write_txt(tmp_path / "texts", documents(20))
+    (folder / "inner").mkdir()
+    (folder / "inner" / "late.md").write_text("more words " * 50)
+    (folder / "picture.png").write_bytes(b"\xff\xd8")
+    expected = corpus(folder).state()
+    assert corpus((str(folder / "*.txt"), str(folder / "inner"), str(folder / "000.txt"))).state() == expected
+    assert corpus((str(folder / "*.txt"), str(folder / "**" / "*.md"))).state() == expected
+
+
+def test_training_and_validation_text_share_nothing_and_together_are_all(tmp_path: Path) -> None:
+    texts = documents(100)
+    opened = corpus(write_txt(tmp_path / "texts", texts))
+    train, val = (set(side.tobytes().split(b"\0")) - {b""} for side in (opened._train, opened._val))
+    assert not train & val
+    assert train | val == {text.encode() for text in texts}
+    assert 0.1 < len(val) / len(texts) < 0.3
+
+
+def test_a_document_keeps_its_side_when_others_come_and_go(tmp_path: Path) -> None:
+    texts = documents(100)
+    held_out = {
+        count: set(corpus(write_txt(tmp_path / str(count), texts[:count]))._val.tobytes().split(b"\0"))
+        for count in (60, 100)
+    }
+    kept = {text.encode() for text in texts[:60]}
+    assert held_out[100] & kept == held_out[60] & kept != set()
+
+
+def test_validation_is_the_same_for_every_seed_and_covers_the_held_out_text(tmp_path: Path) -> None:
+    source = write_txt(tmp_path / "texts", documents())
+    opened = corpus(source)
+    batches = opened.validation(10)
+    assert same(batches, corpus(source, workers=7, seed=9).validation(10))
+    assert [batch.shape for batch in batches] == [(4, 17)] * 10
+    assert np.array_equal(batches[0][0].numpy(), opened._val[:17])
+    assert np.array_equal(batches[-1][-1].numpy(), opened._val[-17:])
+
+
+def test_one_small_file_validates_on_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "one.txt"
+    path.write_text("".join(documents(8)))
+    opened = corpus(path)
+    whole = path.read_bytes() + b"\0"
+    assert opened._train.tobytes() + opened._val.tobytes() == whole
+    assert len(opened._val) == int(0.2 * len(whole))
+
+
+def test_a_long_document_is_dealt_in_pieces_to_both_sides(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    text = "".join(documents(600, words=300))
+    path.write_text(text)
+    opened = corpus(path)
+    assert len(text) > 10 * PIECE_CHARS
+    assert 0 < len(opened._val) < 0.5 * len(opened._train)
+    assert len(opened._val) + len(opened._train) == len(text.encode()) + 1
+
+
+@given(workers=st.integers(1, 9), steps=st.integers(1, 4))
+@settings(max_examples=20, deadline=None)
+def test_contiguous_shards_are_disjoint_and_iid_workers_draw_from_everything(
+    workers: int, steps: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("texts")
+    source = write_jsonl(folder / "texts.jsonl", documents())
+    opened = corpus(source, workers=workers, shards="contiguous")
+    bounds = [opened._shard(worker) for worker in range(workers)]
+    assert bounds[0][0] == 0 and bounds[-1][1] == len(opened._train)
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
+    for worker, (low, high) in enumerate(bounds):
+        own = opened._train[low:high].tobytes()
+        assert all(bytes(row.tolist()) in own for step in range(steps) for row in opened.batch(worker, step))
+    everything = corpus(source, workers=workers)
+    assert {everything._shard(worker) for worker in range(workers)} == {(0, len(opened._train))}
+
+
+def test_text_beyond_max_bytes_is_left_out(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "texts.jsonl", documents())
+    opened = corpus(source, max_bytes=5_000)
+    text = (opened._train.tobytes() + opened._val.tobytes()).replace(b"\0", b"")
+    assert 4_990 < len(text) <= 5_000  # a character that the limit cuts through is left out too
+
+
+def test_a_null_text_is_an_empty_document(tmp_path: Path) -> None:
+    texts = documents()
+    path = write_jsonl(tmp_path / "texts.jsonl", texts)
+    path.write_text('{"text": null}\n\n' + path.read_text())
+    assert corpus(path).state() == corpus(write_txt(tmp_path / "texts", texts)).state()
+
+
+def test_tokens_from_the_cache_are_those_from_memory_and_files_are_read_once(tmp_path: Path) -> None:
+    source = write_txt(tmp_path / "texts", documents())
+    cache = tmp_path / "cache"
+    fresh, first = corpus(source), corpus(source, cache=str(cache))
+    made = {path: path.stat().st_mtime_ns for path in cache.rglob("*")}
+    second = corpus(source, cache=str(cache))
+    assert isinstance(second._train, np.memmap)
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*")} == made
+    for cached in (first, second):
+        assert same(drawn(fresh), drawn(cached)) and same(fresh.validation(2), cached.validation(2))
+        assert cached.state() == fresh.state()
+    (source / "000.txt").write_text("changed " * 99)
+    assert corpus(source, cache=str(cache)).state() != fresh.state()
+
+
+def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
+    source = write_txt(tmp_path / "texts", documents())
+    cache = tmp_path / "cache"
+    corpus(source, cache=str(cache))
+    (train,) = cache.rglob("train.bin")
+    train.write_bytes(train.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"is damaged .*train.bin has"):
+        corpus(source, cache=str(cache))
+
+
+def test_a_cache_whose_tokens_are_not_in_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    texts = documents()
+    source, tokenizer = write_txt(tmp_path / "texts", texts), write_tokenizer(tmp_path / "bpe.json", texts)
+    options = {"cache": str(tmp_path / "cache"), "tokenizer": str(tokenizer)}
+    corpus(source, **options)
+    (train,) = (tmp_path / "cache").rglob("train.bin")
+    train.write_bytes(b"\xff" * train.stat().st_size)
+    with pytest.raises(DataError, match="holds token 65535, but the vocabulary has only 300"):
+        corpus(source, **options).batch(0, 0)
+
+
+def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
+    state = corpus(write_txt(tmp_path / "texts", documents())).state()
+    assert json.loads(json.dumps(state)) == state
+    with pytest.raises(DataError, match="the text has changed"):
+        corpus(write_txt(tmp_path / "others", documents(50))).restore(state)
+
+
+def test_reading_files_needs_neither_datasets_nor_transformers() -> None:
+    program = (
+        "import sys; from gossamer.data import DataConfig, open_corpus\n"
+        "open_corpus(DataConfig(max_bytes=100_000), workers=1, seed=0)\n"
+        "sys.exit(any(name in sys.modules for name in ('datasets', 'transformers', 'tokenizers', 'pyarrow')))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+# Tokenizers
+
+
+def test_bytes_come_back_as_the_text_they_were() -> None:
+    bytewise = load_tokenizer("bytes")
+    text = "".join(documents(3)) + "🦋\x00"
+    (ids,) = bytewise.encode([text])
+    assert ids.max() < bytewise.vocab_size
+    assert bytewise.decode(ids.tolist()) == text
+
+
+def test_a_tokenizers_file_gives_its_own_tokens_uncut_with_an_end_after_each_document(tmp_path: Path) -> None:
+    texts = documents()
+    path = write_tokenizer(tmp_path / "tokenizer.json", texts)
+    opened = corpus(write_txt(tmp_path / "texts", texts), tokenizer=str(path))
+    assert opened.vocab_size == 300 and opened._train.dtype == np.uint16
+    ids = np.concatenate([opened._train, opened._val])
+    assert len(ids) < 0.9 * sum(map(len, texts))
+    ends = np.flatnonzero(ids == opened.tokenizer.end)
+    assert len(ends) == len(texts)
+    decoded = {opened.tokenizer.decode(part[:-1].tolist()) for part in np.split(ids, ends + 1)[:-1]}
+    assert decoded == set(texts)
+    assert load_tokenizer(str(tmp_path)).json() == opened.tokenizer.json()
+
+
+def test_a_vocabulary_without_an_end_gives_documents_without_one(tmp_path: Path) -> None:
+    texts = documents()
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "bpe.json", texts, end=False)))
+    opened = corpus(write_txt(tmp_path / "texts", texts), tokenizer=str(tmp_path / "bpe.json"))
+    assert tokenizer.end is None
+    assert len(opened._train) + len(opened._val) == sum(len(ids) for ids in tokenizer.encode(texts))
+
+
+@pytest.mark.parametrize("content", [None, "{}", "no json"])
+def test_a_tokenizer_that_is_none_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(DataError, match="cannot be opened as a tokenizer"):
+        load_tokenizer(str(tmp_path / "bad.json"))
+
+
+# Streams
+
+
+def streamed(folder: Path, texts: Sequence[str], kind: str, files: int) -> str:
+    folder.mkdir()
+    for number in range(files):
+        part = texts[number::files]
+        if kind == "parquet":
+            write_parquet(folder / f"{number}.parquet", part)
+        elif kind == "jsonl":
+            write_jsonl(folder / f"{number}.jsonl", part)
+        else:
+            (folder / f"{number}.txt").write_text("".join(part))  # a line is a document
+    return f"hf:{folder}"
+
+
+def stream(source: str, workers: int, **options) -> StreamCorpus:
+    opened = open_corpus(config(source, **options), workers, 0)
+    assert isinstance(opened, StreamCorpus)
+    return opened
+
+
+def told(opened: StreamCorpus, worker: int, steps: int) -> set[bytes]:
+    """The whole documents in the first batches of a worker."""
+    tokens = torch.cat([opened.batch(worker, step).flatten() for step in range(steps)])
+    return set(bytes(tokens.tolist()).split(b"\0")[1:-1])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+@pytest.mark.parametrize("files", [2, 3])
+def test_a_stream_resumes_with_the_batches_it_would_have_given(kind: str, files: int, tmp_path: Path) -> None:
+    source = streamed(tmp_path / "texts", documents(40, words=60), kind, files)
+    whole = stream(source, 2)
+    steps = 150  # more than one pass over the data, and several batches from a document
+    expected = [whole.batch(1, step) for step in range(steps)]
+    interrupted = stream(source, 2)
+    for step in range(steps):
+        if step % 7 == 3:
+            state = json.loads(json.dumps(interrupted.state()))
+            interrupted = stream(source, 2)
+            interrupted.restore(state)
+            assert interrupted.state() == state
+        assert torch.equal(interrupted.batch(1, step), expected[step])
+    passed = Counter(bytes(torch.cat([batch.flatten() for batch in expected]).tolist()).split(b"\0"))
+    assert max(passed.values()) >= 2
+
+
+def test_a_stream_batch_is_a_function_of_worker_and_step(tmp_path: Path) -> None:
+    source = streamed(tmp_path / "texts", documents(40), "jsonl", 2)
+    opened = stream(source, 2)
+    expected = drawn(opened, steps=6, workers=2)
+    assert same([opened.batch(worker, step) for step in reversed(range(6)) for worker in (1, 0)], expected[::-1])
+    assert torch.equal(stream(source, 2).batch(1, 5), expected[-1])
+
+
+@pytest.mark.parametrize("files", [2, 3])
+def test_workers_of_a_stream_share_no_document_and_none_is_for_validation(files: int, tmp_path: Path) -> None:
+    texts = documents(40)
+    opened = stream(streamed(tmp_path / "texts", texts, "jsonl", files), 2)
+    first, second = told(opened, 0, 150), told(opened, 1, 150)
+    assert len(first) > 3 and len(second) > 3
+    assert not first & second
+    held_out = set(bytes(torch.cat([b.flatten() for b in opened.validation(60)]).tolist()).split(b"\0")[:-1])
+    assert held_out and not held_out & (first | second)
+    files_side = corpus(write_jsonl(tmp_path / "texts.jsonl", texts))._val.tobytes().split(b"\0")
+    assert held_out <= set(files_side)
+
+
+def test_a_stream_takes_a_tokenizer_too(tmp_path: Path) -> None:
+    texts = documents(40)
+    path = write_tokenizer(tmp_path / "bpe.json", texts)
+    opened = stream(streamed(tmp_path / "texts", texts, "jsonl", 2), 2, tokenizer=str(path))
+    assert opened.batch(0, 0).max() >= 256 and opened.batch(0, 0).shape == (4, 17)
+
+
+def test_checkpoints_of_single_workers_restore_a_whole_simulation(tmp_path: Path) -> None:
+    source = streamed(tmp_path / "texts", documents(40), "jsonl", 2)
+    states = []
+    for worker in (0, 1):
+        alone = stream(source, 2)
+        alone.batch(worker, 0)
+        states.append(alone.state())
+    together = stream(source, 2)
+    for state in states:
+        together.restore(state)
+    assert together.state() == {"streams": {**states[0]["streams"], **states[1]["streams"]}}
+
+
+@pytest.mark.parametrize("place", [{"step": -1}, {"place": [3]}, {"used": "2"}, {"used": -1}])
+def test_a_stream_refuses_a_place_that_cannot_be(place: dict, tmp_path: Path) -> None:
+    opened = stream(streamed(tmp_path / "texts", documents(10), "jsonl", 1), 1)
+    with pytest.raises(DataError, match="a stream cannot be at"):
+        opened.restore({"streams": {"0": {"step": 1, "place": None, "used": 0, "hash": None, **place}}})
+
+
+def test_a_stream_that_has_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    opened = stream(streamed(tmp_path / "texts", documents(10), "jsonl", 1), 1)
+    opened.batch(0, 0)
+    state = opened.state()
+    other = stream(streamed(tmp_path / "others", documents(10, words=99), "jsonl", 1), 1)
+    for changed, stranger in [({}, other), ({"used": 10**6}, opened)]:
+        expected = stranger.batch(0, 1)
+        stranger.restore({"streams": {"0": {**state["streams"]["0"], **changed}}})
+        with pytest.raises(DataError, match="has changed: the document at step 1 hashed to"):
+            stranger.batch(0, 1)
+        assert torch.equal(stranger.batch(0, 1), expected)  # read from the start, not on from where it broke off
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ('{"body": "a", "id": 1}\n', "no field 'text'; it has: body, id"),
+        ('{"text": 7}\n', "of type int but must be text"),
+        ('{"text": ""}\n', "0 documents for training"),
+        ('{"text": "a"}\n{"text":', "broke off"),
+    ],
+)
+def test_a_stream_without_usable_text_is_refused(lines: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=sentence):
+        stream(f"hf:{tmp_path / 'texts'}", 1).batch(0, 0)
+
+
+def test_a_stream_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="cannot be opened as a data set"):
+        stream(f"hf:{tmp_path / 'empty'}", 1)
+
+
+# Errors
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    for source in (tmp_path / "none.txt", tmp_path / "*.jsonl", tmp_path):
+        with pytest.raises(DataError, match="names no readable file") as caught:
+            corpus(source)
+        assert str(source) in str(caught.value)
+
+
+def test_a_file_of_a_kind_that_is_not_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("a,b")
+    with pytest.raises(DataError, match=r"ends in '.csv' but files must end in one of: .txt, .*.parquet"):
+        corpus(tmp_path / "table.csv")
+
+
+def test_a_file_that_is_not_utf8_is_named_with_the_place(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes("naïf".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin.txt' has byte 0xef at offset 2"):
+        corpus(tmp_path / "latin.txt")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"text": "a"', "line 2 of '.*bad.jsonl' is not JSON"),
+        ("[" * 100_000, "line 2 of '.*bad.jsonl' is not JSON"),
+        ("\xff", "line 2 of '.*bad.jsonl' is not JSON"),
+        ("[1]", "line 2 of '.*' is list but must be a JSON object"),
+        ('{"body": "a", "id": 3}', "line 2 of '.*' has no field 'text'; it has: body, id"),
+        ("{}", "has no field 'text'; it has: none"),
+        ('{"text": [1], "body": "b"}', "field 'text' in line 2 .* is of type list .* of: text, body"),
+        ('{"text": "\\ud800"}', "line 2 .* has the lone surrogate '.ud800' at character 0"),
+    ],
+)
+def test_a_bad_line_of_jsonl_is_named(line: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "fine"}\n' + line.encode("latin-1") + b"\n")
+    with pytest.raises(DataError, match=sentence):
+        corpus(tmp_path / "bad.jsonl")
+
+
+def test_a_parquet_file_without_the_column_or_broken_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"has no field 'text'; it has: id, body; set data.text_field"):
+        corpus(write_parquet(tmp_path / "body.parquet", documents(5), field="body"))
+    assert corpus(tmp_path / "body.parquet", text_field="body").vocab_size == 256
+    with pytest.raises(DataError, match=r"field 'id' in row 0 .* is of type int"):
+        corpus(tmp_path / "body.parquet", text_field="id")
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        corpus(tmp_path / "broken.parquet")
+
+
+def test_too_little_text_is_refused_with_what_it_needs(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("")
+    with pytest.raises(DataError, match="has 0 bytes"):
+        corpus(path)
+    path.write_text("too short")
+    with pytest.raises(DataError, match=r"training text has 8 tokens, but one window needs data.seq_len \+ 1 = 17"):
+        corpus(path)
+    path.write_text("just enough to train on, but little to validate")
+    with pytest.raises(DataError, match="validation text has 9 tokens"):
+        corpus(path)
+    path.write_text("some text " * 12)
+    assert corpus(path, workers=6).vocab_size == 256
+    with pytest.raises(DataError, match="training text of one worker has 16 tokens"):
+        corpus(path, workers=6, shards="contiguous")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"seq_len": 0}, "data.seq_len is 0"),
+        ({"batch_size": 0}, "data.batch_size is 0"),
+        ({"accumulate": 0}, "data.accumulate is 0"),
+        ({"max_bytes": 0}, "data.max_bytes is 0"),
+        ({"val_fraction": 0.0}, "data.val_fraction is 0.0"),
+        ({"val_fraction": 1.0}, "data.val_fraction is 1.0"),
+        ({"shards": "continuous"}, "did you mean 'contiguous'"),
+        ({"source": ""}, "data.source is ''"),
+        ({"source": ()}, r"data.source is \(\)"),
+        ({"tokenizer": ""}, "data.tokenizer is ''"),
+        ({"source": ("hf:a", "b")}, "must be the only source"),
+        ({"source": "hf:a", "max_bytes": 9}, "data.max_bytes is 9, which works for files only"),
+        ({"source": "hf:a", "cache": "c"}, "data.cache is 'c', which works for files only"),
+        ({"source": "hf:a", "shards": "contiguous"}, "a stream deals its documents"),
+    ],
+)
+def test_impossible_settings_are_refused_with_a_sentence(options: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        DataConfig(**options)

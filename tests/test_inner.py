@@ -1,0 +1,239 @@
+"""The inner optimizer: plain `torch.optim` underneath, the right tensors in the right part, schedules and clipping."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gossamer.errors import ConfigError
+from gossamer.fragment import attach, layout_of
+from gossamer.inner import InnerConfig, InnerOptimizer, Joined, build_optimizer, clip_gradients, lr_scale
+from gossamer.model import ModelConfig, build_model
+
+
+class Small(nn.Module):
+    """Embedding, norm, two hidden layers with biases, and a head: what any language model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 4, bias=False)
+        self.head = nn.Linear(4, 7, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.down(torch.relu(self.up(self.norm(self.embed(tokens))))))
+
+
+def small(flat: bool = True) -> Small:
+    torch.manual_seed(0)
+    model = Small()
+    if flat:
+        attach(model, layout_of(model))
+    return model
+
+
+def train(model: nn.Module, optimizer: InnerOptimizer, steps: int = 4, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        tokens = torch.randint(0, 7, (5, 3), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+
+
+def vector(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def plain(config: InnerConfig, model: Small) -> torch.optim.Optimizer:
+    """The same optimizer in torch's own words, one group per kind of decay, in a Python loop."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, foreach=False)
+    momentum = config.momentum
+    return torch.optim.SGD(groups, lr=config.lr, momentum=momentum, nesterov=momentum > 0, foreach=False)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        InnerConfig(lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3),
+        InnerConfig(optimizer="sgd", lr=0.1, momentum=0.9, weight_decay=0.2),
+        InnerConfig(optimizer="sgd", lr=0.1, momentum=0.0),
+    ],
+)
+def test_adamw_and_sgd_are_plain_torch_optim_without_decay_on_vectors(config: InnerConfig) -> None:
+    ours, theirs = small(), small(flat=False)
+    train(ours, build_optimizer(config, ours))
+    train(theirs, plain(config, theirs))
+    assert torch.allclose(vector(ours), vector(theirs), rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(vector(ours), vector(small()), atol=1e-3)
+
+
+def test_muon_is_plain_muon_on_hidden_matrices_and_plain_adamw_on_the_rest() -> None:
+    config = InnerConfig(optimizer="muon", lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=False)
+    ours, theirs = small(), small(flat=False)
+    train(ours, build_optimizer(config, ours))
+    rest = [
+        {"params": [theirs.embed.weight, theirs.head.weight], "weight_decay": 0.1},
+        {"params": [theirs.norm.weight, theirs.norm.bias, theirs.up.bias], "weight_decay": 0.0},
+    ]
+    hidden = [theirs.up.weight, theirs.down.weight]
+    muon = torch.optim.Muon(
+        hidden, lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=False, adjust_lr_fn="match_rms_adamw"
+    )
+    adamw = torch.optim.AdamW(rest, lr=0.02, betas=config.betas)
+    train(theirs, Joined(muon=muon, adamw=adamw))
+    assert torch.allclose(vector(ours), vector(theirs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_takes_the_matrices_of_attention_and_mlp_of_a_llama_and_nothing_else(tied: bool) -> None:
+    model = build_model(ModelConfig(size="0.2m", tie_embeddings=tied), 256, 16, 0)
+    optimizer = build_optimizer(InnerConfig(optimizer="muon"), model)
+    assert isinstance(optimizer, Joined)
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken = {
+        part: {names[id(p)] for group in inner.param_groups for p in group["params"]}
+        for part, inner in optimizer.parts.items()
+    }
+    assert taken["muon"] == {name for name in names.values() if "proj" in name}
+    assert taken["adamw"] == set(names.values()) - taken["muon"]
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = small(flat=False)
+    model.up.weight.requires_grad_(False)
+    for kind in ("adamw", "muon", "sgd"):
+        groups = build_optimizer(InnerConfig(optimizer=kind), model).param_groups
+        assert all(p is not model.up.weight for group in groups for p in group["params"])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_every_optimizer_resumes_bit_for_bit_from_its_state(kind: str) -> None:
+    config = InnerConfig(optimizer=kind, lr=0.01)
+    model = small()
+    optimizer = build_optimizer(config, model)
+    train(model, optimizer, steps=3)
+    resumed = small()
+    resumed.load_state_dict(model.state_dict())
+    continued = build_optimizer(config, resumed)
+    continued.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as from a file: not the live tensors
+    train(model, optimizer, steps=3, first=3)
+    train(resumed, continued, steps=3, first=3)
+    assert torch.equal(vector(model), vector(resumed))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_the_learning_rate_of_every_group_can_be_set(kind: str) -> None:
+    model = small()
+    optimizer = build_optimizer(InnerConfig(optimizer=kind), model)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = vector(model)
+    train(model, optimizer, steps=1)
+    assert torch.equal(vector(model), before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+def test_gradients_can_be_kept_where_they_are(kind: str) -> None:
+    model = small()
+    optimizer = build_optimizer(InnerConfig(optimizer=kind), model)
+    train(model, optimizer, steps=1)
+    kept = [p.grad for p in model.parameters()]
+    optimizer.zero_grad(set_to_none=False)
+    assert all(p.grad is grad and not grad.any() for p, grad in zip(model.parameters(), kept, strict=True))
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_muon_refuses_a_state_of_another_optimizer_and_a_model_without_hidden_matrices() -> None:
+    model = small()
+    state = build_optimizer(InnerConfig(optimizer="adamw"), model).state_dict()
+    with pytest.raises(ValueError, match="not of"):
+        build_optimizer(InnerConfig(optimizer="muon"), model).load_state_dict(state)
+    with pytest.raises(ConfigError, match="Linear has 0 hidden matrices"):
+        build_optimizer(InnerConfig(optimizer="muon"), nn.Linear(3, 3))
+
+
+def test_the_cosine_schedule_at_its_key_points() -> None:
+    config = InnerConfig(schedule="cosine", warmup_steps=10, min_lr_ratio=0.2)
+    scales = [lr_scale(config, step, 100) for step in (0, 4, 9, 10, 55, 100)]
+    assert scales == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.6, 0.2])
+
+
+def test_the_wsd_schedule_at_its_key_points() -> None:
+    config = InnerConfig(schedule="wsd", warmup_steps=10, min_lr_ratio=0.2, decay_fraction=0.25)
+    scales = [lr_scale(config, step, 200) for step in (0, 9, 10, 149, 150, 175, 200)]
+    assert scales == pytest.approx([0.1, 1.0, 1.0, 1.0, 1.0, 0.6, 0.2])
+
+
+def test_the_constant_schedule_only_warms_up() -> None:
+    config = InnerConfig(schedule="constant", warmup_steps=4)
+    assert [lr_scale(config, step, 100) for step in (0, 1, 2, 3, 4, 99)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert lr_scale(InnerConfig(schedule="constant", warmup_steps=0), 0, 100) == 1.0
+
+
+@given(
+    schedule=st.sampled_from(["cosine", "wsd", "constant"]),
+    warmup=st.integers(0, 60),
+    floor=st.floats(0, 1),
+    decay=st.floats(0.01, 1),
+    total=st.integers(1, 50),
+)
+@settings(max_examples=50, deadline=None)
+def test_a_scale_rises_in_the_warm_up_falls_after_it_and_is_never_above_one(
+    schedule: str, warmup: int, floor: float, decay: float, total: int
+) -> None:
+    config = InnerConfig(schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor, decay_fraction=decay)
+    halves = [k / 2 for k in range(2 * total)]  # workers with fewer local steps are between whole steps
+    scales = [lr_scale(config, progress, total) for progress in halves]
+    assert all(0 < scale <= 1 or (scale == 0 and floor == 0) for scale in scales)
+    after = [scale for progress, scale in zip(halves, scales, strict=True) if progress >= warmup]
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(after))
+    if schedule != "wsd" or warmup <= (1 - decay) * total:
+        during = [scale for progress, scale in zip(halves, scales, strict=True) if progress < warmup]
+        assert all(b >= a for a, b in itertools.pairwise(during))
+
+
+def test_clipping_returns_the_norm_that_was_and_shortens_only_what_is_longer() -> None:
+    model = small()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    norm = math.sqrt(sum(p.numel() for p in model.parameters()))
+    assert clip_gradients(model.parameters(), 2 * norm).item() == pytest.approx(norm)
+    assert all((p.grad == 1).all() for p in model.parameters() if p.grad is not None)
+    assert clip_gradients(model.parameters(), 1.0).item() == pytest.approx(norm)
+    assert clip_gradients(model.parameters(), 1.0).item() == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"optimizer": "adam"}, "did you mean 'adamw'"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"autocast": "fp16"}, "inner.autocast is 'fp16'"),
+        ({"lr": 0.0}, "inner.lr is 0.0 but must be above 0"),
+        ({"lr": math.nan}, "inner.lr is nan"),
+        ({"betas": (0.9, 1.0)}, "inner.betas is"),
+        ({"betas": (0.9,)}, "has 1 numbers"),
+        ({"eps": 0.0}, "inner.eps is 0.0"),
+        ({"weight_decay": -0.1}, "inner.weight_decay is -0.1"),
+        ({"momentum": 1.0}, "inner.momentum is 1.0"),
+        ({"clip": 0.0}, "inner.clip is 0.0 but must be above 0, or left out"),
+        ({"warmup_steps": -1}, "inner.warmup_steps is -1"),
+        ({"min_lr_ratio": 1.5}, "inner.min_lr_ratio is 1.5"),
+        ({"decay_fraction": 0.0}, "inner.decay_fraction is 0.0"),
+    ],
+)
+def test_impossible_settings_are_refused_with_a_sentence(options: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        InnerConfig(**options)

@@ -1,0 +1,159 @@
+"""The simulator as a user sees it: what it leaves behind, and that stopping it anywhere costs nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+import pytest
+
+import torch
+
+from gossamer import checkpoint
+from gossamer.config import digest, dump
+from gossamer.errors import CheckpointError, ConfigError, TrainingError
+from gossamer.evaluate import mean_of
+from gossamer.record import read_metrics
+from gossamer.rules import RULES
+from gossamer.simulate import simulate
+from gossamer.trace import read_trace
+from tiny import tiny
+
+
+def vectors(folder, config, finished=None):
+    """The parameters of all workers after the last round, or an earlier one that was kept."""
+    finished = config.rounds if finished is None else finished
+    return [checkpoint.load(folder / "checkpoints", finished, w, digest(config))["x"] for w in range(config.workers)]
+
+
+def same_run(a, b, config):
+    """Whether two run folders hold the same parameters, metrics and messages."""
+    parameters = all(map(torch.equal, vectors(a, config), vectors(b, config)))
+    traces = [read_trace(folder) for folder in (a, b)]
+    messages = all((x == y).all() for x, y in zip(traces[0].messages, traces[1].messages, strict=True))
+    return parameters and messages and read_metrics(a) == read_metrics(b)
+
+
+@pytest.mark.parametrize(("rule", "stop"), [("data_parallel", 3), ("diloco", 1), ("gasloc", 4), ("noloco", 5)])
+def test_a_run_that_is_stopped_and_resumed_equals_the_uninterrupted_run(rule, stop, tmp_path):
+    everyone = RULES[rule]().needs == "everyone"
+    config = tiny(
+        rule__name=rule, topology__name="complete" if everyone else "random",
+        run__local_steps=1 if rule == "data_parallel" else 2, run__steps=6 if rule == "data_parallel" else 12,
+        inner__optimizer="muon",
+    )  # fmt: skip
+    simulate(config, tmp_path / "whole")
+    simulate(config, tmp_path / "parts", until=stop + 1)  # after the checkpoint of round `stop` or later
+    simulate(config, tmp_path / "parts", resume=True)
+    assert same_run(tmp_path / "whole", tmp_path / "parts", config)
+
+
+@pytest.mark.parametrize("moment_s", [0.05, 0.4])
+def test_a_run_that_is_killed_at_any_moment_and_resumed_equals_the_uninterrupted_run(moment_s, tmp_path):
+    config = tiny(run__steps=24)
+    simulate(config, tmp_path / "whole")
+    (tmp_path / "run.toml").write_text(dump(config))
+    run = [sys.executable, "-m", "gossamer", "simulate", str(tmp_path / "run.toml"), "--out", str(tmp_path / "killed")]
+    process = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "killed" / "checkpoints").glob("*/worker-002.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(moment_s)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    simulate(config, tmp_path / "killed", resume=True)
+    assert same_run(tmp_path / "whole", tmp_path / "killed", config)
+
+
+def test_uneven_local_steps_and_non_iid_shards_train_and_compute_each_worker_its_own_share(tmp_path):
+    config = tiny(run__local_steps=[2, 1, 2], data__shards="contiguous")
+    simulate(config, tmp_path / "run")
+    assert read_trace(tmp_path / "run").steps.sum(axis=0).tolist() == [12, 6, 12]
+    final = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"][-1]
+    assert final["disagreement"] > 0 and len(set(final["worker_losses"])) == 3
+
+
+def test_training_lowers_the_loss_on_text_that_was_held_out(tmp_path):
+    config = tiny(run__steps=30, run__local_steps=5, run__eval_every=5, inner__lr=8e-3, data__batch_size=8, data__seq_len=32)
+    simulate(config, tmp_path / "run")
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
+    assert losses[0] > 4.2 and losses[-1] < 3.7
+
+
+def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_path):
+    """Gradients averaged over three workers are those of one worker that accumulates three micro-batches."""
+    options = {"rule__name": "data_parallel", "topology__name": "complete", "run__local_steps": 1, "run__steps": 4, "inner__optimizer": "sgd"}
+    three = tiny(**options)
+    simulate(three, tmp_path / "three")
+    assert all(torch.equal(vectors(tmp_path / "three", three)[0], x) for x in vectors(tmp_path / "three", three))
+    local = tiny(**{**options, "rule__name": "local_sgd"})  # with SGD, averaging after one step is averaging the gradients
+    simulate(local, tmp_path / "local")
+    torch.testing.assert_close(
+        vectors(tmp_path / "three", three)[0], vectors(tmp_path / "local", local)[0], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_the_number_of_threads_that_share_the_workers_changes_no_bit(tmp_path, monkeypatch):
+    config = tiny(run__steps=6)
+    simulate(config, tmp_path / "many")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    simulate(config, tmp_path / "one")
+    assert same_run(tmp_path / "many", tmp_path / "one", config)
+
+
+def test_a_compiled_outer_update_changes_no_bit(tmp_path):
+    simulate(tiny(run__steps=6), tmp_path / "plain")
+    simulate(tiny(run__steps=6, run__compile=True), tmp_path / "compiled")
+    assert same_run(tmp_path / "plain", tmp_path / "compiled", tiny(run__steps=6))
+
+
+def test_more_threads_than_cores_are_warned_of(tmp_path, caplog):
+    simulate(tiny(run__steps=2, run__threads=64), tmp_path / "run")
+    assert "64 threads oversubscribe" in caplog.text
+
+
+def test_momentum_beyond_the_stable_range_is_warned_of_before_training(tmp_path, caplog):
+    simulate(tiny(run__steps=2, workers=8, rule__momentum=0.9), tmp_path / "run")
+    assert "0.859" in caplog.text or "0.86" in caplog.text
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_checkpoint(tmp_path):
+    config = tiny(run__steps=40, inner__lr=1e18, inner__optimizer="sgd", inner__warmup_steps=0)
+    with pytest.raises(TrainingError, match=r"worker \d became nan at its inner step \d+ \(round \d+\)"):
+        simulate(config, tmp_path / "run")
+    owned = [checkpoint.rounds(tmp_path / "run" / "checkpoints", worker, digest(config)) for worker in range(3)]
+    newest = checkpoint.newest_common(owned)
+    if newest is not None:
+        assert all(torch.isfinite(x).all() for x in vectors(tmp_path / "run", config, newest))
+    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]) if newest else True
+
+
+def test_the_exported_model_is_the_mean_of_the_workers_and_opens_with_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    config = tiny(record__export=True)
+    simulate(config, tmp_path / "run")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    mean = mean_of(vectors(tmp_path / "run", config))
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(torch.sort(flat).values, torch.sort(mean).values)
+    assert (tmp_path / "run" / "sample.txt").read_text().startswith("def ")
+
+
+def test_resuming_without_a_checkpoint_or_over_another_run_is_refused(tmp_path):
+    config = tiny(run__steps=4, run__checkpoint_every=0)
+    simulate(config, tmp_path / "run", until=1)
+    with pytest.raises(CheckpointError, match="start without --resume"):
+        simulate(config, tmp_path / "run", resume=True)
+    with pytest.raises(ConfigError, match="already holds"):
+        simulate(config, tmp_path / "run")
+
+
+def test_alpha_auto_settles_on_a_stable_step(tmp_path, caplog):
+    simulate(tiny(run__steps=2, workers=8, rule__alpha="auto", rule__momentum=0.9), tmp_path / "run")
+    assert "momentum" not in caplog.text
+
+

@@ -1,0 +1,179 @@
+"""Real runs as a user starts them: `gossamer train --local N`, workers that die or hang, and what is left afterwards."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gossamer import checkpoint
+from gossamer.config import digest, dump
+from gossamer.evaluate import evaluate
+from gossamer.launch import run_local
+from gossamer.record import read_metrics
+from gossamer.simulate import simulate
+from gossamer.trace import read_trace
+from tiny import tiny
+
+
+def start(config, folder, *words, resume=False):
+    """`gossamer train --local N` in the background."""
+    (folder.parent / "run.toml").write_text(dump(config))
+    target = ["--resume", str(folder)] if resume else [str(folder.parent / "run.toml"), "--out", str(folder)]
+    command = [sys.executable, "-m", "gossamer", "train", *target, "--local", str(config.workers), *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process, timeout_s=100):
+    """Exit code and output."""
+    with process:
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        finally:
+            process.kill()
+    return process.returncode, output
+
+
+def workers_of(process, n, deadline_s=60):
+    """The process ids of the n workers, by their number."""
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        found = {}
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+        for pid in map(int, children.split()):
+            with contextlib.suppress(OSError):
+                text = Path(f"/proc/{pid}/environ").read_text()
+                found |= {int(v.partition("=")[2]): pid for v in text.split("\0") if v.startswith("RANK=")}
+        if len(found) == n:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"{len(found)} of {n} workers came up")
+
+
+def reaches(folder, workers, finished, deadline_s=60):
+    """Waits until all workers own a checkpoint of this many rounds or more."""
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        if all(max(checkpoint.rounds(folder / "checkpoints", w), default=0) >= finished for w in range(workers)):
+            return
+        time.sleep(0.02)
+    raise AssertionError("the workers did not get there")
+
+
+def parameters(folder, config):
+    return [checkpoint.load(folder / "checkpoints", config.rounds, w, digest(config))["x"] for w in range(config.workers)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One real run that went well, and the simulation of it."""
+    root = tmp_path_factory.mktemp("train")
+    config = tiny(run__steps=8, run__timeout_s=60)
+    code, output = finish(start(config, root / "real"))
+    assert code == 0, output
+    simulate(config, root / "simulated")
+    return root, config, output
+
+
+def test_a_real_run_leaves_what_its_simulation_leaves(finished):
+    root, config, output = finished
+    assert all(map(torch.equal, parameters(root / "real", config), parameters(root / "simulated", config)))
+    own = {(line["worker"], line["round"]): line["loss"] for line in read_metrics(root / "real") if line["kind"] == "train"}
+    simulated = {
+        (line["worker"], line["round"]): line["loss"] for line in read_metrics(root / "simulated") if line["kind"] == "train"
+    }
+    assert own == simulated
+    for ours, theirs in zip(read_trace(root / "real").messages, read_trace(root / "simulated").messages, strict=True):
+        assert (ours == theirs).all()
+    assert "[2] round 4 of 4: loss" in output
+
+
+def test_evaluate_forms_the_mean_model_that_the_simulator_scored(finished):
+    root, config, _ = finished
+    round, result = evaluate(root / "real")
+    scored = [line for line in read_metrics(root / "simulated") if line["kind"] == "eval"][-1]
+    assert round == config.rounds
+    assert (result.loss, list(result.worker_losses)) == (scored["loss"], scored["worker_losses"])
+    assert result.disagreement == scored["disagreement"]
+    assert (root / "real" / "model" / "config.json").exists()
+    evaluate(root / "real")
+    assert sum(line["kind"] == "eval" for line in read_metrics(root / "real")) == 1
+
+
+def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
+    options = {"rule__name": "diloco", "topology__name": "complete", "run__steps": 4, "run__timeout_s": 60}
+    config = tiny(**options, run__mean="all_reduce")
+    code, output = finish(start(config, tmp_path / "reduced"))
+    assert code == 0, output
+    simulate(tiny(**options), tmp_path / "ordered")
+    ours, theirs = parameters(tmp_path / "reduced", config), parameters(tmp_path / "ordered", tiny(**options))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(ours[0], x) for x in ours)
+
+
+def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_the_same_bits(tmp_path):
+    config = tiny(run__steps=60, run__timeout_s=8, workers=3)
+    process = start(config, tmp_path / "real")
+    pids = workers_of(process, 3)
+    reaches(tmp_path / "real", 3, 4)
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    code, output = finish(process)
+    assert time.monotonic() - began < 8 + 12
+    assert code == 128 + signal.SIGKILL, output
+    for survivor in (0, 2):
+        told = [line for line in output.splitlines() if line.startswith(f"[{survivor}] gossamer: ")]
+        assert len(told) == 1 and "worker 1" in told[0] and "round" in told[0], output
+    assert "Traceback" not in output
+
+    code, output = finish(start(config, tmp_path / "real", resume=True))
+    assert code == 0, output
+    simulate(config, tmp_path / "simulated")
+    assert all(map(torch.equal, parameters(tmp_path / "real", config), parameters(tmp_path / "simulated", config)))
+
+
+def test_a_worker_that_hangs_ends_the_others_within_the_timeout(tmp_path):
+    config = tiny(run__steps=400, run__timeout_s=4, workers=2, topology__name="complete")
+    with start(config, tmp_path / "real") as process:
+        pids = workers_of(process, 2)
+        reaches(tmp_path / "real", 2, 2)
+        os.kill(pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        told = next(line for line in process.stdout if line.startswith("[0] gossamer: "))
+        assert time.monotonic() - began < 4 + 8  # the timeout, and what a busy machine needs to say it
+        assert "worker 1 did not answer for 4 s in round" in told
+        process.send_signal(signal.SIGINT)  # the launcher would wait for the stopped worker a while
+        assert finish(process)[0] != 0
+    assert not os.path.exists(f"/proc/{pids[1]}")
+
+
+def test_workers_with_different_run_files_are_refused_at_the_start(tmp_path):
+    for worker, seed in enumerate((0, 1)):
+        (tmp_path / f"{worker}.toml").write_text(dump(tiny(workers=2, seed=seed, run__timeout_s=30)))
+    code = (
+        "import os, sys; from gossamer.cli import main; "
+        f"sys.exit(main(['train', r'{tmp_path}/' + os.environ['RANK'] + '.toml', '--out', r'{tmp_path}/run']))"
+    )
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        assert run_local(2, [], command=[sys.executable, "-c", code], timeout_s=30) == 2
+    text = errors.getvalue()
+    assert text.count("start all workers with the same run file") == 2, text
+    assert "Traceback" not in text
+
+
+def test_a_world_of_another_size_than_the_run_file_says_is_refused(tmp_path):
+    (tmp_path / "run.toml").write_text(dump(tiny(workers=3)))
+    run = [sys.executable, "-m", "gossamer", "train", str(tmp_path / "run.toml")]
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    result = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.startswith("gossamer: WORLD_SIZE is 2 but the run file says workers = 3"), result.stderr
+    assert json.dumps(result.stderr).count("\\n") == 1

@@ -1,0 +1,25 @@
+"""Run documents that train in a second."""
+
+from typing import Any
+
+from gossamer.config import RunConfig, parse, with_settings
+
+
+def document(**overrides: Any) -> dict[str, Any]:
+    """A tiny run; overrides are dotted keys with double underscores for the dots."""
+    base = {
+        "name": "tiny",
+        "workers": 3,
+        "rule": {"name": "gasloc"},
+        "topology": {"name": "random"},
+        "model": {"size": "0.2m"},
+        "data": {"seq_len": 16, "batch_size": 2},
+        "run": {"steps": 12, "local_steps": 2, "eval_every": 6, "eval_batches": 2, "checkpoint_every": 2, "threads": 1},
+        "record": {"tensorboard": False, "export": False},
+    }
+    return with_settings(base, {key.replace("__", "."): value for key, value in overrides.items()})
+
+
+def tiny(**overrides: Any) -> RunConfig:
+    """The validated tiny run."""
+    return parse(document(**overrides))
