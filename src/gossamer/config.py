@@ -321,6 +321,7 @@ def digest(config: RunConfig) -> str:
     document = _plain(config)
     for key in ("name", "record", "network"):
         document.pop(key)
+    document["data"].pop("cache", None)
     for key in ("eval_every", "eval_batches", "checkpoint_every", "device", "backend", "threads", "compile", "timeout_s"):
         document["run"].pop(key)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

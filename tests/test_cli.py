@@ -1,0 +1,167 @@
+"""The command line: one sentence and exit code 2 for whatever a user can get wrong, and no traceback."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tomli_w
+
+from gossamer.cli import main
+from gossamer.config import dump
+from gossamer.simulate import simulate
+from tiny import document, tiny
+
+
+def run(words, capsys):
+    """Exit code, output and error of one command."""
+    code = main([str(word) for word in words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(words, capsys, *parts):
+    """Asserts that a command is refused in one sentence that holds these parts."""
+    code, _, err = run(words, capsys)
+    told = [line for line in err.splitlines() if "keep this machine busy" not in line]
+    assert code == 2, (code, err)
+    assert len(told) == 1, err
+    assert told[0].startswith("gossamer: ")
+    for part in parts:
+        assert part in told[0], (part, told[0])
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps(document()))
+    return path
+
+
+WRONG = {
+    "an unknown key": (["rule.momentun=0.5"], ["momentun", "did you mean 'momentum'"]),
+    "an unknown section": (["modle.size=1m"], ["modle", "did you mean 'model'"]),
+    "an unknown rule": (["rule.name=dilco"], ["dilco", "did you mean 'diloco'"]),
+    "an unknown topology": (["topology.name=rnig"], ["rnig", "did you mean 'ring'"]),
+    "an impossible pairing": (["rule.name=diloco"], ["'diloco' on topology 'random'", "complete"]),
+    "gradients with a local phase": (["rule.name=data_parallel", "topology.name=complete"], ["local_steps = 2", "local_steps = 1"]),
+    "an option out of range": (["rule.momentum=1.5"], ["1.5", "[0, 1)"]),
+    "a value of another type": (["workers='three'"], ["workers is 'three'", "a whole number"]),
+    "no workers": (["workers=0"], ["workers is 0", "at least 1"]),
+    "steps that do not divide": (["run.steps=13"], ["13", "not a multiple"]),
+    "local steps for other workers": (["run.local_steps=[1,2]"], ["2 entries for 3 workers"]),
+    "a topology for other numbers": (["topology.name=hypercube"], ["hypercube", "3"]),
+    "too many peers": (["topology.peers=3"], ["peers", "3"]),
+    "missing data": (["data.source=/nowhere/at/all.txt"], ["/nowhere/at/all.txt"]),
+    "a model of no known size": (["model.size=7b"], ["7b", "1b"]),
+    "an inner optimizer that is not there": (["inner.optimizer=lion"], ["lion", "adamw"]),
+    "a setting without a value": (["rule.lr"], ["rule.lr", "key=value"]),
+    "a network without bandwidth": (["network.slow.uplink_bps=0", "network.slow.downlink_bps=1"], ["uplink_bps", "above 0"]),
+    "a table where a value belongs": (["seed.x=1"], ["seed"]),
+}
+
+
+@pytest.mark.parametrize(("settings", "parts"), WRONG.values(), ids=WRONG.keys())
+def test_what_cannot_work_is_said_in_one_sentence(settings, parts, run_file, tmp_path, capsys):
+    words = [word for one in settings for word in ("--set", one)]
+    refused(["simulate", run_file, "--out", tmp_path / "run", *words], capsys, *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_empty_data_and_text_that_is_too_short_are_refused(run_file, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("hello")
+    for name in ("empty.txt", "short.txt"):
+        refused(["simulate", run_file, "--set", f"data.source={tmp_path / name}", "--out", tmp_path / "run"], capsys)
+
+
+def test_a_missing_or_broken_run_file_is_refused(tmp_path, capsys):
+    refused(["simulate", tmp_path / "none.toml"], capsys, "none.toml", "there is no run file")
+    (tmp_path / "broken.toml").write_text("workers = [")
+    refused(["simulate", tmp_path / "broken.toml"], capsys, "broken.toml", "not TOML")
+    refused(["simulate"], capsys, "no run file")
+    refused(["train", tmp_path / "broken.toml", "--local", "3"], capsys, "not TOML")
+
+
+def test_local_workers_other_than_the_run_file_says_are_refused(run_file, capsys):
+    refused(["train", run_file, "--local", "5"], capsys, "--local 5", "workers = 3")
+
+
+def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
+    config = tiny(run__steps=4)
+    simulate(config, tmp_path / "run")
+    for tensors in (tmp_path / "run" / "checkpoints").glob("*/worker-001.safetensors"):
+        data = bytearray(tensors.read_bytes())
+        data[len(data) // 2] ^= 1
+        tensors.write_bytes(bytes(data))
+    refused(["simulate", "--resume", tmp_path / "run"], capsys, "worker-001.safetensors")
+    (tmp_path / "run" / "run.toml").write_text(dump(tiny(run__steps=4, seed=7)))
+    refused(["simulate", "--resume", tmp_path / "run"], capsys, "checkpoint")
+    refused(["evaluate", tmp_path / "run"], capsys, "snapshots of all 3 workers")
+    refused(["evaluate", tmp_path / "nowhere"], capsys, "nowhere")
+
+
+def test_a_loss_that_is_not_a_number_ends_in_a_sentence(run_file, tmp_path, capsys):
+    words = ["--set", "inner.optimizer=sgd", "--set", "inner.lr=1e18", "--set", "inner.warmup_steps=0"]
+    refused(["simulate", run_file, "--out", tmp_path / "run", *words], capsys, "inner step", "nan", "worker")
+
+
+def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsys):
+    experiment = document(run__steps=4, record__export=True)
+    experiment["network"] = {"even": {"uplink_bps": 1e8, "downlink_bps": 1e8, "step_s": 0.1}}
+    experiment["variant"] = [
+        {"label": "pairs"},
+        {"label": "everyone", "rule": {"name": "diloco"}, "topology": {"name": "complete"}},
+    ]
+    experiment["sweep"] = {"inner.lr": [1e-3, 2e-3]}
+    (tmp_path / "experiment.toml").write_text(tomli_w.dumps(experiment))
+    code, out, _ = run(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys)
+    assert code == 0
+    folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert folders == ["everyone-lr=0.001", "everyone-lr=0.002", "pairs-lr=0.001", "pairs-lr=0.002"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "pairs lr=0.001" in page and "http://" not in page.replace("http://www.w3.org", "")
+    for name in ("run.toml", "trace.jsonl", "metrics.jsonl", "sample.txt", "model", "checkpoints"):
+        assert (tmp_path / "out" / "pairs-lr=0.001" / name).exists(), name
+    refused(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys, "is there already")
+
+
+def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
+    simulate(tiny(run__steps=4), tmp_path / "run")
+    (tmp_path / "network.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\n")
+    code, out, _ = run(["price", tmp_path / "run", tmp_path / "network.toml"], capsys)
+    assert code == 0 and "2 rounds of 3 workers" in out
+    code, out, _ = run(["report", tmp_path / "run", "--out", tmp_path / "page.html"], capsys)
+    assert code == 0 and (tmp_path / "page.html").exists()
+    refused(["price", tmp_path / "run", tmp_path / "none.toml"], capsys, "none.toml")
+    refused(["report", tmp_path / "nothing"], capsys, "nothing")
+
+
+def test_topology_shows_gap_condition_stability_and_the_graph(capsys):
+    code, out, _ = run(["topology", "random", "--workers", 8, "--momentum", 0.8], capsys)
+    assert code == 0
+    for part in ("0.968", "1.03", "0.859", "gap"):
+        assert part in out, (part, out)
+    code, out, _ = run(["topology", "ring", "--workers", 8, "--set", "edge_weight=1.0"], capsys)
+    assert code == 0 and "6.83" in out
+    refused(["topology", "rnig"], capsys, "did you mean 'ring'")
+
+
+def test_list_shows_every_row(capsys):
+    from gossamer.codecs import CODECS
+    from gossamer.rules import RULES
+    from gossamer.topology import TOPOLOGIES
+
+    code, out, _ = run(["list"], capsys)
+    assert code == 0
+    assert all(name in out for name in [*RULES, *TOPOLOGIES, *CODECS])
+
+
+def test_help_answers_without_importing_torch():
+    code = (
+        "import sys\nfrom gossamer.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
+        "    assert end.code == 0\nassert 'torch' not in sys.modules\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert "simulate" in result.stdout and json.dumps(result.stderr) == '""'
