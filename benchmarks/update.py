@@ -78,7 +78,10 @@ def main() -> None:
             for kernel in (PLAIN, compiled()):
                 run, touched = update(rule, kernel, numel)
                 ratios.append(touched / median_s(run, args.repeats) / copied)
-            print(f"{numel:>12,} {name:<14} {ratios[0]:>8.2f} {ratios[1]:>9.2f}   copy {copied / 1e9:.1f} GB/s", flush=True)
+            print(
+                f"{numel:>12,} {name:<14} {ratios[0]:>8.2f} {ratios[1]:>9.2f}   copy {copied / 1e9:.1f} GB/s",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,12 @@ def main() -> None:
 
     # A plain script: some model, some data, some optimizer.
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        use_cache=False,
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

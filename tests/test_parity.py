@@ -23,7 +23,12 @@ from gossamer.tree import leaves
 
 N, ROUNDS = 4, 5
 VARIANTS = {  # options beside the defaults that take another path through the update
-    "gasloc": [{}, {"form": "published", "momentum": 0.3}, {"lr": 1.0, "alpha": 0.5}, {"optimizer": "heavy_ball", "momentum": 0.3}],
+    "gasloc": [
+        {},
+        {"form": "published", "momentum": 0.3},
+        {"lr": 1.0, "alpha": 0.5},
+        {"optimizer": "heavy_ball", "momentum": 0.3},
+    ],
     "diloco": [{}, {"optimizer": "heavy_ball"}, {"optimizer": "sgd"}],
 }
 
@@ -43,7 +48,9 @@ def cases(full):
     for k, (rule, options, topology) in enumerate(pairings()):
         gradients = RULES[rule]().site == "gradients"
         for steps in [1] if gradients else [2, [2, 1, 2, 1]] if full else [[2, [2, 1, 2, 1]][k % 2]]:
-            name = "-".join([rule, *map(str, options.values()), topology, "uneven" if isinstance(steps, list) else "even"])
+            name = "-".join(
+                [rule, *map(str, options.values()), topology, "uneven" if isinstance(steps, list) else "even"]
+            )
             found[name] = {
                 "workers": N,
                 "rule": {"name": rule, **options},
@@ -58,7 +65,11 @@ def cases(full):
         return found
     cover, seen = {}, set()
     for name, document in found.items():
-        marks = {str(document["rule"]), document["topology"]["name"], (document["rule"]["name"], name.rpartition("-")[2])}
+        marks = {
+            str(document["rule"]),
+            document["topology"]["name"],
+            (document["rule"]["name"], name.rpartition("-")[2]),
+        }
         if not marks <= seen:
             seen |= marks
             cover[name] = document

@@ -167,7 +167,9 @@ def test_an_empty_graph_makes_gasloc_n_independent_outer_loops():
     nobody = topology._replace(mixing=lambda round, alive=None: topology.mixing(round, frozenset()))
     xs, _ = play(gasloc(), nobody, start, 8, drift)
     for i in range(n):
-        expected = torch_outer(start[i], [-drift(i, t, start[i]) for t in range(8)], lr=0.7, momentum=0.7, nesterov=True)
+        expected = torch_outer(
+            start[i], [-drift(i, t, start[i]) for t in range(8)], lr=0.7, momentum=0.7, nesterov=True
+        )
         torch.testing.assert_close(xs[i], expected)
 
 

@@ -77,7 +77,9 @@ def test_uneven_local_steps_and_non_iid_shards_train_and_compute_each_worker_its
 
 
 def test_training_lowers_the_loss_on_text_that_was_held_out(tmp_path):
-    config = tiny(run__steps=30, run__local_steps=5, run__eval_every=5, inner__lr=8e-3, data__batch_size=8, data__seq_len=32)
+    config = tiny(
+        run__steps=30, run__local_steps=5, run__eval_every=5, inner__lr=8e-3, data__batch_size=8, data__seq_len=32
+    )
     simulate(config, tmp_path / "run")
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
     assert losses[0] > 4.2 and losses[-1] < 3.7
@@ -85,11 +87,19 @@ def test_training_lowers_the_loss_on_text_that_was_held_out(tmp_path):
 
 def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_path):
     """Gradients averaged over three workers are those of one worker that accumulates three micro-batches."""
-    options = {"rule__name": "data_parallel", "topology__name": "complete", "run__local_steps": 1, "run__steps": 4, "inner__optimizer": "sgd"}
+    options = {
+        "rule__name": "data_parallel",
+        "topology__name": "complete",
+        "run__local_steps": 1,
+        "run__steps": 4,
+        "inner__optimizer": "sgd",
+    }
     three = tiny(**options)
     simulate(three, tmp_path / "three")
     assert all(torch.equal(vectors(tmp_path / "three", three)[0], x) for x in vectors(tmp_path / "three", three))
-    local = tiny(**{**options, "rule__name": "local_sgd"})  # with SGD, averaging after one step is averaging the gradients
+    local = tiny(
+        **{**options, "rule__name": "local_sgd"}
+    )  # with SGD, averaging after one step is averaging the gradients
     simulate(local, tmp_path / "local")
     torch.testing.assert_close(
         vectors(tmp_path / "three", three)[0], vectors(tmp_path / "local", local)[0], rtol=1e-5, atol=1e-6
@@ -155,5 +165,3 @@ def test_resuming_without_a_checkpoint_or_over_another_run_is_refused(tmp_path):
 def test_alpha_auto_settles_on_a_stable_step(tmp_path, caplog):
     simulate(tiny(run__steps=2, workers=8, rule__alpha="auto", rule__momentum=0.9), tmp_path / "run")
     assert "momentum" not in caplog.text
-
-

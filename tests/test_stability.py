@@ -263,7 +263,7 @@ def test_every_topology_can_be_described(name: str, n: int) -> None:
     expected = stability(Consensus(0.8, 0.6, "post"), topology)
     (line,) = (line for line in said.split("\n") if '"post"' in line)
     assert f"x {expected.radius:.3f}" in line and f" {expected.variance:.3g} " in line
-    assert ("spectral gap" in said) == topology.static
+    assert "spectral gap" in said
 
 
 @pytest.mark.parametrize("wrong", [{"alpha": 0.0, "gamma": 0.5}, {"alpha": 1.0, "gamma": 1.0}])

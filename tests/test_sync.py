@@ -16,7 +16,11 @@ from rounds import layout, play, random_drift, random_vectors, serially
 ODD = 2 * sync.PLAIN.chunk + 17
 
 
-@pytest.mark.parametrize("rule", [gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco()], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    "rule",
+    [gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco()],
+    ids=lambda r: r.name,
+)
 @pytest.mark.parametrize("other", ["small chunks", "whole", "compiled"])
 def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, other):
     kernel = {
@@ -61,7 +65,9 @@ def test_sums_of_half_precision_messages_are_taken_in_fp32():
 @pytest.mark.parametrize("name", RULES)
 def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name):
     n, numel, rule = 5, 103, RULES[name]()
-    topology = make_topology("complete" if rule.needs == "everyone" else "random", n, **({} if rule.needs == "everyone" else {"peers": 2}))
+    topology = make_topology(
+        "complete" if rule.needs == "everyone" else "random", n, **({} if rule.needs == "everyone" else {"peers": 2})
+    )
     network, carried = MemoryNetwork(n), {}
 
     def count(i, transport):
@@ -72,7 +78,9 @@ def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name):
             carried[key] = carried.get(key, 0) + sum(f.numel() * f.element_size() for f in frames)
             post(ticket, peer, frames)
 
-        return type("Counting", (), {"__getattr__": lambda self, a: counting if a == "post" else getattr(transport, a)})()
+        return type(
+            "Counting", (), {"__getattr__": lambda self, a: counting if a == "post" else getattr(transport, a)}
+        )()
 
     xs = random_vectors(n, numel, dtype=torch.float32)
     mixing = topology.mixing(0)
@@ -127,7 +135,15 @@ def test_a_directed_round_needs_no_answer_from_whoever_was_told():
     network, rule = MemoryNetwork(3), RULES["gossip"]()
     transports = [network.transport(i) for i in range(3)]
     exchanges = [
-        sync.begin(rule, exact(), mixing, transports[i], sync.Part(x, (), layout(4)), Context(i, 3, 0, 1, 0.5, layout(4)), seed=0)
+        sync.begin(
+            rule,
+            exact(),
+            mixing,
+            transports[i],
+            sync.Part(x, (), layout(4)),
+            Context(i, 3, 0, 1, 0.5, layout(4)),
+            seed=0,
+        )
         for i, x in enumerate(xs)
     ]
     drive(exchanges, transports, serially)

@@ -46,7 +46,9 @@ def workers_of(process, n, deadline_s=60):
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
         found = {}
-        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+        children = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+        ).stdout
         for pid in map(int, children.split()):
             with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/environ").read_text()
@@ -68,7 +70,9 @@ def reaches(folder, workers, finished, deadline_s=60):
 
 
 def parameters(folder, config):
-    return [checkpoint.load(folder / "checkpoints", config.rounds, w, digest(config))["x"] for w in range(config.workers)]
+    return [
+        checkpoint.load(folder / "checkpoints", config.rounds, w, digest(config))["x"] for w in range(config.workers)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +89,13 @@ def finished(tmp_path_factory):
 def test_a_real_run_leaves_what_its_simulation_leaves(finished):
     root, config, output = finished
     assert all(map(torch.equal, parameters(root / "real", config), parameters(root / "simulated", config)))
-    own = {(line["worker"], line["round"]): line["loss"] for line in read_metrics(root / "real") if line["kind"] == "train"}
+    own = {
+        (line["worker"], line["round"]): line["loss"] for line in read_metrics(root / "real") if line["kind"] == "train"
+    }
     simulated = {
-        (line["worker"], line["round"]): line["loss"] for line in read_metrics(root / "simulated") if line["kind"] == "train"
+        (line["worker"], line["round"]): line["loss"]
+        for line in read_metrics(root / "simulated")
+        if line["kind"] == "train"
     }
     assert own == simulated
     for ours, theirs in zip(read_trace(root / "real").messages, read_trace(root / "simulated").messages, strict=True):
@@ -126,7 +134,7 @@ def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_th
     os.kill(pids[1], signal.SIGKILL)
     began = time.monotonic()
     code, output = finish(process)
-    assert time.monotonic() - began < 8 + 12
+    assert time.monotonic() - began < 8 + 25  # what the launcher allows for the others, and a busy machine
     assert code == 128 + signal.SIGKILL, output
     for survivor in (0, 2):
         told = [line for line in output.splitlines() if line.startswith(f"[{survivor}] gossamer: ")]

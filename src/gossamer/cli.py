@@ -46,7 +46,8 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gossamer", description="Pretrain language models over slow, uneven networks: gossip, local steps, outer optimizers."
+        prog="gossamer",
+        description="Pretrain language models over slow, uneven networks: gossip, local steps, outer optimizers.",
     )
     parser.add_argument("--version", action="version", version=f"gossamer {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -58,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
 
     def run_file(sub: argparse.ArgumentParser) -> None:
         sub.add_argument("file", nargs="?", type=Path, help="run file (TOML)")
-        sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5")
+        sub.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5"
+        )
         sub.add_argument("--out", type=Path, help="run folder (default: runs/NAME)")
 
     sub = command("simulate", _simulate, "Train all workers of a run in this process.")
@@ -67,27 +70,37 @@ def _parser() -> argparse.ArgumentParser:
 
     sub = command("train", _train, "Train one real worker per process, under torchrun or with --local N.")
     run_file(sub)
-    sub.add_argument("--resume", type=Path, metavar="RUN", help="continue this run folder from the newest round that all own")
+    sub.add_argument(
+        "--resume", type=Path, metavar="RUN", help="continue this run folder from the newest round that all own"
+    )
     sub.add_argument("--local", type=int, metavar="N", help="start N worker processes on this machine")
 
     sub = command("compare", _compare, "Simulate every variant of an experiment file and write one table and report.")
     run_file(sub)
     sub.add_argument("--seeds", default="", metavar="0,1,2", help="run every variant with each of these seeds")
 
-    sub = command("evaluate", _evaluate, "Form the mean model of a run from snapshots of one round, score and export it.")
+    sub = command(
+        "evaluate", _evaluate, "Form the mean model of a run from snapshots of one round, score and export it."
+    )
     sub.add_argument("folder", type=Path, metavar="RUN")
     sub.add_argument("--round", type=int, help="number of finished rounds (default: the newest that all workers own)")
 
-    sub = command("topology", _topology, "Show a topology: graph, spectral gap, chi, and the stability of gossip on it.")
+    sub = command(
+        "topology", _topology, "Show a topology: graph, spectral gap, chi, and the stability of gossip on it."
+    )
     sub.add_argument("name")
     sub.add_argument("--workers", type=int, default=8)
     sub.add_argument("--momentum", type=float, default=0.7, help="outer momentum gamma")
     sub.add_argument("--alpha", type=float, default=1.0, help="gossip step")
     sub.add_argument("--round", type=int, default=0, help="the round to draw")
     sub.add_argument("--seed", type=int, default=0)
-    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="option of the topology, such as peers=2")
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="option of the topology, such as peers=2"
+    )
 
-    sub = command("price", _price, "Price a recorded run on a network: wall-clock and utilisation, without training again.")
+    sub = command(
+        "price", _price, "Price a recorded run on a network: wall-clock and utilisation, without training again."
+    )
     sub.add_argument("folder", type=Path, metavar="RUN")
     sub.add_argument("network", type=Path, help="network file (TOML)")
 
@@ -105,7 +118,9 @@ def _run(args: argparse.Namespace) -> "tuple[RunConfig, Path]":
 
     if args.resume is not None:
         if args.file is not None or args.set:
-            raise ConfigError(f"--resume got '{args.resume}' and a run file or --set; a run resumes as it is: give --resume alone")
+            raise ConfigError(
+                f"--resume got '{args.resume}' and a run file or --set; a run resumes as it is: give --resume alone"
+            )
         return parse(load(args.resume / "run.toml")), args.resume
     if args.file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
@@ -133,7 +148,13 @@ def _train(args: argparse.Namespace) -> int:
         if args.resume is not None:
             words = ["train", "--resume", str(folder)]
         else:
-            words = ["train", str(args.file), "--out", str(folder), *(word for one in args.set for word in ("--set", one))]
+            words = [
+                "train",
+                str(args.file),
+                "--out",
+                str(folder),
+                *(word for one in args.set for word in ("--set", one)),
+            ]
         return run_local(args.local, words, timeout_s=config.run.timeout_s)
     from gossamer.train import train
 
@@ -143,7 +164,9 @@ def _train(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> None:
     if args.file is None:
-        raise ConfigError("no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml")
+        raise ConfigError(
+            "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
+        )
     from gossamer.config import load, settings, variants
     from gossamer.record import Progress
     from gossamer.simulate import simulate
@@ -159,7 +182,9 @@ def _compare(args: argparse.Namespace) -> None:
     folders = {label: out / _file_name(label) for label, _ in runs}
     for label, folder in folders.items():
         if folder.exists():
-            raise ConfigError(f"'{folder}' of variant '{label}' is there already; name another folder with --out, or remove it")
+            raise ConfigError(
+                f"'{folder}' of variant '{label}' is there already; name another folder with --out, or remove it"
+            )
     for label, config in runs:
         with Progress(config.rounds, config.record.print_every) as progress:
             simulate(config, folders[label], progress=progress)
@@ -194,7 +219,9 @@ def _evaluate(args: argparse.Namespace) -> None:
 
     round, result = evaluate(args.folder, args.round)
     worst = max(result.worker_losses)
-    print(f"round {round}: mean model {result.loss:.4f} nats, worst worker {worst:.4f}, disagreement {result.disagreement:.3g}")
+    print(
+        f"round {round}: mean model {result.loss:.4f} nats, worst worker {worst:.4f}, disagreement {result.disagreement:.3g}"
+    )
     print(f"mean model: {args.folder / 'model'}")
 
 
@@ -215,7 +242,9 @@ def _price(args: argparse.Namespace) -> None:
 
     trace = read_trace(args.folder)
     timeline = price(trace, read_network(args.network))
-    print(f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, utilisation {timeline.mean_utilisation:.1%}")
+    print(
+        f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, utilisation {timeline.mean_utilisation:.1%}"
+    )
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -106,7 +106,9 @@ class RunConfig:
             raise ConfigError(f"workers is {self.workers}; it must be at least 1")
         h = self.run.local_steps
         if isinstance(h, tuple) and len(h) != self.workers:
-            raise ConfigError(f"run.local_steps has {len(h)} entries for {self.workers} workers; give one number, or one per worker")
+            raise ConfigError(
+                f"run.local_steps has {len(h)} entries for {self.workers} workers; give one number, or one per worker"
+            )
 
     def local_steps(self, worker: int) -> int:
         """Inner steps per round of one worker (H_i)."""
@@ -146,7 +148,9 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, An
     if not path.is_file():
         raise ConfigError(f"there is no run file '{path}'; give the path of a TOML file, such as configs/demo.toml")
     if path.stat().st_size > 1 << 20:
-        raise ConfigError(f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: is it the right file?")
+        raise ConfigError(
+            f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: is it the right file?"
+        )
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -322,6 +326,15 @@ def digest(config: RunConfig) -> str:
     for key in ("name", "record", "network"):
         document.pop(key)
     document["data"].pop("cache", None)
-    for key in ("eval_every", "eval_batches", "checkpoint_every", "device", "backend", "threads", "compile", "timeout_s"):
+    for key in (
+        "eval_every",
+        "eval_batches",
+        "checkpoint_every",
+        "device",
+        "backend",
+        "threads",
+        "compile",
+        "timeout_s",
+    ):
         document["run"].pop(key)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

@@ -80,7 +80,9 @@ def publish(config: RunConfig, corpus: Corpus, x: Tensor, folder: Path) -> None:
     model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
     attach(model, layout_of(model)).copy_(x)
     export(model, folder / "model", corpus.tokenizer)
-    text = sample(model, corpus.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed)
+    text = sample(
+        model, corpus.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed
+    )
     atomic_write(folder / "sample.txt", text.encode())
 
 
@@ -105,7 +107,9 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     corpus = open_corpus(config.data, config.workers, config.seed)
     probe = Probe(config, corpus, torch.device("cpu"))
     result = assess(vectors, lambda models: [probe.loss(x) for x in models])
-    if not any(line["kind"] == "eval" and line["round"] == newest - 1 and "loss" in line for line in read_metrics(folder)):
+    if not any(
+        line["kind"] == "eval" and line["round"] == newest - 1 and "loss" in line for line in read_metrics(folder)
+    ):
         with (folder / "metrics-evaluated.jsonl").open("a", encoding="utf-8") as file:
             line = {"kind": "eval", "round": newest - 1, "step": newest * config.full_steps, **result._asdict()}
             file.write(json_line(line))

@@ -40,7 +40,9 @@ def layout_of(model: nn.Module) -> Layout:
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
-        raise ConfigError(f"{type(model).__name__} has 0 trainable parameters; at least one is needed to have anything to send")
+        raise ConfigError(
+            f"{type(model).__name__} has 0 trainable parameters; at least one is needed to have anything to send"
+        )
     kinds = {(p.dtype, p.device) for _, p in named}
     if len(kinds) > 1:
         raise ConfigError(

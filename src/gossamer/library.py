@@ -18,7 +18,7 @@ from gossamer.rules import Context, Rule
 from gossamer.sync import Exchange
 from gossamer.topology import Topology, make_topology
 from gossamer.transport import Transport
-from gossamer.transport.group import GroupTransport
+from gossamer.transport.group import GroupTransport, hang_up
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
 
@@ -74,9 +74,13 @@ class Outer:
         self.local_steps, self.seed = local_steps, seed
         self.worker, self.n = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if not isinstance(topology, Topology):
-            topology = make_topology(topology or ("complete" if rule.needs == "everyone" else "random"), self.n, seed=seed)
+            topology = make_topology(
+                topology or ("complete" if rule.needs == "everyone" else "random"), self.n, seed=seed
+            )
         if topology.n != self.n:
-            raise ConfigError(f"the topology '{topology.name}' is for {topology.n} workers and the process group has {self.n}")
+            raise ConfigError(
+                f"the topology '{topology.name}' is for {topology.n} workers and the process group has {self.n}"
+            )
         self.topology, self.codec = topology, codec or exact()
         self.rule = stability.settle(rule, topology)
         sync.check(self.rule, topology, self.codec)
@@ -86,6 +90,7 @@ class Outer:
         self.x = attach(model, self.layout)
         self.rounds = self.steps = 0
         self._kernel = sync.compiled() if compile else sync.PLAIN
+        self._group: dist.ProcessGroup | None = None
         self._transport = self._join(timeout_s)
         self.state = self.rule.init(self.x)
         self._exchange: Exchange | None = None
@@ -123,14 +128,20 @@ class Outer:
         self.rounds, self.steps = state["rounds"], state["steps"]
 
     def close(self) -> None:
-        """Ends the outer loop; the process group stays yours."""
+        """Ends the outer loop and its connections; the process group you made stays yours."""
         self._exchange = None
         self._transport.close()
+        if self._group is not None and dist.is_initialized():
+            hang_up(self._group)
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def __enter__(self) -> "Outer":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _begin(self) -> Exchange:
@@ -146,8 +157,19 @@ class Outer:
         if not dist.is_initialized():
             return MemoryNetwork(1).transport(0)
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]  # has no public name
-        common = (self.layout, self.rule.name, self.rule.options, self.topology.name, self.topology.options, self.codec.name, self.seed)
+        common = (
+            self.layout,
+            self.rule.name,
+            self.rule.options,
+            self.topology.name,
+            self.topology.options,
+            self.codec.name,
+            self.seed,
+        )
         digest = hashlib.sha256(repr(common).encode()).hexdigest()[:16]
         agree(Member(self.worker, self.n, self.x.device, store), digest, timeout_s=timeout_s)
         dist.broadcast(self.x, src=0)
-        return GroupTransport(store, run=int(digest, 16), timeout_s=timeout_s, device=self.x.device)
+        self._group = dist.new_group()  # connections of our own, which `close` may close
+        return GroupTransport(
+            store, run=int(digest, 16), timeout_s=timeout_s, device=self.x.device, group=self._group
+        )  # fmt: skip

@@ -39,7 +39,9 @@ class Result(NamedTuple):
 
     final: Assessment
     tokens: int
-    wall_s: float
+    """Of all workers together, those of the rounds before a resume included."""
+    tokens_per_s: float
+    """Of the rounds that ran here: local phases and exchanges, without validation and checkpoints."""
 
 
 @contextlib.contextmanager
@@ -77,7 +79,9 @@ def simulate(
     Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
     """
     m = method(config)
-    device = torch.device("cuda" if config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available()) else "cpu")
+    device = torch.device(
+        "cuda" if config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available()) else "cpu"
+    )
     corpus = open_corpus(config.data, config.workers, config.seed)
     n, key, store = config.workers, digest(config), folder / "checkpoints"
     probe = Probe(config, corpus, device)
@@ -86,12 +90,14 @@ def simulate(
     network = MemoryNetwork(n)
     transports = [network.transport(i) for i in range(n)]
     full = config.full_steps
-    start, began = 0, time.perf_counter()
+    start, busy_s = 0, 0.0
 
     if resume:
         newest = checkpoint.newest_common([checkpoint.rounds(store, i, key) for i in range(n)])
         if newest is None:
-            raise CheckpointError(f"'{store}' has no checkpoint of all {n} workers to resume from; start without --resume")
+            raise CheckpointError(
+                f"'{store}' has no checkpoint of all {n} workers to resume from; start without --resume"
+            )
         for worker in workers:
             worker.restore(checkpoint.load(store, newest, worker.index, key))
         start = newest
@@ -111,6 +117,7 @@ def simulate(
 
         tokens, final = start * sum(w.local_steps for w in workers) * config.step_tokens, None
         for round in range(start, config.rounds):
+            began = time.perf_counter()
             mixing = m.topology.mixing(round)
             exchanges = [
                 sync.begin(
@@ -122,6 +129,7 @@ def simulate(
             phases: list[LocalPhase] = each(lambda w: w.local_phase(round), workers)
             operations = sync.drive(exchanges, transports, each)
             each(lambda w: w.apply(round), workers)
+            busy_s += time.perf_counter() - began
 
             finished = round + 1
             tokens += sum(phase.tokens for phase in phases)
@@ -147,4 +155,5 @@ def simulate(
             final = assess(list(stacked), lambda models: each(score, models))
         if until is None and config.record.export:
             publish(config, corpus, mean_of(list(stacked)), folder)
-    return Result(final, tokens, time.perf_counter() - began)
+    trained = tokens - start * sum(w.local_steps for w in workers) * config.step_tokens
+    return Result(final, tokens, trained / busy_s if busy_s else 0.0)

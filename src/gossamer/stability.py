@@ -177,6 +177,7 @@ def describe(topology: Topology, *, alpha: float, gamma: float) -> str:
     >>> from gossamer.topology import random
     >>> print(describe(random(8), alpha=1.0, gamma=0.5))
     symmetric, doubly stochastic, psd, exchangeable
+    spectral gap of the mean round 0.5714, condition number of its Laplacian 1
     <BLANKLINE>
     momentum 0.5, gossip step 1     disagreement   steady     largest stable   best step for
                                     per round      variance   momentum         this momentum
@@ -193,25 +194,39 @@ def describe(topology: Topology, *, alpha: float, gamma: float) -> str:
     if topology.exact_rounds:
         facts.append(f"exact after {topology.exact_rounds} round{'s' * (topology.exact_rounds > 1)}")
     lines = [", ".join(facts)]
-    if topology.static:
-        w = matrix(topology.mixing(0))
-        chi = f", condition number of the Laplacian {laplacian_condition(w):.4g}" if topology.symmetric else ""
-        lines.append(f"spectral gap {spectral_gap(w):.4g}{chi}")
+    if topology.period is not None or topology.exchangeable:
+        w = _mean_matrix(topology)
+        of = "" if topology.static else " of the mean round"
+        chi = f", condition number of its Laplacian {laplacian_condition(w):.4g}" if topology.symmetric else ""
+        lines.append(f"spectral gap{of} {spectral_gap(w):.4g}{chi}")
 
-    def row(title: str, site: Site, momentum: float, limit: str) -> tuple[str, ...]:
+    def limit(site: Site) -> str:
+        found = largest_stable_gamma(alpha, site, topology)
+        return "none" if math.isnan(found) else f"{found:.3f}"
+
+    def row(title: str, site: Site, momentum: float, largest: str) -> tuple[str, ...]:
         found = stability(Consensus(alpha, momentum, site), topology)
         step = f"{best_alpha(momentum, site, topology):g}"
-        return title, f"x {found.radius:.3f}", f"{found.variance:.3g}", limit, step
+        return title, f"x {found.radius:.3f}", f"{found.variance:.3g}", largest, step
 
     table = [
         (f"momentum {gamma:g}, gossip step {alpha:g}", "disagreement", "steady", "largest stable", "best step for"),
         ("", "per round", "variance", "momentum", "this momentum"),
-        row('after mixing (site "post")', "post", gamma, f"{largest_stable_gamma(alpha, 'post', topology):.3f}"),
-        row('before mixing (site "pre")', "pre", gamma, f"{largest_stable_gamma(alpha, 'pre', topology):.3f}"),
+        row('after mixing (site "post")', "post", gamma, limit("post")),
+        row('before mixing (site "pre")', "pre", gamma, limit("pre")),
         row("without momentum", "post", 0.0, ""),
     ]
     lines += ["", *(f"{a:<31} {b:<14} {c:<10} {d:<16} {e}" for a, b, c, d, e in table)]
     return "\n".join(lines)
+
+
+def _mean_matrix(topology: Topology) -> NDArray[np.float64]:
+    """The mean mixing matrix over a period, or over the law of exchangeable rounds, which is a multiple of I plus one of J."""
+    if topology.period is not None:
+        return np.mean([matrix(topology.mixing(t)) for t in range(topology.period)], axis=0)
+    n, w = topology.n, matrix(topology.mixing(0))
+    a = (np.trace(w) - 1) / (n - 1) if n > 1 else 0.0  # the trace is the same for each draw
+    return a * np.eye(n) + (1 - a) * np.ones((n, n)) / n
 
 
 def _analysis(topology: Topology) -> Analysis:

@@ -72,7 +72,9 @@ def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple
             "use a static topology such as 'ring'"
         )
     if rule.needs == "tree" and not topology.tree:
-        raise PairingError(f"{got} cannot work: '{rule.name}' relays sums along a tree; use topology 'star' or another tree")
+        raise PairingError(
+            f"{got} cannot work: '{rule.name}' relays sums along a tree; use topology 'star' or another tree"
+        )
     if rule.needs == "connected" and not topology.doubly_stochastic:
         raise PairingError(
             f"{got} cannot work: '{rule.name}' would drift, as the weights heard from each worker do not sum to one; "
@@ -84,7 +86,9 @@ def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple
             "set run.local_steps = 1, or take a rule with a local phase such as 'diloco'"
         )
     if rule.consensus is not None and math.isnan(rule.consensus.alpha):
-        raise PairingError(f"{got} still has alpha = 'auto'; settle it for the topology with gossamer.settle(rule, topology)")
+        raise PairingError(
+            f"{got} still has alpha = 'auto'; settle it for the topology with gossamer.settle(rule, topology)"
+        )
 
 
 def begin(
@@ -119,7 +123,10 @@ def hear_and_recv(
     """Hears the others, numbered by their place in the row, and writes the outer update into `x` and `s`."""
     old = [x, *leaves(s), *leaves(told)]
     # A rule may keep an input as new state, the old anchor as "previous" say: save it before it is written over.
-    new = [t.clone() if any(t is kept for kept in old) else t for t in _updated(rule, hear, x, s, told, others, i, row, ctx)]
+    new = [
+        t.clone() if any(t is kept for kept in old) else t
+        for t in _updated(rule, hear, x, s, told, others, i, row, ctx)
+    ]
     for target, value in zip([x, *leaves(s)], new, strict=True):
         target.copy_(value)
 
@@ -142,7 +149,9 @@ def compiled() -> Kernel:
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise ConfigError(f"run.compile = true needs a C++ compiler and '{compiler}' is not there; install it or set false")
+        raise ConfigError(
+            f"run.compile = true needs a C++ compiler and '{compiler}' is not there; install it or set false"
+        )
     one = torch.ones(())
 
     def fused(rule: Rule, hear: Hear, x: Tensor, s: Tree, *rest: Any) -> None:

@@ -71,9 +71,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
     transport = GroupTransport(member.store, run=int(key, 16), timeout_s=config.run.timeout_s, device=member.device)
     board = Board(member.store, worker.index, config.workers, patience_s=min(2.0, config.run.timeout_s / 4))
     reduce = all_reduce(config.run.timeout_s) if config.run.mean == "all_reduce" else None
-    record = RunFolder(
-        folder, dump(config), config.record, worker=worker.index, resume_round=start if resume else None
-    )
+    record = RunFolder(folder, dump(config), config.record, worker=worker.index, resume_round=start if resume else None)
     with record:
         for round in range(start, config.rounds):
             mixing = m.topology.mixing(round)
@@ -87,12 +85,16 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
 
             finished = round + 1
             step, tokens = finished * worker.local_steps, finished * phase.tokens
-            record.log("train", round=round, worker=worker.index, step=step, loss=phase.loss, lr=phase.lr, tokens=tokens)
+            record.log(
+                "train", round=round, worker=worker.index, step=step, loss=phase.loss, lr=phase.lr, tokens=tokens
+            )
             record.log_trace(Entry(round, worker.index, worker.local_steps, phase.compute_s, (operation,)))
             if config.due(config.run.eval_every, finished):
                 own = probe.loss(worker.x)
                 record.log("validation", round=round, worker=worker.index, step=step, tokens=tokens, loss=own)
-                print(f"round {finished} of {config.rounds}: loss {phase.loss:.4f}, validation of this worker {own:.4f}")
+                print(
+                    f"round {finished} of {config.rounds}: loss {phase.loss:.4f}, validation of this worker {own:.4f}"
+                )
             if config.due(config.run.checkpoint_every, finished):
                 # Gossip lets workers run ahead of the slowest, by more than two generations if those are close together.
                 since = board.saved(newest or 0)

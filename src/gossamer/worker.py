@@ -63,7 +63,13 @@ class Worker:
     """One replica. `x` is its flat parameter vector `[P]`, of which the model's parameters are views."""
 
     def __init__(
-        self, index: int, config: RunConfig, rule: Rule, corpus: Corpus, device: torch.device, buffer: Tensor | None = None
+        self,
+        index: int,
+        config: RunConfig,
+        rule: Rule,
+        corpus: Corpus,
+        device: torch.device,
+        buffer: Tensor | None = None,
     ):
         self.index, self.config, self.rule, self.corpus, self.device = index, config, rule, corpus, device
         self.model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed).to(device)
@@ -152,7 +158,9 @@ class Worker:
             mine, theirs = [self.x, *leaves(self.outer)], [state["x"], *state["outer"]]
             for own, saved in zip(mine, theirs, strict=True):
                 if own.shape != saved.shape or own.dtype != saved.dtype:
-                    raise ValueError(f"a tensor of {tuple(saved.shape)} {saved.dtype} for {tuple(own.shape)} {own.dtype}")
+                    raise ValueError(
+                        f"a tensor of {tuple(saved.shape)} {saved.dtype} for {tuple(own.shape)} {own.dtype}"
+                    )
             for own, saved in zip(mine, theirs, strict=True):
                 own.copy_(saved)
             self.optimizer.load_state_dict(state["inner"])

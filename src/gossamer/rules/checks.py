@@ -18,4 +18,6 @@ def within(rule: str, option: str, got: float, low: float, high: float, *, low_o
     is_number = isinstance(got, (int, float)) and not isinstance(got, bool)
     if not is_number or not (low < got < high if low_open else low <= got < high):
         bracket = "(" if low_open else "["
-        raise ConfigError(f"{rule} got {option} = {got!r}; allowed is {bracket}{low:g}, {high:g}): choose a value in that range")
+        raise ConfigError(
+            f"{rule} got {option} = {got!r}; allowed is {bracket}{low:g}, {high:g}): choose a value in that range"
+        )

@@ -120,7 +120,7 @@ class _Memory:
 
 
 class GroupTransport:
-    """The transport of this process over the default process group; see `gossamer.transport.Transport`.
+    """The transport of this process over a process group of all workers; see `gossamer.transport.Transport`.
 
     Args:
         store: the store that all workers share, best one that outlives them, for the notice board.
@@ -128,6 +128,7 @@ class GroupTransport:
         timeout_s: how long `wait` waits.
         device: where the collected frames shall be.
         checksum: whether each payload carries a checksum.
+        group: the process group; the default one when None. `hang_up` closes its connections.
 
     Cost: no copy of a message that is one contiguous frame, one copy of any other; with gloo and a device, one copy each
     way between device and host. Two short-lived threads per peer and ticket, and one per peer that lives on.
@@ -143,6 +144,7 @@ class GroupTransport:
         timeout_s: float,
         device: torch.device | None = None,
         checksum: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.worker = dist.get_rank()
         self.sent = Traffic()
@@ -152,7 +154,8 @@ class GroupTransport:
         self._timeout_s = timeout_s
         self._beat_s = min(1.0, timeout_s / 8)
         self._checksum = checksum
-        self._batched = dist.get_backend() == "nccl"
+        self._group = group
+        self._batched = dist.get_backend(group) == "nccl"
         self._finish = _poll if self._batched else _block
         self._device = device or torch.device("cpu")
         self._carrier = self._device if self._batched else torch.device("cpu")
@@ -256,9 +259,9 @@ class GroupTransport:
         with self._news:
             exchange.pending.add((way, peer))
         exchange.gathered.add((way, peer))
-        exchange.batch.append(dist.P2POp(transfer, header, peer, tag=header_tag))
+        exchange.batch.append(dist.P2POp(transfer, header, peer, self._group, header_tag))
         if payload.numel():
-            exchange.batch.append(dist.P2POp(transfer, payload, peer, tag=payload_tag))
+            exchange.batch.append(dist.P2POp(transfer, payload, peer, self._group, payload_tag))
         if not self._batched:
             self._launch(exchange)
 
@@ -303,7 +306,7 @@ class GroupTransport:
     def _hold_lifeline(self, peer: int) -> None:
         """Waits for the connection to be lost, and then gives up what gloo leaves hanging."""
         try:
-            lifeline = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, tag=LIFELINE)
+            lifeline = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, self._group, LIFELINE)
             assert lifeline is not None
             lifeline.wait(FOREVER)
         except RuntimeError as error:
@@ -376,19 +379,19 @@ def all_reduce(timeout_s: float) -> Callable[[Sequence[Tensor], Ticket], None]:
         except RuntimeError as error:
             raise PeerError(
                 f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank()} "
-                f"({str(error).splitlines()[0][:200]}); look at the logs of the others, or set run.mean = \"ordered\" to learn "
+                f'({str(error).splitlines()[0][:200]}); look at the logs of the others, or set run.mean = "ordered" to learn '
                 "which worker fails"
             ) from error
 
     return reduce
 
 
-def hang_up(limit_s: float = 1.0) -> None:
+def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 1.0) -> None:
     """Closes the connections of a gloo group and waits for the threads that followed transfers, for `limit_s` at most."""
-    if dist.get_backend() == "gloo":
-        for peer in set(range(dist.get_world_size())) - {dist.get_rank()}:
+    if dist.get_backend(group) == "gloo":
+        for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
             try:
-                nothing = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, tag=LIFELINE)
+                nothing = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, group, LIFELINE)
             except RuntimeError:
                 continue  # this connection is closed already
             assert nothing is not None

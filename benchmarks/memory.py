@@ -1,0 +1,85 @@
+"""Extra memory of each rule: what one worker of a real run holds beyond parameters, gradients and inner state.
+
+    python benchmarks/memory.py [--numel 20_000_000]
+
+Counted are the bytes of live tensors, in copies of the model (P), at three moments of a round of 4 workers: the outer state,
+at rest; the peak between posting and the end of the exchange, for one of the workers. "Needs" is what the method asks for:
+its state, its message, and what it hears of its peers, plus at most one fragment (here: one chunk) more.
+"""
+
+import argparse
+import gc
+
+import torch
+
+from gossamer import sync
+from gossamer.codecs import exact
+from gossamer.fragment import Layout
+from gossamer.mixing import mean
+from gossamer.rules import Context, Rule, diloco, gasloc, gossip, local_sgd, noloco
+from gossamer.topology import make_topology
+from gossamer.transport.memory import MemoryNetwork
+from gossamer.tree import leaves
+
+ROWS = {
+    "gossip": gossip(),
+    "gasloc": gasloc(),
+    "gasloc eta=1": gasloc(lr=1.0),
+    "noloco": noloco(),
+    "local_sgd": local_sgd(),
+    "diloco": diloco(),
+}
+
+
+def live_bytes() -> int:
+    """Bytes of all distinct storages that live tensors hold."""
+    gc.collect()
+    tensors = [t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and not t.is_meta]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def measure(rule: Rule, numel: int) -> tuple[float, float]:
+    """Copies of the model held by one worker: state at rest, and peak during an exchange beyond that."""
+    n, size = 4, 4 * numel
+    topology = make_topology("complete" if rule.needs == "everyone" else "random", n)
+    mixing, network = topology.mixing(0), MemoryNetwork(n)
+    xs = [torch.zeros(numel) for _ in range(n)]
+    before = live_bytes()
+    states = [rule.init(x) for x in xs]
+    at_rest = (live_bytes() - before) / n
+    before = live_bytes()
+    transports = [network.transport(i) for i in range(n)]
+    exchanges = []
+    for i, x in enumerate(xs):
+        ctx = Context(i, n, 0, 1, mixing.weight(i), Layout((), numel))
+        exchanges.append(
+            sync.begin(rule, exact(), mixing, transports[i], sync.Part(x, states[i], ctx.layout), ctx, seed=0)
+        )
+    peak = 0
+
+    def watched(fn, items):
+        nonlocal peak
+        for item in items:
+            fn(item)
+            peak = max(peak, live_bytes() - before)
+
+    sync.drive(exchanges, transports, watched)
+    assert all(leaf.numel() == numel for s in states for leaf in leaves(s))
+    return at_rest / size, peak / n / size
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--numel", type=int, default=2_000_000)
+    numel = parser.parse_args().numel
+    print(f"{'rule':<14} {'state':>7} {'needs':>6} {'exchange':>9} {'needs':>6}   (copies of the model per worker)")
+    for name, rule in ROWS.items():
+        state, peak = measure(rule, numel)
+        # In one process what is heard is the others' message itself; a sum by owners adds one chunk per worker.
+        needs = 1 + (1 / 4 if rule.hear is mean else 0)
+        print(f"{name:<14} {state:>7.2f} {rule.state_copies:>6} {peak:>9.2f} {needs:>6.2f}")
+
+
+if __name__ == "__main__":
+    main()

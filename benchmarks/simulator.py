@@ -1,0 +1,132 @@
+"""The simulator against a bare loop over the same models, in tokens per second and peak memory.
+
+    python benchmarks/simulator.py [--size 1m] [--workers 8] [--steps 30]
+
+The bare loop trains the same n models one after the other on one thread, with the same batches, optimizer and clipping, and
+never exchanges. Ratio = simulator / (cores x bare loop). Each side runs in a process of its own, in alternation, and the median
+of the repeats counts; memory is the peak of the process less what it had after its imports.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def config_of(size: str, workers: int, steps: int):
+    from gossamer.config import parse
+
+    return parse(
+        {
+            "workers": workers,
+            "rule": {"name": "gasloc"},
+            "topology": {"name": "random"},
+            "model": {"size": size},
+            "inner": {"clip": 1.0},
+            "run": {
+                "steps": steps,
+                "local_steps": steps // 3,
+                "eval_every": 0,
+                "eval_batches": 1,
+                "checkpoint_every": 0,
+                "device": "cpu",
+            },
+            "record": {"tensorboard": False, "export": False},
+        }
+    )
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def simulated(config) -> float:
+    """Tokens per second of the rounds of a simulation, without what comes before and after them."""
+    from gossamer.simulate import simulate
+
+    with tempfile.TemporaryDirectory() as folder:
+        return simulate(config, Path(folder) / "run").tokens_per_s
+
+
+def bare(config) -> float:
+    """Tokens per second of a loop that trains the n models in turn on one thread."""
+    import torch
+
+    from gossamer.data import open_corpus
+    from gossamer.inner import build_optimizer, clip_gradients
+    from gossamer.model import build_model, loss
+
+    torch.set_num_threads(1)
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    models = [
+        build_model(config.model, corpus.vocab_size, config.data.seq_len, 0).train() for _ in range(config.workers)
+    ]
+    optimizers = [build_optimizer(config.inner, model) for model in models]
+    began = time.perf_counter()
+    for first in range(0, config.run.steps, config.full_steps):  # worker by worker, a local phase at a time
+        for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            for step in range(first, first + config.full_steps):
+                optimizer.zero_grad()
+                value = loss(model, corpus.batch(worker, step))
+                value.backward()
+                value.item()
+                clip_gradients(model.parameters(), 1.0)
+                optimizer.step()
+    return config.run.steps * config.workers * config.step_tokens / (time.perf_counter() - began)
+
+
+def main() -> None:
+    """Prints the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="1m")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--side", choices=["simulated", "bare"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        import gossamer.simulate
+        import transformers.models.llama.modeling_llama  # noqa: F401 (its import is not what is measured)
+
+        assert gossamer.simulate
+        config, before = config_of(args.size, args.workers, args.steps), peak_bytes()
+        rate = {"simulated": simulated, "bare": bare}[args.side](config)
+        print(json.dumps([rate, peak_bytes() - before]))
+        return
+
+    found: dict[str, list[tuple[float, int]]] = {"simulated": [], "bare": []}
+    for _ in range(args.repeats):
+        for side, results in found.items():
+            words = [
+                sys.executable,
+                __file__,
+                "--side",
+                side,
+                "--size",
+                args.size,
+                "--workers",
+                str(args.workers),
+                "--steps",
+                str(args.steps),
+            ]
+            run = subprocess.run(
+                words, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+            results.append(tuple(json.loads(run.stdout.splitlines()[-1])))
+    cores = len(os.sched_getaffinity(0))
+    rate = {side: statistics.median(r for r, _ in results) for side, results in found.items()}
+    memory = {side: statistics.median(m for _, m in results) for side, results in found.items()}
+    print(f"bare loop, one thread   {rate['bare']:>9,.0f} tok/s  {memory['bare'] / 1e6:>7.0f} MB")
+    print(f"simulator, {cores} cores      {rate['simulated']:>9,.0f} tok/s  {memory['simulated'] / 1e6:>7.0f} MB")
+    print(f"simulator / (cores x loop) = {rate['simulated'] / rate['bare'] / cores:.2f}   (aim 0.93)")
+    print(f"memory / loop              = {memory['simulated'] / memory['bare']:.2f}   (aim at most 2)")
+
+
+if __name__ == "__main__":
+    main()

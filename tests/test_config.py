@@ -1,0 +1,85 @@
+"""Run files: what is written comes back, and an experiment file means the runs it looks like."""
+
+import tomllib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossamer.config import RunConfig, digest, dump, load, parse, variants, with_settings
+from gossamer.config import settings as overrides
+from gossamer.errors import ConfigError
+from gossamer.rules import RULES
+from gossamer.topology import TOPOLOGIES
+from tiny import document, tiny
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {
+            "seed": st.integers(0, 2**31),
+            "workers": st.integers(1, 64),
+            "rule": st.sampled_from(sorted(RULES)).map(lambda name: {"name": name}),
+            "topology": st.sampled_from(sorted(TOPOLOGIES)).map(lambda name: {"name": name}),
+            "inner": st.fixed_dictionaries(
+                {"lr": st.floats(1e-6, 1.0), "optimizer": st.sampled_from(["adamw", "muon", "sgd"])}
+            ),
+            "run": st.fixed_dictionaries({"steps": st.integers(1, 50).map(lambda k: 3 * k), "local_steps": st.just(3)}),
+        }
+    )
+)
+def test_a_resolved_run_written_as_toml_is_read_back_as_the_same_run(document):
+    config = parse(document)
+    assert parse(tomllib.loads(dump(config))) == config
+    assert digest(parse(tomllib.loads(dump(config)))) == digest(config)
+
+
+def test_the_digest_covers_what_decides_the_numbers_and_nothing_else():
+    base = digest(tiny())
+    for key, value in {
+        "seed": 1,
+        "rule__momentum": 0.5,
+        "inner__lr": 0.1,
+        "data__seq_len": 17,
+        "run__steps": 14,
+        "topology__peers": 2,
+    }.items():
+        assert digest(tiny(**{key: value})) != base, key
+    for key, value in {
+        "name": "other",
+        "run__timeout_s": 3.0,
+        "run__threads": 2,
+        "record__tensorboard": True,
+        "data__cache": "/x",
+    }.items():
+        assert digest(tiny(**{key: value})) == base, key
+
+
+def test_naming_another_rule_drops_the_options_of_the_old_one():
+    changed = with_settings({"rule": {"name": "gasloc", "form": "published"}}, {"rule.name": "diloco", "rule.lr": 0.5})
+    assert changed["rule"] == {"name": "diloco", "lr": 0.5}
+
+
+def test_an_experiment_is_its_variants_times_its_grid():
+    experiment = document()
+    experiment["variant"] = [{"label": "a"}, {"label": "b", "rule": {"name": "gossip"}}]
+    experiment["sweep"] = {"seed": [0, 1], "inner.lr": [0.1]}
+    runs = dict(variants(experiment))
+    assert list(runs) == ["a seed=0 lr=0.1", "a seed=1 lr=0.1", "b seed=0 lr=0.1", "b seed=1 lr=0.1"]
+    assert runs["b seed=1 lr=0.1"].rule.name == "gossip" and runs["b seed=1 lr=0.1"].seed == 1
+    with pytest.raises(ConfigError, match="needs its own"):
+        variants({**document(), "variant": [{"label": "a"}, {"label": "a"}]})
+
+
+def test_dotted_settings_are_toml_or_text():
+    assert overrides(["a.b=1", "c=true", "d=text", "e=[1,2]"]) == {"a.b": 1, "c": True, "d": "text", "e": [1, 2]}
+
+
+def test_every_committed_config_is_a_run_that_starts():
+    from pathlib import Path
+
+    files = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+    assert files
+    for path in files:
+        assert all(isinstance(config, RunConfig) for _, config in variants(load(path)))
