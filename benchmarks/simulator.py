@@ -91,8 +91,9 @@ def main() -> None:
     parser.add_argument("--side", choices=["simulated", "bare"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        import gossamer.simulate
         import transformers.models.llama.modeling_llama  # noqa: F401 (its import is not what is measured)
+
+        import gossamer.simulate
 
         assert gossamer.simulate
         config, before = config_of(args.size, args.workers, args.steps), peak_bytes()

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dying_saver
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import dying_saver
 from gossamer import checkpoint
 from gossamer.checkpoint import load, newest_common, rewind, rounds, save
 from gossamer.errors import CheckpointError

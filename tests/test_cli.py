@@ -121,7 +121,7 @@ def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsy
     ]
     experiment["sweep"] = {"inner.lr": [1e-3, 2e-3]}
     (tmp_path / "experiment.toml").write_text(tomli_w.dumps(experiment))
-    code, out, _ = run(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys)
+    code, _, _ = run(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys)
     assert code == 0
     folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert folders == ["everyone-lr=0.001", "everyone-lr=0.002", "pairs-lr=0.001", "pairs-lr=0.002"]

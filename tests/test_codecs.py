@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rounds import play, random_vectors
 from torch import Tensor
 
 from gossamer.codecs import (
@@ -32,6 +31,7 @@ from gossamer.errors import ConfigError, TransportError
 from gossamer.rules import gasloc
 from gossamer.topology import make_topology
 from gossamer.tree import leaves, nbytes
+from rounds import play, random_vectors
 
 VARIANTS: dict[str, Codec] = {
     **{name: factory() for name, factory in CODECS.items()},

@@ -4,12 +4,10 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
-from gossamer.fragment import Layout, Leaf, attach, evenly, flat_gradients, layout_of
+from gossamer.fragment import Layout, Leaf, attach, flat_gradients, layout_of
 
 
 class Small(nn.Module):
@@ -119,15 +117,6 @@ def test_a_slice_counts_from_its_own_beginning(model: Small) -> None:
     assert layout.slice(0, layout.numel) == layout
     with pytest.raises(AssertionError, match="inside a tensor"):
         layout.slice(66, 100)
-
-
-@settings(max_examples=50, deadline=None)
-@given(numel=st.integers(0, 1000), parts=st.integers(1, 40))
-def test_even_parts_cover_everything_in_order_and_differ_by_one_element_at_most(numel: int, parts: int) -> None:
-    spans = evenly(Layout((), numel), parts)
-    assert len(spans) == parts
-    assert [place for a, b in spans for place in range(a, b)] == list(range(numel))
-    assert max(b - a for a, b in spans) - min(b - a for a, b in spans) <= 1
 
 
 def test_a_model_without_anything_to_train_is_refused(model: Small) -> None:

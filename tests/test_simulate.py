@@ -7,9 +7,7 @@ import subprocess
 import sys
 import time
 
-
 import pytest
-
 import torch
 
 from gossamer import checkpoint

@@ -56,7 +56,7 @@ def test_peers_are_summed_in_ascending_order_and_another_order_gives_other_bits(
 
 def test_sums_of_half_precision_messages_are_taken_in_fp32():
     ones = torch.ones(3, dtype=torch.bfloat16)
-    small = {j: ones * 2**-9 for j in range(1, 9)}
+    small = dict.fromkeys(range(1, 9), ones * 2 ** (-9))
     row = ((0, 1.0), *((j, 1.0) for j in range(1, 9)))
     assert mean(ones, small, 0, row)[0].item() == 1 + 8 * 2**-9
     assert pull(ones, {1: ones * 3}, 0, ((0, 0.5), (1, 0.5))).dtype == torch.float32

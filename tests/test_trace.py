@@ -125,7 +125,7 @@ def test_one_file_and_one_file_per_worker_are_the_same_trace(tmp_path: Path) -> 
 
 
 def test_planned_targets_give_the_trace_that_a_run_would_leave() -> None:
-    entries = swap(0, [(0, 1)]) + [Entry(0, 2, 30, 0.5, ())] + swap(1, [(1, 2)]) + [Entry(1, 0, 30, 0.5, ())]
+    entries = [*swap(0, [(0, 1)]), Entry(0, 2, 30, 0.5, ()), *swap(1, [(1, 2)]), Entry(1, 0, 30, 0.5, ())]
     planned = from_targets(np.array([[1, 0, 2], [0, 2, 1]]), 100, steps=30, compute_s=0.5)
     assert same(planned, from_entries(entries))
 

@@ -243,7 +243,8 @@ def _price(args: argparse.Namespace) -> None:
     trace = read_trace(args.folder)
     timeline = price(trace, read_network(args.network))
     print(
-        f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, utilisation {timeline.mean_utilisation:.1%}"
+        f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
+        f"utilisation {timeline.mean_utilisation:.1%}"
     )
 
 

@@ -26,7 +26,18 @@ from gossamer.record import RecordConfig
 from gossamer.rules import RULES
 from gossamer.topology import TOPOLOGIES
 
-__all__ = ["Choice", "LoopConfig", "RunConfig", "digest", "dump", "load", "parse", "settings", "variants"]
+__all__ = [
+    "Choice",
+    "LoopConfig",
+    "RunConfig",
+    "digest",
+    "dump",
+    "load",
+    "parse",
+    "settings",
+    "variants",
+    "with_settings",
+]
 
 
 @dataclass(frozen=True)

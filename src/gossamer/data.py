@@ -27,7 +27,18 @@ from torch import Tensor
 from gossamer.errors import ConfigError, DataError, choose
 from gossamer.rng import numpy_rng
 
-__all__ = ["Corpus", "DataConfig", "FileCorpus", "StreamCorpus", "Tokenizer", "load_tokenizer", "open_corpus"]
+__all__ = [
+    "Corpus",
+    "DataConfig",
+    "Document",
+    "FileCorpus",
+    "Piece",
+    "StreamCorpus",
+    "Tokenizer",
+    "Tokens",
+    "load_tokenizer",
+    "open_corpus",
+]
 
 PIECE_CHARS = 1 << 16  # longer documents are dealt in pieces, or one book could be all of the validation text
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")  # all but the last two are one document a file

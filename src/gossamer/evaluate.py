@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer import checkpoint
 from gossamer.config import RunConfig, digest, load, parse
@@ -35,7 +35,8 @@ class Probe:
 
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
         self.config, self.device = config, device
-        self.model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed).to(device)
+        model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
+        self.model = nn.Module.to(model, device)  # by this name because transformers types its own wrongly
         self.x = attach(self.model, layout_of(self.model))
         self.batches = [batch.to(device) for batch in corpus.validation(config.run.eval_batches)]
 

@@ -1,6 +1,5 @@
 """One flat buffer per worker: the model's parameters become views of it, in one canonical order."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 
-__all__ = ["Leaf", "Layout", "attach", "layout_of"]
+__all__ = ["Layout", "Leaf", "attach", "flat_gradients", "layout_of"]
 
 
 class Leaf(NamedTuple):
@@ -80,9 +79,3 @@ def flat_gradients(model: nn.Module, layout: Layout, buffer: Tensor) -> Tensor:
     for leaf in layout.leaves:
         parameters[leaf.name].grad = buffer[leaf.start : leaf.stop].view(leaf.shape)
     return buffer
-
-
-def evenly(layout: Layout, parts: int) -> Sequence[tuple[int, int]]:
-    """`parts` ranges that cover the elements of a layout, equal but for one: the chunks that owners sum in a mean."""
-    edges = [layout.numel * k // parts for k in range(parts + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))

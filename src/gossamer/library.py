@@ -156,7 +156,7 @@ class Outer:
         """Makes sure that all workers do the same, and start from the parameters of worker 0."""
         if not dist.is_initialized():
             return MemoryNetwork(1).transport(0)
-        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]  # has no public name
+        store = dist.distributed_c10d._get_default_store()  # it has no public name
         common = (
             self.layout,
             self.rule.name,
@@ -169,7 +169,9 @@ class Outer:
         digest = hashlib.sha256(repr(common).encode()).hexdigest()[:16]
         agree(Member(self.worker, self.n, self.x.device, store), digest, timeout_s=timeout_s)
         dist.broadcast(self.x, src=0)
-        self._group = dist.new_group()  # connections of our own, which `close` may close
+        group = dist.new_group()  # connections of our own, which `close` may close
+        assert isinstance(group, dist.ProcessGroup)  # every worker is in it
+        self._group = group
         return GroupTransport(
-            store, run=int(digest, 16), timeout_s=timeout_s, device=self.x.device, group=self._group
+            store, run=int(digest, 16), timeout_s=timeout_s, device=self.x.device, group=group
         )  # fmt: skip

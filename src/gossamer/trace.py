@@ -9,7 +9,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -274,7 +274,7 @@ def from_targets(
     )
 
 
-def _rows(flat: array, width: int) -> NDArray[np.int64]:
+def _rows(flat: "array[int]", width: int) -> NDArray[np.int64]:
     return np.frombuffer(flat, np.int64).reshape(-1, width) if flat else np.empty((0, width), np.int64)
 
 
@@ -310,7 +310,7 @@ def _operation(value: object, worker: int, where: str) -> Operation:
     sends, receives = (
         tuple(_pair(raw, worker, where) for raw in _list(fields[key], key, where)) for key in ("sends", "receives")
     )
-    return Operation(cast(Kind, fields["kind"]), _integer(fields, "fragment", where), sends, receives)
+    return Operation(fields["kind"], _integer(fields, "fragment", where), sends, receives)
 
 
 def _pair(value: object, worker: int, where: str) -> tuple[int, int]:

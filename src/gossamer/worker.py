@@ -6,7 +6,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gossamer import stability
 from gossamer.codecs import CODECS, Codec
@@ -72,7 +72,8 @@ class Worker:
         buffer: Tensor | None = None,
     ):
         self.index, self.config, self.rule, self.corpus, self.device = index, config, rule, corpus, device
-        self.model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed).to(device)
+        model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
+        self.model = nn.Module.to(model, device)  # by this name because transformers types its own wrongly
         self.layout: Layout = layout_of(self.model)
         self.x = attach(self.model, self.layout, buffer)
         self.optimizer = build_optimizer(config.inner, self.model)

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from gossamer.mixing import mean
-from gossamer.rules.rule import Context, Rule
 from gossamer.rules.checks import one_of, within
+from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 
 __all__ = ["diloco"]
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """Where the round began, and the outer momentum b (absent for outer SGD)."""
 
     anchor: Tensor
@@ -46,13 +46,13 @@ def diloco(
     within("diloco", "momentum", momentum, 0.0, 1.0)
     eta, mu = lr, momentum
 
-    def init(x: Tensor) -> State:
-        return State(x.clone(), () if optimizer == "sgd" else torch.zeros_like(x))
+    def init(x: Tensor) -> _State:
+        return _State(x.clone(), () if optimizer == "sgd" else torch.zeros_like(x))
 
-    def send(x: Tensor, s: State, ctx: Context) -> Tree:
+    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return s.anchor - x
 
-    def recv(x: Tensor, s: State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, State]:
+    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
         d = heard
         if optimizer == "sgd":
             theta, b = s.anchor - eta * d, ()
@@ -60,7 +60,7 @@ def diloco(
             b = mu * s.b + d
             step = d + mu * b if optimizer == "nesterov" else b
             theta = s.anchor - eta * step
-        return theta, State(theta, b)
+        return theta, _State(theta, b)
 
     return Rule(
         "diloco", {"lr": lr, "momentum": momentum, "optimizer": optimizer}, init, send, mean, recv,

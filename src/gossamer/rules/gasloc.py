@@ -13,7 +13,7 @@ from gossamer.tree import Tree
 __all__ = ["gasloc"]
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """Where the round began (absent where nothing reads it), and the previous point the momentum looks back to."""
 
     anchor: Tree
@@ -63,13 +63,13 @@ def gasloc(
     gamma = 0.0 if optimizer == "sgd" else momentum
     keeps_anchor = eta != 1.0 or optimizer == "heavy_ball"
 
-    def init(x: Tensor) -> State:
-        return State(x.clone() if keeps_anchor else (), () if optimizer == "sgd" else x.clone())
+    def init(x: Tensor) -> _State:
+        return _State(x.clone() if keeps_anchor else (), () if optimizer == "sgd" else x.clone())
 
-    def send(x: Tensor, s: State, ctx: Context) -> Tree:
+    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return x if eta == 1.0 else s.anchor + eta * (x - s.anchor)
 
-    def recv(x: Tensor, s: State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, State]:
+    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
         y = send(x, s, ctx)
         z = y + a * heard
         if optimizer == "sgd":
@@ -80,7 +80,7 @@ def gasloc(
             theta, prev = z + gamma * (y - s.prev), y
         else:
             theta, prev = z + gamma * (z - s.prev), z
-        return theta, State(theta if keeps_anchor else (), prev)
+        return theta, _State(theta if keeps_anchor else (), prev)
 
     return Rule(
         "gasloc",

@@ -14,7 +14,7 @@ from gossamer.tree import Tree
 __all__ = ["noloco"]
 
 
-class State(NamedTuple):
+class _State(NamedTuple):
     """Slow weights φ and the local heavy-ball buffer δ, which is never mixed."""
 
     phi: Tensor
@@ -44,17 +44,17 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
     within("noloco", "momentum", momentum, 0.0, 1.0)
     a, b = momentum, lr
 
-    def init(x: Tensor) -> State:
-        return State(x.clone(), torch.zeros_like(x))
+    def init(x: Tensor) -> _State:
+        return _State(x.clone(), torch.zeros_like(x))
 
-    def send(x: Tensor, s: State, ctx: Context) -> Tree:
+    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return x
 
-    def recv(x: Tensor, s: State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, State]:
+    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
         group_mean = x + heard  # heard = mean_j θ_j - θ
         delta = a * s.delta + b * (group_mean - s.phi)
         phi = s.phi + delta
-        return phi, State(phi, delta)
+        return phi, _State(phi, delta)
 
     return Rule(
         "noloco", {"lr": lr, "momentum": momentum}, init, send, pull, recv,
