@@ -8,11 +8,9 @@ less time than sending the tensor as it is. Bits per parameter are those of the 
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
 import torch
+from timing import median_s
 
 from gossamer.codecs import CODECS, Codec, fp4, int8, topk
 from gossamer.tree import nbytes
@@ -23,17 +21,6 @@ ROWS: dict[str, Codec] = {
     "fp4 stochastic": fp4(rounding="stochastic"),
     "topk bf16": topk(values="bf16"),
 }
-
-
-def median_s(run: Callable[[], object], repeats: int) -> float:
-    """Median wall-clock of a call, after one call to warm up."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def main() -> None:

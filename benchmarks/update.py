@@ -7,11 +7,10 @@ parameters (read and written), each state tensor (read and written), the own mes
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
+from timing import median_s
 
 from gossamer.fragment import Layout
 from gossamer.mixing import pull
@@ -27,17 +26,6 @@ ROWS = {
     "diloco": diloco(),
     "local_sgd": local_sgd(),
 }
-
-
-def median_s(run: Callable[[], object], repeats: int) -> float:
-    """Median wall-clock of a call, after one call to warm up."""
-    run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def update(rule: Rule, kernel: Kernel, numel: int) -> tuple[Callable[[], None], int]:

@@ -14,8 +14,7 @@ from gossamer.data import Corpus, open_corpus
 from gossamer.errors import CheckpointError
 from gossamer.fragment import attach, layout_of
 from gossamer.model import build_model, export, loss, sample
-from gossamer.record import atomic_write, read_metrics
-from gossamer.trace import json_line
+from gossamer.record import atomic_write, metrics_line, read_metrics
 
 __all__ = ["Assessment", "Probe", "assess", "disagreement", "evaluate", "mean_of", "publish"]
 
@@ -111,8 +110,9 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     if not any(
         line["kind"] == "eval" and line["round"] == newest - 1 and "loss" in line for line in read_metrics(folder)
     ):
+        tokens = newest * config.step_tokens * sum(map(config.local_steps, range(config.workers)))
         with (folder / "metrics-evaluated.jsonl").open("a", encoding="utf-8") as file:
-            line = {"kind": "eval", "round": newest - 1, "step": newest * config.full_steps, **result._asdict()}
-            file.write(json_line(line))
+            step = newest * config.full_steps
+            file.write(metrics_line("eval", round=newest - 1, step=step, tokens=tokens, **result._asdict()))
     publish(config, corpus, mean_of(vectors), folder)
     return newest, result

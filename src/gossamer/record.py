@@ -33,7 +33,7 @@ from rich.progress import Progress as Bars
 from gossamer.errors import ConfigError, DataError
 from gossamer.trace import Entry, json_line, json_lines, line_of
 
-__all__ = ["Progress", "RecordConfig", "RunFolder", "atomic_write", "read_metrics"]
+__all__ = ["Progress", "RecordConfig", "RunFolder", "atomic_write", "metrics_line", "read_metrics"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,8 +132,7 @@ class RunFolder:
         >>> read_metrics(run.path)
         [{'kind': 'eval', 'round': 0, 'step': 15, 'loss': 2.5}]
         """
-        assert isinstance(fields.get("round"), int), fields
-        self._metrics.write(json_line(_finite({"kind": kind, **fields})))
+        self._metrics.write(metrics_line(kind, **fields))
         self._metrics.flush()
         if self._tensorboard is None and self._wandb is None:
             return
@@ -177,6 +176,12 @@ class RunFolder:
             self._tensorboard = _tensorboard(self.path / "tensorboard", self.worker, next_step)
         self._metrics = self._metrics_path.open("a", encoding="utf-8")
         self._trace = self._trace_path.open("a", encoding="utf-8")
+
+
+def metrics_line(kind: str, **fields: Any) -> str:
+    """One line of a metrics file; a number that is not finite becomes null."""
+    assert isinstance(fields.get("round"), int), fields
+    return json_line(_finite({"kind": kind, **fields}))
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:

@@ -141,9 +141,7 @@ def simulate(
                 record.log_trace(Entry(round, worker.index, worker.local_steps, phase.compute_s, (operation,)))
             if config.due(config.run.eval_every, finished):
                 final = assess(list(stacked), lambda models: each(score, models))
-                record.log(
-                    "eval", round=round, step=finished * full, tokens=tokens, **final._asdict()
-                )  # fmt: skip
+                record.log("eval", round=round, step=finished * full, tokens=tokens, **final._asdict())
             if config.due(config.run.checkpoint_every, finished):
                 each(lambda w: checkpoint.save(store, finished, w.index, w.state(), digest=key), workers)
             if progress is not None:
