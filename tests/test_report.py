@@ -16,7 +16,7 @@ from rich.console import Console
 from gossamer.errors import ConfigError, DataError
 from gossamer.network import Network
 from gossamer.record import RecordConfig, RunFolder
-from gossamer.report import render_table, summary_rows, write_report
+from gossamer.report import markdown_table, render_table, summary_rows, write_report
 from gossamer.trace import Entry, Operation
 
 PLAIN = RecordConfig(tensorboard=False)
@@ -219,3 +219,9 @@ assert not {"torch", "tensorboard", "wandb"} & set(sys.modules)
         check=True,
         timeout=60,
     )
+
+
+def test_a_table_in_markdown_has_a_line_per_run_and_cannot_be_broken_by_a_label(tmp_path: Path) -> None:
+    rows = summary_rows({"a | b": make_run(tmp_path / "a")}, {})
+    text = markdown_table(rows)
+    assert len(text.splitlines()) == 3 and "a \\| b" in text

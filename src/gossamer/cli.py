@@ -199,11 +199,18 @@ def _tell(runs: dict[str, Path], page: Path) -> None:
     """The table on the terminal and the report beside the runs."""
     from rich.console import Console
 
-    from gossamer.report import render_table, summary_rows, write_report
+    from gossamer.record import atomic_write
+    from gossamer.report import markdown_table, over_seeds, render_table, summary_rows, write_report
 
     networks = _networks(next(iter(runs.values())))
     write_report(runs, page, networks)
-    Console().print(render_table(summary_rows(runs, networks)))
+    rows = summary_rows(runs, networks)
+    atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
+    Console().print(render_table(rows))
+    for method, losses, mean, deviation in over_seeds(rows):
+        if len(losses) > 1:
+            each = ", ".join(f"{loss:.4f}" for loss in losses)
+            print(f"{method}: {mean:.4f} ± {deviation:.4f} over {len(losses)} seeds ({each})")
     print(f"report: {page}")
 
 

@@ -7,6 +7,7 @@ What a run does not have is a dash; a number that was not finite is "not finite"
 import base64
 import io
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -20,7 +21,7 @@ from gossamer.network import Network, Timeline, price, to_toml
 from gossamer.record import atomic_write, read_metrics
 from gossamer.trace import Trace, read_trace, trace_files
 
-__all__ = ["render_table", "summary_rows", "write_report"]
+__all__ = ["markdown_table", "over_seeds", "render_table", "summary_rows", "write_report"]
 
 _DASH = "–"
 _PROGRESS = (("tokens", "tokens"), ("step", "inner steps"), ("round", "round"))
@@ -77,6 +78,33 @@ def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     for line in cells:
         table.add_row(*map(Text, line))
     return table
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of `summary_rows` as a Markdown table, for a page that quotes them."""
+    headings, cells = _table(rows)
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *cells]
+    return "".join(
+        "| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
+
+
+def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float], float, float]]:
+    """Per method the final losses of its seeds, their mean and their sample standard deviation.
+
+    Seeds are told apart by the end of the label, " seed=3"; a row without a loss is left out.
+
+    >>> over_seeds([{"method": "a seed=0", "loss": 1.0}, {"method": "a seed=1", "loss": 3.0}])
+    [('a', [1.0, 3.0], 2.0, 1.4142135623730951)]
+    """
+    losses: dict[str, list[float]] = {}
+    for row in rows:
+        if row["loss"] is not None:
+            losses.setdefault(row["method"].partition(" seed=")[0], []).append(row["loss"])
+    return [
+        (method, own, statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else 0.0)
+        for method, own in losses.items()
+    ]
 
 
 def write_report(runs: Mapping[str, Path], out_html: Path, networks: Mapping[str, Network] | None = None) -> None:
