@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounds import random_vectors
 
 from gossamer.errors import ConfigError
 from gossamer.fragment import Layout, Leaf
@@ -34,7 +35,6 @@ from gossamer.servers.decoupled_diloco import grace_s, radial_mean, token_weight
 from gossamer.servers.fragments import put, take
 from gossamer.topology import ring
 from gossamer.tree import leaves, map_leaves
-from rounds import random_vectors
 
 P = 12
 LAYOUT = Layout((Leaf("embed", (2, 2), 0, 4), Leaf("a", (5,), 4, 9), Leaf("b", (3,), 9, 12)), P)
@@ -54,7 +54,7 @@ def arrival(age=0, worker=0, tokens=100, local_steps=10, layout=LAYOUT):
     return Arrival(worker, age, tokens, local_steps, layout)
 
 
-def absorbed(rule, start, messages, ages=itertools.repeat(0)):
+def absorbed(rule, start, messages, ages=(0,) * 99):
     """The server's model after each of the messages."""
     s, models = rule.init(start), []
     for message, age in zip(messages, ages, strict=False):
@@ -512,7 +512,8 @@ def test_a_meeting_of_two_that_tell_the_same_changes_nothing(rule):
 
 @every_pair
 def test_the_two_ends_of_a_meeting_move_by_opposite_amounts(rule):
-    (x1, s1), (x2, s2) = [rule.learn(x, rule.init(x), x.flip(0)) for x in random_vectors(2, P)]
+    starts = random_vectors(2, P)
+    (x1, s1), (x2, s2) = [rule.advance(*rule.learn(x, rule.init(x), x.flip(0)), 0.5) for x in starts]
     t1, t2 = rule.tell(x1, s1), rule.tell(x2, s2)
     before = map_leaves(torch.add, (x1, s1), (x2, s2))
     after = map_leaves(torch.add, rule.meet(x1, s1, t1, t2), rule.meet(x2, s2, t2, t1))

@@ -82,16 +82,9 @@ def dadao(strong_convexity: float, smoothness: float, chi1: float) -> PairRule:
     def init(x: Tensor) -> _State:
         return _State(x.clone(), *(torch.zeros_like(x) for _ in range(4)))
 
-    def combined(row: list[float], vectors: tuple[Tensor, ...]) -> Tensor:
-        total = row[0] * vectors[0]
-        for w, v in zip(row[1:], vectors[1:], strict=True):
-            total = total + w * v
-        return total
-
     def advance(x: Tensor, s: _State, dt: float) -> tuple[Tensor, _State]:
-        flow = torch.linalg.matrix_exp(dt * generator).tolist()
-        before = (x, *s)
-        x, *rest = (combined(row, before) for row in flow)
+        flow = torch.linalg.matrix_exp(dt * generator).to(x.dtype)
+        x, *rest = flow @ torch.stack([x, *s])
         return x, _State(*rest)
 
     def learn(x: Tensor, s: _State, drift: Tensor) -> tuple[Tensor, _State]:
