@@ -10,13 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds import play, random_vectors
 
+from gossamer import checkpoint
+from gossamer.config import digest
+from gossamer.data import open_corpus
 from gossamer.errors import ConfigError, PairingError
+from gossamer.evaluate import Probe
 from gossamer.events import SERVER, Absence, GossipRun, PairRun, Phase, ServerRun, Transfer, Update
 from gossamer.fragment import Layout, Leaf
 from gossamer.network import Network
-from gossamer.rules import RULES, diloco, gasloc, gossip
+from gossamer.rules import RULES, diloco, gasloc, gossip, local_sgd
 from gossamer.servers import (
     PAIRS,
     SERVERS,
@@ -32,7 +35,11 @@ from gossamer.servers import (
     meeting_rates,
 )
 from gossamer.servers.dadao import meetings_per_s
+from gossamer.simulate import simulate
 from gossamer.topology import make_topology, ring
+from gossamer.worker import Worker, method
+from rounds import play, random_vectors
+from tiny import tiny
 
 P = 6
 LAYOUT = Layout((Leaf("embed", (3,), 0, 3), Leaf("a", (2,), 3, 5), Leaf("b", (1,), 5, 6)), P)
@@ -618,3 +625,46 @@ def test_rules_that_need_messages_of_one_round_are_refused(name):
 def test_a_topology_of_other_workers_is_refused():
     with pytest.raises(ConfigError, match="5 workers and there are 4 learners"):
         GossipRun(gossip(), make_topology("ring", 5), walkers(4), network())
+
+
+# Real models
+
+
+def workers_of(config, rule):
+    """Real replicas, all with the same start."""
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    return [Worker(i, config, rule, corpus, torch.device("cpu")) for i in range(config.workers)]
+
+
+def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last_bit(tmp_path):
+    config = tiny()
+    simulate(config, tmp_path)
+    chosen = method(config)
+    run = GossipRun(chosen.rule, chosen.topology, workers_of(config, chosen.rule), network())
+    for _ in run.run(config.rounds * 2.0):
+        pass
+    for worker, x in enumerate(run.models()):
+        saved = checkpoint.load(tmp_path / "checkpoints", config.rounds, worker, digest(config))
+        assert torch.equal(saved["x"], x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda workers: ServerRun(delayed_nesterov(delay=3, momentum=0.5), workers, network((1.0, 1.5, 0.7))),
+        lambda workers: ServerRun(
+            decoupled_diloco(quorum=2, momentum=0.5), workers, network((1.0, 1.5, 0.7)), fragments=4, overlap=True
+        ),
+        lambda workers: PairRun(a2cid2(0.05), workers, network((1.0, 1.5, 0.7)), {(0, 1): 0.3, (1, 2): 0.3}),
+    ],
+    ids=["delayed_nesterov", "decoupled_diloco", "a2cid2"],
+)
+def test_real_models_learn_without_waiting_for_each_other(make):
+    config = tiny()
+    workers = workers_of(config, local_sgd())
+    probe = Probe(config, workers[0].corpus, torch.device("cpu"))
+    run = make(workers)
+    before = probe.loss(models(run)[0])
+    phases = of(Phase, run.run(24.0))
+    assert all(phase.report.tokens == 64 for phase in phases)
+    assert all(probe.loss(model) < before - 0.2 for model in models(run))

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds import random_vectors
 
 from gossamer.errors import ConfigError
 from gossamer.fragment import Layout, Leaf
@@ -35,6 +34,7 @@ from gossamer.servers.decoupled_diloco import grace_s, radial_mean, token_weight
 from gossamer.servers.fragments import put, take
 from gossamer.topology import ring
 from gossamer.tree import leaves, map_leaves
+from rounds import random_vectors
 
 P = 12
 LAYOUT = Layout((Leaf("embed", (2, 2), 0, 4), Leaf("a", (5,), 4, 9), Leaf("b", (3,), 9, 12)), P)
