@@ -6,8 +6,9 @@ Three loops over one agenda, for three ways of not waiting for everybody:
 * `PairRun`: pairs of workers meet at random times, with any of `gossamer.servers.PAIRS`.
 * `GossipRun`: a rule of `gossamer.rules` that gossips, with whatever its peers published last and no waiting at all.
 
-What happens is a pure function of the options and the seed: events at one time go by kind, then by worker. Virtual seconds
-decide the numbers here, since they decide who is late, so a run is made for one network and cannot be priced on another.
+What happens is a pure function of the options and the seed: events at one time go by kind, then by worker. A link carries
+each message as if it were alone. Virtual seconds decide the numbers here, since they decide who is late, so a run is made
+for one network and cannot be priced on another.
 """
 
 from gossamer.events.agenda import SERVER, Absence, Learner, Phase, Record, Report, Transfer, Update

@@ -80,6 +80,7 @@ class PairRun:
         self._edges = list(itertools.accumulate(rates[pair] for pair in self._pairs))
         self._rng = numpy_rng(seed, "meetings")
         self._meetings = itertools.count()
+        self._meeting_planned = False
         starts = [learner.x.clone() for learner in learners]
         self._peers = [_Peer(x, rule.init(x), x) for x in starts]
         plan_absences(self._agenda, absences, len(learners), self._change)
@@ -130,7 +131,8 @@ class PairRun:
         return [Phase(start_s, self.time_s, i, index, report)]
 
     def _plan_meeting(self) -> None:
-        if not self._pairs:
+        self._meeting_planned = bool(self._pairs) and any(peer.present for peer in self._peers)
+        if not self._meeting_planned:
             return
         wait_s = self._rng.exponential(1 / self._edges[-1])
         place = bisect_right(self._edges, self._rng.random() * self._edges[-1])
@@ -171,6 +173,8 @@ class PairRun:
         peer.present, peer.epoch = absence.change == "return", peer.epoch + 1
         if peer.present:
             self._begin_phase(absence.worker)
+            if not self._meeting_planned:
+                self._plan_meeting()
         else:
             for other in self._peers:
                 if other is not peer and peer.meets is not None and other.meets == peer.meets:
