@@ -23,10 +23,10 @@ LAYERS = (  # a unit (a module, or a package of modules) imports from the layers
     "errors rng tree",
     "codecs fragment inner mixing trace transport utilisation",
     "data network record rules topology",
-    "checkpoint launch model report stability sync",
+    "checkpoint launch model report servers stability sync",
     "config library",
     "evaluate worker",
-    "simulate train",
+    "events simulate train",
     "cli",
     "__main__",
 )

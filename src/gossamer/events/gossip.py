@@ -1,0 +1,155 @@
+"""Gossip rules without any waiting: everyone mixes with what its peers published last."""
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from gossamer.codecs import exact
+from gossamer.errors import ConfigError, PairingError
+from gossamer.events.agenda import (
+    DECISION,
+    PHASE,
+    Absence,
+    Agenda,
+    Learner,
+    Links,
+    Phase,
+    Record,
+    Transfer,
+    plan_absences,
+)
+from gossamer.mixing import Mixing, pull
+from gossamer.network import Network
+from gossamer.rules import Context, Rule
+from gossamer.sync import check
+from gossamer.topology import Topology
+from gossamer.tree import Tree, map_leaves, nbytes
+
+__all__ = ["GossipRun"]
+
+
+class GossipRun:
+    """A gossip rule without any waiting: workers mix with what their peers published last.
+
+    At the end of its k-th local phase a worker publishes its message and mixes it with the newest ones that can have reached it
+    by then of those it hears in round k of the topology: GASLoC and its kin, asynchronous, with not a letter of the rule changed.
+
+    With equal clocks and free links it is the synchronous rule, to the last bit. Consensus is a fixed point at any pace, and
+    without momentum a still worker never leaves the convex hull of what was published.
+
+    Args:
+        rule: one that hears a `pull` on any connected graph, such as `gasloc()`.
+        learners: each starts from its own parameters, which everyone else knows from the start.
+        network: links between workers, and seconds of an inner step.
+    Raises: PairingError for a rule that does not gossip, or that acts on gradients; ConfigError for a network that does not fit.
+    Cost: a worker's messages of the longest transfer; one model per peer and phase on the wire.
+    Differs (from the synchronous rule): the mean of the workers is *not* kept. Reading is one-sided: a fast worker moves towards
+        a slow one many times while that one moves once, so slow workers weigh more in the mean, and steps by the fast ones are
+        pulled back. Messages are late by the transfer, and by up to a phase of the peer.
+    Fails when: momentum is near the stable limit of the synchronous rule, as lateness lowers that limit: 8 workers in random
+        pairs with momentum 0.8 agree in step, and diverge on messages one round old. Also when fast and slow workers have
+        different data, as the point they agree on favours the slow.
+    """
+
+    def __init__(
+        self, rule: Rule, topology: Topology, learners: Sequence[Learner], network: Network, *,
+        absences: Sequence[Absence] = (),
+    ) -> None:  # fmt: skip
+        if rule.hear is not pull or rule.needs != "connected" or rule.site != "parameters":
+            raise PairingError(
+                f"rule '{rule.name}' cannot run without waiting: it needs messages of one round from others, and here each "
+                "worker has its own; take a rule that gossips on parameters, such as 'gasloc', or one of the servers"
+            )
+        if topology.n != len(learners):
+            raise ConfigError(
+                f"the topology has {topology.n} workers and there are {len(learners)} learners; give one learner for each"
+            )
+        check(rule, topology, exact())
+        self.rule, self.topology, self.learners = rule, topology, learners
+        self._links = Links(network, len(learners))
+        self._agenda = Agenda()
+        self._states = [rule.init(learner.x) for learner in learners]
+        self._alive, self._epoch, self._phases = set(range(len(learners))), [0] * len(learners), [0] * len(learners)
+        first = topology.mixing(0)
+        self._published = [[(-math.inf, self._message(i, first))] for i in range(len(learners))]
+        size = nbytes(self._published[0][0][1])
+        pairs = itertools.permutations(range(len(learners)), 2)
+        self._slowest_s = max((self._links.transfer_s(j, i, size) for j, i in pairs), default=0.0)
+        plan_absences(self._agenda, absences, len(learners), self._change)
+        for i in range(len(learners)):
+            self._begin_phase(i)
+
+    @property
+    def time_s(self) -> float:
+        """The virtual time."""
+        return self._agenda.time_s
+
+    def models(self) -> list[Tensor]:
+        """The parameters `[P]` of each worker: views of the learners' own."""
+        return [learner.x for learner in self.learners]
+
+    def states(self) -> list[Tree]:
+        """The rule's state of each worker."""
+        return list(self._states)
+
+    def run(self, until_s: float = math.inf) -> Iterator[Record]:
+        """What happens up to a virtual time, as it happens; may be stopped anywhere and called again."""
+        return self._agenda.run(until_s)
+
+    def _context(self, i: int, mixing: Mixing) -> Context:
+        learner = self.learners[i]
+        return Context(i, mixing.n, self._phases[i], learner.local_steps, mixing.weight(i), learner.layout)
+
+    def _message(self, i: int, mixing: Mixing) -> Tree:
+        message = self.rule.send(self.learners[i].x, self._states[i], self._context(i, mixing))
+        return map_leaves(Tensor.clone, message)  # it may be a view of parameters that go on changing
+
+    def _begin_phase(self, i: int) -> None:
+        end_s = self.time_s + self.learners[i].local_steps * self._links.step_s[i]
+        self._agenda.plan(end_s, PHASE, i, partial(self._publish, i, self._epoch[i], self.time_s))
+
+    def _publish(self, i: int, epoch: int, start_s: float) -> list[Record]:
+        if epoch != self._epoch[i]:
+            return []
+        report = self.learners[i].local_phase(self._phases[i])
+        mixing = self.topology.mixing(self._phases[i], frozenset(self._alive))
+        message, mine = self._message(i, mixing), self._published[i]
+        mine.append((self.time_s, message))
+        oldest_of_use = bisect_right(mine, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
+        del mine[:oldest_of_use]
+        self._agenda.plan(self.time_s, DECISION, i, partial(self._mix, i, message, mixing))
+        return [Phase(start_s, self.time_s, i, self._phases[i], report)]
+
+    def _mix(self, i: int, told: Tree, mixing: Mixing) -> list[Record]:
+        heard, records = {}, []
+        for j in mixing.hears_from(i):
+            size = nbytes(told)
+            takes_s = self._links.transfer_s(j, i, size)
+            left_s = self.time_s - takes_s
+            newest = bisect_right(self._published[j], left_s, key=lambda version: version[0]) - 1
+            published_s, heard[j] = self._published[j][newest]
+            if published_s > -math.inf:
+                records.append(Transfer("fetch", left_s, self.time_s, j, i, 0, size))
+        x = self.learners[i].x
+        context = self._context(i, mixing)
+        theta, self._states[i] = self.rule.recv(
+            x, self._states[i], told, self.rule.hear(told, heard, i, mixing.rows[i]), context
+        )
+        x.copy_(theta)
+        self._phases[i] += 1
+        self._begin_phase(i)
+        return records
+
+    def _change(self, absence: Absence) -> list[Record]:
+        i = absence.worker
+        self._epoch[i] += 1
+        if absence.change == "return":
+            self._alive.add(i)
+            self._begin_phase(i)
+        else:
+            self._alive.discard(i)
+        return [absence]
