@@ -18,7 +18,7 @@ test: .venv/.installed  ## lint, format, types, tests and doctests: what CI runs
 	$(BIN)/pytest
 
 parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing
-	$(BIN)/pytest tests/test_parity.py --full-parity --timeout 3600
+	$(BIN)/pytest tests/test_parity.py --full-parity
 
 bench: .venv/.installed  ## every benchmark, as ratios against a limit or a peer
 	set -e; for file in benchmarks/*.py; do echo "== $$file"; $(BIN)/python $$file; done
