@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer import sync
-from gossamer.codecs import exact
+from gossamer.codecs import bf16, exact, int4, randomk, topk
 from gossamer.errors import ConfigError, PairingError
-from gossamer.mixing import matrix, mean, pull
-from gossamer.rules import RULES, Context, diloco, gasloc, gossip, local_sgd, noloco
+from gossamer.mixing import matrix, pull
+from gossamer.rules import RULES, Context, OuterSGD, diloco, gasloc, gossip, local_sgd, noloco
 from gossamer.stability import stability
 from gossamer.topology import TOPOLOGIES, make_topology
 from gossamer.tree import leaves, map_leaves
@@ -29,19 +29,34 @@ ROWS = {
     "diloco-heavy_ball": diloco(optimizer="heavy_ball"),
     "diloco-sgd": diloco(optimizer="sgd"),
 }
+GOSSIPED = [name for name in TOPOLOGIES if make_topology(name, 8).doubly_stochastic]
 every_rule = pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS.keys())
-GOSSIP = [name for name, rule in ROWS.items() if rule.hear is pull]
+GOSSIP = [name for name, rule in ROWS.items() if rule.consensus is not None and rule.hear is pull]
 every_gossip_rule = pytest.mark.parametrize("rule", [ROWS[name] for name in GOSSIP], ids=GOSSIP)
 P = 7
 
 
-def fitting(rule, n=6):
-    """A topology that the rule's tags allow."""
-    return make_topology("complete" if rule.needs == "everyone" else "random", n)
-
-
 def context(n=4, worker=0, round=0):
     return Context(worker, n, round, 1, 0.5, layout(P))
+
+
+def some_round(rule, dtype):
+    """The arguments of `recv` in some round: x, s, told, heard, context."""
+    x, other = random_vectors(2, P, dtype=dtype)
+    s = rule.init(x + 1)
+    told = rule.send(x, s, context())
+    theirs = rule.send(other, s, context())
+    heard = map_leaves(lambda t: t.to(dtype), rule.hear(told, {1: theirs}, 0, ((0, 0.5), (1, 0.5))))
+    return x, s, map_leaves(torch.clone, told), heard, context()
+
+
+def allowed(rule, topology):
+    """What the tags say about a pairing."""
+    holds = {
+        "everyone": topology.everyone, "connected": True, "static": topology.static, "tree": topology.tree,
+        "push": topology.column_stochastic,
+    }  # fmt: skip
+    return holds[rule.needs] and (topology.doubly_stochastic or rule.needs == "push")
 
 
 def torch_outer(start, pseudo_gradients, **options):
@@ -65,12 +80,14 @@ TORCH = {
 def test_consensus_is_a_fixed_point_to_the_last_bit(rule):
     x = random_vectors(1, P, dtype=torch.float32)[0]
     still = (lambda i, t, x: torch.ones_like(x)) if rule.site == "gradients" else None
-    xs, _ = play(rule, fitting(rule, 4), [x] * 4, 5, still)  # 1/4 is exact in binary, so a mean of equals is exact too
+    topologies = (make_topology(name, 4) for name in ("random", "complete", "star"))
+    topology = next(topology for topology in topologies if allowed(rule, topology))
+    xs, _ = play(rule, topology, [x] * 4, 5, still)  # 1/4 is exact in binary, so a mean of equals is exact too
     expected = torch.ones_like(x) if rule.site == "gradients" else x
     assert all(torch.equal(y, expected) for y in xs)
 
 
-@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.needs == "everyone"])
+@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.identical])
 def test_replicas_that_hear_everyone_stay_bitwise_equal_for_1000_rounds(name):
     start = random_vectors(1, P, dtype=torch.float32) * 5
     xs, _ = play(ROWS[name], make_topology("complete", 5), start, 1000, random_drift(P, dtype=torch.float32))
@@ -79,7 +96,7 @@ def test_replicas_that_hear_everyone_stay_bitwise_equal_for_1000_rounds(name):
 
 
 @every_gossip_rule
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", GOSSIPED)
 def test_workers_that_stand_still_agree_or_part_at_the_predicted_rate_and_keep_their_mean(rule, name):
     """Acceleration is not free: on the deterministic hypercube sequence momentum 0.7 resonates and drives workers apart."""
     topology, rounds = make_topology(name, 8), 120
@@ -103,31 +120,32 @@ def spread(xs):
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_rule_keeps_dtype_and_never_writes_into_what_it_is_given(rule, dtype):
-    x, told, heard = random_vectors(3, P, dtype=dtype)
-    s = rule.init(x)
-    assert not {leaf.data_ptr() for leaf in leaves(s)} & {x.data_ptr()}
-    inputs = [x, told, heard, *leaves(s)]
-    before = [t.clone() for t in inputs]
-    message = rule.send(x, s, context())
-    y, new = rule.recv(x, s, told, heard, context())
-    assert all(torch.equal(a, b) and t._version == 0 for t, a, b in zip(inputs, inputs, before, strict=True))
-    assert {t.dtype for t in [y, *leaves(message), *leaves(new)]} == {dtype}
-    assert len(leaves(s)) == rule.state_copies
+    x, s, told, heard, ctx = some_round(rule, dtype)
+    assert not {leaf.data_ptr() for leaf in leaves(rule.init(x))} & {x.data_ptr()}
+    inputs = [x, *leaves(s), *leaves(told), *leaves(heard)]
+    before, versions = [t.clone() for t in inputs], [t._version for t in inputs]
+    message = rule.send(x, s, ctx)
+    y, new = rule.recv(x, s, told, heard, ctx)
+    forgotten = () if rule.reset is None else rule.reset(y, new)
+    assert all(map(torch.equal, inputs, before)) and versions == [t._version for t in inputs]
+    assert {t.dtype for t in [y, *leaves((message, new, forgotten))] if t.numel() == P} == {dtype}
+    assert [t.shape for t in leaves(new)] == [t.shape for t in leaves(s)]
+    assert sum(t.numel() == P for t in leaves(s)) == rule.state_copies
 
 
-@every_rule
-def test_halves_updated_one_by_one_equal_the_whole_to_the_last_bit(rule):
-    assert rule.elementwise
-    x, told, heard = random_vectors(3, P, dtype=torch.float32)
-    s = rule.init(x + 1)
-    whole = rule.recv(x, s, told, heard, context())
+@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.elementwise])
+def test_halves_updated_one_by_one_equal_the_whole_to_the_last_bit(name):
+    rule = ROWS[name]
+    *trees, ctx = some_round(rule, torch.float32)
+    whole = rule.recv(*trees, ctx)
     for cut in (slice(0, 3), slice(3, P)):
-        part = rule.recv(x[cut], map_leaves(lambda t, c=cut: t[c], s), told[cut], heard[cut], context())
+        part = rule.recv(*(map_leaves(lambda t, c=cut: t[c], tree) for tree in trees), ctx)
         assert all(torch.equal(a[cut], b) for a, b in zip(leaves(whole), leaves(part), strict=True))
 
 
-@every_rule
-def test_with_one_worker_a_rule_is_its_declared_limit(rule):
+@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.n1_limit != "outer optimizer"])
+def test_with_one_worker_a_rule_is_its_declared_limit(name):
+    rule = ROWS[name]
     start, drift = random_vectors(1, P), random_drift(P)
     xs, _ = play(rule, make_topology("complete", 1), start, 6, drift)
     if rule.site == "gradients":
@@ -135,10 +153,33 @@ def test_with_one_worker_a_rule_is_its_declared_limit(rule):
     elif rule.n1_limit == "inner":
         torch.testing.assert_close(xs[0], start[0] + sum(drift(0, t, start[0]) for t in range(6)))
     else:
-        kind = {"noloco": "heavy_ball"}.get(rule.name, rule.options.get("optimizer"))
-        momentum = {} if kind == "sgd" else {"momentum": rule.options["momentum"], "nesterov": kind == "nesterov"}
-        expected = torch_outer(start[0], [-drift(0, t, start[0]) for t in range(6)], lr=rule.options["lr"], **momentum)
+        expected = torch_outer(start[0], [-drift(0, t, start[0]) for t in range(6)], **rule.n1_limit._asdict())
         torch.testing.assert_close(xs[0], expected)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, rule in ROWS.items() if rule.mean_preserving and rule.needs != "everyone"]
+)
+@pytest.mark.parametrize("codec", [bf16(), int4(), topk(k=1, chunk=4), randomk(one_in=3)], ids=lambda codec: codec.name)
+def test_workers_that_stand_still_keep_their_mean_on_any_topology_through_any_codec(name, codec):
+    rule = ROWS[name]
+    for topology in (make_topology(name, 8) for name in TOPOLOGIES):
+        if allowed(rule, topology) and topology.doubly_stochastic:
+            start = random_vectors(8, P)
+            xs, _ = play(rule, topology, start, 8, codec=codec)
+            assert not torch.equal(xs[0], start[0])
+            torch.testing.assert_close(sum(xs), sum(start), rtol=0, atol=1e-12 * max(1.0, spread(xs)))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, r in ROWS.items() if r.reset is not None and r.n1_limit != "outer optimizer"]
+)
+def test_after_a_reset_the_outer_optimizer_begins_afresh(name):
+    rule, drift, alone = ROWS[name], random_drift(P), make_topology("complete", 1)
+    (x,), (s,) = play(rule, alone, random_vectors(1, P), 5, drift)
+    forgotten = map_leaves(torch.clone, rule.reset(x, s))
+    xs, _ = play(rule, alone, [x], 3, drift, states=[forgotten], first=5)
+    torch.testing.assert_close(xs[0], torch_outer(x, [-drift(0, t, x) for t in (5, 6, 7)], **rule.n1_limit._asdict()))
 
 
 @pytest.mark.parametrize("kind", TORCH)
@@ -151,7 +192,7 @@ def test_diloco_is_torch_sgd_on_the_averaged_pseudo_gradient(kind):
 
 
 @pytest.mark.parametrize(("form", "kind"), [("post", k) for k in TORCH] + [("published", k) for k in TORCH])
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", GOSSIPED)
 def test_the_mean_of_gasloc_follows_the_torch_outer_optimizer_on_any_doubly_stochastic_mixing(form, kind, name):
     n, drift = 8, random_drift(P)
     start = [random_vectors(1, P)[0]] * n
@@ -167,7 +208,9 @@ def test_an_empty_graph_makes_gasloc_n_independent_outer_loops():
     nobody = topology._replace(mixing=lambda round, alive=None: topology.mixing(round, frozenset()))
     xs, _ = play(gasloc(), nobody, start, 8, drift)
     for i in range(n):
-        expected = torch_outer(start[i], [-drift(i, t, start[i]) for t in range(8)], lr=0.7, momentum=0.7, nesterov=True)
+        expected = torch_outer(
+            start[i], [-drift(i, t, start[i]) for t in range(8)], lr=0.7, momentum=0.7, nesterov=True
+        )
         torch.testing.assert_close(xs[i], expected)
 
 
@@ -273,11 +316,11 @@ def test_what_is_pulled_sums_to_zero_over_the_workers(n, seed, name):
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_every_pairing_is_either_allowed_by_the_tags_or_refused_in_a_sentence(rule, name):
     topology, codec = make_topology(name, 8), exact()
-    if rule.needs == "everyone" and not topology.everyone:
-        with pytest.raises(PairingError, match=f"{rule.name}.*{name}.*complete"):
-            sync.check(rule, topology, codec)
-    else:
+    if allowed(rule, topology):
         sync.check(rule, topology, codec)
+    else:
+        with pytest.raises(PairingError, match=f"{rule.name}.*{name}.*use"):
+            sync.check(rule, topology, codec)
 
 
 def test_a_rule_with_unsettled_alpha_is_refused():
@@ -309,4 +352,3 @@ def test_a_rule_is_documented_by_equation_cost_source_differences_and_failures(n
         assert part in text, part
     assert RULES[name]().name == name
     assert RULES[name]().options.keys() == inspect.signature(RULES[name]).parameters.keys()
-    assert RULES[name]().hear in (pull, mean)

@@ -61,7 +61,9 @@ def test_sums_of_half_precision_messages_are_taken_in_fp32():
 @pytest.mark.parametrize("name", RULES)
 def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name):
     n, numel, rule = 5, 103, RULES[name]()
-    topology = make_topology("complete" if rule.needs == "everyone" else "random", n, **({} if rule.needs == "everyone" else {"peers": 2}))
+    fitting = {"everyone": ("complete", {}), "static": ("ring", {}), "tree": ("star", {}), "push": ("random_push", {"peers": 2})}
+    chosen, options = fitting.get(rule.needs, ("random", {"peers": 2}))
+    topology = make_topology(chosen, n, **options)
     network, carried = MemoryNetwork(n), {}
 
     def count(i, transport):
@@ -86,7 +88,7 @@ def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name):
     told = {(i, peer): size for i, operation in enumerate(operations) for peer, size in operation.sends}
     assert told == carried
     assert {(j, i): size for i, operation in enumerate(operations) for j, size in operation.receives} == carried
-    if rule.hear is mean:  # 2 (n-1)/n messages, to within the rounding of chunks to whole elements
+    if rule.needs == "everyone":  # 2 (n-1)/n messages, to within the rounding of chunks to whole elements
         sent = sum(size for (i, _), size in carried.items() if i == 0)
         assert sent == pytest.approx(2 * (n - 1) / n * 4 * numel, rel=0.03)
 

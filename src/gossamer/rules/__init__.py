@@ -8,12 +8,13 @@ from gossamer.rules.gasloc import gasloc
 from gossamer.rules.gossip import gossip
 from gossamer.rules.local_sgd import local_sgd
 from gossamer.rules.noloco import noloco
-from gossamer.rules.rule import Consensus, Context, Rule
+from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 
 __all__ = [
     "RULES",
     "Consensus",
     "Context",
+    "OuterSGD",
     "Rule",
     "data_parallel",
     "diloco",
