@@ -14,7 +14,25 @@ from gossamer import sync
 from gossamer.codecs import bf16, exact, int4, randomk, topk
 from gossamer.errors import ConfigError, PairingError
 from gossamer.mixing import matrix, pull
-from gossamer.rules import RULES, Context, OuterSGD, diloco, gasloc, gossip, local_sgd, noloco
+from gossamer.rules import (
+    RULES,
+    Context,
+    anchored,
+    choco,
+    diloco,
+    error_feedback,
+    fedopt,
+    gasloc,
+    gossip,
+    local_sgd,
+    noloco,
+    omr,
+    restarted,
+    sgp,
+    slowmo,
+    sparseloco,
+    sparta,
+)
 from gossamer.stability import stability
 from gossamer.topology import TOPOLOGIES, make_topology
 from gossamer.tree import leaves, map_leaves
@@ -28,6 +46,12 @@ ROWS = {
     "gasloc-sgd": gasloc(optimizer="sgd"),
     "diloco-heavy_ball": diloco(optimizer="heavy_ball"),
     "diloco-sgd": diloco(optimizer="sgd"),
+    "fedopt-adagrad": fedopt(optimizer="adagrad"),
+    "fedopt-yogi": fedopt(optimizer="yogi"),
+    "diloco-error_feedback": error_feedback(diloco()),
+    "noloco-anchored": anchored(noloco()),
+    "gasloc-restarted": restarted(gasloc()),
+    "sparta-halves": sparta(one_in=2),
 }
 GOSSIPED = [name for name in TOPOLOGIES if make_topology(name, 8).doubly_stochastic]
 every_rule = pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS.keys())
@@ -90,7 +114,7 @@ def test_consensus_is_a_fixed_point_to_the_last_bit(rule):
 @pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.identical])
 def test_replicas_that_hear_everyone_stay_bitwise_equal_for_1000_rounds(name):
     start = random_vectors(1, P, dtype=torch.float32) * 5
-    xs, _ = play(ROWS[name], make_topology("complete", 5), start, 1000, random_drift(P, dtype=torch.float32))
+    xs, _ = play(ROWS[name], make_topology("complete", 3), start, 1000, random_drift(P, dtype=torch.float32))
     assert all(torch.equal(xs[0], x) for x in xs)
     assert not torch.equal(xs[0], start[0])
 
@@ -214,6 +238,14 @@ def test_an_empty_graph_makes_gasloc_n_independent_outer_loops():
         torch.testing.assert_close(xs[i], expected)
 
 
+PGA1 = {"name": "pga", "every": 1}
+
+
+def graph(spec):
+    """The arguments of `make_topology` for a name, or for a name with options."""
+    return {"name": spec} if isinstance(spec, str) else spec
+
+
 def pairs_of_rules_that_are_equal():
     complete = "complete"
     yield "post GASLoC on the complete graph is DiLoCo", gasloc(0.8, 0.7), diloco(0.8, 0.7), complete, complete, 6
@@ -229,6 +261,36 @@ def pairs_of_rules_that_are_equal():
     yield "gossip on the complete graph is local SGD", gossip(), local_sgd(), complete, complete, 6
     yield "GASLoC at eta 1 without momentum is gossip", gasloc(1.0, 0.0), gossip(), "ring", "ring", 6
     yield "GASLoC without momentum is NoLoCo without", gasloc(1.0, 0.0), noloco(1.0, 0.0), "random", "random", 6
+    yield "SlowMo without momentum is local SGD", slowmo(1.0, 0.0), local_sgd(), complete, complete, 6
+    yield "gossip with a global average in every round is local SGD", gossip(), local_sgd(), PGA1, complete, 6
+    yield "OMR that never restarts is DiLoCo", omr(0.9, 0.7, every=99), diloco(0.9 * 0.3, 0.7), complete, complete, 4
+    yield (
+        "OMR that always restarts is outer SGD",
+        omr(0.9, 0.7, every=1), diloco(0.9 * (1 - 0.49), optimizer="sgd"), complete, complete, 4,
+    )  # fmt: skip
+    yield (
+        "OMR without momentum is outer SGD",
+        omr(0.9, 0.0), diloco(0.9, optimizer="sgd"), complete, complete, 4,
+    )  # fmt: skip
+    yield (
+        "restarts commute with gossip on the complete graph",
+        restarted(gasloc(0.8, 0.7), 3), restarted(diloco(0.8, 0.7), 3), complete, complete, 4,
+    )  # fmt: skip
+    yield (
+        "SparseLoCo through an exact codec is DiLoCo with outer SGD",
+        sparseloco(0.8, decay=0.5), diloco(0.8, optimizer="sgd"), complete, complete, 4,
+    )  # fmt: skip
+    yield "error feedback through an exact codec is nothing", error_feedback(diloco()), diloco(), complete, complete, 4
+    yield "SPARTA of everything is gossip", sparta(one_in=1), gossip(), "random", "random", 6
+    yield "push on a doubly stochastic graph is gossip", sgp(), gossip(), "exponential", "exponential", 6
+    yield "CHOCO with exact messages is gossip", choco(alpha=1.0), gossip(), "ring", "ring", 6
+    yield (
+        "CHOCO with exact messages is gossip with a shorter step",
+        choco(alpha=0.4), gasloc(1.0, 0.0, alpha=0.4), "star", "star", 6,
+    )  # fmt: skip
+    for name in GOSSIPED:
+        yield f"anchored GASLoC with exact messages is GASLoC on {name}", anchored(gasloc()), gasloc(), name, name, 8
+    yield "anchored NoLoCo with exact messages is NoLoCo", anchored(noloco()), noloco(), "random", "random", 6
     yield "two workers in pairs are a complete graph", gasloc(), gasloc(), "random", complete, 2
 
 
@@ -238,8 +300,8 @@ EQUAL = list(pairs_of_rules_that_are_equal())
 @pytest.mark.parametrize(("left", "right", "a", "b", "n"), [row[1:] for row in EQUAL], ids=[row[0] for row in EQUAL])
 def test_two_rules_are_one(left, right, a, b, n):
     start, drift = [random_vectors(1, P)[0]] * n, random_drift(P)
-    xs, _ = play(left, make_topology(a, n), start, 12, drift)
-    ys, _ = play(right, make_topology(b, n), start, 12, drift)
+    xs, _ = play(left, make_topology(**graph(a), n=n), start, 12, drift)
+    ys, _ = play(right, make_topology(**graph(b), n=n), start, 12, drift)
     for x, y in zip(xs, ys, strict=True):
         torch.testing.assert_close(x, y)
 
@@ -338,6 +400,13 @@ def test_a_rule_with_unsettled_alpha_is_refused():
         (diloco, {"lr": 0.0}, "lr"),
         (noloco, {"momentum": -0.1}, "momentum"),
         (noloco, {"lr": "fast"}, "'fast'"),
+        (RULES["fedopt"], {"optimizer": "adamw"}, "yogi"),
+        (RULES["fedopt"], {"tau": 0.0}, "tau"),
+        (RULES["easgd"], {"elasticity": 1.5}, r"\(0, 1\]"),
+        (RULES["choco"], {"alpha": 0.0}, r"\(0, 1\]"),
+        (RULES["sparseloco"], {"decay": 1.1}, "decay"),
+        (RULES["sparta"], {"one_in": 0.5}, "whole numbers"),
+        (RULES["omr"], {"every": 0}, "whole numbers of at least 1"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused_with_what_is_allowed(factory, options, word):

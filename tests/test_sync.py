@@ -6,7 +6,21 @@ import torch
 from gossamer import sync
 from gossamer.codecs import Codec, exact
 from gossamer.mixing import from_edges, mean, pull
-from gossamer.rules import RULES, Context, diloco, gasloc, noloco
+from gossamer.rules import (
+    RULES,
+    Context,
+    anchored_gasloc,
+    choco,
+    diloco,
+    easgd,
+    error_feedback,
+    fedopt,
+    gasloc,
+    noloco,
+    omr,
+    sgp,
+    sparta,
+)
 from gossamer.sync import drive
 from gossamer.topology import make_topology
 from gossamer.transport.memory import MemoryNetwork
@@ -16,7 +30,13 @@ from rounds import layout, play, random_drift, random_vectors, serially
 ODD = 2 * sync.PLAIN.chunk + 17
 
 
-@pytest.mark.parametrize("rule", [gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco()], ids=lambda r: r.name)
+UPDATES = [
+    gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco(), anchored_gasloc(), choco(),
+    easgd(), error_feedback(diloco(), 0.9), fedopt(), fedopt(optimizer="yogi"), omr(every=2), sgp(), sparta(3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", UPDATES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("other", ["small chunks", "whole", "compiled"])
 def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, other):
     kernel = {
