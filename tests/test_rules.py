@@ -11,10 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer import sync
-from gossamer.codecs import exact
+from gossamer.codecs import bf16, exact, int4, randomk, topk
 from gossamer.errors import ConfigError, PairingError
-from gossamer.mixing import matrix, mean, pull
-from gossamer.rules import RULES, Context, diloco, gasloc, gossip, local_sgd, noloco
+from gossamer.mixing import matrix, pull
+from gossamer.rules import (
+    RULES,
+    Context,
+    anchored,
+    choco,
+    diloco,
+    error_feedback,
+    fedopt,
+    gasloc,
+    gossip,
+    local_sgd,
+    noloco,
+    omr,
+    restarted,
+    sgp,
+    slowmo,
+    sparseloco,
+    sparta,
+)
 from gossamer.stability import stability
 from gossamer.topology import TOPOLOGIES, make_topology
 from gossamer.tree import leaves, map_leaves
@@ -28,20 +46,41 @@ ROWS = {
     "gasloc-sgd": gasloc(optimizer="sgd"),
     "diloco-heavy_ball": diloco(optimizer="heavy_ball"),
     "diloco-sgd": diloco(optimizer="sgd"),
+    "fedopt-adagrad": fedopt(optimizer="adagrad"),
+    "fedopt-yogi": fedopt(optimizer="yogi"),
+    "diloco-error_feedback": error_feedback(diloco()),
+    "noloco-anchored": anchored(noloco()),
+    "gasloc-restarted": restarted(gasloc()),
+    "sparta-halves": sparta(one_in=2),
 }
+GOSSIPED = [name for name in TOPOLOGIES if make_topology(name, 8).doubly_stochastic]
 every_rule = pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS.keys())
-GOSSIP = [name for name, rule in ROWS.items() if rule.hear is pull]
+GOSSIP = [name for name, rule in ROWS.items() if rule.consensus is not None and rule.hear is pull]
 every_gossip_rule = pytest.mark.parametrize("rule", [ROWS[name] for name in GOSSIP], ids=GOSSIP)
 P = 7
 
 
-def fitting(rule, n=6):
-    """A topology that the rule's tags allow."""
-    return make_topology("complete" if rule.needs == "everyone" else "random", n)
-
-
 def context(n=4, worker=0, round=0):
     return Context(worker, n, round, 1, 0.5, layout(P))
+
+
+def some_round(rule, dtype):
+    """The arguments of `recv` in some round: x, s, told, heard, context."""
+    x, other = random_vectors(2, P, dtype=dtype)
+    s = rule.init(x + 1)
+    told = rule.send(x, s, context())
+    theirs = rule.send(other, s, context())
+    heard = map_leaves(lambda t: t.to(dtype), rule.hear(told, {1: theirs}, 0, ((0, 0.5), (1, 0.5))))
+    return x, s, map_leaves(torch.clone, told), heard, context()
+
+
+def allowed(rule, topology):
+    """What the tags say about a pairing."""
+    holds = {
+        "everyone": topology.everyone, "connected": True, "static": topology.static, "tree": topology.tree,
+        "push": topology.column_stochastic,
+    }  # fmt: skip
+    return holds[rule.needs] and (topology.doubly_stochastic or rule.needs == "push")
 
 
 def torch_outer(start, pseudo_gradients, **options):
@@ -65,21 +104,23 @@ TORCH = {
 def test_consensus_is_a_fixed_point_to_the_last_bit(rule):
     x = random_vectors(1, P, dtype=torch.float32)[0]
     still = (lambda i, t, x: torch.ones_like(x)) if rule.site == "gradients" else None
-    xs, _ = play(rule, fitting(rule, 4), [x] * 4, 5, still)  # 1/4 is exact in binary, so a mean of equals is exact too
+    topologies = (make_topology(name, 4) for name in ("random", "complete", "star"))
+    topology = next(topology for topology in topologies if allowed(rule, topology))
+    xs, _ = play(rule, topology, [x] * 4, 5, still)  # 1/4 is exact in binary, so a mean of equals is exact too
     expected = torch.ones_like(x) if rule.site == "gradients" else x
     assert all(torch.equal(y, expected) for y in xs)
 
 
-@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.needs == "everyone"])
+@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.identical])
 def test_replicas_that_hear_everyone_stay_bitwise_equal_for_1000_rounds(name):
-    start = random_vectors(1, P, dtype=torch.float32) * 5
-    xs, _ = play(ROWS[name], make_topology("complete", 5), start, 1000, random_drift(P, dtype=torch.float32))
+    start = random_vectors(1, P, dtype=torch.float32) * 3
+    xs, _ = play(ROWS[name], make_topology("complete", 3), start, 1000, random_drift(P, dtype=torch.float32))
     assert all(torch.equal(xs[0], x) for x in xs)
     assert not torch.equal(xs[0], start[0])
 
 
 @every_gossip_rule
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", GOSSIPED)
 def test_workers_that_stand_still_agree_or_part_at_the_predicted_rate_and_keep_their_mean(rule, name):
     """Acceleration is not free: on the deterministic hypercube sequence momentum 0.7 resonates and drives workers apart."""
     topology, rounds = make_topology(name, 8), 120
@@ -103,31 +144,32 @@ def spread(xs):
 @every_rule
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_rule_keeps_dtype_and_never_writes_into_what_it_is_given(rule, dtype):
-    x, told, heard = random_vectors(3, P, dtype=dtype)
-    s = rule.init(x)
-    assert not {leaf.data_ptr() for leaf in leaves(s)} & {x.data_ptr()}
-    inputs = [x, told, heard, *leaves(s)]
-    before = [t.clone() for t in inputs]
-    message = rule.send(x, s, context())
-    y, new = rule.recv(x, s, told, heard, context())
-    assert all(torch.equal(a, b) and t._version == 0 for t, a, b in zip(inputs, inputs, before, strict=True))
-    assert {t.dtype for t in [y, *leaves(message), *leaves(new)]} == {dtype}
-    assert len(leaves(s)) == rule.state_copies
+    x, s, told, heard, ctx = some_round(rule, dtype)
+    assert not {leaf.data_ptr() for leaf in leaves(rule.init(x))} & {x.data_ptr()}
+    inputs = [x, *leaves(s), *leaves(told), *leaves(heard)]
+    before, versions = [t.clone() for t in inputs], [t._version for t in inputs]
+    message = rule.send(x, s, ctx)
+    y, new = rule.recv(x, s, told, heard, ctx)
+    forgotten = () if rule.reset is None else rule.reset(y, new)
+    assert all(map(torch.equal, inputs, before)) and versions == [t._version for t in inputs]
+    assert {t.dtype for t in [y, *leaves((message, new, forgotten))] if t.numel() == P} == {dtype}
+    assert [t.shape for t in leaves(new)] == [t.shape for t in leaves(s)]
+    assert sum(t.numel() == P for t in leaves(s)) == rule.state_copies
 
 
-@every_rule
-def test_halves_updated_one_by_one_equal_the_whole_to_the_last_bit(rule):
-    assert rule.elementwise
-    x, told, heard = random_vectors(3, P, dtype=torch.float32)
-    s = rule.init(x + 1)
-    whole = rule.recv(x, s, told, heard, context())
+@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.elementwise])
+def test_halves_updated_one_by_one_equal_the_whole_to_the_last_bit(name):
+    rule = ROWS[name]
+    *trees, ctx = some_round(rule, torch.float32)
+    whole = rule.recv(*trees, ctx)
     for cut in (slice(0, 3), slice(3, P)):
-        part = rule.recv(x[cut], map_leaves(lambda t, c=cut: t[c], s), told[cut], heard[cut], context())
+        part = rule.recv(*(map_leaves(lambda t, c=cut: t[c], tree) for tree in trees), ctx)
         assert all(torch.equal(a[cut], b) for a, b in zip(leaves(whole), leaves(part), strict=True))
 
 
-@every_rule
-def test_with_one_worker_a_rule_is_its_declared_limit(rule):
+@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.n1_limit != "outer optimizer"])
+def test_with_one_worker_a_rule_is_its_declared_limit(name):
+    rule = ROWS[name]
     start, drift = random_vectors(1, P), random_drift(P)
     xs, _ = play(rule, make_topology("complete", 1), start, 6, drift)
     if rule.site == "gradients":
@@ -135,10 +177,34 @@ def test_with_one_worker_a_rule_is_its_declared_limit(rule):
     elif rule.n1_limit == "inner":
         torch.testing.assert_close(xs[0], start[0] + sum(drift(0, t, start[0]) for t in range(6)))
     else:
-        kind = {"noloco": "heavy_ball"}.get(rule.name, rule.options.get("optimizer"))
-        momentum = {} if kind == "sgd" else {"momentum": rule.options["momentum"], "nesterov": kind == "nesterov"}
-        expected = torch_outer(start[0], [-drift(0, t, start[0]) for t in range(6)], lr=rule.options["lr"], **momentum)
+        expected = torch_outer(start[0], [-drift(0, t, start[0]) for t in range(6)], **rule.n1_limit._asdict())
         torch.testing.assert_close(xs[0], expected)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, rule in ROWS.items() if rule.mean_preserving and rule.needs != "everyone"]
+)
+@pytest.mark.parametrize("codec", [bf16(), int4(), topk(k=1, chunk=4), randomk(one_in=3)], ids=lambda codec: codec.name)
+def test_the_mean_of_gossip_through_any_codec_is_that_of_exact_messages_on_any_topology(name, codec):
+    rule, drift, start = ROWS[name], random_drift(P), [random_vectors(1, P)[0]] * 4
+    reference = None
+    for topology in (make_topology(name, 4) for name in TOPOLOGIES):
+        if allowed(rule, topology) and topology.doubly_stochastic:
+            if reference is None:
+                reference, _ = play(rule, topology, start, 4, drift)
+            xs, _ = play(rule, topology, start, 4, drift, codec=codec)
+            torch.testing.assert_close(sum(xs), sum(reference), rtol=0, atol=1e-12 * max(1.0, spread(xs)))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, r in ROWS.items() if r.reset is not None and r.n1_limit != "outer optimizer"]
+)
+def test_after_a_reset_the_outer_optimizer_begins_afresh(name):
+    rule, drift, alone = ROWS[name], random_drift(P), make_topology("complete", 1)
+    (x,), (s,) = play(rule, alone, random_vectors(1, P), 5, drift)
+    forgotten = map_leaves(torch.clone, rule.reset(x, s))
+    xs, _ = play(rule, alone, [x], 3, drift, states=[forgotten], first=5)
+    torch.testing.assert_close(xs[0], torch_outer(x, [-drift(0, t, x) for t in (5, 6, 7)], **rule.n1_limit._asdict()))
 
 
 @pytest.mark.parametrize("kind", TORCH)
@@ -151,7 +217,7 @@ def test_diloco_is_torch_sgd_on_the_averaged_pseudo_gradient(kind):
 
 
 @pytest.mark.parametrize(("form", "kind"), [("post", k) for k in TORCH] + [("published", k) for k in TORCH])
-@pytest.mark.parametrize("name", TOPOLOGIES)
+@pytest.mark.parametrize("name", GOSSIPED)
 def test_the_mean_of_gasloc_follows_the_torch_outer_optimizer_on_any_doubly_stochastic_mixing(form, kind, name):
     n, drift = 8, random_drift(P)
     start = [random_vectors(1, P)[0]] * n
@@ -173,6 +239,14 @@ def test_an_empty_graph_makes_gasloc_n_independent_outer_loops():
         torch.testing.assert_close(xs[i], expected)
 
 
+PGA1 = {"name": "pga", "every": 1}
+
+
+def graph(spec):
+    """The arguments of `make_topology` for a name, or for a name with options."""
+    return {"name": spec} if isinstance(spec, str) else spec
+
+
 def pairs_of_rules_that_are_equal():
     complete = "complete"
     yield "post GASLoC on the complete graph is DiLoCo", gasloc(0.8, 0.7), diloco(0.8, 0.7), complete, complete, 6
@@ -188,6 +262,36 @@ def pairs_of_rules_that_are_equal():
     yield "gossip on the complete graph is local SGD", gossip(), local_sgd(), complete, complete, 6
     yield "GASLoC at eta 1 without momentum is gossip", gasloc(1.0, 0.0), gossip(), "ring", "ring", 6
     yield "GASLoC without momentum is NoLoCo without", gasloc(1.0, 0.0), noloco(1.0, 0.0), "random", "random", 6
+    yield "SlowMo without momentum is local SGD", slowmo(1.0, 0.0), local_sgd(), complete, complete, 6
+    yield "gossip with a global average in every round is local SGD", gossip(), local_sgd(), PGA1, complete, 6
+    yield "OMR that never restarts is DiLoCo", omr(0.9, 0.7, every=99), diloco(0.9 * 0.3, 0.7), complete, complete, 4
+    yield (
+        "OMR that always restarts is outer SGD",
+        omr(0.9, 0.7, every=1), diloco(0.9 * (1 - 0.49), optimizer="sgd"), complete, complete, 4,
+    )  # fmt: skip
+    yield (
+        "OMR without momentum is outer SGD",
+        omr(0.9, 0.0), diloco(0.9, optimizer="sgd"), complete, complete, 4,
+    )  # fmt: skip
+    yield (
+        "restarts commute with gossip on the complete graph",
+        restarted(gasloc(0.8, 0.7), 3), restarted(diloco(0.8, 0.7), 3), complete, complete, 4,
+    )  # fmt: skip
+    yield (
+        "SparseLoCo through an exact codec is DiLoCo with outer SGD",
+        sparseloco(0.8, decay=0.5), diloco(0.8, optimizer="sgd"), complete, complete, 4,
+    )  # fmt: skip
+    yield "error feedback through an exact codec is nothing", error_feedback(diloco()), diloco(), complete, complete, 4
+    yield "SPARTA of everything is gossip", sparta(one_in=1), gossip(), "random", "random", 6
+    yield "push on a doubly stochastic graph is gossip", sgp(), gossip(), "exponential", "exponential", 6
+    yield "CHOCO with exact messages is gossip", choco(alpha=1.0), gossip(), "ring", "ring", 6
+    yield (
+        "CHOCO with exact messages is gossip with a shorter step",
+        choco(alpha=0.4), gasloc(1.0, 0.0, alpha=0.4), "star", "star", 6,
+    )  # fmt: skip
+    for name in GOSSIPED:
+        yield f"anchored GASLoC with exact messages is GASLoC on {name}", anchored(gasloc()), gasloc(), name, name, 8
+    yield "anchored NoLoCo with exact messages is NoLoCo", anchored(noloco()), noloco(), "random", "random", 6
     yield "two workers in pairs are a complete graph", gasloc(), gasloc(), "random", complete, 2
 
 
@@ -197,8 +301,8 @@ EQUAL = list(pairs_of_rules_that_are_equal())
 @pytest.mark.parametrize(("left", "right", "a", "b", "n"), [row[1:] for row in EQUAL], ids=[row[0] for row in EQUAL])
 def test_two_rules_are_one(left, right, a, b, n):
     start, drift = [random_vectors(1, P)[0]] * n, random_drift(P)
-    xs, _ = play(left, make_topology(a, n), start, 12, drift)
-    ys, _ = play(right, make_topology(b, n), start, 12, drift)
+    xs, _ = play(left, make_topology(**graph(a), n=n), start, 12, drift)
+    ys, _ = play(right, make_topology(**graph(b), n=n), start, 12, drift)
     for x, y in zip(xs, ys, strict=True):
         torch.testing.assert_close(x, y)
 
@@ -275,11 +379,11 @@ def test_what_is_pulled_sums_to_zero_over_the_workers(n, seed, name):
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_every_pairing_is_either_allowed_by_the_tags_or_refused_in_a_sentence(rule, name):
     topology, codec = make_topology(name, 8), exact()
-    if rule.needs == "everyone" and not topology.everyone:
-        with pytest.raises(PairingError, match=f"{rule.name}.*{name}.*complete"):
-            sync.check(rule, topology, codec)
-    else:
+    if allowed(rule, topology):
         sync.check(rule, topology, codec)
+    else:
+        with pytest.raises(PairingError, match=f"{rule.name}.*{name}.*use"):
+            sync.check(rule, topology, codec)
 
 
 def test_a_rule_with_unsettled_alpha_is_refused():
@@ -297,6 +401,13 @@ def test_a_rule_with_unsettled_alpha_is_refused():
         (diloco, {"lr": 0.0}, "lr"),
         (noloco, {"momentum": -0.1}, "momentum"),
         (noloco, {"lr": "fast"}, "'fast'"),
+        (RULES["fedopt"], {"optimizer": "adamw"}, "yogi"),
+        (RULES["fedopt"], {"tau": 0.0}, "tau"),
+        (RULES["easgd"], {"elasticity": 1.5}, r"\(0, 1\]"),
+        (RULES["choco"], {"alpha": 0.0}, r"\(0, 1\]"),
+        (RULES["sparseloco"], {"decay": 1.1}, "decay"),
+        (RULES["sparta"], {"one_in": 0.5}, "whole numbers"),
+        (RULES["omr"], {"every": 0}, "whole numbers of at least 1"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused_with_what_is_allowed(factory, options, word):
@@ -311,4 +422,3 @@ def test_a_rule_is_documented_by_equation_cost_source_differences_and_failures(n
         assert part in text, part
     assert RULES[name]().name == name
     assert RULES[name]().options.keys() == inspect.signature(RULES[name]).parameters.keys()
-    assert RULES[name]().hear in (pull, mean)

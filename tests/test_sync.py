@@ -6,7 +6,21 @@ import torch
 from gossamer import sync
 from gossamer.codecs import Codec, exact
 from gossamer.mixing import from_edges, mean, pull
-from gossamer.rules import RULES, Context, diloco, gasloc, noloco
+from gossamer.rules import (
+    RULES,
+    Context,
+    anchored_gasloc,
+    choco,
+    diloco,
+    easgd,
+    error_feedback,
+    fedopt,
+    gasloc,
+    noloco,
+    omr,
+    sgp,
+    sparta,
+)
 from gossamer.sync import drive
 from gossamer.topology import make_topology
 from gossamer.transport.memory import MemoryNetwork
@@ -16,11 +30,13 @@ from rounds import layout, play, random_drift, random_vectors, serially
 ODD = 2 * sync.PLAIN.chunk + 17
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco()],
-    ids=lambda r: r.name,
-)
+UPDATES = [
+    gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco(), anchored_gasloc(), choco(),
+    easgd(), error_feedback(diloco(), 0.9), fedopt(), fedopt(optimizer="yogi"), omr(every=2), sgp(), sparta(3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", UPDATES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("other", ["small chunks", "whole", "compiled"])
 def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, other):
     kernel = {
@@ -65,9 +81,14 @@ def test_sums_of_half_precision_messages_are_taken_in_fp32():
 @pytest.mark.parametrize("name", RULES)
 def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name):
     n, numel, rule = 5, 103, RULES[name]()
-    topology = make_topology(
-        "complete" if rule.needs == "everyone" else "random", n, **({} if rule.needs == "everyone" else {"peers": 2})
-    )
+    fitting = {
+        "everyone": ("complete", {}),
+        "static": ("ring", {}),
+        "tree": ("star", {}),
+        "push": ("random_push", {"peers": 2}),
+    }
+    chosen, options = fitting.get(rule.needs, ("random", {"peers": 2}))
+    topology = make_topology(chosen, n, **options)
     network, carried = MemoryNetwork(n), {}
 
     def count(i, transport):
@@ -94,7 +115,7 @@ def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name):
     told = {(i, peer): size for i, operation in enumerate(operations) for peer, size in operation.sends}
     assert told == carried
     assert {(j, i): size for i, operation in enumerate(operations) for j, size in operation.receives} == carried
-    if rule.hear is mean:  # 2 (n-1)/n messages, to within the rounding of chunks to whole elements
+    if rule.needs == "everyone":  # 2 (n-1)/n messages, to within the rounding of chunks to whole elements
         sent = sum(size for (i, _), size in carried.items() if i == 0)
         assert sent == pytest.approx(2 * (n - 1) / n * 4 * numel, rel=0.03)
 

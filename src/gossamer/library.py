@@ -40,7 +40,8 @@ class Outer:
         model: its trainable parameters become views of one flat buffer; optimizers made before or after keep working. All
             workers start from the parameters of worker 0.
         rule: from `gossamer.rules`; one on gradients, such as `data_parallel`, is refused.
-        topology: a name from `TOPOLOGIES`, or a `Topology`; the complete graph for rules that need everyone.
+        topology: a name from `TOPOLOGIES`, or a `Topology`; by default random pairs, or what the rule needs instead:
+            the complete graph, a ring, a star.
         local_steps: inner steps between two exchanges; workers may differ.
         timeout_s: how long an exchange waits for a peer.
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule or topology.
@@ -74,9 +75,8 @@ class Outer:
         self.local_steps, self.seed = local_steps, seed
         self.worker, self.n = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if not isinstance(topology, Topology):
-            topology = make_topology(
-                topology or ("complete" if rule.needs == "everyone" else "random"), self.n, seed=seed
-            )
+            fitting = {"everyone": "complete", "static": "ring", "tree": "star"}.get(rule.needs, "random")
+            topology = make_topology(topology or fitting, self.n, seed=seed)
         if topology.n != self.n:
             raise ConfigError(
                 f"the topology '{topology.name}' is for {topology.n} workers and the process group has {self.n}"

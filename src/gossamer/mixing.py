@@ -7,7 +7,7 @@ matrix units in more than that.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -57,13 +57,21 @@ class Mixing(NamedTuple):
         """The peers that need the message of worker i, ascending."""
         return self.columns[i]
 
+    @property
+    def everyone(self) -> bool:
+        """Whether all hear all, with the same weights."""
+        first = self.rows[0]
+        return len(first) == self.n and all(row is first or row == first for row in self.rows)
+
     def weight(self, i: int) -> float:
         """The own weight w_ii of worker i."""
         return dict(self.rows[i])[i]
 
 
-def from_edges(n: int, edges: Iterable[tuple[int, int, float]]) -> Mixing:
-    """The mixing in which i hears j with weight w for each directed `(i, j, w)`, and each row is completed to sum one.
+def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["rows", "columns"] = "rows") -> Mixing:
+    """The mixing in which i hears j with weight w for each directed `(i, j, w)`; own weights complete each row to sum one.
+
+    With `sums = "columns"` they complete each column: what a worker keeps and what it gives away sum to one.
 
     >>> from_edges(2, [(0, 1, 0.5), (1, 0, 0.5)]).rows
     (((0, 0.5), (1, 0.5)), ((0, 0.5), (1, 0.5)))
@@ -74,9 +82,11 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]]) -> Mixing:
         assert i != j and j not in heard[i] and w != 0.0, (i, j, w)
         heard[i][j] = w
         hearers[j].append(i)
-    rows = tuple(
-        tuple(sorted({**row, i: 1.0 - sum(row[j] for j in sorted(row))}.items())) for i, row in enumerate(heard)
-    )
+    if sums == "rows":
+        own = [1.0 - sum(row[j] for j in sorted(row)) for row in heard]
+    else:
+        own = [1.0 - sum(heard[i][j] for i in sorted(column)) for j, column in enumerate(hearers)]
+    rows = tuple(tuple(sorted({**row, i: own[i]}.items())) for i, row in enumerate(heard))
     return Mixing(rows, tuple(tuple(sorted(column)) for column in hearers))
 
 

@@ -193,6 +193,9 @@ def describe(topology: Topology, *, alpha: float, gamma: float) -> str:
         facts.append(f"repeats after {topology.period} rounds")
     if topology.exact_rounds:
         facts.append(f"exact after {topology.exact_rounds} round{'s' * (topology.exact_rounds > 1)}")
+    if not topology.doubly_stochastic:
+        said = "not doubly stochastic: gossip keeps no mean to agree on here; push rules such as 'sgp' do"
+        return f"{', '.join(['column stochastic', *facts])}\n\n{said}"
     lines = [", ".join(facts)]
     if topology.period is not None or topology.exchangeable:
         w = _mean_matrix(topology)
@@ -231,6 +234,11 @@ def _mean_matrix(topology: Topology) -> NDArray[np.float64]:
 
 def _analysis(topology: Topology) -> Analysis:
     """What is common to all (α, γ) of a topology is computed here, once."""
+    if not topology.doubly_stochastic:
+        raise ConfigError(
+            f"topology '{topology.name}' has weights that are not doubly stochastic, under which gossip keeps no mean to agree "
+            "on; use one that is, such as 'random'"
+        )
     if topology.n == 1:
         return lambda consensus: Stability(0.0, 0.0, "closed form")
     if topology.exchangeable:

@@ -75,10 +75,15 @@ def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple
         raise PairingError(
             f"{got} cannot work: '{rule.name}' relays sums along a tree; use topology 'star' or another tree"
         )
-    if rule.needs == "connected" and not topology.doubly_stochastic:
+    if rule.needs == "push" and not topology.column_stochastic:
         raise PairingError(
-            f"{got} cannot work: '{rule.name}' would drift, as the weights heard from each worker do not sum to one; "
-            "use a topology whose weights are doubly stochastic, such as 'random'"
+            f"{got} cannot work: '{rule.name}' counts the mass that each worker gives away, and here it does not sum to one; "
+            "use a push topology such as 'random_push', or one whose weights are doubly stochastic, such as 'random'"
+        )
+    if rule.needs != "push" and not topology.doubly_stochastic:
+        raise PairingError(
+            f"{got} cannot work: '{rule.name}' would drift, as the weights that workers give and get do not all sum to one; "
+            "use a topology whose weights are doubly stochastic, such as 'random', or the rule 'sgp', which corrects for it"
         )
     if rule.site == "gradients" and local_steps != 1:
         raise PairingError(
@@ -101,13 +106,14 @@ def begin(
         part: updated in place when the exchange ends.
         seed: for codecs that round at random; everyone decodes what the sender encoded, so all hear the same.
         kernel: how `hear` and `recv` are carried out on a span of elements; `PLAIN` unless given.
-        reduce: sums tensors over all workers in place; used for a `mean` with an exact codec if given.
+        reduce: sums tensors over all workers in place; used for a `mean` over everyone with an exact codec if given.
     Raises: TransportError and PeerError from the transport, wherever it is resumed.
-    Cost: `pull` and `each` send one payload to each hearer. `mean` with an exact codec goes through chunk owners,
-        2(n-1)/n messages per worker; with any other codec each payload goes to everyone.
+    Cost: one payload to each hearer. Only a `mean` over everyone with an exact codec goes through chunk owners, 2(n-1)/n
+        messages per worker.
     """
     kernel = kernel or PLAIN
-    if rule.hear is not mean or not codec.exact or ctx.n == 1:
+    ctx = ctx._replace(everyone=mixing.everyone)
+    if rule.hear is not mean or rule.needs != "everyone" or not codec.exact or ctx.n == 1:
         exchange = _directly(rule, codec, mixing, transport, part, ctx, seed, kernel)
     elif reduce is None:
         exchange = _through_owners(rule, mixing, transport, part, ctx, kernel)

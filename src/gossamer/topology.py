@@ -7,7 +7,7 @@ of weight one.
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -28,7 +28,9 @@ __all__ = [
     "hypercube",
     "make_topology",
     "one_peer_exponential",
+    "pga",
     "random",
+    "random_push",
     "ring",
     "star",
     "torus",
@@ -64,6 +66,8 @@ class Topology(NamedTuple):
     """w_ij = w_ji, bitwise."""
     doubly_stochastic: bool = False
     """No weight is negative, rows and columns sum to one: the mean is kept."""
+    column_stochastic: bool = False
+    """No weight is negative and columns sum to one, rows perhaps not: the sum of what is pushed is kept."""
     psd: bool = False
     """Symmetric without negative eigenvalues."""
     period: int | None = None
@@ -315,13 +319,85 @@ def base(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
     )  # fmt: skip
 
 
+def random_push(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
+    """Every worker sends to `peers` others that it draws by itself; each share, and the one it keeps, is 1/(peers + 1).
+
+    Whom a worker hears from is left to chance: nobody or many, so rows do not sum to one, and only a push rule such as 'sgp',
+    which sends its mass along, finds the mean. In return nobody has to agree with anybody about who meets whom.
+
+    Args:
+        peers: k in 1 .. n - 1; at most the number of workers alive, less one, is used.
+    Cost: k messages sent per worker and round, k received on average.
+    Source: push-sum, Kempe, Dobra and Gehrke, FOCS 2003.
+
+    >>> mixing = random_push(4, seed=1).mixing(1)
+    >>> [mixing.sends_to(i) for i in range(4)], [len(mixing.hears_from(i)) for i in range(4)]
+    ([(2,), (2,), (1,), (2,)], [0, 1, 3, 0])
+    """
+    _integer("random_push", "n", n, 1)
+    _integer("random_push", "peers", peers, 1, max(1, n - 1))
+
+    def build(round: int, workers: Sequence[int]) -> Mixing:
+        m = len(workers)
+        k = min(peers, m - 1)
+        if k < 1:
+            return from_edges(n, [])
+        bits = numpy_rng(seed, "topology", round).bit_generator.random_raw(m * k).reshape(m, k).tolist()
+        edges = [
+            (workers[(j + 1 + hop) % m], workers[j], 1.0 / (k + 1)) for j in range(m) for hop in _chosen(bits[j], m - 1)
+        ]
+        return from_edges(n, edges, sums="columns")
+
+    return _topology(
+        "random_push", n, {"peers": peers}, build, doubly_stochastic=False, column_stochastic=True, exchangeable=True
+    )  # fmt: skip
+
+
+def pga(n: int, *, seed: int = 0, every: int = 6, graph: str | Mapping[str, Any] = "one_peer_exponential") -> Topology:
+    """Gossip with periodic global averaging: everyone hears everyone in every `every`-th round, in the others `graph` rules.
+
+    Args:
+        every: K of at least 1; the rounds K - 1, 2K - 1, … are global.
+        graph: the topology of the other rounds, by its name, or with its options as in `{name = "random", peers = 2}`.
+    Cost: that of `graph`, and n - 1 messages per worker in a global round, in which everyone waits for everyone.
+    Source: Chen et al., arXiv 2105.09080.
+    Fails when: one link is slow: global rounds wait for it. On a random `graph` the predicted stability is an estimate that
+        takes the global rounds for random ones too.
+
+    >>> [len(pga(8, every=3).mixing(t).hears_from(0)) for t in range(6)]
+    [1, 1, 7, 1, 1, 7]
+    """
+    _integer("pga", "every", every, 1)
+    spec = {"name": graph} if isinstance(graph, str) else dict(graph)
+    if not isinstance(spec.get("name"), str):
+        raise ConfigError(
+            f"topology 'pga' got graph = {graph!r}; allowed are a topology's name, or a table with its name and options: "
+            "give one"
+        )
+    between, whole = make_topology(**{**spec, "n": n, "seed": seed}), complete(n)
+
+    def build(round: int, workers: Sequence[int]) -> Mixing:
+        return (whole if (round + 1) % every == 0 else between).mixing(round, frozenset(workers))
+
+    if every == 1 or (between.static and between.mixing(0) == whole.mixing(0)):
+        tags = {tag: getattr(whole, tag) for tag in ("everyone", "tree", "period", "exact_rounds")}
+        between = whole
+    else:
+        period = None if between.period is None else math.lcm(between.period, every)
+        tags = {"period": period, "exact_rounds": min(every, between.exact_rounds or every)}
+    inherited = {tag: getattr(between, tag) for tag in ("symmetric", "doubly_stochastic", "column_stochastic", "psd")}
+    return _topology("pga", n, {"every": every, "graph": graph}, build, **tags, **inherited)
+
+
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "base": base,
     "complete": complete,
     "exponential": exponential,
     "hypercube": hypercube,
     "one_peer_exponential": one_peer_exponential,
+    "pga": pga,
     "random": random,
+    "random_push": random_push,
     "ring": ring,
     "star": star,
     "torus": torus,
@@ -416,6 +492,7 @@ def _topology(
     if n == 1:
         tags = dict.fromkeys(("everyone", "tree", "symmetric", "doubly_stochastic", "psd"), True)
         tags |= {"period": 1, "exact_rounds": 0}
+    tags.setdefault("column_stochastic", tags["doubly_stochastic"])
     static = tags.get("period") == 1
 
     @lru_cache(maxsize=4)
@@ -439,6 +516,12 @@ def _from(edges: Callable[[int, int], Iterable[Edge]], n: int) -> Callable[[int,
         return from_edges(n, [(workers[i], workers[j], w) for i, j, w in edges(round, len(workers))])
 
     return build
+
+
+def _chosen(bits: Sequence[int], m: int) -> list[int]:
+    """As many different numbers below m as there are random 64-bit numbers."""
+    left = list(range(m))
+    return [left.pop(draw % len(left)) for draw in bits]
 
 
 def _base_rounds(m: int, k: int) -> list[list[Edge]]:

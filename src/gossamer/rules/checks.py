@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from gossamer.errors import ConfigError
 
-__all__ = ["one_of", "within"]
+__all__ = ["at_least", "one_of", "within"]
 
 
 def one_of(rule: str, option: str, got: object, allowed: Sequence[str]) -> None:
@@ -13,11 +13,19 @@ def one_of(rule: str, option: str, got: object, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{rule} got {option} = {got!r}; allowed are {', '.join(allowed)}: choose one of them")
 
 
-def within(rule: str, option: str, got: float, low: float, high: float, *, low_open: bool = False) -> None:
-    """Raises ConfigError unless `got` is a number in [low, high), or in (low, high) with `low_open`."""
-    is_number = isinstance(got, (int, float)) and not isinstance(got, bool)
-    if not is_number or not (low < got < high if low_open else low <= got < high):
-        bracket = "(" if low_open else "["
+def at_least(rule: str, option: str, got: object, low: int) -> None:
+    """Raises ConfigError unless `got` is a whole number of at least `low`."""
+    if type(got) is not int or got < low:
         raise ConfigError(
-            f"{rule} got {option} = {got!r}; allowed is {bracket}{low:g}, {high:g}): choose a value in that range"
+            f"{rule} got {option} = {got!r}; allowed are whole numbers of at least {low}: choose one of those"
         )
+
+
+def within(
+    rule: str, option: str, got: float, low: float, high: float, *, low_open: bool = False, high_closed: bool = False
+) -> None:
+    """Raises ConfigError unless `got` is a number in [low, high); without low if `low_open`, with high if `high_closed`."""
+    is_number = isinstance(got, (int, float)) and not isinstance(got, bool)
+    if not is_number or not (low < got if low_open else low <= got) or not (got <= high if high_closed else got < high):
+        span = f"{'(' if low_open else '['}{low:g}, {high:g}{']' if high_closed else ')'}"
+        raise ConfigError(f"{rule} got {option} = {got!r}; allowed is {span}: choose a value in that range")

@@ -35,5 +35,5 @@ def data_parallel() -> Rule:
 
     return Rule(
         "data_parallel", {}, init, send, mean, recv,
-        needs="everyone", n1_limit="inner", site="gradients", mean_preserving=True,
+        needs="everyone", n1_limit="inner", site="gradients", mean_preserving=True, identical=True,
     )  # fmt: skip

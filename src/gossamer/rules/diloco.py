@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gossamer.mixing import mean
 from gossamer.rules.checks import one_of, within
-from gossamer.rules.rule import Context, Rule
+from gossamer.rules.rule import Context, OuterSGD, Rule
 from gossamer.tree import Tree
 
 __all__ = ["diloco"]
@@ -64,6 +64,9 @@ def diloco(
 
     return Rule(
         "diloco", {"lr": lr, "momentum": momentum, "optimizer": optimizer}, init, send, mean, recv,
-        needs="everyone", n1_limit="outer momentum", mean_preserving=True,
+        needs="everyone",
+        n1_limit=OuterSGD(lr) if optimizer == "sgd" else OuterSGD(lr, momentum, optimizer == "nesterov" and momentum > 0.0),
+        mean_preserving=True, identical=True,
         state_copies=1 if optimizer == "sgd" else 2,
+        reset=None if optimizer == "sgd" else lambda x, s: s._replace(b=torch.zeros_like(s.b)),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gossamer.mixing import pull
 from gossamer.rules.checks import one_of, within
-from gossamer.rules.rule import Consensus, Context, Rule
+from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.tree import Tree
 
 __all__ = ["gasloc"]
@@ -87,8 +87,9 @@ def gasloc(
         {"lr": lr, "momentum": momentum, "alpha": alpha, "form": form, "optimizer": optimizer},
         init, send, pull, recv,
         needs="connected",
-        n1_limit="inner" if eta == 1.0 and gamma == 0.0 else "outer momentum",
+        n1_limit="inner" if eta == 1.0 and gamma == 0.0 else OuterSGD(lr, gamma, gamma > 0.0 and optimizer == "nesterov"),
         mean_preserving=True,
         consensus=Consensus(a, gamma, "post" if form == "post" and optimizer == "nesterov" else "pre"),
         state_copies=keeps_anchor + (optimizer != "sgd"),
+        reset=None if optimizer == "sgd" else lambda x, s: s._replace(prev=x),
     )  # fmt: skip

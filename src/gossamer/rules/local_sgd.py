@@ -32,4 +32,7 @@ def local_sgd() -> Rule:
     def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
         return heard, s
 
-    return Rule("local_sgd", {}, init, send, mean, recv, needs="everyone", n1_limit="inner", mean_preserving=True)
+    return Rule(
+        "local_sgd", {}, init, send, mean, recv,
+        needs="everyone", n1_limit="inner", mean_preserving=True, identical=True,
+    )  # fmt: skip

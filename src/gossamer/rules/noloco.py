@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.mixing import pull
 from gossamer.rules.checks import within
-from gossamer.rules.rule import Consensus, Context, Rule
+from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.tree import Tree
 
 __all__ = ["noloco"]
@@ -58,6 +58,7 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
 
     return Rule(
         "noloco", {"lr": lr, "momentum": momentum}, init, send, pull, recv,
-        needs="connected", n1_limit="outer momentum", mean_preserving=True, consensus=Consensus(b, a, "pre"),
+        needs="connected", n1_limit=OuterSGD(lr, momentum), mean_preserving=True, consensus=Consensus(b, a, "pre"),
         state_copies=2,
+        reset=lambda x, s: s._replace(delta=torch.zeros_like(s.delta)),
     )  # fmt: skip

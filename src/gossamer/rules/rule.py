@@ -9,10 +9,21 @@ from gossamer.fragment import Layout
 from gossamer.mixing import Hear
 from gossamer.tree import Tree
 
-__all__ = ["Consensus", "Context", "Needs", "Rule", "Site"]
+__all__ = ["Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule", "Site"]
 
-Needs = Literal["everyone", "connected", "static", "tree"]
+Needs = Literal["everyone", "connected", "static", "tree", "push"]
 Site = Literal["parameters", "gradients"]
+
+
+class OuterSGD(NamedTuple):
+    """The step of `torch.optim.SGD` on the pseudo-gradient d: `b ← μ b + d`, and η (d + μ b) if Nesterov, else η b, is taken."""
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+
+
+Limit = Literal["inner", "outer optimizer"] | OuterSGD
 
 
 class Context(NamedTuple):
@@ -27,6 +38,8 @@ class Context(NamedTuple):
     """Its own weight w_ii in this round's mixing."""
     layout: Layout
     """Names, shapes and offsets of the tensors in `x`; of use to rules that are not elementwise."""
+    everyone: bool = False
+    """Whether all workers hear all in this round, with the same weights; `sync` reads it off the mixing."""
 
 
 class Consensus(NamedTuple):
@@ -46,7 +59,7 @@ class Rule(NamedTuple):
     `init(x) -> s` makes the outer state, a (named) tuple of tensors that owns its memory; `send(x, s, ctx) -> message` makes
     the tensors for the wire; `hear` combines the decoded messages (`pull`, `mean` or `each` of `gossamer.mixing`);
     `recv(x, s, told, heard, ctx) -> (x, s)` is the outer update, where `told` is what the others decoded from me. All are
-    pure: they never write into their arguments, and `send` may return views of them.
+    pure: they never write into their arguments, and `send` may return views of them. All workers begin with the same `x`.
 
     Shapes: `x` is the flat `[P]` vector of one worker (of one fragment); messages and states are trees of tensors.
     """
@@ -60,9 +73,10 @@ class Rule(NamedTuple):
 
     needs: Needs
     """"everyone": all workers hear all, with the same weights; "connected": any doubly stochastic mixing that connects the
-    workers over time; "static": the same mixing in every round; "tree": a static tree."""
-    n1_limit: Literal["inner", "outer momentum"]
-    """What the rule is with one worker: the plain inner optimizer, or an outer momentum around it."""
+    workers over time; "static": the same mixing in every round; "tree": a static tree; "push": what each worker gives away
+    sums to one, what it gets need not."""
+    n1_limit: Limit
+    """What the rule is with one worker: the plain inner optimizer, torch's SGD around it, or another outer optimizer."""
     site: Site = "parameters"
     """On what it acts: the parameters after the local phase, or the gradients before an inner step."""
     elementwise: bool = True
@@ -70,6 +84,11 @@ class Rule(NamedTuple):
     mean_preserving: bool = False
     """Whether workers that stand still keep their mean under any doubly stochastic mixing and any codec."""
     consensus: Consensus | None = None
-    """How its disagreement evolves without drift; None where the replicas are always equal."""
+    """How its disagreement evolves without drift and with exact messages; None where the replicas are always equal, or it is no
+    such recursion."""
+    identical: bool = False
+    """Whether workers that hear everyone are bitwise equal after every round."""
     state_copies: int = 0
     """Tensors of the size of `x` that the outer state holds."""
+    reset: Callable[[Tensor, Tree], Tree] | None = None
+    """`reset(x, s) -> s` forgets the outer momentum after a round that ended at `x`; None for rules without one."""

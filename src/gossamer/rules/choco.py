@@ -1,0 +1,56 @@
+"""CHOCO: gossip in which only compressed changes of a public copy go over the wire."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.mixing import pull
+from gossamer.rules.checks import within
+from gossamer.rules.rule import Context, Rule
+from gossamer.tree import Tree
+
+__all__ = ["choco"]
+
+
+class _State(NamedTuple):
+    """What the others believe this worker is, and how far the neighbours' public copies draw it."""
+
+    public: Tensor
+    drawn: Tensor
+
+
+def choco(alpha: float = 0.3) -> Rule:
+    """Workers gossip over public copies of each other, which compressed differences keep up to date.
+
+    q_i = decode(encode(θ_i - x̂_i));   x̂_i ← x̂_i + q_i;   θ_i ← θ_i + α Σ_j w_ij (x̂_j - x̂_i)
+
+    No copy of a neighbour is kept: the sum over neighbours changes by Σ_j w_ij (q_j - q_i), so one running sum is enough. It is
+    why the graph must not change.
+
+    Args:
+        alpha: consensus step α in (0, 1]; the coarser the codec, the smaller it has to be. With an exact codec 1 is gossip.
+    Cost: one payload to each neighbour per round; public copy and running sum kept (2 P).
+    Source: Koloskova, Stich and Jaggi, arXiv 1902.00340; with local steps arXiv 1907.09356.
+    Differs: the public copies begin at the common starting point instead of at zero.
+    Fails when: α is too large for the codec: the workers part. On graphs that change it is refused.
+
+    >>> choco().needs
+    'static'
+    """
+    within("choco", "alpha", alpha, 0.0, 1.0, low_open=True, high_closed=True)
+
+    def init(x: Tensor) -> _State:
+        return _State(x.clone(), torch.zeros_like(x))
+
+    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
+        return x - s.public
+
+    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        drawn = s.drawn + heard
+        return x + alpha * drawn, _State(s.public + told, drawn)
+
+    return Rule(
+        "choco", {"alpha": alpha}, init, send, pull, recv,
+        needs="static", n1_limit="inner", mean_preserving=True, state_copies=2,
+    )  # fmt: skip

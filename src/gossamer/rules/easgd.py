@@ -1,0 +1,52 @@
+"""EASGD: workers that explore around a centre, elastically bound to it."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gossamer.mixing import mean
+from gossamer.rules.checks import within
+from gossamer.rules.rule import Context, Rule
+from gossamer.tree import Tree
+
+__all__ = ["easgd"]
+
+
+class _State(NamedTuple):
+    """The centre, bitwise the same on all workers."""
+
+    centre: Tensor
+
+
+def easgd(elasticity: float = 0.9) -> Rule:
+    """Each worker is drawn to a centre that all share, and the centre to the mean of the workers.
+
+    θ_i ← θ_i - a (θ_i - c);   c ← c + a Σ_j (θ_j - c) = (1 - n a) c + n a mean_j θ_j;   a = β / n, both from the old values
+
+    Args:
+        elasticity: β = n a in (0, 1]; above one the centre would overshoot the mean.
+    Cost: 2(n-1)/n models per worker and round, as every worker keeps the centre itself instead of asking a server (1 P).
+    Source: Zhang, Choromanska and LeCun, arXiv 1412.6651 (synchronous form; β 0.9).
+    Differs: no server. The inner optimizer is the user's; with momentum in it, it is their EAMSGD. The centre is what is worth
+        keeping at the end; runs are judged by their workers and the mean of these, which follows the centre.
+    Fails when: there are many workers: each is drawn to the centre by β / n only, so they drift far apart.
+
+    >>> easgd().identical
+    False
+    """
+    within("easgd", "elasticity", elasticity, 0.0, 1.0, low_open=True, high_closed=True)
+
+    def init(x: Tensor) -> _State:
+        return _State(x.clone())
+
+    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
+        return x
+
+    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        a = elasticity / ctx.n
+        return x - a * (x - s.centre), _State(s.centre + elasticity * (heard - s.centre))
+
+    return Rule(
+        "easgd", {"elasticity": elasticity}, init, send, mean, recv,
+        needs="everyone", n1_limit="outer optimizer", state_copies=1,
+    )  # fmt: skip

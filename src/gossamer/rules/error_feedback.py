@@ -1,0 +1,91 @@
+"""Error feedback: what a lossy codec dropped of a pseudo-gradient is sent with the next one."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import ConfigError
+from gossamer.mixing import mean
+from gossamer.rules.checks import within
+from gossamer.rules.diloco import diloco
+from gossamer.rules.rule import Context, Rule
+from gossamer.tree import Tree
+
+__all__ = ["error_feedback", "sparseloco"]
+
+
+class _State(NamedTuple):
+    """The state of the rule inside, and what was not sent yet."""
+
+    inner: Tree
+    unsent: Tensor
+
+
+def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
+    """The same rule, which sends what its codec dropped before together with the new message.
+
+    e ← β e + message;   the others decode c from encode(e);   e ← e - c
+
+    so that no more than the decayed part (1 - β) e is ever lost. With an exact codec e stays zero and the rule is itself.
+
+    Args:
+        rule: one that sends a pseudo-gradient (one tensor) and hears the mean of all.
+        decay: β in (0, 1].
+    Cost: that of the rule, and 1 P more of state.
+    Source: error feedback, Seide et al., INTERSPEECH 2014, and arXiv 1901.09847; the decay as in arXiv 2508.15706.
+    Raises: ConfigError for rules that hear anything but a mean: errors of gossiped parameters do not add up that way, and
+        `choco` or `anchored` take their place.
+
+    >>> error_feedback(diloco(0.7, 0.6), decay=0.95).state_copies
+    3
+    """
+    within("error_feedback", "decay", decay, 0.0, 1.0, low_open=True, high_closed=True)
+    if rule.hear is not mean or rule.needs != "everyone" or rule.site != "parameters":
+        raise ConfigError(
+            f"error feedback needs a rule whose pseudo-gradients are averaged, and got '{rule.name}'; allowed are rules such "
+            "as 'diloco': for compressed gossip use 'choco' on a static graph or 'anchored_gasloc' on any"
+        )
+    reset = rule.reset
+
+    def init(x: Tensor) -> _State:
+        return _State(rule.init(x), torch.zeros_like(x))
+
+    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
+        return decay * s.unsent + rule.send(x, s.inner, ctx)
+
+    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        unsent = send(x, s, ctx) - told
+        x, inner = rule.recv(x, s.inner, told, heard, ctx)
+        return x, _State(inner, unsent)
+
+    return rule._replace(
+        name=f"error_feedback_{rule.name}", options={**rule.options, "decay": decay}, init=init, send=send, recv=recv,
+        state_copies=rule.state_copies + 1,
+        reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
+    )  # fmt: skip
+
+
+def sparseloco(lr: float = 1.0, decay: float = 0.95) -> Rule:
+    """Outer SGD on pseudo-gradients that are compressed hard, with decaying error feedback in the place of momentum.
+
+    e_i ← β e_i + (θ_start - θ_i);   c_i = decode(encode(e_i));   e_i ← e_i - c_i;   θ ← θ_start - η (1/n) Σ_j c_j
+
+    The compression is the codec's: the authors' is `topk2bit`. `error_feedback(diloco(...), decay)` is the same around an outer
+    Nesterov step, as in MuLoCo (arXiv 2505.23725).
+
+    Args:
+        lr: outer learning rate η.
+        decay: β in (0, 1] of what was not sent; below one, old leftovers fade.
+    Cost: with a lossy codec one payload to everyone, n - 1 per worker and round; start copy and leftovers kept (2 P).
+    Source: arXiv 2508.15706.
+    Differs: η is applied once, in the outer step (the authors' production code folds it into e). With an exact codec it is
+        DiLoCo with outer SGD, whatever β.
+    Fails when: a worker leaves: its leftovers are lost with it.
+
+    >>> sparseloco().n1_limit
+    OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
+    """
+    within("sparseloco", "lr", lr, 0.0, float("inf"), low_open=True)
+    rule = error_feedback(diloco(lr, optimizer="sgd"), decay)
+    return rule._replace(name="sparseloco", options={"lr": lr, "decay": decay})

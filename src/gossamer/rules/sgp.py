@@ -1,0 +1,55 @@
+"""Stochastic gradient push: gossip on graphs in which nobody has to hear as much as it sends."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.mixing import mean
+from gossamer.rules.rule import Context, Rule
+
+__all__ = ["Mass", "sgp"]
+
+
+class Mass(NamedTuple):
+    """The mass a worker holds `[P]`, and the weight `[1]` (fp32 or wider) by which it is to be divided."""
+
+    mass: Tensor
+    weight: Tensor
+
+
+def sgp() -> Rule:
+    """Workers split their mass and its weight among those they send to; parameters are the ratio of the two.
+
+    y_i = x_i + (z_i(end of the local phase) - z_i);   x_i ← Σ_j p_ij y_j;   w_i ← Σ_j p_ij w_j;   z_i ← x_i / w_i
+
+    Columns of p sum to one: nothing is lost. Where rows do not, x alone would be biased towards workers that hear much, and w
+    is biased by just as much.
+
+    Cost: one model and one number to each target per round; the mass kept (1 P).
+    Source: Assran et al., arXiv 1811.10792.
+    Differs: the local phase may have many steps, and its drift is added to x as their gradient step is. What a lossy codec did
+        not carry stays with its sender, so that the sums of x and w are kept through any codec.
+    Fails when: a worker hears from nobody for long: its weight shrinks, and its own drift counts for more in z. With a doubly
+        stochastic topology w stays one and it is `gossip`.
+
+    >>> sgp().needs
+    'push'
+    """
+
+    def init(x: Tensor) -> Mass:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return Mass(x.clone(), torch.ones(1, dtype=wide, device=x.device))
+
+    def send(x: Tensor, s: Mass, ctx: Context) -> Mass:
+        return Mass(s.mass + (x - (s.mass / s.weight).to(x.dtype)), s.weight)
+
+    def recv(x: Tensor, s: Mass, told: Mass, heard: Mass, ctx: Context) -> tuple[Tensor, Mass]:
+        own = send(x, s, ctx)
+        mass, weight = (h + (o - t) for h, o, t in zip(heard, own, told, strict=True))
+        return (mass / weight).to(x.dtype), Mass(mass.to(x.dtype), weight)
+
+    return Rule(
+        "sgp", {}, init, send, mean, recv,
+        needs="push", n1_limit="inner", elementwise=False, mean_preserving=True, state_copies=1,
+    )  # fmt: skip

@@ -1,0 +1,28 @@
+"""SlowMo: slow momentum around local steps and an exact average."""
+
+from gossamer.rules.diloco import diloco
+from gossamer.rules.rule import Rule
+
+__all__ = ["slowmo"]
+
+
+def slowmo(lr: float = 1.0, momentum: float = 0.7) -> Rule:
+    """Everyone averages, and a heavy ball carries the average on.
+
+    u ← β u + (θ_start - mean_j θ_j);   θ ← θ_start - α u
+
+    Args:
+        lr: slow learning rate α.
+        momentum: slow momentum β in [0, 1); the paper finds 0.4 to 0.8.
+    Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P).
+    Source: Wang et al., arXiv 1910.00643, algorithm 1.
+    Differs: the paper divides the pseudo-gradient by the inner learning rate and multiplies u by it again, which is the same
+        while that rate is constant; here u is in units of the parameters, so a schedule does not rescale the past. It is
+        `diloco(lr, momentum, optimizer="heavy_ball")`. The inner buffers stay as they are.
+    Fails when: α / (1 - β), by which steady progress is multiplied, is large: at α = 1 and β = 0.9 it is ten.
+
+    >>> slowmo(momentum=0.5).n1_limit
+    OuterSGD(lr=1.0, momentum=0.5, nesterov=False)
+    """
+    rule = diloco(lr, momentum, optimizer="heavy_ball")
+    return rule._replace(name="slowmo", options={"lr": lr, "momentum": momentum})
