@@ -18,7 +18,7 @@ _HOMES = {
     "local_sgd": "gossamer.rules",
     "make_topology": "gossamer.topology",
     "noloco": "gossamer.rules",
-    "price": "gossamer.network",
+    "price": "gossamer.pricing",
     "read_trace": "gossamer.trace",
 }
 

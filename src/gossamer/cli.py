@@ -210,7 +210,8 @@ def _topology(args: argparse.Namespace) -> None:
 
 
 def _price(args: argparse.Namespace) -> None:
-    from gossamer.network import price, read_network
+    from gossamer.network import read_network
+    from gossamer.pricing import price
     from gossamer.trace import read_trace
 
     trace = read_trace(args.folder)

@@ -21,7 +21,7 @@ from gossamer.data import DataConfig
 from gossamer.errors import ConfigError, choose
 from gossamer.inner import InnerConfig
 from gossamer.model import ModelConfig
-from gossamer.network import Network
+from gossamer.network import Network, from_options, to_options
 from gossamer.record import RecordConfig
 from gossamer.rules import RULES
 from gossamer.topology import TOPOLOGIES
@@ -247,7 +247,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if where == "network":
         if not isinstance(value, Mapping):
             raise ConfigError(f"network is {value!r}; write each network as a [network.NAME] table")
-        return {name: _build(Network, table, f"network.{name}") for name, table in value.items()}
+        return {name: from_options(table, f"network.{name}") for name, table in value.items()}
     if isinstance(value, list):
         value = tuple(value)
     if not _fits(hint, value):
@@ -308,6 +308,8 @@ def dump(config: RunConfig) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Choice):
         return {"name": value.name, **{k: _plain(v) for k, v in value.options.items()}}
+    if isinstance(value, Network):
+        return to_options(value)
     if dataclasses.is_dataclass(value):
         items = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {name: _plain(item) for name, item in items if item is not None}
