@@ -21,10 +21,10 @@ MODULES = {  # dotted name: parsed source
 
 LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
     "errors rng tree",
-    "codecs fluid fragment inner mixing trace transport utilisation",
+    "codecs fluid fragment inner matching mixing shapes trace transport utilisation",
     "data network record rules topology",
     "checkpoint launch model pricing stability sync",
-    "report",
+    "plan report",
     "config library",
     "evaluate worker",
     "simulate train",
@@ -33,7 +33,7 @@ LAYERS = (  # a unit (a module, or a package of modules) imports from the layers
 )
 LAYER = {unit: depth for depth, units in enumerate(LAYERS) for unit in units.split()}
 
-LIGHT = ["errors", "rng", "trace", "network", "fluid", "pricing", "utilisation", "record", "report", "cli"]  # work without torch
+LIGHT = ["errors", "rng", "trace", "network", "fluid", "matching", "pricing", "shapes", "plan", "utilisation", "record", "report", "cli"]  # work without torch
 LATE = {"transformers", "tokenizers", "datasets", "pyarrow", "matplotlib", "tensorboard", "wandb"}  # slow, or optional
 
 

@@ -20,10 +20,10 @@ from gossamer.codecs import CODECS
 from gossamer.data import DataConfig
 from gossamer.errors import ConfigError, choose
 from gossamer.inner import InnerConfig
-from gossamer.model import ModelConfig
 from gossamer.network import Network, from_options, to_options
 from gossamer.record import RecordConfig
 from gossamer.rules import RULES
+from gossamer.shapes import ModelConfig
 from gossamer.topology import TOPOLOGIES
 
 __all__ = ["Choice", "LoopConfig", "RunConfig", "digest", "dump", "load", "parse", "settings", "variants"]
