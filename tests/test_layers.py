@@ -24,7 +24,7 @@ LAYERS = (  # a unit (a module, or a package of modules) imports from the layers
     "codecs fluid fragment inner matching mixing shapes trace transport utilisation",
     "data network record rules topology",
     "checkpoint launch model pricing stability sync",
-    "plan report",
+    "plan probe report",
     "config library",
     "evaluate worker",
     "simulate train",

@@ -1,4 +1,5 @@
-"""The command line: `gossamer simulate | train | compare | evaluate | topology | price | plan | utilisation | report | list`.
+"""The command line: `gossamer simulate | train | compare | evaluate | topology | probe | price | plan |
+utilisation | report | list`.
 
 Heavy modules are imported by the command that needs them, so that `gossamer --help` answers at once.
 """
@@ -86,6 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--round", type=int, default=0, help="the round to draw")
     sub.add_argument("--seed", type=int, default=0)
     sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="option of the topology, such as peers=2")
+
+    sub = command("probe", _probe, "Measure the links between workers, under torchrun or with --local N, as a network file.")
+    sub.add_argument("--out", type=Path, required=True, help="network file to write (TOML)")
+    sub.add_argument("--local", type=int, metavar="N", help="start N worker processes on this machine")
+    sub.add_argument("--max-bytes", type=int, default=1 << 24, help="largest message (default: 16 MiB)")
+    sub.add_argument("--test-s", type=float, default=0.5, help="seconds after which a message is long enough (default: 0.5)")
 
     sub = command("price", _price, "Price a recorded run on a network: wall-clock and utilisation, without training again.")
     sub.add_argument("folder", type=Path, metavar="RUN")
@@ -231,6 +238,27 @@ def _topology(args: argparse.Namespace) -> None:
     print(describe(topology, alpha=args.alpha, gamma=args.momentum))
 
 
+def _probe(args: argparse.Namespace) -> int:
+    if args.out.exists():
+        raise ConfigError(f"'{args.out}' is there already; name another file with --out, or remove it")
+    if args.local is not None:
+        from gossamer.launch import run_local
+
+        if args.local < 2:
+            raise ConfigError(f"--local {args.local} was given but a link has two ends; start at least 2 workers")
+        words = ["--out", str(args.out), "--max-bytes", str(args.max_bytes), "--test-s", str(args.test_s)]
+        return run_local(args.local, ["probe", *words])
+    from gossamer.network import to_toml
+    from gossamer.probe import probe
+    from gossamer.record import atomic_write
+
+    network = probe(max_bytes=args.max_bytes, test_s=args.test_s)
+    if network is not None:
+        atomic_write(args.out, to_toml(network).encode())
+        print(f"network file: {args.out}")
+    return 0
+
+
 def _price(args: argparse.Namespace) -> None:
     from gossamer.network import read_network
     from gossamer.pricing import price
@@ -259,7 +287,7 @@ def _plan(args: argparse.Namespace) -> None:
         target=args.target, step_s=args.step_s, peak_flops=args.peak_flops, mfu=args.mfu,
     )  # fmt: skip
     view = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("method", "codec", "local steps", "MB / round", "s / round", "computing", "h / 1e9 tokens"):
+    for heading in ("method", "codec", "steps", "MB/round", "s/round", "computing", "h/1e9 tokens"):
         view.add_column(heading, justify="left" if heading in ("method", "codec") else "right", no_wrap=True)
     for one in made.candidates:
         steps, fewest = str(one.full_steps), min(one.local_steps)
