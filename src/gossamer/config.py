@@ -63,6 +63,9 @@ class LoopConfig:
     """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
     timeout_s: float = 300.0
     """How long a worker waits for a peer before it gives up."""
+    pace_s: float = 0.0
+    """Seconds that an inner step takes at least: a worker that is faster sleeps, to stand for a larger model. Sleeping counts
+    as computing in the trace."""
 
     def __post_init__(self) -> None:
         steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
@@ -76,7 +79,7 @@ class LoopConfig:
             )
         if self.timeout_s <= 0:
             raise ConfigError(f"run.timeout_s is {self.timeout_s}; it must be above 0 seconds")
-        for name in ("eval_every", "checkpoint_every", "threads"):
+        for name in ("eval_every", "checkpoint_every", "threads", "pace_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"run.{name} is {getattr(self, name)}; it must be 0 or more")
         if self.eval_batches < 1:
@@ -323,6 +326,6 @@ def digest(config: RunConfig) -> str:
     document = _plain(config)
     for key in ("name", "record", "network"):
         document.pop(key)
-    for key in ("eval_every", "eval_batches", "checkpoint_every", "device", "backend", "threads", "compile", "timeout_s"):
+    for key in ("eval_every", "eval_batches", "checkpoint_every", "device", "backend", "threads", "compile", "timeout_s", "pace_s"):
         document["run"].pop(key)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
