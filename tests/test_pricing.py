@@ -235,8 +235,18 @@ def test_the_wait_is_put_down_to_who_was_late_or_to_the_slower_link() -> None:
     held = price(
         mean._replace(compute_s=np.array([[0.0, 0.0, 90.0]])), Network(uplink_bps=8e3, downlink_bps=(8e2, 8e3, 8e3))
     )
-    assert held.end_s.tolist() == [[130.0] * 3]
+    # the second leg of 1 leaves when the shares of the late 2 are there, before 0 has read them through its thin link
+    assert held.end_s.tolist() == [[130.0, 112.0, 130.0]]
     assert held.waits_on.tolist() == [[2, 2, 0]], "the last one itself waits for the thinnest link"
+
+
+def test_who_is_late_holds_only_what_needs_it() -> None:
+    # three workers, chunks of 1000 bytes: all of 0's shares have left at 2 s, 0's sum waits for the shares of 2
+    mean = means(1, 3, 3000, steps=1)._replace(compute_s=np.array([[0.0, 0.0, 1.0]]))
+    thin = Network(uplink_bps=(8e3, 8e6, 8e6), downlink_bps=8e6)
+    assert price(mean, thin).total_s == pytest.approx(2 + 2)
+    late = mean._replace(compute_s=np.array([[0.0, 0.0, 3.0]]))
+    assert price(late, thin).total_s == pytest.approx(3 + 2, abs=0.01)
 
 
 def test_measured_seconds_count_where_the_network_gives_no_step_time() -> None:

@@ -6,10 +6,10 @@ Worker i starts round t at S_i and is ready at `R_i = S_i + H_i·step_s_i`. Then
   `latency + 8·bytes / min(uplink_j / sends_j, downlink_i / receives_i)`: a direction that serves k peers in a round is
   shared evenly, and with half-duplex links k counts both directions. The round of i ends at the latest of R_i, the
   arrivals at i and the arrivals of what i sent.
-* mean: all members start at `max R_i` and end together after a few legs. A leg is messages as above, and begins when the
-  one before it has arrived everywhere. With P the bytes that are averaged over n members:
-  "owners" has 2 legs of P/n from everyone to everyone; "ring" 2(n-1) legs of P/n to the next; "tree" 2⌈log2 n⌉ legs of P,
-  pairwise down to one worker and back.
+* mean, of P bytes over n members: "owners" is what Gossamer does, two exchanges of P/n between every two members, there
+  and back; each begins its second when its first is over. The others are models of an all-reduce, where all members start
+  at `max R_i` and go on together, in legs that begin when the one before has arrived everywhere: "ring" has 2(n-1) legs of
+  P/n to the next, "tree" 2⌈log2 n⌉ legs of P, pairwise down to one worker and back.
 
 Every step is a maximum or a sum of terms that fall with the bandwidth, so more bandwidth is never slower.
 
@@ -169,7 +169,12 @@ def _exchange(
 def _mean(
     ready: Floats, waits_on: Integers, messages: Messages, links: Links, network: Network
 ) -> tuple[Floats, Integers]:
-    """In legs: all members start when the last is ready and end together."""
+    """Through chunk owners, two exchanges; or in legs: all members start when the last is ready and end together."""
+    if network.mean == "owners":
+        half = messages._replace(bytes=messages.bytes / 2)
+        there, waits_there = _exchange(ready, waits_on, half, links, network)
+        back, waits_back = _exchange(there, waits_on, half, links, network)
+        return back, np.where(back - there > there - ready, waits_back, waits_there)
     members = np.union1d(messages.source, messages.target)
     last = slowest = members[ready[members].argmax()]
     start, takes, longest = ready[last], 0.0, 0.0
@@ -225,9 +230,13 @@ class _Stream(NamedTuple):
 
 
 class _Operation:
-    """An exchange or a mean of one round while it is under way."""
+    """An exchange or a mean of one round while it is under way; a mean through owners is two exchanges."""
 
     def __init__(self, kind: Kind, overlap_steps: int, messages: Messages, mean: MeanKind):
+        self.then: _Operation | None = None
+        if kind == "mean" and mean == "owners":
+            kind, messages = "exchange", messages._replace(bytes=messages.bytes / 2)
+            self.then = _Operation(kind, overlap_steps, messages, mean)
         self.kind, self.overlap_steps = kind, overlap_steps
         self.members = set(np.union1d(messages.source, messages.target).tolist())
         self.entered_s: dict[int, float] = {}
@@ -281,6 +290,8 @@ class _Replay:
         self.start_s = [0.0] * n
         self.local_end_s: list[float | None] = [None] * n
         """When the local phase would end without a wait inside it; None while it is not there yet."""
+        self.longest_s = [0.0] * n
+        """The longest wait for one operation in this round."""
         self.stages: list[list[_Operation]] = [[] for _ in range(n)]
         """What the worker still has to wait for in this round, in this order."""
         self.pending: list[list[tuple[int, _Operation]]] = [[] for _ in range(n)]
@@ -311,7 +322,7 @@ class _Replay:
     def begin_round(self, i: int) -> None:
         """The local phase begins."""
         r = self.round[i]
-        self.start_s[i], self.local_end_s[i] = self.now_s, None
+        self.start_s[i], self.local_end_s[i], self.longest_s[i] = self.now_s, None, 0.0
         seconds = float(_seconds(self.trace, self.network, self.links, r)[i])
         self.timeline.compute_s[r, i], self.timeline.waits_on[r, i] = seconds, i
         self.at(self.now_s + seconds, self.end_local_phase, i)
@@ -335,7 +346,8 @@ class _Replay:
             for after, operation in due:
                 came_s = operation.done_s[i] + (finished - after) * step_s
                 if came_s > ready_s:
-                    ready_s, self.timeline.waits_on[r, i] = came_s, operation.blamed[i]
+                    self.blame(i, came_s - local_end_s, operation)
+                    ready_s = came_s
             self.pending[i] = [one for one in self.pending[i] if one not in due]
             self.local_end_s[i] = None
             self.at(ready_s, self.be_ready, i)
@@ -349,7 +361,8 @@ class _Replay:
         self.stages[i] = [operation for operation in own if not operation.overlap_steps]
         for operation in own:
             if operation.overlap_steps:
-                self.pending[i].append((int(self.finished_steps[r + 1, i]) + operation.overlap_steps, operation))
+                due = int(self.finished_steps[r + 1, i]) + operation.overlap_steps
+                self.pending[i].append((due, operation.then or operation))
                 self.enter(operation, i)
         self.next_stage(i)
 
@@ -446,12 +459,20 @@ class _Replay:
         """An operation is over for a worker."""
         operation.done_s[i] = self.now_s
         if not operation.overlap_steps:
-            if self.now_s > operation.entered_s[i]:
-                self.timeline.waits_on[self.round[i], i] = operation.blamed[i]
+            self.blame(i, self.now_s - operation.entered_s[i], operation)
+        if operation.then is not None:
+            self.enter(operation.then, i)
+        elif not operation.overlap_steps:
             self.stages[i].pop(0)
             self.next_stage(i)
         elif self.local_end_s[i] is not None:
             self.collect(i)
         elif i in self.closing:
-            self.timeline.waits_on[self.round[i], i] = operation.blamed[i]
+            self.blame(i, self.now_s - operation.entered_s[i], operation)
             self.next_stage(i)
+
+    def blame(self, i: int, waited_s: float, operation: _Operation) -> None:
+        """Puts the round's wait down to whom this operation waited for, if it was the longest so far."""
+        if waited_s > self.longest_s[i]:
+            self.longest_s[i] = waited_s
+            self.timeline.waits_on[self.round[i], i] = operation.blamed[i]
