@@ -173,6 +173,14 @@ def test_two_generations_of_each_worker_are_kept(tmp_path: Path) -> None:
     assert newest_common([rounds(tmp_path, 0), rounds(tmp_path, 1)]) == 30
 
 
+def test_a_worker_ahead_keeps_all_since_the_round_that_the_slowest_owns(tmp_path: Path) -> None:
+    for round in (10, 20, 30, 40, 50):
+        save(tmp_path, round, 0, round, digest=DIGEST, since=20)
+    assert rounds(tmp_path, 0) == [20, 30, 40, 50]
+    save(tmp_path, 60, 0, 60, digest=DIGEST, since=60)
+    assert rounds(tmp_path, 0) == [50, 60], "two are kept even when the slowest is not behind"
+
+
 def test_rounds_sort_as_numbers_beyond_six_digits(tmp_path: Path) -> None:
     for round in (999_999, 1_000_000):
         save(tmp_path, round, 1000, round, digest=DIGEST)

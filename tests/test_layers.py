@@ -21,9 +21,10 @@ MODULES = {  # dotted name: parsed source
 
 LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
     "errors rng tree",
-    "codecs fragment inner mixing trace transport utilisation",
+    "codecs fluid fragment inner matching mixing shapes trace transport utilisation",
     "data network record rules topology",
-    "checkpoint launch model report servers stability sync",
+    "checkpoint launch model pricing servers stability sync",
+    "plan probe report",
     "config library",
     "evaluate worker",
     "events simulate train",
@@ -32,7 +33,21 @@ LAYERS = (  # a unit (a module, or a package of modules) imports from the layers
 )
 LAYER = {unit: depth for depth, units in enumerate(LAYERS) for unit in units.split()}
 
-LIGHT = ["errors", "trace", "network", "utilisation", "record", "report", "cli"]  # work without torch
+LIGHT = [
+    "errors",
+    "rng",
+    "trace",
+    "network",
+    "fluid",
+    "matching",
+    "pricing",
+    "shapes",
+    "plan",
+    "utilisation",
+    "record",
+    "report",
+    "cli",
+]  # work without torch
 LATE = {"transformers", "tokenizers", "datasets", "pyarrow", "matplotlib", "tensorboard", "wandb"}  # slow, or optional
 
 

@@ -23,7 +23,7 @@ from gossamer.trace import (
 )
 
 PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 10**12)), max_size=3).map(tuple)
-OPERATIONS = st.builds(Operation, st.sampled_from(KINDS), st.integers(0, 4), PAIRS, PAIRS)
+OPERATIONS = st.builds(Operation, st.sampled_from(KINDS), st.integers(0, 4), PAIRS, PAIRS, st.integers(0, 9))
 ENTRIES = st.builds(
     Entry,
     st.integers(0, 1000),
@@ -79,6 +79,7 @@ def test_an_entry_comes_back_from_its_line(entry: Entry) -> None:
         {"ops": [{"kind": "mean", "fragment": 0, "sends": [[1, 2, 3]], "receives": []}]},
         {"ops": [{"kind": "mean", "fragment": 0, "sends": [[1, -2]], "receives": []}]},
         {"ops": [{"kind": "mean", "fragment": 0, "sends": [[3, 10]], "receives": []}]},
+        {"ops": [{"kind": "mean", "fragment": 0, "sends": [], "receives": [], "overlap_steps": -1}]},
         {"extra": 1},
     ],
 )
@@ -86,6 +87,12 @@ def test_a_foreign_line_is_refused_with_its_place(tmp_path: Path, change: dict[s
     (tmp_path / "trace.jsonl").write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, **change}) + "\n")
     with pytest.raises(DataError, match=r"trace\.jsonl:2"):
         read_trace(tmp_path)
+
+
+def test_an_operation_that_waits_at_once_has_the_line_it_always_had() -> None:
+    operation = Operation("exchange", 0, ((5, 34),), ((5, 34),))
+    line = line_of(Entry(0, 3, 15, 1.2, (operation, operation._replace(overlap_steps=7))))
+    assert json.loads(line)["ops"] == [GOOD["ops"][0], {**GOOD["ops"][0], "overlap_steps": 7}]
 
 
 def test_a_missing_key_is_refused() -> None:

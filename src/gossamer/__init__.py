@@ -25,7 +25,7 @@ _HOMES = {
     "make_topology": "gossamer.topology",
     "noloco": "gossamer.rules",
     "omr": "gossamer.rules",
-    "price": "gossamer.network",
+    "price": "gossamer.pricing",
     "read_trace": "gossamer.trace",
     "restarted": "gossamer.rules",
     "sgp": "gossamer.rules",

@@ -1,4 +1,5 @@
-"""The command line: `gossamer simulate | train | compare | evaluate | topology | price | report | list`.
+"""The command line: `gossamer simulate | train | compare | evaluate | topology | probe | price | plan |
+utilisation | report | list`.
 
 Heavy modules are imported by the command that needs them, so that `gossamer --help` answers at once.
 """
@@ -99,10 +100,48 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     sub = command(
+        "probe", _probe, "Measure the links between workers, under torchrun or with --local N, as a network file."
+    )
+    sub.add_argument("--out", type=Path, required=True, help="network file to write (TOML)")
+    sub.add_argument("--local", type=int, metavar="N", help="start N worker processes on this machine")
+    sub.add_argument("--max-bytes", type=int, default=1 << 24, help="largest message (default: 16 MiB)")
+    sub.add_argument(
+        "--test-s", type=float, default=0.5, help="seconds after which a message is long enough (default: 0.5)"
+    )
+
+    sub = command(
         "price", _price, "Price a recorded run on a network: wall-clock and utilisation, without training again."
     )
     sub.add_argument("folder", type=Path, metavar="RUN")
     sub.add_argument("network", type=Path, help="network file (TOML)")
+
+    sub = command(
+        "plan", _plan, "Price every method on a network before anything is trained, and write a run file for one."
+    )
+    sub.add_argument("network", type=Path, help="network file (TOML)")
+    sub.add_argument("--model", default="134m", metavar="SIZE", help="size of the model (default: 134m)")
+    sub.add_argument("--vocab", type=int, default=256, help="tokens of the vocabulary (default: 256, for bytes)")
+    sub.add_argument("--workers", type=int, help="number of workers, where the network file lists none")
+    sub.add_argument("--seq-len", type=int, default=128, help="tokens of a sequence (default: 128)")
+    sub.add_argument("--batch-size", type=int, default=8, help="sequences of a worker's inner step (default: 8)")
+    sub.add_argument("--step-s", type=float, help="seconds of an inner step, where the network file gives none")
+    sub.add_argument("--peak-flops", type=float, help="FLOP/s of a worker, from which the step time follows")
+    sub.add_argument("--mfu", type=float, default=0.4, help="share of the peak that is in use (default: 0.4)")
+    sub.add_argument("--local-steps", default="15,30,60,120,240", metavar="15,30", help="local steps to try")
+    sub.add_argument("--codec", action="append", default=[], metavar="NAME", help="codec to try besides exact")
+    sub.add_argument("--target", type=float, default=0.9, help="utilisation to reach (default: 0.9)")
+    sub.add_argument("--out", type=Path, help="write a run file with the chosen settings")
+
+    sub = command("utilisation", _utilisation, "How much of a run is computing, at which bandwidth; published models.")
+    sub.add_argument("--model", default="1b", help="1b, 10b, 70b or 100b (default: 1b)")
+    sub.add_argument("--method", default="streaming", help="data_parallel, diloco, streaming, ... (default: streaming)")
+    sub.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an option, such as local_steps=30"
+    )
+    sub.add_argument(
+        "--figure9", action="store_true", help="all-reduce and gossip with one straggler instead, on the 70b model"
+    )
+    sub.add_argument("--plot", type=Path, metavar="FILE", help="draw utilisation against bandwidth (.png or .svg)")
 
     sub = command("report", _report, "Write one self-contained page with table and curves of several runs.")
     sub.add_argument("folders", type=Path, nargs="+", metavar="RUN")
@@ -243,8 +282,30 @@ def _topology(args: argparse.Namespace) -> None:
     print(describe(topology, alpha=args.alpha, gamma=args.momentum))
 
 
+def _probe(args: argparse.Namespace) -> int:
+    if args.out.exists():
+        raise ConfigError(f"'{args.out}' is there already; name another file with --out, or remove it")
+    if args.local is not None:
+        from gossamer.launch import run_local
+
+        if args.local < 2:
+            raise ConfigError(f"--local {args.local} was given but a link has two ends; start at least 2 workers")
+        words = ["--out", str(args.out), "--max-bytes", str(args.max_bytes), "--test-s", str(args.test_s)]
+        return run_local(args.local, ["probe", *words])
+    from gossamer.network import to_toml
+    from gossamer.probe import probe
+    from gossamer.record import atomic_write
+
+    network = probe(max_bytes=args.max_bytes, test_s=args.test_s)
+    if network is not None:
+        atomic_write(args.out, to_toml(network).encode())
+        print(f"network file: {args.out}")
+    return 0
+
+
 def _price(args: argparse.Namespace) -> None:
-    from gossamer.network import price, read_network
+    from gossamer.network import read_network
+    from gossamer.pricing import price
     from gossamer.trace import read_trace
 
     trace = read_trace(args.folder)
@@ -253,6 +314,113 @@ def _price(args: argparse.Namespace) -> None:
         f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
         f"utilisation {timeline.mean_utilisation:.1%}"
     )
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from gossamer.network import read_network
+    from gossamer.plan import EXACT, plan, run_toml
+    from gossamer.shapes import ModelConfig, parameter_count
+
+    model = ModelConfig(size=args.model)
+    bits = dict(EXACT)
+    for name in args.codec:
+        bits[name] = _bits_per_parameter(name, parameter_count(model, args.vocab))
+    made = plan(
+        read_network(args.network), model, vocab_size=args.vocab, workers=args.workers, seq_len=args.seq_len,
+        batch_size=args.batch_size, local_steps=_whole_numbers("--local-steps", args.local_steps), codecs=bits,
+        target=args.target, step_s=args.step_s, peak_flops=args.peak_flops, mfu=args.mfu,
+    )  # fmt: skip
+    view = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("method", "codec", "steps", "MB/round", "s/round", "computing", "h/1e9 tokens"):
+        view.add_column(heading, justify="left" if heading in ("method", "codec") else "right", no_wrap=True)
+    for one in made.candidates:
+        steps, fewest = str(one.full_steps), min(one.local_steps)
+        view.add_row(
+            one.method, one.codec, steps if fewest == one.full_steps else f"{fewest}-{steps}",
+            f"{one.round_bytes / 1e6:.4g}", f"{one.round_s:.4g}", f"{one.utilisation:.1%}",
+            f"{one.seconds_per_token * 1e9 / 3600:.4g}", style="bold" if one is made.best else None,
+        )  # fmt: skip
+    print(f"{made.parameters:,} parameters, {len(made.best.local_steps)} workers, MB sent by one of them")
+    Console().print(view)
+    reached = "the fewest local steps that compute" if made.best.utilisation >= args.target else "none computes"
+    best = f"{made.best.method} with {made.best.full_steps} local steps and codec {made.best.codec}"
+    print(f"chosen: {best} ({reached} for {args.target:.0%} of the time)")
+    if args.out is not None:
+        if args.out.exists():
+            raise ConfigError(f"'{args.out}' is there already; name another file with --out, or remove it")
+        args.out.write_text(run_toml(made, name=args.out.stem), encoding="utf-8")
+        print(f"run file: {args.out}")
+
+
+def _bits_per_parameter(codec: str, parameters: int) -> float:
+    from gossamer.codecs import CODECS
+    from gossamer.errors import choose
+
+    if codec not in CODECS:
+        raise ConfigError(choose("codec", codec, CODECS) + "; correct the name")
+    payload_bytes = CODECS[codec]().payload_bytes
+    assert payload_bytes is not None, codec
+    return 8 * payload_bytes(parameters) / parameters
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} got '{text}'; write whole numbers with commas, such as 15,30") from None
+
+
+def _utilisation(args: argparse.Namespace) -> None:
+    from gossamer.utilisation import bandwidth_table, plot_curves, setting_of, utilisation_curve
+
+    options: dict[str, Any] = {}
+    if args.set:
+        from gossamer.config import settings
+
+        options = settings(args.set)
+    if args.figure9:
+        curves = _tell_stragglers(options)
+    else:
+        setting = setting_of(args.model, args.method, **options)
+        for row in bandwidth_table(setting):
+            needed = "more than 1 Tbit/s" if row.bandwidth_bps is None else f"{row.bandwidth_bps / 1e9:.1f} Gbit/s"
+            print(f"{row.utilisation:.0%} computing: {needed}")
+        curves = {f"{args.method}, {args.model}": utilisation_curve(setting)}
+    if args.plot is not None:
+        plot_curves(curves, args.plot)
+        print(f"plot: {args.plot}")
+
+
+def _tell_stragglers(options: dict[str, Any]) -> "dict[str, list[tuple[float, float]]]":
+    """Prints mean utilisation with one straggler, and all that was assumed; returns the curves."""
+    import inspect
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from gossamer.errors import choose
+    from gossamer.utilisation import STRAGGLER_METHODS, straggler_table, straggler_utilisation
+
+    known = [p.name for p in inspect.signature(straggler_utilisation).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for name in options:
+        if name not in known or name == "model":
+            raise ConfigError(choose("option of --figure9", name, set(known) - {"model"}))
+    view = Table(
+        title="share of the time spent computing, mean over workers (straggler's local steps)", title_justify="left"
+    )
+    for heading in ("Gbit/s", *STRAGGLER_METHODS):
+        view.add_column(heading, justify="right")
+    for bandwidth_bps in (1e9, 3e9, 1e10, 3e10, 1e11, 3e11, 1e12):
+        rows = straggler_table(bandwidths_bps=bandwidth_bps, **options)
+        view.add_row(f"{bandwidth_bps / 1e9:g}", *(f"{row.mean:.1%} ({row.straggler_local_steps})" for row in rows))
+    Console().print(view)
+    rows = straggler_table(**options)
+    for sentence in dict.fromkeys(sentence for row in rows for sentence in row.assumptions):
+        print(f"assumed: {sentence}")
+    return {name: [(row.bandwidth_bps, row.mean) for row in rows if row.method == name] for name in STRAGGLER_METHODS}
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -20,10 +20,10 @@ from gossamer.codecs import CODECS
 from gossamer.data import DataConfig
 from gossamer.errors import ConfigError, choose
 from gossamer.inner import InnerConfig
-from gossamer.model import ModelConfig
-from gossamer.network import Network
+from gossamer.network import Network, from_options, to_options
 from gossamer.record import RecordConfig
 from gossamer.rules import RULES
+from gossamer.shapes import ModelConfig
 from gossamer.topology import TOPOLOGIES
 
 __all__ = [
@@ -74,6 +74,9 @@ class LoopConfig:
     """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
     timeout_s: float = 300.0
     """How long a worker waits for a peer before it gives up."""
+    pace_s: float = 0.0
+    """Seconds that an inner step takes at least: a worker that is faster sleeps, to stand for a larger model. Sleeping counts
+    as computing in the trace."""
 
     def __post_init__(self) -> None:
         steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
@@ -87,7 +90,7 @@ class LoopConfig:
             )
         if self.timeout_s <= 0:
             raise ConfigError(f"run.timeout_s is {self.timeout_s}; it must be above 0 seconds")
-        for name in ("eval_every", "checkpoint_every", "threads"):
+        for name in ("eval_every", "checkpoint_every", "threads", "pace_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"run.{name} is {getattr(self, name)}; it must be 0 or more")
         if self.eval_batches < 1:
@@ -262,7 +265,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if where == "network":
         if not isinstance(value, Mapping):
             raise ConfigError(f"network is {value!r}; write each network as a [network.NAME] table")
-        return {name: _build(Network, table, f"network.{name}") for name, table in value.items()}
+        return {name: from_options(table, f"network.{name}") for name, table in value.items()}
     if isinstance(value, list):
         value = tuple(value)
     if not _fits(hint, value):
@@ -323,6 +326,8 @@ def dump(config: RunConfig) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, Choice):
         return {"name": value.name, **{k: _plain(v) for k, v in value.options.items()}}
+    if isinstance(value, Network):
+        return to_options(value)
     if dataclasses.is_dataclass(value):
         items = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
         return {name: _plain(item) for name, item in items if item is not None}
@@ -346,6 +351,7 @@ def digest(config: RunConfig) -> str:
         "threads",
         "compile",
         "timeout_s",
+        "pace_s",
     ):
         document["run"].pop(key)
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]

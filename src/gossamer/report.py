@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.errors import DataError
-from gossamer.network import Network, Timeline, price, to_toml
+from gossamer.network import Network, to_toml
+from gossamer.pricing import Timeline, price
 from gossamer.record import atomic_write, read_metrics
 from gossamer.trace import Trace, read_trace, trace_files
 

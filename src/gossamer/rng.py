@@ -1,9 +1,12 @@
 """Random numbers as pure functions of where they are used, so that nothing has to be remembered or agreed on."""
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["key", "numpy_rng", "torch_rng"]
 
@@ -26,6 +29,8 @@ def numpy_rng(seed: int, *path: int | str) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(key(seed, *path)))
 
 
-def torch_rng(seed: int, *path: int | str) -> torch.Generator:
+def torch_rng(seed: int, *path: int | str) -> "torch.Generator":
     """A CPU torch generator at `key(seed, *path)`; draw on the CPU and move, so that every device sees the same numbers."""
+    import torch  # not above: planning and pricing draw numbers too, and work without it
+
     return torch.Generator().manual_seed(key(seed, *path))

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from gossamer.errors import ConfigError, choose
+from gossamer.matching import random_matchings
 from gossamer.mixing import Mixing, from_edges, metropolis
 from gossamer.rng import numpy_rng
 
@@ -274,17 +273,8 @@ def random(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
         k = min(peers, m - 1)
         if k < 1:
             return []
-        # Raw bits and a sort: numpy may change how `permutation` uses its bits, and workers may run different versions of it.
-        bits = numpy_rng(seed, "topology", round).bit_generator
-        order = m - 1 + m % 2  # of the circle; an even number of workers has one more in its centre, an odd one nobody
-        spokes = np.argsort(bits.random_raw(order), kind="stable")[:k, None]
-        around = np.arange(1, (order + 1) // 2)
-        left, right = (spokes + around) % order, (spokes - around) % order
-        if m % 2 == 0:
-            left, right = np.hstack([left, spokes]), np.hstack([right, np.full((k, 1), order)])
-        names = np.argsort(bits.random_raw(m), kind="stable")
-        pairs = zip(names[left].ravel().tolist(), names[right].ravel().tolist(), strict=True)
         w = 1.0 / (k + 1)
+        pairs = random_matchings(m, k, seed, round).tolist()
         return [edge for i, j in pairs for edge in ((i, j, w), (j, i, w))]
 
     return _topology(

@@ -47,7 +47,7 @@ Kind = Literal["exchange", "mean"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """Every kind; its place is its code in the columns of a trace, and kinds of one round happen in this order."""
 
-_LIMITS = {"round": 2**31, "worker": 2**31, "steps": 2**31, "fragment": 2**31, "peer": 2**31, "bytes": 2**50}
+_LIMITS = {"bytes": 2**50} | dict.fromkeys(("round", "worker", "steps", "fragment", "peer", "overlap_steps"), 2**31)
 _MAX_CELLS = 2**28
 """Rounds times workers that a trace may span: a foreign line that names round 2^30 must not claim all memory."""
 
@@ -59,6 +59,8 @@ class Operation(NamedTuple):
     fragment: int
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
+    overlap_steps: int = 0
+    """Inner steps that the worker takes after sending before it waits for the result; 0 waits at once."""
 
 
 class Entry(NamedTuple):
@@ -72,7 +74,7 @@ class Entry(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Every message of a run as columns `[M]`, sorted by round, kind, source, target, fragment and bytes."""
+    """Every message of a run as columns `[M]`, sorted by round, kind, source, target, fragment, bytes and overlap."""
 
     round: Integers
     kind: Integers
@@ -80,6 +82,7 @@ class Messages(NamedTuple):
     target: Integers
     fragment: Integers
     bytes: Integers
+    overlap_steps: Integers
 
     def span(self, start: int, stop: int) -> "Messages":
         """Messages start to stop, as views."""
@@ -154,7 +157,7 @@ def line_of(entry: Entry) -> str:
             "worker": entry.worker,
             "steps": entry.local_steps,
             "compute_s": entry.compute_s,
-            "ops": [operation._asdict() for operation in entry.operations],
+            "ops": [_plain(operation) for operation in entry.operations],
         }
     )
 
@@ -204,15 +207,15 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
     for entry in entries:
         cells.extend((entry.round, entry.worker, entry.local_steps))
         seconds.append(entry.compute_s)
-        for kind, fragment, sends, receives in entry.operations:
+        for kind, fragment, sends, receives, overlap_steps in entry.operations:
             code = KINDS.index(kind)
             for peer, size in sends:
-                told.extend((entry.round, code, entry.worker, peer, fragment, size))
+                told.extend((entry.round, code, entry.worker, peer, fragment, size, overlap_steps))
             for peer, size in receives:
-                heard.extend((entry.round, code, peer, entry.worker, fragment, size))
+                heard.extend((entry.round, code, peer, entry.worker, fragment, size, overlap_steps))
 
     at_round, at_worker, steps = _rows(cells, 3).T
-    rows = _agreed(_sorted(_rows(told, 6)), _sorted(_rows(heard, 6)))
+    rows = _agreed(_sorted(_rows(told, 7)), _sorted(_rows(heard, 7)))
     rounds = 1 + int(at_round.max(initial=-1))
     workers = 1 + int(max(at_worker.max(initial=-1), rows[:, 2:4].max(initial=-1)))
     present = np.unique(at_worker)
@@ -241,7 +244,11 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
 
 
 def from_targets(
-    targets: NDArray[np.integer], payload_bytes: int, steps: ArrayLike, compute_s: ArrayLike = 0.0
+    targets: NDArray[np.integer],
+    payload_bytes: int,
+    steps: ArrayLike,
+    compute_s: ArrayLike = 0.0,
+    kind: Kind = "exchange",
 ) -> Trace:
     """The trace of a run that was only planned: in round r worker i sends one payload to each of `targets[r, i]`.
 
@@ -260,11 +267,12 @@ def from_targets(
     count = len(at_round)
     messages = Messages(
         at_round.astype(np.int32),
-        np.broadcast_to(np.int8(KINDS.index("exchange")), count),
+        np.broadcast_to(np.int8(KINDS.index(kind)), count),
         source.astype(np.int32),
         ordered[at_round, source, place],
         np.broadcast_to(np.int32(0), count),
         np.broadcast_to(np.int64(payload_bytes), count),
+        np.broadcast_to(np.int32(0), count),
     )
     shape = (rounds, workers)
     return Trace(
@@ -291,7 +299,7 @@ def _agreed(told: NDArray[np.int64], heard: NDArray[np.int64]) -> NDArray[np.int
     if disputed:
         round_, _, source, target, _ = min(disputed)
         raise DataError(
-            f"the trace of round {round_} has two sizes for what worker {source} sent to worker {target} "
+            f"the trace of round {round_} has two sizes or overlaps for what worker {source} sent to worker {target} "
             "but both ends must tell the same; gather the trace files of one run only"
         )
     return np.array(sorted((sent | got).elements()), np.int64)
@@ -299,18 +307,28 @@ def _agreed(told: NDArray[np.int64], heard: NDArray[np.int64]) -> NDArray[np.int
 
 def _messages(rows: NDArray[np.int64]) -> Messages:
     """The columns of sorted rows, in the types that `Messages` keeps them in."""
-    types = (np.int32, np.int8, np.int32, np.int32, np.int32, np.int64)
+    types = (np.int32, np.int8, np.int32, np.int32, np.int32, np.int64, np.int32)
     return Messages(*(np.ascontiguousarray(column, dtype) for column, dtype in zip(rows.T, types, strict=True)))
 
 
+def _plain(operation: Operation) -> dict[str, Any]:
+    fields = operation._asdict()
+    if not operation.overlap_steps:
+        del fields["overlap_steps"]
+    return fields
+
+
 def _operation(value: object, worker: int, where: str) -> Operation:
-    fields = _object(value, ("kind", "fragment", "sends", "receives"), where)
+    if isinstance(value, dict):
+        value = {"overlap_steps": 0} | value
+    fields = _object(value, ("kind", "fragment", "sends", "receives", "overlap_steps"), where)
     if fields["kind"] not in KINDS:
         raise DataError(f"{where}: {choose('kind of operation', str(fields['kind']), KINDS)}; repair the line")
     sends, receives = (
         tuple(_pair(raw, worker, where) for raw in _list(fields[key], key, where)) for key in ("sends", "receives")
     )
-    return Operation(fields["kind"], _integer(fields, "fragment", where), sends, receives)
+    numbers = _integer(fields, "fragment", where), _integer(fields, "overlap_steps", where)
+    return Operation(fields["kind"], numbers[0], sends, receives, numbers[1])
 
 
 def _pair(value: object, worker: int, where: str) -> tuple[int, int]:

@@ -11,8 +11,9 @@ Utilisation is always compute time over total time. Bandwidths are in bits per s
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ __all__ = [
     "bandwidth_needed",
     "bandwidth_table",
     "matched_local_steps",
+    "plot_curves",
     "setting_of",
     "step_seconds",
     "straggler_table",
@@ -561,3 +563,33 @@ def straggler_table(
     """
     bandwidths = [float(bandwidth) for bandwidth in np.asarray(bandwidths_bps, float).ravel()]
     return [straggler_utilisation(method, bandwidth, **options) for method in methods for bandwidth in bandwidths]
+
+
+# --- a picture --------------------------------------------------------------------------------------------------------
+
+
+def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], file: Path) -> None:
+    """Draws points (bandwidth in bits per second, utilisation) of each curve into a file, PNG or SVG by its name.
+
+    Raises: ConfigError for another kind of file or one that cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    if file.suffix not in (".png", ".svg"):
+        raise ConfigError(f"the plot '{file}' ends in '{file.suffix}' but must end in .png or .svg; rename it")
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.add_subplot()
+    for label, points in curves.items():
+        axes.plot([bandwidth / 1e9 for bandwidth, _ in points], [share for _, share in points], label=label)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("bandwidth (Gbit/s)")
+    axes.set_ylabel("share of the time spent computing")
+    axes.grid(which="both", linewidth=0.4)
+    axes.legend()
+    try:
+        figure.savefig(file, dpi=150)
+    except OSError as error:
+        raise ConfigError(
+            f"the plot '{file}' cannot be written ({error}); name a file in a folder that exists"
+        ) from None

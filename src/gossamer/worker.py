@@ -111,6 +111,8 @@ class Worker:
             tokens += count
             if self.gradient is None:
                 self._step(round, h)
+            if self.config.run.pace_s:
+                time.sleep(max(0.0, start + (h + 1) * self.config.run.pace_s - time.perf_counter()))
         lr = self.optimizer.param_groups[0]["lr"]
         return LocalPhase(math.fsum(losses) / len(losses), lr, time.perf_counter() - start, tokens)
 

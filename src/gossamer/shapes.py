@@ -1,0 +1,88 @@
+"""The sizes that the built-in model comes in, and how many parameters each has; what a plan needs to know of a model."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gossamer.errors import ConfigError, choose
+
+__all__ = ["SIZES", "ModelConfig", "Shape", "parameter_count"]
+
+
+class Shape(NamedTuple):
+    """What decides the size of a Llama, but for the vocabulary."""
+
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate_size: int
+
+
+SIZES: dict[str, Shape] = {
+    #                                       parameters, untied: V = 256      V = 32,000
+    "0.2m": Shape(64, 3, 2, 2, 192),  #                         192,960       4,256,192
+    "1m": Shape(128, 4, 4, 4, 352),  #                          869,504       8,995,968
+    "3m": Shape(192, 6, 6, 6, 512),  #                        2,755,008      14,944,704
+    "10m": Shape(320, 8, 5, 5, 864),  #                      10,081,600      30,397,760
+    "30m": Shape(512, 10, 8, 8, 1280),  #                    30,419,456      62,925,312
+    "134m": Shape(768, 12, 12, 12, 2048),  #                 85,347,072     134,105,856
+    "350m": Shape(1024, 24, 16, 16, 2560),  #               289,981,440     354,993,152
+    "1b": Shape(2048, 22, 32, 4, 5632),  #                  970,024,960   1,100,048,384
+}
+"""Shapes by name: up to 30m the name counts a byte vocabulary, from 134m on one of 32,000 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A Llama: a named size, of which any number may be replaced."""
+
+    size: str = "1m"
+    hidden_size: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    """Heads that keys and values have (grouped-query attention when fewer than `heads`)."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layer."""
+    tie_embeddings: bool = False
+    """One matrix for the embedding and the output head."""
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise ConfigError(choose("model.size", self.size, SIZES) + "; correct the name")
+        hidden, _, heads, kv_heads, _ = self.shape
+        for name, value in self.shape._asdict().items():
+            if value < 1:
+                raise ConfigError(f"model.{name} is {value} but must be at least 1; raise it or leave it out")
+        if hidden % (2 * heads):
+            raise ConfigError(
+                f"model.hidden_size is {hidden} with {heads} heads, which is {hidden / heads:.4g} per head, but rotary "
+                f"positions need an even whole number; take a multiple of {2 * heads}"
+            )
+        if heads % kv_heads:
+            raise ConfigError(
+                f"model.kv_heads is {kv_heads}, which does not divide the {heads} heads; take a divisor of model.heads"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """The named size with what replaces parts of it.
+
+        >>> ModelConfig(size="1m", layers=2).shape
+        Shape(hidden_size=128, layers=2, heads=4, kv_heads=4, intermediate_size=352)
+        """
+        own = {name: getattr(self, name) for name in Shape._fields}
+        return SIZES[self.size]._replace(**{name: value for name, value in own.items() if value is not None})
+
+
+def parameter_count(config: ModelConfig, vocab_size: int) -> int:
+    """The number of parameters of `build_model(config, vocab_size, ...)`, without building it.
+
+    >>> parameter_count(ModelConfig(size="134m"), 32_000)
+    134105856
+    """
+    hidden, layers, heads, kv_heads, intermediate = config.shape
+    attention = 2 * hidden * hidden + 2 * hidden * (hidden // heads * kv_heads)
+    layer = attention + 3 * hidden * intermediate + 2 * hidden
+    embeddings = (1 if config.tie_embeddings else 2) * vocab_size * hidden
+    return embeddings + layers * layer + hidden

@@ -1,0 +1,165 @@
+"""Plans: what is expected of a run is what the run does, and what the command line says of it."""
+
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from gossamer.cli import main
+from gossamer.config import parse
+from gossamer.errors import ConfigError
+from gossamer.network import Network, Site, links_of
+from gossamer.plan import Plan, matched_steps, plan, run_toml
+from gossamer.shapes import ModelConfig
+from gossamer.simulate import simulate
+from gossamer.trace import read_trace
+
+TINY = ModelConfig(size="0.2m")
+EVEN = Network(uplink_bps=25e6, downlink_bps=25e6, step_s=0.5)
+SLOW_UPLINK = Network(uplink_bps=(*[25e6] * 7, 2.5e6), downlink_bps=25e6, step_s=0.5)
+
+
+def of(made: Plan, method: str, full_steps: int):
+    return next(c for c in made.candidates if c.method == method and c.full_steps == full_steps)
+
+
+def test_a_plan_says_what_the_formulas_say() -> None:
+    made = plan(EVEN, TINY, workers=8, local_steps=[30])
+    payload_bits = 32 * made.parameters
+    ring, one, two = (of(made, method, 30) for method in ("DiLoCo", "GASLoC 1-Peer", "GASLoC 2-Peer"))
+    assert ring.round_bytes == pytest.approx(7 / 4 * payload_bits / 8, rel=1e-4)
+    assert ring.round_s == pytest.approx(15 + 7 / 4 * payload_bits / 25e6, rel=1e-4)
+    assert one.round_bytes == payload_bits / 8
+    assert one.round_s == pytest.approx(15 + payload_bits / 25e6)
+    assert two.round_s == pytest.approx(15 + 2 * payload_bits / 25e6)
+    assert one.utilisation == pytest.approx(15 / one.round_s)
+    assert one.seconds_per_token == pytest.approx(one.round_s / (8 * 30 * 128 * 8))
+    parallel = of(made, "data parallel", 1)
+    assert parallel.round_s == pytest.approx(0.5 + 7 / 4 * payload_bits / 25e6, rel=1e-4)
+
+
+def test_a_straggler_takes_fewer_steps_and_nobody_waits_for_it() -> None:
+    network = Network(uplink_bps=(*[4.8e6] * 7, 4.8e5), downlink_bps=4.8e6, step_s=1.0)
+    assert matched_steps(links_of(network, 8), 30, 1e6) == (*[30] * 7, 15)
+    assert matched_steps(links_of(network, 8), 30, 2e6) == (*[30] * 7, 1)
+    slow_link = of(plan(SLOW_UPLINK, TINY, local_steps=[60]), "GASLoC 1-Peer", 60)
+    assert slow_link.local_steps == (*[60] * 7, 55)
+    assert slow_link.round_s == pytest.approx(30 + 32 * 192_960 / 25e6, rel=0.01)
+
+
+def test_a_slow_computer_takes_fewer_steps_and_a_shared_uplink_counts_in_parts() -> None:
+    half = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=(1.0, 2.0, 1.0, 3.0))
+    assert matched_steps(links_of(half, 4), 30, 0) == (30, 15, 30, 10)
+    sites = {"a": Site(workers=(0, 1), uplink_bps=1.6e6), "b": Site(workers=(2, 3))}
+    shared = Network(uplink_bps=8e6, downlink_bps=8e6, step_s=1.0, sites=sites)
+    assert matched_steps(links_of(shared, 4), 30, 1e6) == (21, 21, 30, 30)
+
+
+def test_fewest_local_steps_that_keep_the_workers_computing_are_taken() -> None:
+    assert plan(EVEN, TINY, workers=8, target=0.9).best.full_steps == 15
+    assert plan(EVEN, TINY, workers=8, target=0.01).best.method == "data parallel"
+    fast = Network(uplink_bps=1e12, downlink_bps=1e12, step_s=0.5)
+    assert plan(fast, TINY, workers=8).best.method == "data parallel"
+    crawling = plan(Network(uplink_bps=1e3, downlink_bps=1e3, step_s=0.5), TINY, workers=8)
+    assert crawling.best == min(crawling.candidates, key=lambda c: c.seconds_per_token)
+    assert crawling.best.utilisation < 0.9
+
+
+def test_bits_per_parameter_scale_the_bytes_and_a_lossy_mean_goes_to_everyone_whole() -> None:
+    made = plan(EVEN, TINY, workers=8, local_steps=[30], codecs={"exact": 32.0, "int8": 8.25})
+    bytes_of = {(c.method, c.codec): c.round_bytes for c in made.candidates}
+    assert bytes_of["GASLoC 1-Peer", "int8"] == pytest.approx(made.parameters * 8.25 / 8, abs=1)
+    assert bytes_of["DiLoCo", "int8"] == pytest.approx(7 * made.parameters * 8.25 / 8, abs=7)
+    assert ("data parallel", "int8") not in bytes_of
+
+
+def test_the_step_time_follows_from_flops_where_nothing_gives_it() -> None:
+    network = Network(uplink_bps=1e9, downlink_bps=1e9)
+    made = plan(network, TINY, workers=2, peak_flops=1e12, mfu=0.5)
+    assert made.network.step_s == 6 * made.parameters * 1024 / 5e11
+    assert plan(network, TINY, workers=2, step_s=3.0).network.step_s == 3.0
+    with pytest.raises(ConfigError, match="no step_s"):
+        plan(network, TINY, workers=2)
+
+
+@pytest.mark.parametrize(
+    ("act", "sentence"),
+    [
+        (lambda: plan(EVEN, TINY), "give the number of workers"),
+        (lambda: plan(EVEN, TINY, workers=1), "a plan for 1 workers"),
+        (lambda: plan(EVEN, TINY, workers=2, target=0.0), "target utilisation is 0.0"),
+        (lambda: plan(EVEN, TINY, workers=2, local_steps=[0]), r"local steps to try are \[0\]"),
+        (lambda: plan(EVEN, TINY, workers=2, codecs={"x": 0.0}), "codec 'x' has 0.0 bits"),
+        (lambda: plan(SLOW_UPLINK, TINY, workers=2), "uplink_bps lists 8 workers but the run has 2"),
+        (lambda: matched_steps(links_of(Network(uplink_bps=1, downlink_bps=1, step_s=0), 2), 3, 1), "step_s goes down"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_refused_with_a_sentence(act: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        act()
+
+
+def test_two_workers_have_no_second_peer() -> None:
+    assert {c.method for c in plan(EVEN, TINY, workers=2).candidates} == {"data parallel", "DiLoCo", "GASLoC 1-Peer"}
+
+
+@pytest.mark.parametrize("method", ["data parallel", "DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer"])
+def test_the_run_that_was_planned_starts_as_it_is_and_sends_what_was_planned(tmp_path: Path, method: str) -> None:
+    network = Network(uplink_bps=(25e6, 25e6, 25e6, 2.5e6), downlink_bps=25e6, step_s=0.5)
+    made = plan(network, TINY, local_steps=[4], seq_len=16, batch_size=2)
+    candidate = of(made, method, 1 if method == "data parallel" else 4)
+    document = tomllib.loads(run_toml(made, candidate, steps=3))
+    document["run"] |= {"eval_batches": 1}
+    document["data"] |= {"max_bytes": 100_000}
+    config = parse(document)
+    assert config.run.steps == (3 if method == "data parallel" else 4)
+    assert tuple(config.local_steps(i) for i in range(4)) == candidate.local_steps
+    assert config.network["planned"] == network
+    simulate(config, tmp_path / "run")
+    sent = read_trace(tmp_path / "run").sent_bytes.mean() / config.rounds
+    assert sent == pytest.approx(candidate.round_bytes, rel=1e-4)
+
+
+def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "net.toml").write_text("uplink_bps = 25e6\ndownlink_bps = 25e6\nstep_s = 0.5\n")
+    words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--workers", "4", "--codec", "int8"]
+    assert main([*words, "--out", str(tmp_path / "run.toml")]) == 0
+    said = capsys.readouterr().out
+    assert "192,960 parameters, 4 workers" in said
+    assert (
+        "chosen: DiLoCo with 15 local steps and codec exact (the fewest local steps that compute for 90% of the time)"
+        in said
+    )
+    assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4
+    assert main([*words, "--out", str(tmp_path / "run.toml")]) == 2
+    assert "is there already" in capsys.readouterr().err
+    for wrong in (["--codec", "int9"], ["--local-steps", "a"], ["--model", "7b"]):
+        assert main([*words, *wrong]) == 2
+        assert capsys.readouterr().err.startswith("gossamer: ")
+
+
+def test_gossamer_utilisation_prints_the_published_bandwidths_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["utilisation", "--model", "1b", "--method", "diloco", "--plot", str(tmp_path / "curve.svg")]) == 0
+    assert "95% computing: 23.3 Gbit/s" in capsys.readouterr().out
+    assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
+    assert main(["utilisation", "--method", "diloco", "--set", "local_steps=500"]) == 0
+    assert "95% computing: 23.3 Gbit/s" not in capsys.readouterr().out
+    assert main(["utilisation", "--plot", str(tmp_path / "curve.pdf")]) == 2
+    assert main(["utilisation", "--model", "2b"]) == 2
+    assert "unknown model '2b'" in capsys.readouterr().err
+
+
+def test_figure_9_is_printed_with_all_that_it_assumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["utilisation", "--figure9", "--plot", str(tmp_path / "figure9.png")]) == 0
+    said = capsys.readouterr().out
+    assert "assumed: one worker's uplink has 20% of the bandwidth" in said
+    assert "assumed: no latency" in said
+    assert "73.4% (4)" in said
+    assert (tmp_path / "figure9.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["utilisation", "--figure9", "--set", "bandwidth_share=0.1"]) == 0
+    assert "has 10% of the bandwidth" in capsys.readouterr().out
+    assert main(["utilisation", "--figure9", "--set", "share=0.1"]) == 2
+    assert "did you mean 'bandwidth_share'" in capsys.readouterr().err

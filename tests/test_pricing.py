@@ -1,0 +1,499 @@
+"""Prices: the model written out message by message, published settings by hand, and what must hold on every network."""
+
+import math
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossamer.errors import ConfigError
+from gossamer.fluid import max_min_rates
+from gossamer.network import Change, Network, Route, Site, jitter_factors
+from gossamer.pricing import Timeline, legs_of, price
+from gossamer.trace import Entry, Operation, Trace, from_entries, from_targets
+
+N, PAYLOAD, STEP_S = 8, 1_000_000, 1.0
+FULL_BPS = 8 * PAYLOAD / (5 / 3)
+"""At this bandwidth one exchange lasts 5/3 inner steps."""
+
+
+def matchings(rounds: int, n: int, seed: int = 0) -> np.ndarray:
+    """Each worker's partner in uniformly random perfect matchings, `[rounds, n]`."""
+    order = np.argsort(np.random.default_rng(seed).random((rounds, n)), axis=1)
+    partners = np.empty((rounds, n), int)
+    np.put_along_axis(partners, order[:, 0::2], order[:, 1::2], 1)
+    np.put_along_axis(partners, order[:, 1::2], order[:, 0::2], 1)
+    return partners
+
+
+def means(rounds: int, n: int, payload: int, steps: int, members: range | None = None) -> Trace:
+    """A run whose members average through chunk owners after each round."""
+    group = members or range(n)
+
+    def operations(i: int) -> tuple[Operation, ...]:
+        moved = tuple((j, 2 * payload // len(group)) for j in group if j != i)
+        return (Operation("mean", 0, moved, moved),) if i in group else ()
+
+    return from_entries(Entry(r, i, steps, 0.0, operations(i)) for r in range(rounds) for i in range(n))
+
+
+@st.composite
+def runs(draw: st.DrawFn, kinds: tuple[str, ...] = ("exchange", "mean")) -> Trace:
+    """Small runs in which anybody may send anything to anybody."""
+    n, rounds = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    entries = []
+    for r in range(rounds):
+        edges = draw(
+            st.dictionaries(
+                st.tuples(st.sampled_from(kinds), st.integers(0, 1), st.integers(0, n - 1), st.integers(0, n - 1)),
+                st.integers(0, 10**6),
+                max_size=8,
+            )
+        )
+        for i in range(n):
+            operations = tuple(
+                Operation(
+                    kind,  # pyright: ignore[reportArgumentType]
+                    fragment,
+                    tuple((t, b) for (k, f, s, t), b in edges.items() if (k, f, s) == (kind, fragment, i) and t != i),
+                    tuple((s, b) for (k, f, s, t), b in edges.items() if (k, f, t) == (kind, fragment, i) and s != i),
+                )
+                for kind in kinds
+                for fragment in (0, 1)
+            )
+            entries.append(Entry(r, i, draw(st.integers(0, 40)), draw(st.floats(0, 10)), operations))
+    return from_entries(entries)
+
+
+@st.composite
+def networks(draw: st.DrawFn, n: int) -> Network:
+    def option(values: st.SearchStrategy[float]) -> float | tuple[float, ...]:
+        return draw(st.one_of(values, st.lists(values, min_size=n, max_size=n).map(tuple)))
+
+    rates, seconds = st.floats(1e3, 1e9), st.floats(0, 5)
+    return Network(
+        uplink_bps=option(rates),
+        downlink_bps=option(rates),
+        latency_s=option(seconds),
+        step_s=draw(st.none() | seconds) if draw(st.booleans()) else option(seconds),
+        duplex=draw(st.sampled_from(("full", "half"))),
+        mean=draw(st.sampled_from(("owners", "ring", "tree"))),
+    )
+
+
+def per_worker(option: float | tuple[float, ...], n: int) -> list[float]:
+    return list(option) if isinstance(option, tuple) else [option] * n
+
+
+def exchange_by_hand(trace: Trace, network: Network) -> list[list[float]]:
+    """The end of each round and worker, one message after the other, for traces of exchanges."""
+    n, m = trace.workers, trace.messages
+    up, down = per_worker(network.uplink_bps, n), per_worker(network.downlink_bps, n)
+    latency = per_worker(network.latency_s, n)
+    clock, ends = [0.0] * n, []
+    for r in range(trace.rounds):
+        for i in range(n):
+            step_s = None if network.step_s is None else per_worker(network.step_s, n)[i]
+            clock[i] += trace.compute_s[r, i] if step_s is None else int(trace.steps[r, i]) * step_s
+        streams: dict[tuple[int, int], int] = {}
+        for k in np.flatnonzero(m.round == r):
+            pair = int(m.source[k]), int(m.target[k])
+            streams[pair] = streams.get(pair, 0) + int(m.bytes[k])
+        end = list(clock)
+        for (j, i), size in streams.items():
+            out, into = sum(a == j for a, _ in streams), sum(b == i for _, b in streams)
+            if network.duplex == "half":
+                out, into = out + sum(b == j for _, b in streams), into + sum(a == i for a, _ in streams)
+            arrival = clock[j] + max(latency[j], latency[i]) + 8 * size / min(up[j] / out, down[i] / into)
+            end[i], end[j] = max(end[i], arrival), max(end[j], arrival)
+        ends.append(end)
+        clock = list(end)
+    return ends
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_exchanges_cost_what_the_model_says_message_by_message(data: st.DataObject) -> None:
+    trace = data.draw(runs(kinds=("exchange",)))
+    network = data.draw(networks(trace.workers))
+    np.testing.assert_allclose(price(trace, network).end_s, exchange_by_hand(trace, network), rtol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.floats(1, 100))
+def test_more_bandwidth_is_never_slower(data: st.DataObject, factor: float) -> None:
+    trace = data.draw(runs())
+    network = data.draw(networks(trace.workers))
+    name, worker = (
+        data.draw(st.sampled_from(("uplink_bps", "downlink_bps"))),
+        data.draw(st.integers(0, trace.workers - 1)),
+    )
+    rates = per_worker(getattr(network, name), trace.workers)
+    rates[worker] *= factor
+    faster = price(trace, replace(network, **{name: tuple(rates)}))
+    assert (faster.end_s <= price(trace, network).end_s).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_compute_and_exposed_communication_add_up_to_the_wall_clock(data: st.DataObject) -> None:
+    trace = data.draw(runs())
+    timeline = price(trace, data.draw(networks(trace.workers)))
+    assert (timeline.communication_s >= 0).all()
+    idle = timeline.communication_s == 0
+    assert (timeline.waits_on == np.arange(trace.workers))[idle].all(), "who did not wait waited for nobody"
+    spent = (timeline.compute_s + timeline.communication_s).cumsum(axis=0)
+    np.testing.assert_allclose(spent, timeline.end_s, rtol=1e-9, atol=1e-9)
+    assert ((timeline.utilisation >= 0) & (timeline.utilisation <= 1 + 1e-9)).all()
+
+
+def test_infinite_bandwidth_without_latency_costs_compute_only() -> None:
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, step_s=2.0)
+    for trace in (from_targets(matchings(5, N), PAYLOAD, steps=30), means(5, N, PAYLOAD, steps=30)):
+        timeline = price(trace, network)
+        assert timeline.total_s == 5 * 60
+        assert timeline.mean_utilisation == 1
+        assert (timeline.communication_s == 0).all()
+        assert (timeline.waits_on == np.arange(N)).all()
+
+
+SLOW_UPLINK = Network(uplink_bps=(FULL_BPS / 10, *[FULL_BPS] * (N - 1)), downlink_bps=FULL_BPS, step_s=STEP_S)
+SLOW_BOTH = Network(uplink_bps=SLOW_UPLINK.uplink_bps, downlink_bps=SLOW_UPLINK.uplink_bps, step_s=STEP_S)
+STRAGGLER_STEPS = [15] + [30] * (N - 1)
+
+
+def test_half_the_steps_hide_an_uplink_of_a_tenth_in_one_peer_gossip() -> None:
+    timeline = price(from_targets(matchings(1, N), PAYLOAD, STRAGGLER_STEPS), SLOW_UPLINK)
+    np.testing.assert_allclose(timeline.end_s, 30 + 5 / 3, rtol=1e-12)
+
+
+def test_a_slow_downlink_holds_the_pair_and_spreads_to_half_the_run() -> None:
+    one = price(from_targets(matchings(1, N), PAYLOAD, STRAGGLER_STEPS), SLOW_BOTH)
+    assert one.total_s == pytest.approx(30 + 10 * 5 / 3)
+    assert sorted(one.end_s[0])[:6] == pytest.approx([30 + 5 / 3] * 6)
+    many = price(from_targets(matchings(5000, N), PAYLOAD, STRAGGLER_STEPS), SLOW_BOTH)
+    assert many.total_s / 5000 == pytest.approx(37.8, abs=0.2)
+
+
+def test_diloco_waits_for_the_slowest_link_of_all() -> None:
+    timeline = price(means(1, N, PAYLOAD, steps=30), SLOW_UPLINK)
+    np.testing.assert_allclose(timeline.end_s, 30 + 2 * 7 / 8 * 5 / 3 * 10, rtol=1e-12)
+    assert (timeline.waits_on == 0).all()
+    assert timeline.mean_utilisation == pytest.approx(30 / 59.1667, rel=1e-4)
+
+
+def test_a_mean_pays_two_latencies_and_an_exchange_one() -> None:
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=(0.5, *[0.1] * (N - 1)), step_s=0)
+    assert price(means(1, N, PAYLOAD, steps=1), network).total_s == 1.0
+    pair = price(from_targets(np.array([[1, 0, 3, 2, 5, 4, 7, 6]]), PAYLOAD, steps=1), network)
+    assert pair.end_s.tolist() == [[0.5, 0.5, *[0.1] * 6]]
+
+
+def test_a_mean_does_not_hold_those_who_are_not_part_of_it() -> None:
+    trace = means(1, 4, 3000, steps=30, members=range(1, 4))
+    timeline = price(trace, Network(uplink_bps=8e3, downlink_bps=8e3, step_s=1))
+    assert timeline.end_s.tolist() == [[30, 34, 34, 34]]
+
+
+def test_two_peers_share_a_direction_evenly() -> None:
+    ring = np.array([[[2, 1], [0, 2], [1, 0]]])
+    network = Network(uplink_bps=FULL_BPS, downlink_bps=math.inf, step_s=0)
+    assert price(from_targets(ring, PAYLOAD, steps=1), network).total_s == pytest.approx(2 * 5 / 3)
+
+
+def test_fragments_for_one_peer_cost_what_they_cost_together() -> None:
+    def run(*sizes: int) -> Timeline:
+        def operations(peer: int) -> tuple[Operation, ...]:
+            return tuple(Operation("exchange", f, ((peer, b),), ((peer, b),)) for f, b in enumerate(sizes))
+
+        entries = [Entry(0, 0, 1, 0.0, operations(1)), Entry(0, 1, 1, 0.0, operations(0))]
+        return price(from_entries(entries), Network(uplink_bps=8e3, downlink_bps=8e3, latency_s=1.0))
+
+    assert run(100, 900).total_s == run(1000).total_s == 2.0
+
+
+def test_a_round_with_both_kinds_exchanges_first() -> None:
+    def operations(peer: int) -> tuple[Operation, ...]:
+        return tuple(Operation(kind, 0, ((peer, 1000),), ((peer, 1000),)) for kind in ("mean", "exchange"))
+
+    entries = [Entry(0, 0, 1, 1.0, operations(1)), Entry(0, 1, 1, 3.0, operations(0))]
+    assert price(from_entries(entries), Network(uplink_bps=8e3, downlink_bps=8e3)).end_s.tolist() == [[5.0, 5.0]]
+
+
+def test_the_wait_is_put_down_to_who_was_late_or_to_the_slower_link() -> None:
+    pair = np.array([[1, 0]])
+    late = price(from_targets(pair, 1000, steps=[1, 100]), Network(uplink_bps=8e3, downlink_bps=8e3, step_s=1))
+    assert late.waits_on.tolist() == [[1, 1]]
+    thin = Network(uplink_bps=(8.0, 8e3), downlink_bps=8e3, step_s=1)
+    assert price(from_targets(pair, 1000, steps=1), thin).waits_on.tolist() == [[0, 0]]
+    alone = price(from_targets(np.array([[0, 1]]), 1000, steps=[1, 100]), thin)
+    assert alone.waits_on.tolist() == [[0, 1]]
+    mean = means(1, 3, 3000, steps=1)
+    held = price(
+        mean._replace(compute_s=np.array([[0.0, 0.0, 90.0]])), Network(uplink_bps=8e3, downlink_bps=(8e2, 8e3, 8e3))
+    )
+    # the second leg of 1 leaves when the shares of the late 2 are there, before 0 has read them through its thin link
+    assert held.end_s.tolist() == [[130.0, 112.0, 130.0]]
+    assert held.waits_on.tolist() == [[2, 2, 0]], "the last one itself waits for the thinnest link"
+
+
+def test_who_is_late_holds_only_what_needs_it() -> None:
+    # three workers, chunks of 1000 bytes: all of 0's shares have left at 2 s, 0's sum waits for the shares of 2
+    mean = means(1, 3, 3000, steps=1)._replace(compute_s=np.array([[0.0, 0.0, 1.0]]))
+    thin = Network(uplink_bps=(8e3, 8e6, 8e6), downlink_bps=8e6)
+    assert price(mean, thin).total_s == pytest.approx(2 + 2)
+    late = mean._replace(compute_s=np.array([[0.0, 0.0, 3.0]]))
+    assert price(late, thin).total_s == pytest.approx(3 + 2, abs=0.01)
+
+
+def test_measured_seconds_count_where_the_network_gives_no_step_time() -> None:
+    trace = from_targets(np.array([[0, 1], [0, 1]]), 10, steps=30, compute_s=[[1.0, 2.0], [3.0, 4.0]])
+    assert price(trace, Network(uplink_bps=1e3, downlink_bps=1e3)).end_s.tolist() == [[1, 2], [4, 6]]
+    assert price(trace, Network(uplink_bps=1e3, downlink_bps=1e3, step_s=(1, 0.5))).end_s.tolist() == [
+        [30, 15],
+        [60, 30],
+    ]
+
+
+def test_a_run_without_rounds_takes_no_time() -> None:
+    timeline = price(from_targets(np.empty((0, 3), int), 10, steps=1), Network(uplink_bps=1e3, downlink_bps=1e3))
+    assert timeline.total_s == 0
+    assert timeline.mean_utilisation == 1
+
+
+def test_a_network_of_other_workers_is_refused() -> None:
+    network = Network(uplink_bps=(1e9, 1e9), downlink_bps=1e9)
+    with pytest.raises(ConfigError, match="uplink_bps lists 2 workers but the run has 3"):
+        price(from_targets(np.array([[0, 1, 2]]), 10, steps=1), network)
+
+
+# --- how a mean is carried ------------------------------------------------------------------------------------------
+
+
+def test_a_ring_takes_as_many_legs_as_it_has_links_twice_but_two() -> None:
+    n, chunk_s = 8, 8 * PAYLOAD / 8 / FULL_BPS
+    network = Network(uplink_bps=FULL_BPS, downlink_bps=FULL_BPS, latency_s=0.1, step_s=1, mean="ring")
+    assert price(means(1, n, PAYLOAD, steps=30), network).total_s == pytest.approx(30 + 14 * (0.1 + chunk_s))
+
+
+def test_a_tree_takes_two_whole_payloads_for_each_doubling_and_a_slow_leaf_holds_one_of_them() -> None:
+    whole_s = 8 * PAYLOAD / FULL_BPS
+    network = Network(uplink_bps=FULL_BPS, downlink_bps=FULL_BPS, latency_s=0.1, step_s=1, mean="tree")
+    for n, doublings in ((2, 1), (3, 2), (5, 3), (8, 3)):
+        timeline = price(means(1, n, 120_000, steps=30), network)
+        assert timeline.total_s == pytest.approx(30 + 2 * doublings * (0.1 + 0.12 * whole_s))
+    leaf = replace(network, uplink_bps=(FULL_BPS,) * 7 + (FULL_BPS / 10,), latency_s=0.0)
+    timeline = price(means(1, 8, PAYLOAD, steps=30), leaf)
+    assert timeline.total_s == pytest.approx(30 + (10 + 5) * whole_s)
+    assert (timeline.waits_on == 7).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(2, 9), st.sampled_from(("owners", "ring", "tree")))
+def test_every_way_to_carry_a_mean_moves_the_bytes_of_the_trace(
+    n: int, mean: Literal["owners", "ring", "tree"]
+) -> None:
+    trace = means(1, n, 2520 * n, steps=1)
+    moved = sum(leg.times * leg.bytes.sum() for leg in legs_of(mean, trace.messages))
+    assert moved == pytest.approx(trace.sent_bytes.sum())
+    assert trace.sent_bytes.sum() == 2 * (n - 1) * 2520 * n
+
+
+def test_half_duplex_takes_turns() -> None:
+    pair = from_targets(np.array([[1, 0]]), 1000, steps=0)
+    assert price(pair, Network(uplink_bps=8e3, downlink_bps=8e3, step_s=0, duplex="half")).total_s == 2.0
+    one_way = from_targets(np.array([[1, 1]]), 1000, steps=0)
+    assert price(one_way, Network(uplink_bps=8e3, downlink_bps=8e3, step_s=0, duplex="half")).total_s == 1.0
+
+
+# --- sites ----------------------------------------------------------------------------------------------------------
+
+TWO_SITES = {"paris": Site(workers=(0, 1)), "tokyo": Site(workers=(2, 3))}
+
+
+def test_a_route_adds_its_latency_between_sites_only() -> None:
+    network = Network(
+        uplink_bps=math.inf, downlink_bps=math.inf, latency_s=(0.1, 0.2, 0.1, 0.1), step_s=0, sites=TWO_SITES,
+        routes=(Route(between=("tokyo", "paris"), latency_s=1.0),),
+    )  # fmt: skip
+    assert price(from_targets(np.array([[1, 0, 3, 2]]), 10, steps=1), network).end_s.tolist() == [[0.2, 0.2, 0.1, 0.1]]
+    assert price(from_targets(np.array([[2, 3, 0, 1]]), 10, steps=1), network).end_s.tolist() == [[1.1, 1.2, 1.1, 1.2]]
+
+
+def test_streams_that_leave_a_site_together_share_its_uplink_and_one_alone_has_it_all() -> None:
+    sites = {**TWO_SITES, "paris": Site(workers=(0, 1), uplink_bps=8e3)}
+    network = Network(uplink_bps=8e6, downlink_bps=8e6, step_s=0, sites=sites)
+    # 0 and 1 send 1000 bytes each into tokyo through one uplink; what comes back is fast
+    both = price(from_targets(np.array([[2, 3, 0, 1]]), 1000, steps=1), network)
+    np.testing.assert_allclose(both.end_s, [[2.0] * 4])
+    one = price(from_targets(np.array([[2, 1, 0, 3]]), 1000, steps=1), network)
+    np.testing.assert_allclose(one.end_s, [[1.0, 0.0, 1.0, 0.0]])
+    within = price(from_targets(np.array([[1, 0, 3, 2]]), 1000, steps=1), network)
+    np.testing.assert_allclose(within.end_s, [[0.001] * 4])
+
+
+def test_who_comes_later_takes_half_of_what_is_left() -> None:
+    # 0 sends 2000 bytes from second 0 on, 1 sends 1000 from second 1 on: alone for 1 s, both at half speed until second 3
+    sites = {**TWO_SITES, "paris": Site(workers=(0, 1), uplink_bps=8e3)}
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, step_s=(0, 1, 0, 0), sites=sites)
+    entries = [
+        Entry(0, 0, 1, 0.0, (Operation("exchange", 0, ((2, 2000),), ()),)),
+        Entry(0, 1, 1, 0.0, (Operation("exchange", 0, ((3, 500),), ()),)),
+        Entry(0, 2, 1, 0.0, (Operation("exchange", 0, (), ((0, 2000),)),)),
+        Entry(0, 3, 1, 0.0, (Operation("exchange", 0, (), ((1, 500),)),)),
+    ]
+    np.testing.assert_allclose(price(from_entries(entries), network).end_s, [[2.5, 2.0, 2.5, 2.0]])
+
+
+def test_a_route_is_shared_and_its_other_direction_is_not() -> None:
+    route = Route(between=("paris", "tokyo"), bandwidth_bps=8e3)
+    network = Network(uplink_bps=8e6, downlink_bps=8e6, step_s=0, sites=TWO_SITES, routes=(route,))
+    swap = price(from_targets(np.array([[2, 1, 0, 3]]), 1000, steps=1), network)
+    np.testing.assert_allclose(swap.end_s, [[1.0, 0.0, 1.0, 0.0]])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 10**6)), min_size=1, max_size=6), st.floats(1e3, 1e6))
+def test_a_shared_link_is_busy_until_all_bytes_are_through(
+    streams: list[tuple[float, int]], bandwidth_bps: float
+) -> None:
+    n = len(streams)
+    sites = {"here": Site(workers=tuple(range(n)), uplink_bps=bandwidth_bps), "there": Site(workers=(n,))}
+    seconds = tuple(start for start, _ in streams)
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, step_s=(*seconds, 0.0), sites=sites)
+    entries = [
+        Entry(0, i, 1, 0.0, (Operation("exchange", 0, ((n, size),), ()),)) for i, (_, size) in enumerate(streams)
+    ]
+    got = tuple((i, size) for i, (_, size) in enumerate(streams))
+    entries.append(Entry(0, n, 1, 0.0, (Operation("exchange", 0, (), got),)))
+    busy_s = 0.0
+    for start_s, size in sorted(streams):
+        busy_s = max(busy_s, start_s) + 8 * size / bandwidth_bps
+    assert price(from_entries(entries), network).total_s == pytest.approx(busy_s)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_max_min_rates_fill_no_link_beyond_its_bandwidth_and_give_each_stream_a_full_one(data: st.DataObject) -> None:
+    links, streams = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 8))
+    bandwidth = np.array(data.draw(st.lists(st.floats(1, 1e9), min_size=links, max_size=links)))
+    uses = np.array([data.draw(st.permutations(range(links)))[: min(links, 2)] for _ in range(streams)])
+    rates = max_min_rates(uses, 1 / bandwidth[uses], np.ones(links))
+    load = np.bincount(uses.ravel(), np.repeat(rates, uses.shape[1]), links) / bandwidth
+    assert (load <= 1 + 1e-9).all()
+    for stream, own in enumerate(uses):
+        # fair: on some full link of its own nobody is faster
+        assert any(
+            load[k] > 1 - 1e-9 and rates[stream] >= rates[(uses == k).any(axis=1)].max() * (1 - 1e-9) for k in own
+        )
+
+
+# --- links that change, and steps that vary -------------------------------------------------------------------------
+
+
+def test_a_message_under_way_slows_down_when_its_link_does() -> None:
+    pair = from_targets(np.array([[1, 1], [1, 1]]), 1000, steps=1)
+    network = Network(
+        uplink_bps=8e3, downlink_bps=math.inf, step_s=0,
+        changes=(Change(at_s=2.0, factor=1.0, worker=0), Change(at_s=0.5, factor=0.5, worker=0)),
+    )  # fmt: skip
+    # half of the first at full speed and the rest at half: 1.5 s; the second half at half speed until 2 s, then whole
+    np.testing.assert_allclose(price(pair, network).end_s, [[1.5, 1.5], [2.75, 2.75]])
+
+
+def test_a_change_of_a_site_moves_the_link_that_its_workers_share() -> None:
+    sites = {**TWO_SITES, "paris": Site(workers=(0, 1), uplink_bps=8e3)}
+    network = Network(
+        uplink_bps=8e6, downlink_bps=8e6, step_s=0, sites=sites, changes=(Change(at_s=0.0, factor=0.1, site="paris"),)
+    )
+    assert price(from_targets(np.array([[2, 1, 0, 3]]), 1000, steps=1), network).total_s == pytest.approx(10.0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_a_replay_of_single_exchanges_on_links_of_their_own_costs_what_the_formula_says(data: st.DataObject) -> None:
+    n = 2 * data.draw(st.integers(1, 3))
+    trace = from_targets(matchings(4, n, data.draw(st.integers(0, 9))), 10**5, steps=3, compute_s=0.5)
+    # with downlinks that bound nothing: on those a replay also shares with messages of the next round that come early
+    network = replace(data.draw(networks(n)), duplex="full", downlink_bps=math.inf)
+    replayed = price(trace, replace(network, changes=(Change(at_s=0.0, factor=1.0, worker=0),)))
+    np.testing.assert_allclose(replayed.end_s, price(trace, network).end_s, rtol=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 5), st.sampled_from(("owners", "ring", "tree")), st.floats(0, 1), st.floats(1e3, 1e6))
+def test_a_replay_of_means_among_equal_workers_costs_what_the_formula_says(
+    n: int, mean: Literal["owners", "ring", "tree"], latency_s: float, bandwidth_bps: float
+) -> None:
+    trace = means(2, n, 2520, steps=1)
+    network = Network(uplink_bps=bandwidth_bps, downlink_bps=bandwidth_bps, latency_s=latency_s, step_s=1, mean=mean)
+    replayed = price(trace, replace(network, changes=(Change(at_s=0.0, factor=1.0, worker=0),)))
+    np.testing.assert_allclose(replayed.end_s, price(trace, network).end_s, rtol=1e-9)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_a_replay_ends_and_its_seconds_add_up(data: st.DataObject) -> None:
+    trace = data.draw(runs())
+    n = trace.workers
+    halves = {"a": Site(workers=tuple(range(0, n, 2)), uplink_bps=1e5)}
+    if n > 1:
+        halves["b"] = Site(workers=tuple(range(1, n, 2)), downlink_bps=2e5)
+    network = replace(
+        data.draw(networks(n)), sites=halves, changes=(Change(at_s=data.draw(st.floats(0, 9)), factor=0.5, site="a"),)
+    )
+    overlap = np.full(len(trace.messages.round), data.draw(st.integers(0, 50)))
+    trace = trace._replace(messages=trace.messages._replace(overlap_steps=overlap))
+    timeline = price(trace, network)
+    spent = (timeline.compute_s + timeline.communication_s).cumsum(axis=0)
+    np.testing.assert_allclose(spent, timeline.end_s, rtol=1e-9, atol=1e-9)
+
+
+def test_jitter_has_mean_one_its_own_deviation_and_nothing_to_do_with_the_number_of_workers() -> None:
+    for kind in ("lognormal", "uniform"):
+        network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=1.0, jitter=0.3, jitter_kind=kind, seed=3)
+        factors = jitter_factors(network, 0, 100_000)
+        assert factors.mean() == pytest.approx(1, abs=0.01)
+        assert factors.std() == pytest.approx(0.3, abs=0.01)
+        assert factors.min() > 0
+        assert (jitter_factors(network, 0, 10) == factors[:10]).all()
+        assert (jitter_factors(network, 1, 10) != factors[:10]).all()
+        assert (jitter_factors(replace(network, seed=4), 0, 10) != factors[:10]).all()
+
+
+def test_jitter_moves_the_seconds_of_the_local_phases() -> None:
+    trace = from_targets(np.tile(np.arange(4), (3, 1)), 10, steps=30)
+    network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=2.0, jitter=0.1)
+    expected = [60 * jitter_factors(network, r, 4) for r in range(3)]
+    np.testing.assert_array_equal(price(trace, network).compute_s, expected)
+
+
+# --- operations that overlap ----------------------------------------------------------------------------------------
+
+
+def overlapped(rounds: int, overlap_steps: int, steps: int = 10, size: int = 1000) -> Trace:
+    """Two workers that swap one message a round."""
+    trace = from_targets(np.tile([1, 0], (rounds, 1)), size, steps=steps)
+    return trace._replace(messages=trace.messages._replace(overlap_steps=np.full(2 * rounds, overlap_steps)))
+
+
+def test_a_transfer_hides_behind_the_steps_that_it_overlaps_with() -> None:
+    network = Network(uplink_bps=8e3, downlink_bps=8e3, latency_s=3.0, step_s=1.0)  # 4 s for a message
+    waits_at_once = price(overlapped(3, 0), network)
+    assert waits_at_once.end_s[:, 0].tolist() == [14, 28, 42]
+    hidden = price(overlapped(3, 4), network)
+    assert hidden.end_s[:, 0].tolist() == [10, 20, 34], "the last one has nothing to hide behind"
+    part = price(overlapped(3, 1), network)
+    assert part.end_s[:, 0].tolist() == [10, 23, 40]
+    assert part.compute_s[:, 0].tolist() == [10, 10, 10]
+    assert part.communication_s[:, 0].tolist() == [0, 3, 7]
+
+
+def test_an_overlap_of_more_than_a_round_is_waited_for_rounds_later() -> None:
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=25.0, step_s=1.0)
+    # sent at 10, 20, 30, ... and waited for 15 steps later: the first is due at 25 and comes at 35
+    assert price(overlapped(3, 15), network).end_s[:, 0].tolist() == [10, 20, 65]
+    assert price(overlapped(2, 15), network).end_s[:, 0].tolist() == [10, 45]

@@ -1,0 +1,93 @@
+"""The probe: over real processes on loopback, and what it makes of measurements."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gossamer.errors import ConfigError, PeerError
+from gossamer.network import Route, read_network
+from gossamer.probe import Measured, network_of, probe
+from gossamer.probe import _measured as measured
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gossamer", "probe", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    )
+
+
+def test_three_workers_on_loopback_write_a_network_that_can_be_read(tmp_path: Path) -> None:
+    out = tmp_path / "network.toml"
+    done = run("--local", "3", "--out", str(out), "--max-bytes", "65536", "--test-s", "0.05")
+    assert done.returncode == 0, done.stderr
+    network = read_network(out)
+    assert network.workers == 3
+    for option in (network.uplink_bps, network.downlink_bps):
+        assert isinstance(option, tuple) and all(1e5 < bandwidth_bps < 1e12 for bandwidth_bps in option)
+    latencies = [route.latency_s for route in network.routes] or [network.latency_s]
+    assert all(0 < latency_s < 5 for latency_s in latencies), latencies  # type: ignore[operator]
+    again = run("--local", "3", "--out", str(out))
+    assert again.returncode == 2
+    assert "is there already" in again.stderr
+
+
+def test_a_probe_that_nobody_launched_is_told_how(tmp_path: Path) -> None:
+    done = run("--out", str(tmp_path / "network.toml"))
+    assert done.returncode == 2
+    assert "is not set" in done.stderr
+    assert run("--local", "1", "--out", str(tmp_path / "network.toml")).returncode == 2
+
+
+def test_workers_that_are_all_alike_need_no_routes() -> None:
+    network = network_of([{j: Measured(0.0101, 1.2345e8) for j in range(4) if j != i} for i in range(4)])
+    assert network.uplink_bps == network.downlink_bps == (1.23e8,) * 4
+    assert network.latency_s == 0.0101
+    assert not network.routes and not network.sites
+
+
+def test_a_slow_uplink_is_the_worker_s_and_not_that_of_its_routes() -> None:
+    network = network_of([{j: Measured(0.01, 1e7 if i == 2 else 1e8) for j in range(3) if j != i} for i in range(3)])
+    assert network.uplink_bps == (1e8, 1e8, 1e7)
+    assert network.downlink_bps == (1e8, 1e8, 1e8)
+    assert not network.routes
+
+
+def test_latencies_that_differ_become_routes_between_sites_of_one_worker() -> None:
+    far = {(0, 2), (2, 0), (1, 2), (2, 1)}
+    network = network_of(
+        [{j: Measured(0.1 if (i, j) in far else 0.001, 1e8) for j in range(3) if j != i} for i in range(3)]
+    )
+    assert network.latency_s == 0
+    assert [site.workers for site in network.sites.values()] == [(0,), (1,), (2,)]
+    assert network.routes[1] == Route(between=("worker-0", "worker-2"), latency_s=0.1)
+
+
+def test_a_pair_that_is_slow_both_ways_has_a_bottleneck_of_its_own() -> None:
+    network = network_of(
+        [{j: Measured(0.01, 2e6 if {i, j} == {0, 1} else 1e8) for j in range(4) if j != i} for i in range(4)]
+    )
+    assert network.uplink_bps == (1e8,) * 4
+    assert [route.bandwidth_bps for route in network.routes] == [2e6, *[math.inf] * 5]
+
+
+def test_routes_are_left_out_where_not_all_pairs_met() -> None:
+    ring = [{j % 4: Measured(0.1 * (1 + i), 1e8) for j in (i - 1, i + 1)} for i in range(4)]
+    assert not network_of(ring).routes
+
+
+@pytest.mark.parametrize("fact", [None, {}, {"x": [1.0, 1.0]}, {"3": [1.0, 1.0]}, {"1": [1.0]}, {"1": [0.0, 1.0]}])
+def test_what_is_no_measurement_is_refused(fact: Any) -> None:
+    with pytest.raises(PeerError, match="worker 0 said it measured"):
+        measured(0, fact, 3)
+
+
+@pytest.mark.parametrize(("options", "words"), [({"max_bytes": 1}, "is 1 bytes"), ({"test_s": 0.0}, "take 0.0 s")])
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        probe(**options)
