@@ -245,7 +245,8 @@ def _tell(runs: dict[str, Path], page: Path) -> None:
     write_report(runs, page, networks)
     rows = summary_rows(runs, networks)
     atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
-    Console().print(render_table(rows))
+    console = Console()
+    Console(width=None if console.is_terminal else 120).print(render_table(rows))
     for method, losses, mean, deviation in over_seeds(rows):
         if len(losses) > 1:
             each = ", ".join(f"{loss:.4f}" for loss in losses)

@@ -100,6 +100,7 @@ def simulate(
             )
         for worker in workers:
             worker.restore(checkpoint.load(store, newest, worker.index, key))
+            checkpoint.rewind(store, newest, worker.index)
         start = newest
 
     record = RunFolder(folder, dump(config), config.record, resume_round=start if resume else None)
