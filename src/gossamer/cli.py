@@ -242,6 +242,7 @@ def _tell(runs: dict[str, Path], page: Path) -> None:
     from gossamer.report import markdown_table, over_seeds, render_table, summary_rows, write_report
 
     networks = _networks(next(iter(runs.values())))
+    page.parent.mkdir(parents=True, exist_ok=True)
     write_report(runs, page, networks)
     rows = summary_rows(runs, networks)
     atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
