@@ -141,7 +141,7 @@ def measure(scale: Scale, method: str, share: float, way: str, names: list[str])
         "data": {"seq_len": 16, "batch_size": 1, "max_bytes": 100_000},
         "run": {
             "steps": scale.rounds * max(steps),
-            "local_steps": list(steps),
+            "local_steps": steps[0] if len(set(steps)) == 1 else list(steps),
             "eval_every": 0,
             "eval_batches": 1,
             "checkpoint_every": 0,
