@@ -28,15 +28,8 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
     # A plain script: some model, some data, some optimizer.
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=172,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
+    shape = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[rank::world]
     text = torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)), dtype=torch.uint8)

@@ -114,7 +114,7 @@ def plan(
     n = network.workers if workers is None else workers
     if n is None:
         raise ConfigError(
-            "the network is the same for any number of workers, and 0 were named; give the number of workers"
+            f"the network is the same for any number of workers and workers is {workers}; give the number of workers"
         )
     if not 2 <= n <= _LIMIT_WORKERS:
         raise ConfigError(
@@ -133,7 +133,7 @@ def plan(
     if network.step_s is None:
         if step_s is None and peak_flops is None:
             raise ConfigError(
-                "the network gives no step_s, and neither a step time nor peak FLOP/s were given; add one of the three"
+                f"step_s is {step_s}, peak_flops is {peak_flops} and the network gives no step_s; add one of the three"
             )
         seconds = step_seconds(parameters, seq_len * batch_size, peak_flops, mfu) if peak_flops else step_s
         network = replace(network, step_s=seconds)

@@ -74,7 +74,9 @@ def fedopt(
             v = s.v - (1.0 - beta2) * (square * torch.sign(s.v - square))
         else:
             v = beta2 * s.v + (1.0 - beta2) * square
-        theta = s.anchor - lr * (m / (torch.sqrt(v) + tau))
+        # In fp64, because torch's own fp32 root is off by a last bit now and then in eager mode and never in compiled code.
+        root = torch.sqrt(v.double()).to(v.dtype)
+        theta = s.anchor - lr * (m / (root + tau))
         return theta, _State(theta, m, v)
 
     return Rule(
