@@ -92,7 +92,7 @@ def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple
         )
     if rule.consensus is not None and math.isnan(rule.consensus.alpha):
         raise PairingError(
-            f"{got} still has alpha = 'auto'; settle it for the topology with gossamer.settle(rule, topology)"
+            f"{got} still has alpha = 'auto'; settle it first with gossamer.stability.settle(rule, topology)"
         )
 
 
