@@ -23,7 +23,7 @@ def run(words, capsys):
 def refused(words, capsys, *parts):
     """Asserts that a command is refused in one sentence that holds these parts."""
     code, _, err = run(words, capsys)
-    told = [line for line in err.splitlines() if "keep this machine busy" not in line]
+    told = [line for line in err.splitlines() if "expect to be slower than alone" not in line]
     assert code == 2, (code, err)
     assert len(told) == 1, err
     assert told[0].startswith("gossamer: ")

@@ -53,11 +53,8 @@ def _pool(device: torch.device, threads: int, workers: int) -> Iterator[tuple[sy
         log.warning(
             f"{lanes} x {threads} threads oversubscribe {cores} cores, which is several times slower; lower run.threads"
         )
-    if os.getloadavg()[0] > max(1.0, 0.75 * cores):
-        log.warning(
-            f"other processes keep this machine busy (load {os.getloadavg()[0]:.1f} on {cores} cores); "
-            "expect to be slower than alone"
-        )
+    if (busy := _busy_cores()) > cores / 4:
+        log.warning(f"other processes keep {busy:.1f} of {cores} cores busy; expect to be slower than alone")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -65,6 +62,20 @@ def _pool(device: torch.device, threads: int, workers: int) -> Iterator[tuple[sy
             yield lambda fn, items: list(pool.map(fn, items)), lanes
     finally:
         torch.set_num_threads(before)
+
+
+def _busy_cores(window_s: float = 0.1) -> float:
+    """How many cores others use while this process waits a moment; 0 where the system does not tell."""
+
+    def ticks() -> tuple[int, int]:
+        fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        return sum(fields), fields[3] + fields[4]  # all, and those idle or waiting for a disk
+
+    if not Path("/proc/stat").exists():
+        return 0.0
+    (total, idle), _ = ticks(), time.sleep(window_s)
+    total, idle = (after - before for after, before in zip(ticks(), (total, idle), strict=True))
+    return (os.cpu_count() or 1) * (1 - idle / total) if total else 0.0
 
 
 def simulate(
