@@ -30,6 +30,7 @@ from gossamer.record import atomic_write
 __all__ = ["load", "newest_common", "rewind", "rounds", "save"]
 
 FORMAT = "gossamer checkpoint 1"
+MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
 MAX_MANIFEST_BYTES = 64 << 20  # some 100,000 tensors; a larger one is a mistake or an attack
 DTYPES = frozenset(  # those that safetensors has a name for
     {
@@ -280,17 +281,23 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int
     )
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode(value: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
     """The part of a state that this JSON stands for; raises KeyError, TypeError or ValueError when there is none."""
+    if depth > MAX_DEPTH:  # a bound of our own: other libraries move the interpreter's
+        raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
+
+    def inner(part: Any) -> Any:
+        return _decode(part, tensors, depth + 1)
+
     match value:
         case None | bool() | int() | str() | float():
             return value
         case list():
-            return [_decode(part, tensors) for part in value]
+            return [inner(part) for part in value]
         case {"tuple": [*parts]}:
-            return tuple(_decode(part, tensors) for part in parts)
+            return tuple(inner(part) for part in parts)
         case {"dict": [*items]}:
-            return {key: _decode(part, tensors) for key, part in items}
+            return {key: inner(part) for key, part in items}
         case {"float": str(text)}:
             return float(text)
         case {"tensor": str(name)}:
