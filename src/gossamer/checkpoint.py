@@ -177,8 +177,13 @@ def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
     """Deletes this worker's files of these rounds, and the folders that are empty then."""
     for round in gone:
         manifest, tensor_file = _paths(folder, round, worker)
-        for path in (manifest, tensor_file, *manifest.parent.glob(f".{manifest.stem}.*")):
-            path.unlink(missing_ok=True)
+        manifest.unlink(missing_ok=True)  # first, so that no manifest is ever without its tensors
+        tensor_file.unlink(missing_ok=True)
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another worker may remove the emptied folder while we look into it
+            for scratch in manifest.parent.glob(f".{manifest.stem}.*"):
+                scratch.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # others may still own files of the round, or remove it at this moment
             manifest.parent.rmdir()
 
