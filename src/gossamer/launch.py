@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.group import hang_up
 
-__all__ = ["Member", "agree", "join", "leave", "run_local"]
+__all__ = ["Member", "agree", "available_cores", "join", "leave", "run_local"]
 
 LIMIT_BYTES = 1 << 20
 """What one worker may publish of itself in `agree`."""
@@ -65,7 +65,7 @@ def join(n: int, *, backend: str = "auto", device: str = "auto", threads: int = 
     where = _device(device)
     backend = _backend(backend, where, n)
     if threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads or max(1, _cores() // _number("LOCAL_WORLD_SIZE", default=n)))
+        torch.set_num_threads(threads or max(1, available_cores() // _number("LOCAL_WORLD_SIZE", default=n)))
     if where.type == "cuda":
         torch.cuda.set_device(where)
 
@@ -178,7 +178,7 @@ def run_local(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         LAUNCHER: str(os.getpid()),
         "GLOO_SOCKET_IFNAME": _loopback(),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // n))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
         "PYTHONUNBUFFERED": "1",
     }
     workers: list[subprocess.Popen[str]] = []
@@ -341,7 +341,8 @@ def _unset(name: str) -> str:
     )
 
 
-def _cores() -> int:
+def available_cores() -> int:
+    """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

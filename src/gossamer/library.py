@@ -106,8 +106,7 @@ class Outer:
         if self.steps < self.local_steps:
             return False
         with torch.no_grad():
-            for ticket in self._exchange:
-                self._transport.wait(ticket)
+            sync.carry(self._exchange, self._transport)
         self._exchange, self.steps, self.rounds = None, 0, self.rounds + 1
         return True
 

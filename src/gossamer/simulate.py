@@ -24,8 +24,8 @@ from gossamer.data import open_corpus
 from gossamer.errors import CheckpointError
 from gossamer.evaluate import Assessment, Probe, assess, mean_of, publish
 from gossamer.fragment import layout_of
+from gossamer.launch import available_cores
 from gossamer.record import Progress, RunFolder
-from gossamer.trace import Entry
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.worker import LocalPhase, Worker, method
 
@@ -47,7 +47,7 @@ class Result(NamedTuple):
 @contextlib.contextmanager
 def _pool(device: torch.device, threads: int, workers: int) -> Iterator[tuple[sync.Each, int]]:
     """A parallel map over workers: as many threads as the cores allow at `threads` intra-op threads each; one for a GPU."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     lanes = 1 if device.type == "cuda" else max(1, min(workers, cores // threads))
     if lanes * threads > cores:
         log.warning(
@@ -146,11 +146,7 @@ def simulate(
             finished = round + 1
             tokens += sum(phase.tokens for phase in phases)
             for worker, phase, operation in zip(workers, phases, operations, strict=True):
-                record.log(
-                    "train", round=round, worker=worker.index, step=finished * worker.local_steps, loss=phase.loss,
-                    lr=phase.lr, tokens=finished * phase.tokens,
-                )  # fmt: skip
-                record.log_trace(Entry(round, worker.index, worker.local_steps, phase.compute_s, (operation,)))
+                worker.tell(record, round, phase, operation)
             if config.due(config.run.eval_every, finished):
                 final = assess(list(stacked), lambda models: each(score, models))
                 record.log("eval", round=round, step=finished * full, tokens=tokens, **final._asdict())

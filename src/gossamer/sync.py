@@ -34,7 +34,19 @@ from gossamer.trace import Operation
 from gossamer.transport import Ticket, Transport
 from gossamer.tree import Tree, leaves, map_leaves, nbytes, shares_storage
 
-__all__ = ["PLAIN", "Each", "Exchange", "Kernel", "Part", "begin", "check", "compiled", "drive", "hear_and_recv"]
+__all__ = [
+    "PLAIN",
+    "Each",
+    "Exchange",
+    "Kernel",
+    "Part",
+    "begin",
+    "carry",
+    "check",
+    "compiled",
+    "drive",
+    "hear_and_recv",
+]
 
 CHUNK = 1 << 15  # small enough that the temporaries of an elementwise update stay in the cache
 
@@ -287,6 +299,15 @@ def _mean_operation(part: Part, frames: Sequence[Tensor], ctx: Context) -> Opera
     others = [j for j in range(ctx.n) if j != ctx.worker]
     moved = tuple((j, nbytes(tuple(_chunk(frames, j, ctx.n))) + own) for j in others)
     return Operation("mean", part.fragment, moved, moved)
+
+
+def carry(exchange: Exchange, transport: Transport) -> Operation:
+    """Runs the exchange of one worker to its end, waiting each time for what it waits for."""
+    try:
+        while True:
+            transport.wait(next(exchange))
+    except StopIteration as stop:
+        return stop.value
 
 
 def drive(exchanges: Sequence[Exchange], transports: Sequence[Transport], each: Each) -> list[Operation]:

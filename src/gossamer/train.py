@@ -15,9 +15,6 @@ from gossamer.errors import CheckpointError, GossamerError
 from gossamer.evaluate import Probe
 from gossamer.launch import Member, agree, join, leave
 from gossamer.record import RunFolder
-from gossamer.sync import Exchange
-from gossamer.trace import Entry, Operation
-from gossamer.transport import Transport
 from gossamer.transport.board import Board
 from gossamer.transport.group import GroupTransport, all_reduce
 from gossamer.worker import Worker, method
@@ -80,15 +77,12 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
                 seed=config.seed, kernel=m.kernel, reduce=reduce,
             )  # fmt: skip
             phase = worker.local_phase(round)
-            operation = _carry(exchange, transport)
+            operation = sync.carry(exchange, transport)
             worker.apply(round)
 
             finished = round + 1
             step, tokens = finished * worker.local_steps, finished * phase.tokens
-            record.log(
-                "train", round=round, worker=worker.index, step=step, loss=phase.loss, lr=phase.lr, tokens=tokens
-            )
-            record.log_trace(Entry(round, worker.index, worker.local_steps, phase.compute_s, (operation,)))
+            worker.tell(record, round, phase, operation)
             if config.due(config.run.eval_every, finished):
                 own = probe.loss(worker.x)
                 record.log("validation", round=round, worker=worker.index, step=step, tokens=tokens, loss=own)
@@ -101,12 +95,3 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
                 checkpoint.save(store, finished, worker.index, worker.state(), digest=key, since=since)
                 newest = finished
     transport.close()
-
-
-def _carry(exchange: Exchange, transport: Transport) -> Operation:
-    """Resumes an exchange each time what it waits for has come."""
-    try:
-        while True:
-            transport.wait(next(exchange))
-    except StopIteration as stop:
-        return stop.value

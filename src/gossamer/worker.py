@@ -16,9 +16,11 @@ from gossamer.errors import CheckpointError, TrainingError
 from gossamer.fragment import Layout, attach, flat_gradients, layout_of
 from gossamer.inner import build_optimizer, clip_gradients, lr_scale
 from gossamer.model import build_model, loss
+from gossamer.record import RunFolder
 from gossamer.rules import RULES, Context, Rule
 from gossamer.sync import PLAIN, Kernel, Part, check, compiled
 from gossamer.topology import Topology, make_topology
+from gossamer.trace import Entry, Operation
 from gossamer.tree import leaves
 
 __all__ = ["LocalPhase", "Method", "Worker", "method"]
@@ -144,6 +146,15 @@ class Worker:
         if self.config.inner.clip is not None:
             clip_gradients(list(self.model.parameters()), self.config.inner.clip)
         self.optimizer.step()
+
+    def tell(self, record: RunFolder, round: int, phase: LocalPhase, operation: Operation) -> None:
+        """Writes what this worker did in a round into the metrics and the trace; both drivers write the same lines."""
+        finished = round + 1
+        record.log(
+            "train", round=round, worker=self.index, step=finished * self.local_steps, loss=phase.loss, lr=phase.lr,
+            tokens=finished * phase.tokens,
+        )  # fmt: skip
+        record.log_trace(Entry(round, self.index, self.local_steps, phase.compute_s, (operation,)))
 
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position, RNG."""
