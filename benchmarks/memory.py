@@ -63,7 +63,7 @@ def measure(rule: Rule, numel: int) -> tuple[float, float]:
             fn(item)
             peak = max(peak, live_bytes() - before)
 
-    sync.drive(exchanges, transports, watched)
+    sync.drive(exchanges, watched)
     assert all(leaf.numel() == numel for s in states for leaf in leaves(s))
     return at_rest / size, peak / n / size
 

@@ -51,7 +51,7 @@ def play(
         for i, x in enumerate(xs):
             if drift is not None:
                 x.copy_(drift(i, t, x) if rule.site == "gradients" else x + drift(i, t, x))
-        drive(exchanges, transports, serially)
+        drive(exchanges, serially)
     return xs, states
 
 

@@ -21,10 +21,10 @@ MODULES = {  # dotted name: parsed source
 
 LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
     "errors rng tree",
-    "codecs fluid fragment inner matching mixing shapes trace transport utilisation",
-    "data network record rules topology",
+    "codecs fluid fragment matching mixing schedule shapes trace transport utilisation",
+    "data inner network record rules topology",
     "checkpoint launch model pricing servers stability sync",
-    "plan probe report",
+    "outer plan probe report",
     "config library",
     "evaluate worker",
     "events simulate train",
@@ -41,6 +41,7 @@ LIGHT = [
     "fluid",
     "matching",
     "pricing",
+    "schedule",
     "shapes",
     "plan",
     "utilisation",

@@ -111,7 +111,7 @@ def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name):
         part = sync.Part(x, rule.init(x), ctx.layout)
         transports.append(count(i, network.transport(i)))
         exchanges.append(sync.begin(rule, exact(), mixing, transports[i], part, ctx, seed=0))
-    operations = drive(exchanges, transports, serially)
+    operations = drive(exchanges, serially)
     told = {(i, peer): size for i, operation in enumerate(operations) for peer, size in operation.sends}
     assert told == carried
     assert {(j, i): size for i, operation in enumerate(operations) for j, size in operation.receives} == carried
@@ -142,7 +142,7 @@ def test_state_is_updated_in_place_and_messages_survive_the_update_of_their_send
         sync.begin(rule, exact(), mixing, transports[i], part, Context(i, 4, 0, 1, 0.25, part.layout), seed=0)
         for i, part in enumerate(parts)
     ]
-    drive(exchanges, transports, serially)
+    drive(exchanges, serially)
     for x, own in zip(xs, before, strict=True):
         torch.testing.assert_close(x, sum(before) / 4)
         assert not torch.equal(x, own)
@@ -167,5 +167,5 @@ def test_a_directed_round_needs_no_answer_from_whoever_was_told():
         )
         for i, x in enumerate(xs)
     ]
-    drive(exchanges, transports, serially)
+    drive(exchanges, serially)
     assert [x[0].item() for x in xs] == [0.0, 0.5, 1.5]

@@ -23,6 +23,7 @@ from gossamer.inner import InnerConfig
 from gossamer.network import Network, from_options, to_options
 from gossamer.record import RecordConfig
 from gossamer.rules import RULES
+from gossamer.schedule import Schedule
 from gossamer.shapes import ModelConfig
 from gossamer.topology import TOPOLOGIES
 
@@ -111,6 +112,7 @@ class RunConfig:
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
     run: LoopConfig = LoopConfig()
+    schedule: Schedule = Schedule()
     record: RecordConfig = RecordConfig()
     network: Mapping[str, Network] = field(default_factory=dict)
     """Networks to price the run on, by name."""
@@ -122,6 +124,11 @@ class RunConfig:
         if isinstance(h, tuple) and len(h) != self.workers:
             raise ConfigError(
                 f"run.local_steps has {len(h)} entries for {self.workers} workers; give one number, or one per worker"
+            )
+        if self.run.mean == "all_reduce" and self.schedule.overlap_steps:
+            raise ConfigError(
+                f"run.mean is 'all_reduce', which blocks, and schedule.overlap_steps is {self.schedule.overlap_steps}; set "
+                "run.mean = 'ordered' to train while a mean is under way"
             )
 
     def local_steps(self, worker: int) -> int:

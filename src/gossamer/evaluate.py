@@ -12,7 +12,7 @@ from gossamer import checkpoint
 from gossamer.config import RunConfig, digest, load, parse
 from gossamer.data import Corpus, open_corpus
 from gossamer.errors import CheckpointError
-from gossamer.fragment import attach, layout_of
+from gossamer.fragment import Layout, arrange, attach, layout_of
 from gossamer.model import build_model, export, loss, sample
 from gossamer.record import atomic_write, metrics_line, read_metrics
 
@@ -36,7 +36,7 @@ class Probe:
         self.config, self.device = config, device
         model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
         self.model = nn.Module.to(model, device)  # by this name because transformers types its own wrongly
-        self.x = attach(self.model, layout_of(self.model))
+        self.x = attach(self.model, _layout(self.model, config))
         self.batches = [batch.to(device) for batch in corpus.validation(config.run.eval_batches)]
 
     def loss(self, x: Tensor) -> float:
@@ -46,6 +46,11 @@ class Probe:
         bf16 = self.config.inner.autocast == "bf16"
         with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
             return math.fsum(loss(self.model, batch).item() for batch in self.batches) / len(self.batches)
+
+
+def _layout(model: nn.Module, config: RunConfig) -> Layout:
+    """The order in which the workers of a run hold their parameters."""
+    return arrange(layout_of(model), config.schedule.fragments, config.schedule.pattern)[0]
 
 
 def mean_of(vectors: Sequence[Tensor]) -> Tensor:
@@ -78,7 +83,7 @@ def assess(vectors: Sequence[Tensor], score: Callable[[Iterable[Tensor]], Iterab
 def publish(config: RunConfig, corpus: Corpus, x: Tensor, folder: Path) -> None:
     """Writes the model with parameters `x` where `AutoModelForCausalLM.from_pretrained` opens it, and a sample of its text."""
     model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
-    attach(model, layout_of(model)).copy_(x)
+    attach(model, _layout(model, config)).copy_(x)
     export(model, folder / "model", corpus.tokenizer)
     text = sample(
         model, corpus.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed

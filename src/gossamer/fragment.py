@@ -1,13 +1,14 @@
 """One flat buffer per worker: the model's parameters become views of it, in one canonical order."""
 
-from typing import NamedTuple
+from itertools import groupby, pairwise
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 
-__all__ = ["Layout", "Leaf", "attach", "flat_gradients", "layout_of"]
+__all__ = ["Layout", "Leaf", "arrange", "attach", "flat_gradients", "layout_of"]
 
 
 class Leaf(NamedTuple):
@@ -53,6 +54,61 @@ def layout_of(model: nn.Module) -> Layout:
         leaves.append(Leaf(name, tuple(p.shape), start, start + p.numel()))
         start += p.numel()
     return Layout(tuple(leaves), start)
+
+
+def arrange(
+    layout: Layout, fragments: int, pattern: Literal["strided", "sequential"] = "strided"
+) -> tuple[Layout, tuple[tuple[int, int], ...]]:
+    """The same tensors in an order in which each fragment is one span of the flat vector, and these spans.
+
+    Layers are told by the number in their tensors' names; what comes before the first layer (the embedding) goes with it, what
+    comes after one (the final norm, the head) with that one. A model without numbers is cut between any two tensors.
+
+    Args: `pattern` "strided" puts every fragments-th layer in a fragment, "sequential" neighbours.
+    Raises: ConfigError when there are fewer layers than fragments.
+
+    >>> layers = [Leaf(f"layers.{k}.w", (2,), 2 * k, 2 * k + 2) for k in range(4)]
+    >>> layout, spans = arrange(Layout(tuple(layers), 8), 2)
+    >>> [leaf.name for leaf in layout.leaves], spans
+    (['layers.0.w', 'layers.2.w', 'layers.1.w', 'layers.3.w'], ((0, 4), (4, 8)))
+    """
+    if fragments == 1:
+        return layout, ((0, layout.numel),)
+    units = [list(group) for _, group in groupby(_with_layer(layout), key=lambda pair: pair[0])]
+    if len(units) < fragments:
+        raise ConfigError(
+            f"schedule.fragments is {fragments} and the model has {len(units)} layers; take at most one fragment per layer"
+        )
+    place = (lambda u: u % fragments) if pattern == "strided" else (lambda u: u * fragments // len(units))
+    leaves: list[Leaf] = []
+    ends = [0]
+    for fragment in range(fragments):
+        for u, unit in enumerate(units):
+            for _, leaf in unit if place(u) == fragment else ():
+                start = leaves[-1].stop if leaves else 0
+                leaves.append(leaf._replace(start=start, stop=start + leaf.stop - leaf.start))
+        ends.append(leaves[-1].stop)
+    return Layout(tuple(leaves), layout.numel), tuple(pairwise(ends))
+
+
+def _with_layer(layout: Layout) -> list[tuple[str, Leaf]]:
+    """Each tensor with the name of the layer it goes with."""
+    prefixes = [_layer(leaf.name) for leaf in layout.leaves]
+    first = next((prefix for prefix in prefixes if prefix), None)
+    if first is None:
+        return [(leaf.name, leaf) for leaf in layout.leaves]
+    found, current = [], first
+    for prefix, leaf in zip(prefixes, layout.leaves, strict=True):
+        current = prefix or current
+        found.append((current, leaf))
+    return found
+
+
+def _layer(name: str) -> str:
+    """The name up to its first number, "model.layers.3" of "model.layers.3.mlp.up.weight"; empty without one."""
+    words = name.split(".")
+    place = next((k for k, word in enumerate(words) if word.isdigit()), None)
+    return "" if place is None else ".".join(words[: place + 1])
 
 
 def attach(model: nn.Module, layout: Layout, buffer: Tensor | None = None) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from gossamer.errors import ConfigError, choose
+from gossamer.fragment import Layout
 
-__all__ = ["InnerConfig", "InnerOptimizer", "Joined", "build_optimizer", "clip_gradients", "lr_scale"]
+__all__ = ["InnerConfig", "InnerOptimizer", "Joined", "build_optimizer", "clip_gradients", "lr_scale", "share_moments"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,3 +223,32 @@ def _unit(value: float) -> float:
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Shortens the gradients to a global L2 norm of at most `max_norm`; returns the norm they had, a scalar tensor."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def share_moments(
+    optimizer: InnerOptimizer, model: nn.Module, layout: Layout, buffers: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Moves AdamW's first and second moments into two flat vectors `[P]` in the order of `layout`, of which its state is views.
+
+    To be called again after `load_state_dict`, which puts tensors of its own in their place.
+    Raises: ConfigError for any other optimizer. Cost: none beyond what AdamW keeps.
+    Source: DES-LOC (arXiv 2505.22549) averages them at periods of their own.
+    """
+    if not isinstance(optimizer, AdamW):
+        raise ConfigError(
+            f"schedule.inner_every exchanges the moments of AdamW and the inner optimizer is {type(optimizer).__name__}; set "
+            "inner.optimizer = 'adamw', or leave schedule.inner_every out"
+        )
+    parameters = dict(model.named_parameters())
+    like = next(iter(parameters.values()))
+    if buffers is None:
+        buffers = like.new_zeros(layout.numel), like.new_zeros(layout.numel)
+    for leaf in layout.leaves:
+        state = optimizer.state[parameters[leaf.name]]
+        state.setdefault("step", torch.zeros((), dtype=torch.float32, device=like.device))
+        for name, buffer in zip(("exp_avg", "exp_avg_sq"), buffers, strict=True):
+            view = buffer[leaf.start : leaf.stop].view(leaf.shape)
+            if name in state:
+                view.copy_(state[name])
+            state[name] = view
+    return buffers

@@ -1,7 +1,6 @@
 """Gossamer in someone else's training loop: their model, their inner optimizer, their data, and three lines of ours."""
 
 import hashlib
-import logging
 from types import TracebackType
 from typing import Any
 
@@ -9,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossamer import stability, sync
 from gossamer.codecs import Codec, exact
 from gossamer.errors import CheckpointError, ConfigError
-from gossamer.fragment import attach, layout_of
+from gossamer.fragment import arrange, attach, layout_of
 from gossamer.launch import Member, agree
-from gossamer.rules import Context, Rule
-from gossamer.sync import Exchange
+from gossamer.outer import OuterLoop, method
+from gossamer.rules import Rule
+from gossamer.schedule import Schedule, Stop
 from gossamer.topology import Topology, make_topology
 from gossamer.transport import Transport
 from gossamer.transport.group import GroupTransport, hang_up
@@ -23,8 +22,6 @@ from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
 
 __all__ = ["Outer"]
-
-log = logging.getLogger("gossamer")
 
 
 class Outer:
@@ -42,7 +39,8 @@ class Outer:
         rule: from `gossamer.rules`; one on gradients, such as `data_parallel`, is refused.
         topology: a name from `TOPOLOGIES`, or a `Topology`; by default random pairs, or what the rule needs instead:
             the complete graph, a ring, a star.
-        local_steps: inner steps between two exchanges; workers may differ.
+        local_steps: inner steps of a round; workers may differ where the schedule has no overlap.
+        schedule: fragments that are exchanged one after the other, and overlap with training; by default neither.
         timeout_s: how long an exchange waits for a peer.
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule or topology.
     Cost: the rule's state, one message, and what is heard of the peers; the exchange blocks, with the receives posted a whole
@@ -63,7 +61,7 @@ class Outer:
 
     def __init__(
         self, model: nn.Module, rule: Rule, *, topology: str | Topology | None = None, local_steps: int = 30, seed: int = 0,
-        codec: Codec | None = None, timeout_s: float = 300.0, compile: bool = False,
+        codec: Codec | None = None, schedule: Schedule | None = None, timeout_s: float = 300.0, compile: bool = False,
     ) -> None:  # fmt: skip
         if local_steps < 1:
             raise ConfigError(f"local_steps is {local_steps}; it must be at least 1")
@@ -81,54 +79,83 @@ class Outer:
             raise ConfigError(
                 f"the topology '{topology.name}' is for {topology.n} workers and the process group has {self.n}"
             )
-        self.topology, self.codec = topology, codec or exact()
-        self.rule = stability.settle(rule, topology)
-        sync.check(self.rule, topology, self.codec)
-        if sentence := stability.warning(self.rule, topology):
-            log.warning(sentence)
-        self.layout = layout_of(model)
+        if schedule is not None and schedule.inner_every:
+            raise ConfigError(
+                f"schedule.inner_every is {list(schedule.inner_every)} and your inner optimizer is your own; leave it out"
+            )
+        self.method = method(
+            rule, topology, codec or exact(), schedule or Schedule(), local_steps=local_steps, compile=compile
+        )
+        self.layout, spans = arrange(layout_of(model), self.method.schedule.fragments, self.method.schedule.pattern)
         self.x = attach(model, self.layout)
         self.rounds = self.steps = 0
-        self._kernel = sync.compiled() if compile else sync.PLAIN
         self._group: dist.ProcessGroup | None = None
         self._transport = self._join(timeout_s)
-        self.state = self.rule.init(self.x)
-        self._exchange: Exchange | None = None
+        parts = [(self.x[a:b], self.layout.slice(a, b)) for a, b in spans]
+        self._loop = OuterLoop(
+            self.method,
+            self._transport,
+            parts,
+            workers=self.n,
+            local_steps=local_steps,
+            full_steps=local_steps,
+            seed=seed,
+        )
+        self._stops: list[Stop] = []
 
     def step(self) -> bool:
         """Counts one inner step; after every `local_steps` of them exchanges. Returns whether it did.
 
         Call it after `optimizer.step()`. Raises: PeerError naming the worker that failed first.
         """
-        if self._exchange is None:  # not before there is a step to follow: nothing is under way after the last exchange
-            self._exchange = self._begin()
+        if not self._stops:  # not before there is a step to follow: nothing is announced after the last exchange
+            self._stops = list(self._loop.stops(self.rounds))
+            self._loop.announce(self.rounds, self._stops[0])
         self.steps += 1
-        if self.steps < self.local_steps:
-            return False
         with torch.no_grad():
-            sync.carry(self._exchange, self._transport)
-        self._exchange, self.steps, self.rounds = None, 0, self.rounds + 1
+            self._loop.advance()
+            while self._stops and self._stops[0].step == self.steps:
+                stop = self._stops.pop(0)
+                self._loop.post(self.rounds, stop)
+                self._loop.hear(self.rounds, stop)
+                if self._stops:
+                    self._loop.announce(self.rounds, self._stops[0])
+        if self._stops:
+            return False
+        self.steps, self.rounds = 0, self.rounds + 1
         return True
 
+    def finish(self) -> None:
+        """Hears what is still under way when training ends; without overlap there is nothing. Raises: PeerError."""
+        with torch.no_grad():
+            for exchange in self._loop.rest():
+                exchange.finish()
+
     def state_dict(self) -> dict[str, Any]:
-        """The outer state to save beside your model's and optimizer's; call it right after a step that exchanged."""
-        return {"outer": [leaf.clone() for leaf in leaves(self.state)], "rounds": self.rounds, "steps": self.steps}
+        """The outer state to save beside your model's and optimizer's; call it right after a step that ended a round."""
+        return {
+            "outer": [leaf.clone() for leaf in leaves(self._loop.state)],
+            "under_way": self._loop.state_under_way(),
+            "rounds": self.rounds,
+            "steps": self.steps,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes a saved outer state back, after the model's parameters were loaded. Raises CheckpointError if it does not fit."""
-        mine, saved = leaves(self.state), state.get("outer", [])
+        mine, saved = leaves(self._loop.state), state.get("outer", [])
         if [t.shape for t in mine] != [t.shape for t in saved]:
             raise CheckpointError(
-                f"the outer state has tensors of {[tuple(t.shape) for t in saved]} where rule '{self.rule.name}' keeps "
+                f"the outer state has tensors of {[tuple(t.shape) for t in saved]} where rule '{self.method.rule.name}' keeps "
                 f"{[tuple(t.shape) for t in mine]}; load it with the rule and the model it was saved with"
             )
         for own, other in zip(mine, saved, strict=True):
             own.copy_(other)
         self.rounds, self.steps = state["rounds"], state["steps"]
+        self._loop.restore_under_way(state["under_way"])
 
     def close(self) -> None:
         """Ends the outer loop and its connections; the process group you made stays yours."""
-        self._exchange = None
+        self._loop.rest()
         self._transport.close()
         if self._group is not None and dist.is_initialized():
             hang_up(self._group)
@@ -143,28 +170,16 @@ class Outer:
     ) -> None:
         self.close()
 
-    def _begin(self) -> Exchange:
-        mixing = self.topology.mixing(self.rounds)
-        ctx = Context(self.worker, self.n, self.rounds, self.local_steps, mixing.weight(self.worker), self.layout)
-        part = sync.Part(self.x, self.state, self.layout)
-        return sync.begin(
-            self.rule, self.codec, mixing, self._transport, part, ctx, seed=self.seed, kernel=self._kernel
-        )  # fmt: skip
-
     def _join(self, timeout_s: float) -> Transport:
         """Makes sure that all workers do the same, and start from the parameters of worker 0."""
         if not dist.is_initialized():
             return MemoryNetwork(1).transport(0)
         store = dist.distributed_c10d._get_default_store()  # it has no public name
+        m = self.method
         common = (
-            self.layout,
-            self.rule.name,
-            self.rule.options,
-            self.topology.name,
-            self.topology.options,
-            self.codec.name,
-            self.seed,
-        )
+            self.layout, m.rule.name, m.rule.options, m.topology.name, m.topology.options, m.codec.name, m.schedule,
+            self.local_steps if m.schedule.overlap_steps or m.rule.delay_rounds else None, self.seed,
+        )  # fmt: skip
         digest = hashlib.sha256(repr(common).encode()).hexdigest()[:16]
         agree(Member(self.worker, self.n, self.x.device, store), digest, timeout_s=timeout_s)
         dist.broadcast(self.x, src=0)

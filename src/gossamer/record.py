@@ -83,6 +83,7 @@ class RunFolder:
         run_toml: the resolved configuration as TOML text.
         worker: the number of the one worker that writes here; None when one process writes for all.
         resume_round: the first round to run (again): lines of it and of later rounds are dropped. None starts a run.
+        traced_per_round: entries that a worker writes into the trace in one round.
     Raises: ConfigError when a new run would mix with an old one, or a package that the config asks for is missing.
     """
 
@@ -94,8 +95,10 @@ class RunFolder:
         *,
         worker: int | None = None,
         resume_round: int | None = None,
+        traced_per_round: int = 1,
     ) -> None:
         self.path = Path(path)
+        self._traced_per_round = traced_per_round
         self.worker = worker
         self._config = config or RecordConfig()
         self._run_toml = run_toml
@@ -113,7 +116,7 @@ class RunFolder:
         self._trace: IO[str]
         self._tensorboard: Any = None
         self._wandb: Any = None
-        self._open(None if resume_round is None else _cut([self._metrics_path, self._trace_path], resume_round))
+        self._open(None if resume_round is None else self._cut(resume_round))
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -151,7 +154,11 @@ class RunFolder:
     def truncate(self, round: int) -> None:
         """Drops every line of this round and of later ones, and a last line that a kill left half-written."""
         self.close()
-        self._open(_cut([self._metrics_path, self._trace_path], round))
+        self._open(self._cut(round))
+
+    def _cut(self, round: int) -> int:
+        _cut(self._trace_path, round * self._traced_per_round)
+        return _cut(self._metrics_path, round)
 
     def write_text(self, name: str, text: str) -> None:
         """Puts a text file into the folder, all at once."""
@@ -243,15 +250,13 @@ class Progress:
             )
 
 
-def _cut(paths: list[Path], round: int) -> int:
-    """Rewrites JSONL files without the lines of `round` and later; returns the first step that none of the rest has."""
-    next_step = 0
-    for path in paths:
-        if path.exists():
-            kept = [value for where, value in json_lines(path) if _round(value, where) < round]
-            next_step = max([next_step, *(value["step"] + 1 for value in kept if isinstance(value.get("step"), int))])
-            atomic_write(path, "".join(map(json_line, kept)).encode())
-    return next_step
+def _cut(path: Path, round: int) -> int:
+    """Rewrites a JSONL file without the lines of `round` and later; returns the first step that none of the rest has."""
+    if not path.exists():
+        return 0
+    kept = [value for where, value in json_lines(path) if _round(value, where) < round]
+    atomic_write(path, "".join(map(json_line, kept)).encode())
+    return max([0, *(value["step"] + 1 for value in kept if isinstance(value.get("step"), int))])
 
 
 def _finite(value: Any) -> Any:

@@ -23,11 +23,10 @@ from gossamer.config import RunConfig, digest, dump
 from gossamer.data import open_corpus
 from gossamer.errors import CheckpointError
 from gossamer.evaluate import Assessment, Probe, assess, mean_of, publish
-from gossamer.fragment import layout_of
 from gossamer.launch import available_cores
 from gossamer.record import Progress, RunFolder
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.worker import LocalPhase, Worker, method
+from gossamer.worker import Worker, joined, method
 
 __all__ = ["Result", "simulate"]
 
@@ -96,11 +95,11 @@ def simulate(
     corpus = open_corpus(config.data, config.workers, config.seed)
     n, key, store = config.workers, digest(config), folder / "checkpoints"
     probe = Probe(config, corpus, device)
-    stacked = torch.empty(n, layout_of(probe.model).numel, dtype=probe.x.dtype, device=device)
-    workers = [Worker(i, config, m.rule, corpus, device, stacked[i]) for i in range(n)]
+    stacked = torch.empty(n, probe.x.numel(), dtype=probe.x.dtype, device=device)
+    workers = [Worker(i, config, corpus, device, stacked[i]) for i in range(n)]
     network = MemoryNetwork(n)
-    transports = [network.transport(i) for i in range(n)]
-    full = config.full_steps
+    for worker in workers:
+        worker.join(m, network.transport(worker.index))
     start, busy_s = 0, 0.0
 
     if resume:
@@ -114,7 +113,10 @@ def simulate(
             checkpoint.rewind(store, newest, worker.index)
         start = newest
 
-    record = RunFolder(folder, dump(config), config.record, resume_round=start if resume else None)
+    record = RunFolder(
+        folder, dump(config), config.record, resume_round=start if resume else None,
+        traced_per_round=config.schedule.fragments,
+    )  # fmt: skip
     with record, _pool(device, config.run.threads or 1, n) as (each, lanes):
         probes: SimpleQueue[Probe] = SimpleQueue()
         for spare in [probe, *(Probe(config, corpus, device) for _ in range(lanes - 1))]:
@@ -127,33 +129,46 @@ def simulate(
             finally:
                 probes.put(mine)
 
-        tokens, final = start * sum(w.local_steps for w in workers) * config.step_tokens, None
+        def tokens() -> int:
+            return sum(worker.steps_taken for worker in workers) * config.step_tokens
+
+        before, final = tokens(), None
         for round in range(start, config.rounds):
             began = time.perf_counter()
-            mixing = m.topology.mixing(round)
-            exchanges = [
-                sync.begin(
-                    m.rule, m.codec, mixing, transports[w.index], w.part(), w.context(round, mixing.weight(w.index)),
-                    seed=config.seed, kernel=m.kernel,
-                )
-                for w in workers
-            ]  # fmt: skip
-            phases: list[LocalPhase] = each(lambda w: w.local_phase(round), workers)
-            operations = sync.drive(exchanges, transports, each)
+            told = [([], []) for _ in workers]
+            for stops in zip(*(worker.segments(round) for worker in workers), strict=True):
+
+                def train(worker: Worker) -> None:
+                    stop, first, last = stops[worker.index]
+                    worker.loop.announce(round, stop)
+                    told[worker.index][0].append(worker.local_phase(round, first, last))
+
+                def post(worker: Worker) -> None:
+                    told[worker.index][1].append(worker.loop.post(round, stops[worker.index][0]))
+
+                each(train, workers)
+                each(post, workers)
+                for due in zip(*(w.loop.due(round, stops[w.index][0]) for w in workers), strict=True):
+                    sync.settle(due, each)
+                each(lambda w: w.loop.hear_nothing(round, stops[w.index][0]), workers)
             each(lambda w: w.apply(round), workers)
-            busy_s += time.perf_counter() - began
 
             finished = round + 1
-            tokens += sum(phase.tokens for phase in phases)
-            for worker, phase, operation in zip(workers, phases, operations, strict=True):
-                worker.tell(record, round, phase, operation)
+            if finished == config.rounds:
+                for due in zip(*(w.loop.rest() for w in workers), strict=True):
+                    sync.settle(due, each)
+            busy_s += time.perf_counter() - began
+            for worker, (phases, operations) in zip(workers, told, strict=True):
+                worker.tell(record, round, phases, operations)
             if config.due(config.run.eval_every, finished):
                 final = assess(list(stacked), lambda models: each(score, models))
-                record.log("eval", round=round, step=finished * full, tokens=tokens, **final._asdict())
+                step = finished * config.full_steps
+                record.log("eval", round=round, step=step, tokens=tokens(), **final._asdict())
             if config.due(config.run.checkpoint_every, finished):
                 each(lambda w: checkpoint.save(store, finished, w.index, w.state(), digest=key), workers)
             if progress is not None:
-                figures = {"loss": sum(phase.loss for phase in phases) / n, **({"val": final.loss} if final else {})}
+                losses = [joined(phases).loss for phases, _ in told]
+                figures = {"loss": sum(losses) / n, **({"val": final.loss} if final else {})}
                 progress.update(config.name, finished, **figures)
             if finished == until:
                 break
@@ -161,5 +176,4 @@ def simulate(
             final = assess(list(stacked), lambda models: each(score, models))
         if until is None and config.record.export:
             publish(config, corpus, mean_of(list(stacked)), folder)
-    trained = tokens - start * sum(w.local_steps for w in workers) * config.step_tokens
-    return Result(final, tokens, trained / busy_s if busy_s else 0.0)
+    return Result(final, tokens(), (tokens() - before) / busy_s if busy_s else 0.0)

@@ -1,24 +1,26 @@
 """THE round: send, encode, carry, decode, hear, recv. The only caller of rules and codecs.
 
-An exchange is a generator, so that one description serves everybody: a real worker drives its own, the simulator drives n of
-them in turn, and one that is to be overlapped with training is simply resumed later.
+An exchange is a generator inside, so that one description serves everybody: a real worker drives its own, the simulator
+drives n of them in turn, and one that overlaps with training is simply taken further later.
 
     exchange = begin(...)       # announces the receives: a slow sender's bytes may flow while we still train
-    ticket = next(exchange)     # after the local phase: sends are posted; resume when transport.ready(ticket)
-    ...                         # until StopIteration, whose value is what went over the wire; x and s are updated in place
+    exchange.post()             # after the local phase: sends, and says what goes over the wire
+    exchange.advance()          # as often as one likes: does what can be done without waiting; True once all is heard
+    exchange.finish()           # waits for what is missing, and updates x and s in place
 
-Why it cannot deadlock: nothing here blocks, every send and receive is posted before anything is waited for, and a message
-is named by its round. Worker i waits in round t only for messages that their senders post once they have finished round
-t - 1, which by induction over t they do.
+Why it cannot deadlock: only `finish` waits, everything is sent before anything is waited for, what was sent first is waited
+for first, and a message is named by its round and fragment. Worker i waits only for messages that their senders post before
+they wait for anything that i sends later; by induction over what was sent, all of them come.
 """
 
+import contextlib
 import functools
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +31,7 @@ from gossamer.errors import ConfigError, PairingError
 from gossamer.fragment import Layout
 from gossamer.mixing import Hear, Mixing, Row, mean, pull
 from gossamer.rules import Context, Rule
+from gossamer.schedule import Schedule
 from gossamer.topology import Topology
 from gossamer.trace import Operation
 from gossamer.transport import Ticket, Transport
@@ -36,21 +39,24 @@ from gossamer.tree import Tree, leaves, map_leaves, nbytes, shares_storage
 
 __all__ = [
     "PLAIN",
+    "PLAIN_ROUNDS",
     "Each",
     "Exchange",
     "Kernel",
     "Part",
+    "Sent",
     "begin",
-    "carry",
     "check",
     "compiled",
     "drive",
     "hear_and_recv",
+    "hear_nothing",
+    "settle",
 ]
 
+PLAIN_ROUNDS = Schedule()
 CHUNK = 1 << 15  # small enough that the temporaries of an elementwise update stay in the cache
 
-Exchange = Generator[Ticket, None, Operation]
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Any]  # a map over workers, in parallel or not
 
 
@@ -70,7 +76,105 @@ class Part(NamedTuple):
     fragment: int = 0
 
 
-def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple[int, ...] = 1) -> None:
+class Sent(NamedTuple):
+    """What an exchange that is under way rests on; a checkpoint keeps it, and `begin` takes it back."""
+
+    message: Tree
+    """What the rule sent."""
+    x: Tree
+    """The parameters it was sent from where the update must see those and they have moved on; () otherwise."""
+
+
+class _Posted(NamedTuple):
+    """What an exchange yields when its sends are under way."""
+
+    sent: Sent
+    operation: Operation
+
+
+class _Heard:
+    """What an exchange yields when all has been heard, and the outer update may be made."""
+
+
+class _Job(NamedTuple):
+    """What `begin` was given."""
+
+    rule: Rule
+    codec: Codec
+    mixing: Mixing
+    transport: Transport
+    part: Part
+    ctx: Context
+    seed: int
+    kernel: Kernel
+    overlap_steps: int
+    merge: Literal["keep"] | float
+    sent: Sent | None
+
+
+_Legs = Generator[Ticket | _Posted | _Heard | None, None, None]
+"""An exchange as it runs: announces and yields None, sends and yields `_Posted`, yields each ticket it waits for and then
+`_Heard`, and ends with the update."""
+
+
+class Exchange:
+    """One worker's end of an exchange; made by `begin`, which announces what will be received."""
+
+    def __init__(self, legs: _Legs, transport: Transport):
+        self._legs, self._transport = legs, transport
+        self.sent: Sent | None = None
+        """Known once it is posted."""
+        self.waits_for: Ticket | None = None
+        self._heard = False
+        next(legs)
+
+    def post(self) -> Operation:
+        """Sends, and returns what goes over the wire."""
+        posted = next(self._legs)
+        assert isinstance(posted, _Posted)
+        self.sent = posted.sent
+        self._step()
+        return posted.operation
+
+    def advance(self) -> bool:
+        """Does all that can be done without waiting, but for the update; returns whether everything has been heard.
+
+        Raises: TransportError and PeerError from the transport, as does `finish`.
+        """
+        while not self._heard and self._transport.ready(self._ticket):
+            self._step()
+        return self._heard
+
+    def finish(self) -> None:
+        """Waits for what has not been heard, and makes the outer update."""
+        while not self._heard:
+            self._transport.wait(self._ticket)
+            self._step()
+        for _ in self._legs:
+            raise AssertionError("an exchange goes on after its update")
+
+    def wait(self) -> None:
+        """Waits for the messages it waits for now."""
+        self._transport.wait(self._ticket)
+
+    @property
+    def _ticket(self) -> Ticket:
+        assert self.waits_for is not None, "it was not posted"
+        return self.waits_for
+
+    def _step(self) -> None:
+        state = next(self._legs)
+        self._heard = isinstance(state, _Heard)
+        self.waits_for = state if isinstance(state, Ticket) else None
+
+
+def check(
+    rule: Rule,
+    topology: Topology,
+    codec: Codec,
+    local_steps: int | tuple[int, ...] = 1,
+    schedule: Schedule = PLAIN_ROUNDS,
+) -> None:
     """Raises PairingError when these cannot work together, with what is allowed instead."""
     got = f"rule '{rule.name}' on topology '{topology.name}' with {topology.n} workers"
     if rule.needs == "everyone" and not topology.everyone:
@@ -102,6 +206,16 @@ def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple
             f"rule '{rule.name}' exchanges gradients in every inner step and got local_steps = {local_steps}; "
             "set run.local_steps = 1, or take a rule with a local phase such as 'diloco'"
         )
+    if rule.site == "gradients" and not schedule.plain:
+        raise PairingError(
+            f"rule '{rule.name}' exchanges gradients before the step they are for and got {schedule}; leave [schedule] out, or "
+            "take a rule on parameters such as 'diloco'"
+        )
+    if rule.delay_rounds and (schedule.overlap_steps or schedule.merge != "keep"):
+        raise PairingError(
+            f"rule '{rule.name}' hears {rule.delay_rounds} round late by itself and got schedule.overlap_steps = "
+            f"{schedule.overlap_steps} and schedule.merge = {schedule.merge!r}; leave both out"
+        )
     if rule.consensus is not None and math.isnan(rule.consensus.alpha):
         raise PairingError(
             f"{got} still has alpha = 'auto'; settle it first with gossamer.stability.settle(rule, topology)"
@@ -111,28 +225,39 @@ def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple
 def begin(
     rule: Rule, codec: Codec, mixing: Mixing, transport: Transport, part: Part, ctx: Context, *, seed: int,
     kernel: Kernel | None = None, reduce: Callable[[Sequence[Tensor], Ticket], None] | None = None,
+    overlap_steps: int = 0, merge: Literal["keep"] | float = "keep", sent: Sent | None = None,
 ) -> Exchange:  # fmt: skip
-    """Announces what will be received and returns the exchange, which waits to be resumed after the local phase.
+    """Announces what will be received and returns the exchange, which waits to be posted after the local phase.
 
     Args:
         part: updated in place when the exchange ends.
         seed: for codecs that round at random; everyone decodes what the sender encoded, so all hear the same.
         kernel: how `hear` and `recv` are carried out on a span of elements; `PLAIN` unless given.
         reduce: sums tensors over all workers in place; used for a `mean` over everyone with an exact codec if given.
-    Raises: TransportError and PeerError from the transport, wherever it is resumed.
+        overlap_steps: inner steps that x takes between `post` and `finish`; noted in the trace.
+        merge: what becomes of them, as in `Schedule.merge`.
+        sent: of an exchange that was under way when a checkpoint was written, to send the same again.
+    Raises: TransportError and PeerError from the transport, wherever it is taken further.
     Cost: one payload to each hearer. Only a `mean` over everyone with an exact codec goes through chunk owners, 2(n-1)/n
-        messages per worker.
+        messages per worker. With overlap or a merge one more copy of x while it is under way.
     """
-    kernel = kernel or PLAIN
-    ctx = ctx._replace(everyone=mixing.everyone)
+    job = _Job(
+        rule, codec, mixing, transport, part, ctx._replace(everyone=mixing.everyone), seed, kernel or PLAIN, overlap_steps,
+        merge, sent,
+    )  # fmt: skip
     if rule.hear is not mean or rule.needs != "everyone" or not codec.exact or ctx.n == 1:
-        exchange = _directly(rule, codec, mixing, transport, part, ctx, seed, kernel)
+        legs = _directly(job)
     elif reduce is None:
-        exchange = _through_owners(rule, mixing, transport, part, ctx, kernel)
+        legs = _through_owners(job)
     else:
-        exchange = _reduced(rule, reduce, part, ctx, kernel)
-    next(exchange)  # runs to the point where the receives are announced
-    return exchange
+        legs = _reduced(job, reduce)
+    return Exchange(legs, transport)
+
+
+def hear_nothing(rule: Rule, part: Part, ctx: Context, kernel: Kernel | None = None) -> None:
+    """The outer update of a rule that hears rounds late, before there is anything to hear: all messages were zero."""
+    zeros = map_leaves(torch.zeros_like, rule.send(part.x, part.s, ctx))
+    _take_mean(rule, part, zeros, [leaves(zeros)], ctx, kernel or PLAIN)
 
 
 def hear_and_recv(
@@ -196,56 +321,60 @@ def _carried(told: Tree, messages: Mapping[int, Tree], i: int, row: Row) -> Tree
     return messages[1]
 
 
-def _directly(
-    rule: Rule, codec: Codec, mixing: Mixing, transport: Transport, part: Part, ctx: Context, seed: int, kernel: Kernel
-) -> Exchange:
+def _directly(job: _Job) -> _Legs:
     """Every hearer gets the whole payload."""
+    rule, codec, mixing, transport, part, ctx = job[:6]
     i, ticket = ctx.worker, Ticket(ctx.round, part.fragment)
     sources, targets = mixing.hears_from(i), mixing.sends_to(i)
     template = _encode(codec, _message_template(rule, part, ctx), 0)
     for j in sources:
         transport.expect(ticket, j, leaves(template))
-    yield ticket
+    yield None
 
-    message = _message(rule, part, ctx, transport)
-    payload = _encode(codec, message, rng.key(seed, i, ctx.round, part.fragment, "codec"))
+    sent = _sent(job)
+    message = sent.message
+    payload = _encode(codec, message, rng.key(job.seed, i, ctx.round, part.fragment, "codec"))
     for j in targets:
         transport.post(ticket, j, leaves(payload))
+    size = nbytes(payload)
+    sends, receives = (tuple((j, size) for j in peers) for peers in (targets, sources))
+    yield _Posted(sent, Operation("exchange", part.fragment, sends, receives, job.overlap_steps))
     yield ticket
 
     arrived = {j: _refill(payload, frames) for j, frames in transport.collect(ticket).items()}
     told = _decode(codec, payload, message)
     others = tuple(_decode(codec, arrived[j], message) for j in sources)
+    yield _Heard()
+
     # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
     # one row per number of peers.
     order = [i, *sources] if rule.hear is pull else [j for j, _ in mixing.rows[i]]
     weights = dict(mixing.rows[i])
     row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
-    for a, b in _spans(rule, kernel.chunk, 0, part.x.numel()):
-        heard = tuple(_cut(rule, m, a, b) for m in others)
-        kernel.run(rule, rule.hear, part.x[a:b], _cut(rule, part.s, a, b), _cut(rule, told, a, b), heard, me, row, ctx)
-    size = nbytes(payload)
-    return Operation("exchange", part.fragment, tuple((j, size) for j in targets), tuple((j, size) for j in sources))
+    with _merging(job, sent.x):
+        for a, b in _spans(rule, job.kernel.chunk, 0, part.x.numel()):
+            own = part.x[a:b], _cut(rule, part.s, a, b), _cut(rule, told, a, b)
+            job.kernel.run(rule, rule.hear, *own, tuple(_cut(rule, m, a, b) for m in others), me, row, ctx)
 
 
-def _through_owners(
-    rule: Rule, mixing: Mixing, transport: Transport, part: Part, ctx: Context, kernel: Kernel
-) -> Exchange:
+def _through_owners(job: _Job) -> _Legs:
     """A mean as reduce-scatter and gather: worker k owns chunk k, sums it in worker order and sends the sum to everyone."""
+    rule, _, mixing, transport, part, ctx = job[:6]
     i, n = ctx.worker, ctx.n
     there, back = Ticket(ctx.round, part.fragment, 0), Ticket(ctx.round, part.fragment, 1)
     template = leaves(_message_template(rule, part, ctx))
     others = mixing.hears_from(i)
-
     for j in others:
         transport.expect(there, j, _chunk(template, i, n))
         transport.expect(back, j, _chunk(template, j, n))
-    yield there
+    yield None
 
-    message = _message(rule, part, ctx, transport)
+    sent = _sent(job)
+    message = sent.message
     frames = leaves(message)
     for j in others:
         transport.post(there, j, _chunk(frames, j, n))
+    yield _Posted(sent, _mean_operation(job, frames))
     yield there
 
     shares = {j: tuple(frames) for j, frames in transport.collect(there).items()}
@@ -256,21 +385,57 @@ def _through_owners(
     yield back
 
     totals = {**transport.collect(back), i: list(total)}
-    _take_mean(rule, part, message, [totals[j] for j in range(n)], ctx, kernel)
-    return _mean_operation(part, frames, ctx)
+    yield _Heard()
+
+    with _merging(job, sent.x):
+        _take_mean(rule, part, message, [totals[j] for j in range(n)], ctx, job.kernel)
 
 
-def _reduced(
-    rule: Rule, reduce: Callable[[Sequence[Tensor], Ticket], None], part: Part, ctx: Context, kernel: Kernel
-) -> Exchange:
+def _reduced(job: _Job, reduce: Callable[[Sequence[Tensor], Ticket], None]) -> _Legs:
     """A mean as the backend's own all-reduce, which blocks and is a barrier for all."""
-    ticket = Ticket(ctx.round, part.fragment)
-    yield ticket
-    message = rule.send(part.x, part.s, ctx)
-    heard = [ctx.weight * leaf for leaf in leaves(message)]
-    reduce(heard, ticket)
-    _take_mean(rule, part, message, [heard], ctx, kernel)
-    return _mean_operation(part, leaves(message), ctx)
+    yield None
+    sent = _sent(job)
+    message = sent.message
+    yield _Posted(sent, _mean_operation(job, leaves(message)))
+    yield _Heard()
+    heard = [job.ctx.weight * leaf for leaf in leaves(message)]
+    reduce(heard, Ticket(job.ctx.round, job.part.fragment))
+    with _merging(job, sent.x):
+        _take_mean(job.rule, job.part, message, [heard], job.ctx, job.kernel)
+
+
+def _sent(job: _Job) -> Sent:
+    """What the rule sends, in memory that nobody writes to while others may still read it, and what it was sent from.
+
+    A rule that hears late by itself wants to see all that was trained since.
+    """
+    if job.sent is not None:
+        return job.sent
+    x, s = job.part.x, job.part.s
+    message = job.rule.send(x, s, job.ctx)
+    moves_on = job.transport.keeps_frames or job.overlap_steps > 0 or job.rule.delay_rounds > 0
+    if moves_on and any(shares_storage(message, own) for own in (x, *leaves(s))):
+        message = map_leaves(Tensor.clone, message)
+    changes = (job.overlap_steps > 0 or job.merge != "keep") and not job.rule.delay_rounds
+    return Sent(message, x.clone() if changes else ())
+
+
+@contextlib.contextmanager
+def _merging(job: _Job, sent: Tree) -> Iterator[None]:
+    """Lets the outer update see the parameters as they were sent, and then merges in what was trained since."""
+    x = job.part.x
+    if not isinstance(sent, Tensor):
+        yield
+    elif job.merge == "keep":
+        moved = x - sent
+        x.copy_(sent)
+        yield
+        x.copy_(x + moved)
+    else:
+        live = x.clone()
+        x.copy_(sent)
+        yield
+        x.copy_(job.merge * live + (1.0 - job.merge) * x)
 
 
 def _take_mean(
@@ -293,50 +458,31 @@ def _chunk(frames: Sequence[Tensor], owner: int, n: int) -> list[Tensor]:
     return [t[t.numel() * owner // n : t.numel() * (owner + 1) // n] for t in frames]
 
 
-def _mean_operation(part: Part, frames: Sequence[Tensor], ctx: Context) -> Operation:
+def _mean_operation(job: _Job, frames: Sequence[Tensor]) -> Operation:
     """What a mean moves: each owner gets my share of its chunk and sends me its sum, and the reverse for the chunk I own."""
-    own = nbytes(tuple(_chunk(frames, ctx.worker, ctx.n)))
-    others = [j for j in range(ctx.n) if j != ctx.worker]
-    moved = tuple((j, nbytes(tuple(_chunk(frames, j, ctx.n))) + own) for j in others)
-    return Operation("mean", part.fragment, moved, moved)
+    i, n = job.ctx.worker, job.ctx.n
+    own = nbytes(tuple(_chunk(frames, i, n)))
+    moved = tuple((j, nbytes(tuple(_chunk(frames, j, n))) + own) for j in range(n) if j != i)
+    return Operation("mean", job.part.fragment, moved, moved, job.overlap_steps)
 
 
-def carry(exchange: Exchange, transport: Transport) -> Operation:
-    """Runs the exchange of one worker to its end, waiting each time for what it waits for."""
-    try:
-        while True:
-            transport.wait(next(exchange))
-    except StopIteration as stop:
-        return stop.value
+def drive(exchanges: Sequence[Exchange], each: Each) -> list[Operation]:
+    """Posts and finishes the exchanges of all workers of a process; returns what each sent and received."""
+    operations = each(Exchange.post, exchanges)
+    settle(exchanges, each)
+    return operations
 
 
-def drive(exchanges: Sequence[Exchange], transports: Sequence[Transport], each: Each) -> list[Operation]:
-    """Runs the exchanges of all workers to their end, every leg of all of them before the next."""
-    done: dict[int, Operation] = {}
-    tickets: dict[int, Ticket] = {}
-
-    def advance(i: int) -> None:
-        try:
-            tickets[i] = next(exchanges[i])
-        except StopIteration as stop:
-            done[i] = stop.value
-
-    each(advance, range(len(exchanges)))
-    while len(done) < len(exchanges):
-        waiting = [i for i in range(len(exchanges)) if i not in done]
-        ready = [i for i in waiting if transports[i].ready(tickets[i])]
-        if not ready:
-            transports[waiting[0]].wait(tickets[waiting[0]])  # nobody can move: says what is missing
-        each(advance, ready)
-    return [done[i] for i in range(len(exchanges))]
-
-
-def _message(rule: Rule, part: Part, ctx: Context, transport: Transport) -> Tree:
-    """What the rule sends, in memory that the coming update does not write to while others may still read it."""
-    message = rule.send(part.x, part.s, ctx)
-    if transport.keeps_frames and any(shares_storage(message, own) for own in (part.x, *leaves(part.s))):
-        return map_leaves(Tensor.clone, message)
-    return message
+def settle(exchanges: Sequence[Exchange], each: Each) -> None:
+    """Finishes the posted exchanges of all workers of a process, every leg of all of them before the next."""
+    waiting = list(exchanges)
+    while waiting:
+        before = [exchange.waits_for for exchange in waiting]
+        heard = each(Exchange.advance, waiting)
+        if not any(heard) and before == [exchange.waits_for for exchange in waiting]:
+            waiting[0].wait()  # nobody can move: says what is missing
+        waiting = [exchange for exchange, done in zip(waiting, heard, strict=True) if not done]
+    each(Exchange.finish, exchanges)
 
 
 def _message_template(rule: Rule, part: Part, ctx: Context) -> Tree:

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from gossamer import checkpoint, sync
+from gossamer import checkpoint
 from gossamer.config import RunConfig, digest, dump
 from gossamer.data import open_corpus
 from gossamer.errors import CheckpointError, GossamerError
@@ -17,7 +17,7 @@ from gossamer.launch import Member, agree, join, leave
 from gossamer.record import RunFolder
 from gossamer.transport.board import Board
 from gossamer.transport.group import GroupTransport, all_reduce
-from gossamer.worker import Worker, method
+from gossamer.worker import Worker, joined, method
 
 __all__ = ["train", "train_member"]
 
@@ -58,31 +58,39 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
         raise CheckpointError(f"no round has snapshots of all workers (they own {facts}); start without --resume")
 
     corpus = open_corpus(config.data, config.workers, config.seed)
-    worker = Worker(member.worker, config, m.rule, corpus, member.device)
+    worker = Worker(member.worker, config, corpus, member.device)
+    transport = GroupTransport(member.store, run=int(key, 16), timeout_s=config.run.timeout_s, device=member.device)
+    worker.join(m, transport, all_reduce(config.run.timeout_s) if config.run.mean == "all_reduce" else None)
     start = 0
     if resume and newest is not None:
         worker.restore(checkpoint.load(store, newest, worker.index, key))
         checkpoint.rewind(store, newest, worker.index)
         start = newest
     probe = Probe(config, corpus, member.device)
-    transport = GroupTransport(member.store, run=int(key, 16), timeout_s=config.run.timeout_s, device=member.device)
     board = Board(member.store, worker.index, config.workers, patience_s=min(2.0, config.run.timeout_s / 4))
-    reduce = all_reduce(config.run.timeout_s) if config.run.mean == "all_reduce" else None
-    record = RunFolder(folder, dump(config), config.record, worker=worker.index, resume_round=start if resume else None)
+    record = RunFolder(
+        folder, dump(config), config.record, worker=worker.index, resume_round=start if resume else None,
+        traced_per_round=config.schedule.fragments,
+    )  # fmt: skip
+    loop = worker.loop
+    between = None if config.schedule.plain else loop.advance
     with record:
         for round in range(start, config.rounds):
-            mixing = m.topology.mixing(round)
-            exchange = sync.begin(
-                m.rule, m.codec, mixing, transport, worker.part(), worker.context(round, mixing.weight(worker.index)),
-                seed=config.seed, kernel=m.kernel, reduce=reduce,
-            )  # fmt: skip
-            phase = worker.local_phase(round)
-            operation = sync.carry(exchange, transport)
+            phases, operations = [], []
+            for stop, first, last in worker.segments(round):
+                loop.announce(round, stop)
+                phases.append(worker.local_phase(round, first, last, between))
+                operations.append(loop.post(round, stop))
+                loop.hear(round, stop)
             worker.apply(round)
 
             finished = round + 1
-            step, tokens = finished * worker.local_steps, finished * phase.tokens
-            worker.tell(record, round, phase, operation)
+            if finished == config.rounds:
+                for exchange in loop.rest():
+                    exchange.finish()
+            worker.tell(record, round, phases, operations)
+            phase = joined(phases)
+            step, tokens = worker.steps_taken, worker.steps_taken * config.step_tokens
             if config.due(config.run.eval_every, finished):
                 own = probe.loss(worker.x)
                 record.log("validation", round=round, worker=worker.index, step=step, tokens=tokens, loss=own)

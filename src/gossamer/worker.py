@@ -1,122 +1,134 @@
 """One worker: a model replica with its inner optimizer and its data, and the outer state of its rule. Both drivers run these."""
 
-import logging
 import math
 import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gossamer import stability
-from gossamer.codecs import CODECS, Codec
+from gossamer import outer
+from gossamer.codecs import CODECS
 from gossamer.config import RunConfig, digest
 from gossamer.data import Corpus
 from gossamer.errors import CheckpointError, TrainingError
-from gossamer.fragment import Layout, attach, flat_gradients, layout_of
-from gossamer.inner import build_optimizer, clip_gradients, lr_scale
+from gossamer.fragment import arrange, attach, flat_gradients, layout_of
+from gossamer.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.model import build_model, loss
+from gossamer.outer import Method, OuterLoop
 from gossamer.record import RunFolder
-from gossamer.rules import RULES, Context, Rule
-from gossamer.sync import PLAIN, Kernel, Part, check, compiled
-from gossamer.topology import Topology, make_topology
+from gossamer.rules import RULES
+from gossamer.schedule import Stop
+from gossamer.topology import make_topology
 from gossamer.trace import Entry, Operation
+from gossamer.transport import Ticket, Transport
 from gossamer.tree import leaves
 
-__all__ = ["LocalPhase", "Method", "Worker", "method"]
-
-log = logging.getLogger("gossamer")
-
-
-class Method(NamedTuple):
-    """What is trained with: the settled rule, its topology and codec, and how the outer update is carried out."""
-
-    rule: Rule
-    topology: Topology
-    codec: Codec
-    kernel: Kernel
+__all__ = ["LocalPhase", "Worker", "joined", "method"]
 
 
 def method(config: RunConfig) -> Method:
-    """The rule, topology and codec of a run, checked to fit; warns when the disagreement is predicted to diverge.
+    """The rule, topology, codec and schedule of a run, checked to fit.
 
     Raises: ConfigError and PairingError.
     """
     topology = make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
-    rule = stability.settle(RULES[config.rule.name](**config.rule.options), topology)
+    rule = RULES[config.rule.name](**config.rule.options)
     codec = CODECS[config.codec.name](**config.codec.options)
-    check(rule, topology, codec, local_steps=config.run.local_steps)
-    if sentence := stability.warning(rule, topology):
-        log.warning(sentence)
-    return Method(rule, topology, codec, compiled() if config.run.compile else PLAIN)
+    return outer.method(
+        rule, topology, codec, config.schedule, local_steps=config.run.local_steps, compile=config.run.compile
+    )
 
 
 class LocalPhase(NamedTuple):
-    """What a worker reports of the inner steps of one round."""
+    """What a worker reports of the inner steps between two stops; phases of one round add up with `joined`."""
 
-    loss: float
-    """Mean training loss over its inner steps, nats per token."""
+    losses: tuple[float, ...]
+    """Training loss of each inner step, nats per token."""
     lr: float
     compute_s: float
     tokens: int
 
+    @property
+    def loss(self) -> float:
+        """Mean training loss."""
+        return math.fsum(self.losses) / len(self.losses)
+
+
+def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
+    """Consecutive phases as one."""
+    losses = tuple(loss for phase in phases for loss in phase.losses)
+    return LocalPhase(losses, phases[-1].lr, sum(p.compute_s for p in phases), sum(p.tokens for p in phases))
+
 
 class Worker:
-    """One replica. `x` is its flat parameter vector `[P]`, of which the model's parameters are views."""
+    """One replica. `x` is its flat parameter vector `[P]`, of which the model's parameters are views.
+
+    It trains on its own; `join` gives it the outer loop through which it talks to its peers.
+    """
+
+    loop: OuterLoop
 
     def __init__(
-        self,
-        index: int,
-        config: RunConfig,
-        rule: Rule,
-        corpus: Corpus,
-        device: torch.device,
-        buffer: Tensor | None = None,
+        self, index: int, config: RunConfig, corpus: Corpus, device: torch.device, buffer: Tensor | None = None
     ):
-        self.index, self.config, self.rule, self.corpus, self.device = index, config, rule, corpus, device
+        self.index, self.config, self.corpus, self.device = index, config, corpus, device
         model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
         self.model = nn.Module.to(model, device)  # by this name because transformers types its own wrongly
-        self.layout: Layout = layout_of(self.model)
+        schedule = config.schedule
+        self.layout, self.spans = arrange(layout_of(self.model), schedule.fragments, schedule.pattern)
         self.x = attach(self.model, self.layout, buffer)
         self.optimizer = build_optimizer(config.inner, self.model)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self.outer = rule.init(self.x)
+        self.moments: tuple[Tensor, Tensor] | None = None
+        """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
+        if schedule.inner_every:
+            self.moments = share_moments(self.optimizer, self.model, self.layout)
         self.gradient: Tensor | None = None
-        if rule.site == "gradients":
-            self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
         self.local_steps = config.local_steps(index)
+        self.steps_taken = 0
 
-    def part(self) -> Part:
-        """What the round acts on: the parameters, or the gradients for a rule of that site."""
-        return Part(self.x if self.gradient is None else self.gradient, self.outer, self.layout)
+    def join(
+        self, m: Method, transport: Transport, reduce: Callable[[Sequence[Tensor], Ticket], None] | None = None
+    ) -> None:
+        """Takes up the outer loop, with the outer state as it is at the start of a run."""
+        x = self.x
+        if m.rule.site == "gradients":
+            x = self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
+        parts = [(x[a:b], self.layout.slice(a, b)) for a, b in self.spans]
+        parts += [(moments, self.layout) for moments in self.moments or ()]
+        self.loop = OuterLoop(
+            m, transport, parts, workers=self.config.workers, local_steps=self.local_steps,
+            full_steps=self.config.full_steps, seed=self.config.seed, reduce=reduce,
+        )  # fmt: skip
 
-    def context(self, round: int, weight: float) -> Context:
-        """What the rule may know of this round."""
-        return Context(self.index, self.config.workers, round, self.local_steps, weight, self.layout)
+    def local_phase(self, round: int, start: int, stop: int, between: Callable[[], None] | None = None) -> LocalPhase:
+        """The inner steps `start` to `stop` of a round; for a rule on gradients without the optimizer step, which `apply` takes.
 
-    def local_phase(self, round: int) -> LocalPhase:
-        """The inner steps of a round; for a rule on gradients all but the last optimizer step, which `apply` takes.
-
+        Args: `between` is called after each inner step.
         Raises: TrainingError at the first loss that is not finite.
         """
-        start = time.perf_counter()
+        began = time.perf_counter()
         losses, tokens = [], 0
-        for h in range(self.local_steps):
-            step = round * self.local_steps + h
-            value, count = self._backward(step)
+        for h in range(start, stop):
+            value, count = self._backward(self.steps_taken)
             if not math.isfinite(value):
                 raise TrainingError(
-                    f"the loss of worker {self.index} became {value} at its inner step {step} (round {round}); "
+                    f"the loss of worker {self.index} became {value} at its inner step {self.steps_taken} (round {round}); "
                     "the last checkpoint is whole: lower inner.lr or the outer learning rate and resume from it"
                 )
             losses.append(value)
             tokens += count
+            self.steps_taken += 1
             if self.gradient is None:
                 self._step(round, h)
             if self.config.run.pace_s:
-                time.sleep(max(0.0, start + (h + 1) * self.config.run.pace_s - time.perf_counter()))
+                time.sleep(max(0.0, began + len(losses) * self.config.run.pace_s - time.perf_counter()))
+            if between is not None:
+                between()
         lr = self.optimizer.param_groups[0]["lr"]
-        return LocalPhase(math.fsum(losses) / len(losses), lr, time.perf_counter() - start, tokens)
+        return LocalPhase(tuple(losses), lr, time.perf_counter() - began, tokens)
 
     def apply(self, round: int) -> None:
         """The optimizer step on gradients that have been exchanged; nothing for a rule on parameters."""
@@ -147,20 +159,41 @@ class Worker:
             clip_gradients(list(self.model.parameters()), self.config.inner.clip)
         self.optimizer.step()
 
-    def tell(self, record: RunFolder, round: int, phase: LocalPhase, operation: Operation) -> None:
-        """Writes what this worker did in a round into the metrics and the trace; both drivers write the same lines."""
-        finished = round + 1
+    def segments(self, round: int) -> Iterator[tuple[Stop, int, int]]:
+        """The stops of a round, each with the inner steps of this worker that lead to it."""
+        start = 0
+        for stop in self.loop.stops(round):
+            end = stop.after(self.local_steps, self.config.full_steps)
+            yield stop, start, end
+            start = end
+
+    def tell(
+        self, record: RunFolder, round: int, phases: Sequence[LocalPhase], operations: Sequence[Sequence[Operation]]
+    ) -> None:
+        """Writes what this worker did between the stops of a round, and sent at them, into the metrics and the trace.
+
+        Both drivers write the same lines. In the trace each fragment has a round of its own, which ends when it is sent.
+        """
+        whole = joined(phases)
         record.log(
-            "train", round=round, worker=self.index, step=finished * self.local_steps, loss=phase.loss, lr=phase.lr,
-            tokens=finished * phase.tokens,
+            "train", round=round, worker=self.index, step=self.steps_taken, loss=whole.loss, lr=whole.lr,
+            tokens=self.steps_taken * self.config.step_tokens,
         )  # fmt: skip
-        record.log_trace(Entry(round, self.index, self.local_steps, phase.compute_s, (operation,)))
+        entry, gathered = round * self.config.schedule.fragments, []
+        for phase, sent in zip(phases, operations, strict=True):
+            gathered.append(phase)
+            if sent:
+                part = joined(gathered)
+                record.log_trace(Entry(entry, self.index, len(part.losses), part.compute_s, tuple(sent)))
+                entry, gathered = entry + 1, []
 
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position, RNG."""
         return {
             "x": self.x,
-            "outer": leaves(self.outer),
+            "outer": leaves(self.loop.state),
+            "under_way": self.loop.state_under_way(),
+            "steps_taken": self.steps_taken,
             "inner": self.optimizer.state_dict(),
             "data": self.corpus.state(),
             "rng": torch.get_rng_state(),
@@ -169,7 +202,7 @@ class Worker:
     def restore(self, state: dict[str, Any]) -> None:
         """Takes a checkpoint back. Raises CheckpointError when it does not fit this model or rule."""
         try:
-            mine, theirs = [self.x, *leaves(self.outer)], [state["x"], *state["outer"]]
+            mine, theirs = [self.x, *leaves(self.loop.state)], [state["x"], *state["outer"]]
             for own, saved in zip(mine, theirs, strict=True):
                 if own.shape != saved.shape or own.dtype != saved.dtype:
                     raise ValueError(
@@ -177,11 +210,16 @@ class Worker:
                     )
             for own, saved in zip(mine, theirs, strict=True):
                 own.copy_(saved)
+            self.steps_taken = int(state["steps_taken"])
             self.optimizer.load_state_dict(state["inner"])
+            if self.moments:
+                share_moments(self.optimizer, self.model, self.layout, self.moments)
+            self.loop.restore_under_way(state["under_way"])
             self.corpus.restore(state["data"])
             torch.set_rng_state(state["rng"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"the checkpoint of worker {self.index} does not fit rule '{self.rule.name}' and this model: {error}; "
+                f"the checkpoint of worker {self.index} does not fit rule '{self.loop.method.rule.name}' and this model "
+                f"({error}); "
                 f"resume with the run file it was written by (digest {digest(self.config)})"
             ) from None

@@ -38,6 +38,8 @@ class Context(NamedTuple):
     """Its own weight w_ii in this round's mixing."""
     layout: Layout
     """Names, shapes and offsets of the tensors in `x`; of use to rules that are not elementwise."""
+    full_steps: int = 0
+    """Inner steps of the worker that takes most in this round (H)."""
     everyone: bool = False
     """Whether all workers hear all in this round, with the same weights; `sync` reads it off the mixing."""
 
@@ -90,5 +92,8 @@ class Rule(NamedTuple):
     """Whether workers that hear everyone are bitwise equal after every round."""
     state_copies: int = 0
     """Tensors of the size of `x` that the outer state holds."""
+    delay_rounds: int = 0
+    """How many rounds late it hears what was sent: `recv` then sees `x` as it is at that time, the `told` and `heard` of the
+    earlier round, and zeros in the first rounds, when there is nothing to hear yet."""
     reset: Callable[[Tensor, Tree], Tree] | None = None
     """`reset(x, s) -> s` forgets the outer momentum after a round that ended at `x`; None for rules without one."""

@@ -1,0 +1,113 @@
+"""When which part of the model is exchanged: a pure function of the round, the same on every worker.
+
+A round is H inner steps. The parameters are cut into P fragments; fragment p is sent after step (p + 1)·H/P of each round and
+heard `overlap_steps` inner steps later. One fragment without overlap is the plain round; several fragments that overlap with
+training are Streaming DiLoCo, or streaming anything.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from gossamer.errors import ConfigError
+
+__all__ = ["Schedule", "Stop"]
+
+
+class Stop(NamedTuple):
+    """A point of a round at which a worker turns to its peers: it first sends, then hears."""
+
+    step: int
+    """Inner steps of the round that come before, for the worker that takes most."""
+    sends: tuple[int, ...]
+    """Fragments that are sent now."""
+    hears: tuple[tuple[int, int], ...]
+    """Fragments that are heard now, each with how many rounds ago it was sent."""
+
+    def after(self, local_steps: int, full_steps: int) -> int:
+        """Inner steps of the round that come before for a worker that takes `local_steps` instead of `full_steps` a round.
+
+        All workers are at the same stop after the same share of their round, so they have the same exchanges under way.
+
+        >>> [Stop(step, (), ()).after(local_steps=5, full_steps=15) for step in (5, 10, 15)]
+        [1, 3, 5]
+        """
+        return self.step * local_steps // full_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How a round is divided, and how long a transfer may take without anybody waiting for it."""
+
+    fragments: int = 1
+    """Parts of the model that are exchanged one after the other (P)."""
+    pattern: Literal["strided", "sequential"] = "strided"
+    """Which layers make a fragment: every P-th, or neighbours."""
+    overlap_steps: int = 0
+    """Inner steps between sending a fragment and hearing it (τ), for the worker that takes most; fewer than a round has."""
+    merge: Literal["keep"] | float = "keep"
+    """What becomes of a worker's parameters x when it hears: "keep" adds the outer update to x, so that nothing trained since
+    the send is lost; a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo."""
+    inner_every: tuple[int, ...] = ()
+    """Rounds between two averagings of the inner optimizer's first and second moments, as in DES-LOC; 0 for never, and ()
+    leaves them to each worker alone."""
+
+    def __post_init__(self) -> None:
+        if self.fragments < 1:
+            raise ConfigError(f"schedule.fragments is {self.fragments}; it must be at least 1")
+        if self.overlap_steps < 0:
+            raise ConfigError(f"schedule.overlap_steps is {self.overlap_steps}; it must be 0 or more")
+        if self.merge != "keep" and not 0.0 <= self.merge <= 1.0:
+            raise ConfigError(f'schedule.merge is {self.merge}; it must be "keep" or a weight from 0 to 1')
+        if self.inner_every and (len(self.inner_every) != 2 or min(self.inner_every) < 0):
+            raise ConfigError(
+                f"schedule.inner_every is {list(self.inner_every)}; give two numbers of rounds, for the first and the second "
+                "moments of the inner optimizer, 0 for never"
+            )
+
+    @property
+    def plain(self) -> bool:
+        """Whether a round is its local phase and then one exchange of everything, heard at once."""
+        return self == Schedule()
+
+    def check(self, full_steps: int) -> None:
+        """Raises ConfigError when a round of so many inner steps cannot be divided like this."""
+        if self.fragments > full_steps:
+            raise ConfigError(
+                f"schedule.fragments is {self.fragments} and a round has {full_steps} inner steps; take at most one fragment "
+                "per inner step"
+            )
+        if self.overlap_steps >= full_steps:
+            raise ConfigError(
+                f"schedule.overlap_steps is {self.overlap_steps} and a round has {full_steps} inner steps; take fewer than "
+                "that, so that a fragment is heard before it is sent again, or a rule that hears a round late, such as 'eager'"
+            )
+
+    def stops(self, round: int, full_steps: int, delay_rounds: int = 0) -> tuple[Stop, ...]:
+        """The stops of a round of `full_steps` inner steps, in their order; the last is its end.
+
+        Args: `delay_rounds` is how many rounds late the rule hears what was sent, as in `Rule.delay_rounds`.
+
+        >>> for stop in Schedule(fragments=2, overlap_steps=1).stops(3, full_steps=6): print(stop)
+        Stop(step=1, sends=(), hears=((1, 1),))
+        Stop(step=3, sends=(0,), hears=())
+        Stop(step=4, sends=(), hears=((0, 0),))
+        Stop(step=6, sends=(1,), hears=())
+        """
+        sends: dict[int, list[int]] = {}
+        hears: dict[int, list[tuple[int, int]]] = {}
+
+        def exchange(fragment: int, sent: int, late: int) -> None:
+            lag, before = divmod(sent + late - 1, full_steps)
+            sends.setdefault(sent, []).append(fragment)
+            hears.setdefault(before + 1, []).append((fragment, lag))
+
+        for p in range(self.fragments):
+            exchange(p, (p + 1) * full_steps // self.fragments, self.overlap_steps + delay_rounds * full_steps)
+        for k, every in enumerate(self.inner_every):
+            if every and (round + 1) % every == 0:
+                exchange(self.fragments + k, full_steps, 0)
+        return tuple(
+            # What was sent first is heard first: nobody waits for an answer that hangs on one it has not given yet.
+            Stop(step, tuple(sends.get(step, ())), tuple(sorted(hears.get(step, ()), key=lambda heard: -heard[1])))
+            for step in sorted(sends.keys() | hears.keys())
+        )
