@@ -8,8 +8,9 @@ from torch import Tensor
 from gossamer import sync
 from gossamer.codecs import Codec, exact
 from gossamer.fragment import Layout, Leaf
-from gossamer.rules import Context, Rule
-from gossamer.sync import drive
+from gossamer.outer import Method, OuterLoop
+from gossamer.rules import Rule
+from gossamer.schedule import Schedule
 from gossamer.topology import Topology
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree
@@ -30,29 +31,45 @@ def serially(fn, items):
 def play(
     rule: Rule, topology: Topology, start: Sequence[Tensor], rounds: int, drift: Drift | None = None, *,
     codec: Codec | None = None, states: list[Tree] | None = None, first: int = 0, kernel: sync.Kernel | None = None,
+    schedule: Schedule | None = None, steps: int | Sequence[int] = 1, spans: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[list[Tensor], list[Tree]]:  # fmt: skip
-    """The workers after `rounds` rounds from `start`; `drift(worker, round, x)` is added to x in each local phase.
+    """The workers after `rounds` rounds from `start`; `drift(worker, step, x)` is added to x in each inner step.
 
-    For a rule on gradients the drift is the gradient itself.
+    For a rule on gradients the drift is the gradient itself. What is under way after the last round is heard as at the end
+    of a run.
     """
     xs = [x.clone() for x in start]
-    states = [rule.init(x) for x in xs] if states is None else states
-    network = MemoryNetwork(len(xs))
-    transports = [network.transport(i) for i in range(len(xs))]
+    n, network = len(xs), MemoryNetwork(len(xs))
+    local = [steps] * n if isinstance(steps, int) else list(steps)
+    m = Method(rule, topology, codec or exact(), schedule or Schedule(), kernel or sync.PLAIN)
+    loops = []
+    for i, x in enumerate(xs):
+        parts = [(x[a:b], layout(b - a)) for a, b in spans or [(0, x.numel())]]
+        loop = OuterLoop(m, network.transport(i), parts, workers=n, local_steps=local[i], full_steps=max(local), seed=0)
+        if states is not None:
+            own = loop.fragments[0]
+            loop.fragments[0] = own._replace(part=own.part._replace(s=states[i]))
+        loops.append(loop)
     for t in range(first, first + rounds):
-        mixing = topology.mixing(t)
-        exchanges = []
-        for i, (x, s) in enumerate(zip(xs, states, strict=True)):
-            part = sync.Part(x, s, layout(x.numel()))
-            ctx = Context(i, len(xs), t, 1, mixing.weight(i), part.layout)
-            exchanges.append(
-                sync.begin(rule, codec or exact(), mixing, transports[i], part, ctx, seed=0, kernel=kernel)
-            )
-        for i, x in enumerate(xs):
-            if drift is not None:
-                x.copy_(drift(i, t, x) if rule.site == "gradients" else x + drift(i, t, x))
-        drive(exchanges, serially)
-    return xs, states
+        before = [0] * n
+        for stop in loops[0].stops(t):
+            for i, (x, loop) in enumerate(zip(xs, loops, strict=True)):
+                loop.announce(t, stop)
+                end = stop.after(local[i], max(local))
+                for h in range(before[i], end):
+                    if drift is not None:
+                        moved = drift(i, t * local[i] + h, x)
+                        x.copy_(moved if rule.site == "gradients" else x + moved)
+                before[i] = end
+            for loop in loops:
+                loop.post(t, stop)
+            for due in zip(*(loop.due(t, stop) for loop in loops), strict=True):
+                sync.settle(due, serially)
+            for loop in loops:
+                loop.hear_nothing(t, stop)
+    for due in zip(*(loop.rest() for loop in loops), strict=True):
+        sync.settle(due, serially)
+    return xs, [loop.state[0] if spans is None else loop.state for loop in loops]
 
 
 def random_vectors(n: int, numel: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -5,6 +5,7 @@ local steps come up.
 """
 
 import contextlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -37,6 +38,16 @@ VARIANTS = {  # options beside the defaults that take another path through the u
 }
 
 
+CODEC_NAMES = ("exact", "int8", "topk")  # nothing lost, a quantizer, a sparsifier
+SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, schedule, other settings
+    "streaming-diloco": ("diloco", "complete", "fp4", {"fragments": 2, "overlap_steps": 1, "merge": 0.5}),
+    "streaming-diloco-exact": ("diloco", "complete", "exact", {"fragments": 2, "overlap_steps": 3, "merge": 0.5}),
+    "streaming-gasloc": ("gasloc", "random", "exact", {"fragments": 2, "pattern": "sequential", "overlap_steps": 2}),
+    "overlapped-gossip": ("gossip", "ring", "int8", {"overlap_steps": 4}),
+    "des-loc": ("local_sgd", "complete", "exact", {"inner_every": [2, 3]}),
+}
+
+
 def pairings():
     """Every allowed (rule, options, topology)."""
     for name, factory in RULES.items():
@@ -52,33 +63,59 @@ def cases(full):
     found = {}
     for k, (rule, options, topology) in enumerate(pairings()):
         gradients = RULES[rule]().site == "gradients"
-        for steps in [1] if gradients else [2, [2, 1, 2, 1]] if full else [[2, [2, 1, 2, 1]][k % 2]]:
-            name = "-".join(
-                [rule, *map(str, options.values()), topology, "uneven" if isinstance(steps, list) else "even"]
-            )
+        all_steps = [1] if gradients else [2, [2, 1, 2, 1]]
+        for place, (steps, codec) in enumerate(itertools.product(all_steps, CODEC_NAMES)):
+            if not full and (place + k) % 2:
+                continue
+            how = "uneven" if isinstance(steps, list) else "even"
+            name = "-".join([rule, *map(str, options.values()), topology, codec, how])
             found[name] = {
                 "workers": N,
                 "rule": {"name": rule, **options},
                 "topology": {"name": topology},
+                "codec": {"name": codec},
                 "model": {"size": "0.2m"},
-                "data": {"seq_len": 32, "batch_size": 2},
+                "data": {"seq_len": 16, "batch_size": 2},
                 "inner": {"optimizer": ["adamw", "muon", "sgd"][k % 3]},
                 "run": {"steps": ROUNDS * (1 if gradients else 2), "local_steps": steps, "threads": 1, "eval_every": 0},
                 "record": {"tensorboard": False, "export": False},
             }
-    if full:
-        return found
+    return {**(found if full else covered(found)), **scheduled()}
+
+
+def covered(found):
+    """Enough of the cases that every variant of a rule, every topology, each rule with each codec, and each with equal and with
+    unequal steps come up."""
     cover, seen = {}, set()
     for name, document in found.items():
+        rule = document["rule"]["name"]
         marks = {
-            str(document["rule"]),
-            document["topology"]["name"],
-            (document["rule"]["name"], name.rpartition("-")[2]),
-        }
+            str(document["rule"]), document["topology"]["name"], (rule, document["codec"]["name"]),
+            (rule, name.rpartition("-")[2]),
+        }  # fmt: skip
         if not marks <= seen:
             seen |= marks
             cover[name] = document
     return cover
+
+
+def scheduled():
+    """Fragments and overlap, with equal and unequal steps."""
+    found = {}
+    for name, (rule, topology, codec, schedule) in SCHEDULES.items():
+        for steps in [4, [4, 2, 4, 3]]:
+            found[f"{name}-{'uneven' if isinstance(steps, list) else 'even'}"] = {
+                "workers": N,
+                "rule": {"name": rule},
+                "topology": {"name": topology},
+                "codec": {"name": codec},
+                "schedule": schedule,
+                "model": {"size": "0.2m"},
+                "data": {"seq_len": 16, "batch_size": 2},
+                "run": {"steps": ROUNDS * 4, "local_steps": steps, "threads": 1, "eval_every": 0},
+                "record": {"tensorboard": False, "export": False},
+            }
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -128,8 +128,7 @@ class Outer:
     def finish(self) -> None:
         """Hears what is still under way when training ends; without overlap there is nothing. Raises: PeerError."""
         with torch.no_grad():
-            for exchange in self._loop.rest():
-                exchange.finish()
+            self._loop.end()
 
     def state_dict(self) -> dict[str, Any]:
         """The outer state to save beside your model's and optimizer's; call it right after a step that ended a round."""
@@ -155,7 +154,7 @@ class Outer:
 
     def close(self) -> None:
         """Ends the outer loop and its connections; the process group you made stays yours."""
-        self._loop.rest()
+        self._loop.under_way.clear()
         self._transport.close()
         if self._group is not None and dist.is_initialized():
             hang_up(self._group)

@@ -130,10 +130,21 @@ class OuterLoop:
                 sync.hear_nothing(rule, part, self._context(round, part, mixing), self.method.kernel)
 
     def rest(self) -> list[Exchange]:
-        """What is still under way after the last round, oldest first, to be finished by the caller."""
-        left = list(self.under_way.values())
-        self.under_way.clear()
+        """What is under way after the last round and still to be finished, oldest first; the caller's now.
+
+        What a rule that hears late by itself has under way then is left: hearing it would be another outer step.
+        """
+        left = [] if self.method.rule.delay_rounds else list(self.under_way.values())
+        self.under_way = {} if left else self.under_way
         return left
+
+    def end(self) -> None:
+        """Finishes the rest, and waits for all else, so that no peer is left without an answer."""
+        for exchange in self.rest():
+            exchange.finish()
+        for exchange in self.under_way.values():
+            exchange.hear()
+        self.under_way.clear()
 
     @property
     def state(self) -> Tree:

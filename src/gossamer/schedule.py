@@ -14,7 +14,10 @@ __all__ = ["Schedule", "Stop"]
 
 
 class Stop(NamedTuple):
-    """A point of a round at which a worker turns to its peers: it first sends, then hears."""
+    """A point of a round at which a worker turns to its peers: it first sends, then hears.
+
+    Two stops stand at the same step where a fragment must be heard before it is sent again.
+    """
 
     step: int
     """Inner steps of the round that come before, for the worker that takes most."""
@@ -43,7 +46,7 @@ class Schedule:
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers make a fragment: every P-th, or neighbours."""
     overlap_steps: int = 0
-    """Inner steps between sending a fragment and hearing it (τ), for the worker that takes most; fewer than a round has."""
+    """Inner steps between sending a fragment and hearing it (τ), for the worker that takes most; at most a whole round."""
     merge: Literal["keep"] | float = "keep"
     """What becomes of a worker's parameters x when it hears: "keep" adds the outer update to x, so that nothing trained since
     the send is lost; a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo."""
@@ -76,10 +79,10 @@ class Schedule:
                 f"schedule.fragments is {self.fragments} and a round has {full_steps} inner steps; take at most one fragment "
                 "per inner step"
             )
-        if self.overlap_steps >= full_steps:
+        if self.overlap_steps > full_steps:
             raise ConfigError(
-                f"schedule.overlap_steps is {self.overlap_steps} and a round has {full_steps} inner steps; take fewer than "
-                "that, so that a fragment is heard before it is sent again, or a rule that hears a round late, such as 'eager'"
+                f"schedule.overlap_steps is {self.overlap_steps} and a round has {full_steps} inner steps; take no more than "
+                "that, as a fragment must be heard before it is sent again, or more run.local_steps"
             )
 
     def stops(self, round: int, full_steps: int, delay_rounds: int = 0) -> tuple[Stop, ...]:
@@ -94,20 +97,26 @@ class Schedule:
         Stop(step=6, sends=(1,), hears=())
         """
         sends: dict[int, list[int]] = {}
-        hears: dict[int, list[tuple[int, int]]] = {}
+        hears: dict[tuple[int, bool], list[tuple[int, int]]] = {}
 
         def exchange(fragment: int, sent: int, late: int) -> None:
             lag, before = divmod(sent + late - 1, full_steps)
             sends.setdefault(sent, []).append(fragment)
-            hears.setdefault(before + 1, []).append((fragment, lag))
+            # Only a rule that is late by itself sends anew before it has heard what it sent last.
+            first = late > 0 and before + 1 == sent and not delay_rounds
+            hears.setdefault((before + 1, not first), []).append((fragment, lag))
 
         for p in range(self.fragments):
             exchange(p, (p + 1) * full_steps // self.fragments, self.overlap_steps + delay_rounds * full_steps)
         for k, every in enumerate(self.inner_every):
             if every and (round + 1) % every == 0:
                 exchange(self.fragments + k, full_steps, 0)
-        return tuple(
-            # What was sent first is heard first: nobody waits for an answer that hangs on one it has not given yet.
-            Stop(step, tuple(sends.get(step, ())), tuple(sorted(hears.get(step, ()), key=lambda heard: -heard[1])))
-            for step in sorted(sends.keys() | hears.keys())
-        )
+        stops = []
+        for step in sorted(sends.keys() | {step for step, _ in hears}):
+            if early := hears.get((step, False)):
+                stops.append(Stop(step, (), tuple(early)))
+            if step in sends or (step, True) in hears:
+                # What was sent first is heard first: nobody waits for an answer that hangs on one it has not given yet.
+                oldest_first = sorted(hears.get((step, True), ()), key=lambda heard: -heard[1])
+                stops.append(Stop(step, tuple(sends.get(step, ())), tuple(oldest_first)))
+        return tuple(stops)

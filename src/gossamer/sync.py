@@ -145,17 +145,17 @@ class Exchange:
             self._step()
         return self._heard
 
-    def finish(self) -> None:
-        """Waits for what has not been heard, and makes the outer update."""
+    def hear(self) -> None:
+        """Waits until everything has been heard, and leaves the update out."""
         while not self._heard:
             self._transport.wait(self._ticket)
             self._step()
+
+    def finish(self) -> None:
+        """Waits for what has not been heard, and makes the outer update."""
+        self.hear()
         for _ in self._legs:
             raise AssertionError("an exchange goes on after its update")
-
-    def wait(self) -> None:
-        """Waits for the messages it waits for now."""
-        self._transport.wait(self._ticket)
 
     @property
     def _ticket(self) -> Ticket:
@@ -480,7 +480,7 @@ def settle(exchanges: Sequence[Exchange], each: Each) -> None:
         before = [exchange.waits_for for exchange in waiting]
         heard = each(Exchange.advance, waiting)
         if not any(heard) and before == [exchange.waits_for for exchange in waiting]:
-            waiting[0].wait()  # nobody can move: says what is missing
+            waiting[0].hear()  # nobody can move: says what is missing
         waiting = [exchange for exchange, done in zip(waiting, heard, strict=True) if not done]
     each(Exchange.finish, exchanges)
 

@@ -86,8 +86,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
 
             finished = round + 1
             if finished == config.rounds:
-                for exchange in loop.rest():
-                    exchange.finish()
+                loop.end()
             worker.tell(record, round, phases, operations)
             phase = joined(phases)
             step, tokens = worker.steps_taken, worker.steps_taken * config.step_tokens

@@ -6,6 +6,7 @@ from gossamer.rules.anchored import anchored, anchored_gasloc
 from gossamer.rules.choco import choco
 from gossamer.rules.data_parallel import data_parallel
 from gossamer.rules.diloco import diloco
+from gossamer.rules.eager import eager
 from gossamer.rules.easgd import easgd
 from gossamer.rules.error_feedback import error_feedback, sparseloco
 from gossamer.rules.fedopt import fedopt
@@ -30,6 +31,7 @@ __all__ = [
     "choco",
     "data_parallel",
     "diloco",
+    "eager",
     "easgd",
     "error_feedback",
     "fedopt",
@@ -50,6 +52,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "choco": choco,
     "data_parallel": data_parallel,
     "diloco": diloco,
+    "eager": eager,
     "easgd": easgd,
     "fedopt": fedopt,
     "gasloc": gasloc,
