@@ -49,6 +49,29 @@ def test_a_run_that_is_stopped_and_resumed_equals_the_uninterrupted_run(rule, st
     assert same_run(tmp_path / "whole", tmp_path / "parts", config)
 
 
+@pytest.mark.parametrize(
+    ("rule", "topology", "options"),
+    [
+        ("diloco", "complete", {"fragments": 2, "overlap_steps": 3, "merge": 0.5}),
+        ("gasloc", "random", {"fragments": 2, "overlap_steps": 2}),
+        ("eager", "complete", {}),
+        ("local_sgd", "complete", {"inner_every": (2, 3)}),
+    ],
+)
+def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_have_been(
+    rule, topology, options, tmp_path
+):
+    schedule = {f"schedule__{name}": value for name, value in options.items()}
+    config = tiny(
+        rule__name=rule, topology__name=topology, run__local_steps=[4, 2, 3], run__steps=16, run__checkpoint_every=4,
+        **schedule,
+    )  # fmt: skip
+    simulate(config, tmp_path / "whole")
+    simulate(config, tmp_path / "parts", until=2)
+    simulate(config, tmp_path / "parts", resume=True)
+    assert same_run(tmp_path / "whole", tmp_path / "parts", config)
+
+
 @pytest.mark.parametrize("moment_s", [0.05, 0.4])
 def test_a_run_that_is_killed_at_any_moment_and_resumed_equals_the_uninterrupted_run(moment_s, tmp_path):
     config = tiny(run__steps=24)

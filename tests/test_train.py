@@ -126,8 +126,12 @@ def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
     assert all(torch.equal(ours[0], x) for x in ours)
 
 
-def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_the_same_bits(tmp_path):
-    config = tiny(run__steps=60, run__timeout_s=8, workers=3)
+STREAMING = {"run__local_steps": 4, "schedule__fragments": 2, "schedule__overlap_steps": 3}
+
+
+@pytest.mark.parametrize("schedule", [{}, STREAMING], ids=["plain", "streaming"])
+def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_the_same_bits(schedule, tmp_path):
+    config = tiny(run__steps=60, run__timeout_s=8, workers=3, **schedule)
     process = start(config, tmp_path / "real")
     pids = workers_of(process, 3)
     reaches(tmp_path / "real", 3, 4)
