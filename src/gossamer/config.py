@@ -20,6 +20,7 @@ from gossamer.codecs import CODECS
 from gossamer.data import DataConfig
 from gossamer.errors import ConfigError, choose
 from gossamer.inner import InnerConfig
+from gossamer.mixing import pull
 from gossamer.network import Network, from_options, to_options
 from gossamer.record import RecordConfig
 from gossamer.rules import RULES
@@ -123,6 +124,15 @@ class RunConfig:
             raise ConfigError(
                 f"run.local_steps has {len(h)} entries for {self.workers} workers; give one number, or one per worker"
             )
+        if self.inner.averaging is not None:
+            rule = RULES[self.rule.name](**self.rule.options)
+            alone = self.workers == 1 and rule.n1_limit == "inner" and rule.hear is pull
+            if rule.site == "parameters" and not alone:
+                raise ConfigError(
+                    f"inner.averaging is '{self.inner.averaging}' with rule '{rule.name}' and {self.workers} workers, but what "
+                    "this rule changes is made anew in the next step from the iterate and its average, which it does not "
+                    "see; take rule 'data_parallel', or rule 'gossip' with one worker"
+                )
 
     def local_steps(self, worker: int) -> int:
         """Inner steps per round of one worker (H_i)."""
