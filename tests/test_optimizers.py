@@ -101,7 +101,9 @@ def test_gradients_at_the_iterate_leave_the_base_optimizer_as_it_is_bit_for_bit(
     assert torch.equal(vector(averaged), x)
 
 
-def quadratic(lr: float, mu_x: float | None, mu_y: float, steps: int) -> tuple[GPA, nn.Parameter, Callable[[Tensor], Tensor]]:
+def quadratic(
+    lr: float, mu_x: float | None, mu_y: float, steps: int
+) -> tuple[GPA, nn.Parameter, Callable[[Tensor], Tensor]]:
     """GPA over SGD on a badly conditioned quadratic in fp64, and the gradient of that."""
     curvature = torch.tensor([3.0, 1.0, 0.1], dtype=torch.float64)
     w = nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64))
@@ -222,7 +224,9 @@ def test_every_optimizer_resumes_from_a_file_bit_for_bit(
         optimizer.eval()
     checkpoint.save(tmp_path, 1, 0, {"model": dict(model.state_dict()), "inner": optimizer.state_dict()}, digest="d")
     state = checkpoint.load(tmp_path, 1, 0, "d")
-    train(resumed, continued := build_optimizer(config, resumed), 2, first=50)  # that it has a past of its own is no matter
+    train(
+        resumed, continued := build_optimizer(config, resumed), 2, first=50
+    )  # that it has a past of its own is no matter
     resumed.load_state_dict(state["model"])
     continued.load_state_dict(state["inner"])
     assert same(model, resumed)

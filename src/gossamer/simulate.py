@@ -148,7 +148,7 @@ def simulate(
             for worker, phase, operation in zip(workers, phases, operations, strict=True):
                 worker.tell(record, round, phase, operation)
             if config.due(config.run.eval_every, finished):
-                final = assess(list(stacked), lambda models: each(score, models))
+                final = assess([w.evaluated for w in workers], lambda models: each(score, models))
                 record.log("eval", round=round, step=finished * full, tokens=tokens, **final._asdict())
             if config.due(config.run.checkpoint_every, finished):
                 each(lambda w: checkpoint.save(store, finished, w.index, w.state(), digest=key), workers)
@@ -158,8 +158,8 @@ def simulate(
             if finished == until:
                 break
         if final is None:
-            final = assess(list(stacked), lambda models: each(score, models))
+            final = assess([w.evaluated for w in workers], lambda models: each(score, models))
         if until is None and config.record.export:
-            publish(config, corpus, mean_of(list(stacked)), folder)
+            publish(config, corpus, mean_of([w.evaluated for w in workers]), folder)
     trained = tokens - start * sum(w.local_steps for w in workers) * config.step_tokens
     return Result(final, tokens, trained / busy_s if busy_s else 0.0)

@@ -84,7 +84,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
             step, tokens = finished * worker.local_steps, finished * phase.tokens
             worker.tell(record, round, phase, operation)
             if config.due(config.run.eval_every, finished):
-                own = probe.loss(worker.x)
+                own = probe.loss(worker.evaluated)
                 record.log("validation", round=round, worker=worker.index, step=step, tokens=tokens, loss=own)
                 print(
                     f"round {finished} of {config.rounds}: loss {phase.loss:.4f}, validation of this worker {own:.4f}"

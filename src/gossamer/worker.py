@@ -13,7 +13,7 @@ from gossamer.codecs import CODECS, Codec
 from gossamer.config import RunConfig, digest
 from gossamer.data import Corpus
 from gossamer.errors import CheckpointError, TrainingError
-from gossamer.fragment import Layout, attach, flat_gradients, layout_of
+from gossamer.fragment import Layout, attach, flat_gradients, layout_of, views
 from gossamer.inner import build_optimizer, clip_gradients, lr_scale
 from gossamer.model import build_model, loss
 from gossamer.record import RunFolder
@@ -62,7 +62,10 @@ class LocalPhase(NamedTuple):
 
 
 class Worker:
-    """One replica. `x` is its flat parameter vector `[P]`, of which the model's parameters are views."""
+    """One replica. `x` is its flat parameter vector `[P]`, of which the model's parameters are views.
+
+    What is evaluated, saved and published is `evaluated`: `x` itself, or the average of an optimizer that keeps one.
+    """
 
     def __init__(
         self,
@@ -78,7 +81,8 @@ class Worker:
         self.model = nn.Module.to(model, device)  # by this name because transformers types its own wrongly
         self.layout: Layout = layout_of(self.model)
         self.x = attach(self.model, self.layout, buffer)
-        self.optimizer = build_optimizer(config.inner, self.model)
+        self.evaluated = self.x if config.inner.averaging is None else torch.empty_like(self.x)
+        self.optimizer = build_optimizer(config.inner, self.model, x=views(self.model, self.layout, self.evaluated))
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.outer = rule.init(self.x)
         self.gradient: Tensor | None = None
@@ -159,7 +163,7 @@ class Worker:
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position, RNG."""
         return {
-            "x": self.x,
+            "x": self.evaluated,
             "outer": leaves(self.outer),
             "inner": self.optimizer.state_dict(),
             "data": self.corpus.state(),

@@ -87,7 +87,7 @@ class GPA(Optimizer):
             p.copy_(toward(z, x, self.mu_y))
         return loss
 
-    def _average(self, p: Tensor) -> tuple[Tensor, Tensor]:
+    def _average(self, p: nn.Parameter) -> tuple[Tensor, Tensor]:
         """x and z of a parameter; both are the parameter when it is met for the first time."""
         own = self.state[p]
         if not own:
