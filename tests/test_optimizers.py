@@ -408,10 +408,26 @@ def draws(steps: int, numel: int = 257) -> list[Tensor]:
 OPTIONS = {"lr": 0.03, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
 
 
-def test_moments_of_every_step_are_adamw_bit_for_bit() -> None:
-    ours = with_gradients(lambda w: AccumAdamW(w, **OPTIONS, moments_every=1), draws(20), torch.float32)
-    theirs = with_gradients(lambda w: torch.optim.AdamW(w, **OPTIONS, foreach=False), draws(20), torch.float32)
+@pytest.mark.parametrize("numel", [257, 70_001])  # the second in several pieces
+def test_moments_of_every_step_are_adamw_bit_for_bit(numel: int) -> None:
+    gradients = draws(12, numel)
+    ours = with_gradients(lambda w: AccumAdamW(w, **OPTIONS, moments_every=1), gradients, torch.float32)
+    theirs = with_gradients(lambda w: torch.optim.AdamW(w, **OPTIONS, foreach=False), gradients, torch.float32)
     assert torch.equal(ours, theirs)
+
+
+def test_a_parameter_whose_memory_is_not_in_one_run_is_averaged_and_stepped_like_any_other() -> None:
+    found = []
+    for transposed in (False, True):
+        start = torch.arange(6.0).reshape(2, 3)
+        w = nn.Parameter(start.T.contiguous().T if transposed else start.clone())
+        assert w.is_contiguous() != transposed
+        optimizer = GPA(AccumAdamW([w], lr=0.1, moments_every=2), mu_x=0.5)
+        for step in range(3):
+            w.grad = torch.full_like(w, 1.0 + step)
+            optimizer.step()
+        found.append(w.data)
+    assert torch.equal(*found) and not torch.equal(found[0], torch.arange(6.0).reshape(2, 3))
 
 
 @pytest.mark.parametrize("s", [2, 3, 7])

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.errors import ConfigError
+from gossamer.optimizers.pieces import pieces
 
 __all__ = ["AccumAdamW"]
 
@@ -25,7 +26,7 @@ class AccumAdamW(Optimizer):
 
     Args: as in `torch.optim.AdamW`; `moments_every` is s.
     Raises: ConfigError for values out of range.
-    Cost: AdamW's two moments and the sum b (3 P), and the two moments of one step, a tensor at a time.
+    Cost: AdamW's two moments and the sum b (3 P); what a step needs besides stays in the cache.
     Source: Wang et al., arXiv 2410.11998; the bias correction by ⌈t / s⌉ and ε outside the root are those of the authors' code.
     Differs: a parameter without a gradient is skipped, and its own count of steps with it.
     Fails when: the moments are to follow a fast change, as β₁ and β₂ count windows: they remember s times as many steps.
@@ -71,21 +72,21 @@ class AccumAdamW(Optimizer):
         return loss
 
 
-def _step(p: Tensor, g: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+def _step(theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
     lr, (beta1, beta2), s = group["lr"], group["betas"], group["moments_every"]
     if not own:
-        own.update(step=0, **{name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq", "accumulated")})
+        own.update(step=0, **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq", "accumulated")})
     own["step"] += 1
-    m, v, b = own["exp_avg"], own["exp_avg_sq"], own["accumulated"]
     k = math.ceil(own["step"] / s)
     # The very operations of torch's Adam, so that s = 1 has its bits.
-    now_m = torch.lerp(m, g, 1 - beta1)
-    now_v = v.mul(beta2).addcmul_(g, g, value=1 - beta2)
-    denominator = (now_v.sqrt() / (1 - beta2**k) ** 0.5).add_(group["eps"])
-    p.mul_(1 - lr * group["weight_decay"])
-    p.addcdiv_(now_m, denominator, value=-lr / (1 - beta1**k))
-    b.add_(g / s)
-    if own["step"] % s == 0:
-        m.lerp_(b, 1 - beta1)
-        v.mul_(beta2).addcmul_(b, b, value=1 - beta2)
-        b.zero_()
+    for p, g, m, v, b in pieces(theta, gradient, own["exp_avg"], own["exp_avg_sq"], own["accumulated"]):
+        now_m = torch.lerp(m, g, 1 - beta1)
+        now_v = v.mul(beta2).addcmul_(g, g, value=1 - beta2)
+        denominator = (now_v.sqrt() / (1 - beta2**k) ** 0.5).add_(group["eps"])
+        p.mul_(1 - lr * group["weight_decay"])
+        p.addcdiv_(now_m, denominator, value=-lr / (1 - beta1**k))
+        b.add_(g / s)
+        if own["step"] % s == 0:
+            m.lerp_(b, 1 - beta1)
+            v.mul_(beta2).addcmul_(b, b, value=1 - beta2)
+            b.zero_()

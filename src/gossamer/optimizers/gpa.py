@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import ConfigError
 from gossamer.optimizers.contract import InnerOptimizer
+from gossamer.optimizers.pieces import pieces
 
 __all__ = ["GPA", "mu_x_like_diloco", "toward"]
 
@@ -81,10 +82,11 @@ class GPA(Optimizer):
         self.base.step()
         self.steps += 1
         c = 1 / (self.steps + 1) if self.mu_x is None else 1 - self.mu_x
-        for p, x, z in parts:
-            z.copy_(p)
-            x.copy_(toward(x, z, c))
-            p.copy_(toward(z, x, self.mu_y))
+        for part in parts:
+            for p, x, z in pieces(*part):
+                z.copy_(p)
+                x.copy_(toward(x, z, c))
+                p.copy_(toward(z, x, self.mu_y))
         return loss
 
     def _average(self, p: nn.Parameter) -> tuple[Tensor, Tensor]:
