@@ -21,6 +21,7 @@ MODULES = {  # dotted name: parsed source
 
 LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
     "errors rng tree",
+    "checks",
     "codecs fluid fragment inner matching mixing shapes trace transport utilisation",
     "data network record rules topology",
     "checkpoint launch model pricing servers stability sync",

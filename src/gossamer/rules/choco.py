@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.mixing import pull
-from gossamer.rules.checks import within
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 

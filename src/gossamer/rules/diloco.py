@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import one_of, within
 from gossamer.mixing import mean
-from gossamer.rules.checks import one_of, within
 from gossamer.rules.rule import Context, OuterSGD, Rule
 from gossamer.tree import Tree
 

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.mixing import mean
-from gossamer.rules.checks import within
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.errors import ConfigError
 from gossamer.mixing import mean
-from gossamer.rules.checks import within
 from gossamer.rules.diloco import diloco
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from gossamer.checks import one_of, within
 from gossamer.mixing import pull
-from gossamer.rules.checks import one_of, within
 from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.tree import Tree
 

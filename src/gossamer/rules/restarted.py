@@ -4,8 +4,8 @@ import math
 
 from torch import Tensor
 
+from gossamer.checks import whole, within
 from gossamer.errors import ConfigError
-from gossamer.rules.checks import at_least, within
 from gossamer.rules.diloco import diloco
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
@@ -24,7 +24,7 @@ def restarted(rule: Rule, every: int = 3) -> Rule:
     >>> restarted(gasloc(), every=4).options["every"]
     4
     """
-    at_least("restarted", "every", every, 1)
+    whole("restarted", "every", every, 1)
     reset = rule.reset
     if reset is None:
         raise ConfigError(

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
+from gossamer.checks import whole
 from gossamer.mixing import pull
-from gossamer.rules.checks import at_least
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 
@@ -31,7 +31,7 @@ def sparta(one_in: int = 200) -> Rule:
     >>> sparta(one_in=100).elementwise
     False
     """
-    at_least("sparta", "one_in", one_in, 1)
+    whole("sparta", "one_in", one_in, 1)
 
     def init(x: Tensor) -> Tree:
         return ()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gossamer.rules.checks import within
+from gossamer.checks import within
 from gossamer.servers.contract import PairRule
 
 __all__ = ["a2cid2", "acceleration"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.rules.checks import within
+from gossamer.checks import within
 from gossamer.servers.contract import Arrival, ServerRule
 
 __all__ = ["attenuation", "cgad"]

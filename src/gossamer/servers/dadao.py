@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.errors import ConfigError
-from gossamer.rules.checks import within
 from gossamer.servers.contract import PairRule
 
 __all__ = ["dadao", "meetings_per_s"]

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import one_of, within
 from gossamer.errors import ConfigError
-from gossamer.rules.checks import one_of, within
 from gossamer.servers.contract import Arrival, ServerRule, Window
 
 __all__ = ["decoupled_diloco", "grace_s", "radial_mean", "token_weight", "weighted_mean"]

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.errors import ConfigError
-from gossamer.rules.checks import within
 from gossamer.servers.contract import Arrival, ServerRule
 
 __all__ = ["delayed_nesterov", "dylu_steps"]
