@@ -8,6 +8,7 @@ from torch import Tensor
 from gossamer import sync
 from gossamer.codecs import Codec, exact
 from gossamer.fragment import Layout, Leaf
+from gossamer.mixing import Mixing
 from gossamer.rules import Context, Rule
 from gossamer.sync import drive
 from gossamer.topology import Topology
@@ -20,6 +21,11 @@ Drift = Callable[[int, int, Tensor], Tensor]
 def layout(numel: int) -> Layout:
     """A layout of one tensor."""
     return Layout((Leaf("w", (numel,), 0, numel),), numel)
+
+
+def context(worker: int, round: int, mixing: Mixing, x: Tensor) -> Context:
+    """What a worker that took one step knows of its round, before `sync` adds what the mixing says."""
+    return Context(worker, mixing.n, round, 1, mixing.weight(worker), layout(x.numel()))
 
 
 def serially(fn, items):
@@ -36,15 +42,17 @@ def play(
     For a rule on gradients the drift is the gradient itself.
     """
     xs = [x.clone() for x in start]
-    states = [rule.init(x) for x in xs] if states is None else states
+    if states is None:
+        mixing = topology.mixing(first)
+        states = [sync.initial_state(rule, mixing, x, context(i, first, mixing, x)) for i, x in enumerate(xs)]
     network = MemoryNetwork(len(xs))
     transports = [network.transport(i) for i in range(len(xs))]
     for t in range(first, first + rounds):
         mixing = topology.mixing(t)
         exchanges = []
         for i, (x, s) in enumerate(zip(xs, states, strict=True)):
-            part = sync.Part(x, s, layout(x.numel()))
-            ctx = Context(i, len(xs), t, 1, mixing.weight(i), part.layout)
+            ctx = context(i, t, mixing, x)
+            part = sync.Part(x, s, ctx.layout)
             exchanges.append(
                 sync.begin(rule, codec or exact(), mixing, transports[i], part, ctx, seed=0, kernel=kernel)
             )

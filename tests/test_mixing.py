@@ -95,11 +95,10 @@ def test_messages_may_be_nested_tuples() -> None:
         assert torch.equal(a, p) and torch.equal(b, 2 * p) and nothing == ()
 
 
-def test_each_lists_everyone_heard_and_oneself_in_order() -> None:
+def test_each_lists_what_the_others_said_in_order() -> None:
     told, row = messages(4), make_topology("ring", 4).mixing(0).rows[1]
-    heard = each(told[1], {0: told[0], 2: told[2]}, 1, row)
-    assert [(j, round(w, 3)) for j, w, _ in heard] == [(0, 0.333), (1, 0.333), (2, 0.333)]
-    assert all(message is told[j] for j, _, message in heard)
+    first, second = each(told[1], {2: told[2], 0: told[0]}, 1, row)
+    assert first is told[0] and second is told[2]
 
 
 def test_inputs_are_never_written_to() -> None:

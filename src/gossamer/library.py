@@ -14,6 +14,7 @@ from gossamer.codecs import Codec, exact
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.fragment import attach, layout_of
 from gossamer.launch import Member, agree
+from gossamer.mixing import Mixing
 from gossamer.rules import Context, Rule
 from gossamer.sync import Exchange
 from gossamer.topology import Topology, make_topology
@@ -92,7 +93,8 @@ class Outer:
         self._kernel = sync.compiled() if compile else sync.PLAIN
         self._group: dist.ProcessGroup | None = None
         self._transport = self._join(timeout_s)
-        self.state = self.rule.init(self.x)
+        mixing = topology.mixing(0)
+        self.state = sync.initial_state(self.rule, mixing, self.x, self._context(mixing))
         self._exchange: Exchange | None = None
 
     def step(self) -> bool:
@@ -145,11 +147,13 @@ class Outer:
 
     def _begin(self) -> Exchange:
         mixing = self.topology.mixing(self.rounds)
-        ctx = Context(self.worker, self.n, self.rounds, self.local_steps, mixing.weight(self.worker), self.layout)
         part = sync.Part(self.x, self.state, self.layout)
         return sync.begin(
-            self.rule, self.codec, mixing, self._transport, part, ctx, seed=self.seed, kernel=self._kernel
+            self.rule, self.codec, mixing, self._transport, part, self._context(mixing), seed=self.seed, kernel=self._kernel
         )  # fmt: skip
+
+    def _context(self, mixing: Mixing) -> Context:
+        return Context(self.worker, self.n, self.rounds, self.local_steps, mixing.weight(self.worker), self.layout)
 
     def _join(self, timeout_s: float) -> Transport:
         """Makes sure that all workers do the same, and start from the parameters of worker 0."""

@@ -46,6 +46,7 @@ __all__ = [
     "compiled",
     "drive",
     "hear_and_recv",
+    "initial_state",
 ]
 
 CHUNK = 1 << 15  # small enough that the temporaries of an elementwise update stay in the cache
@@ -108,6 +109,11 @@ def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple
         )
 
 
+def initial_state(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
+    """The outer state of a worker at `x` before the first round, of which `mixing` and `ctx` are."""
+    return rule.init(x, _informed(ctx, mixing))
+
+
 def begin(
     rule: Rule, codec: Codec, mixing: Mixing, transport: Transport, part: Part, ctx: Context, *, seed: int,
     kernel: Kernel | None = None, reduce: Callable[[Sequence[Tensor], Ticket], None] | None = None,
@@ -124,7 +130,7 @@ def begin(
         messages per worker.
     """
     kernel = kernel or PLAIN
-    ctx = ctx._replace(everyone=mixing.everyone)
+    ctx = _informed(ctx, mixing)
     if rule.hear is not mean or rule.needs != "everyone" or not codec.exact or ctx.n == 1:
         exchange = _directly(rule, codec, mixing, transport, part, ctx, seed, kernel)
     elif reduce is None:
@@ -133,6 +139,11 @@ def begin(
         exchange = _reduced(rule, reduce, part, ctx, kernel)
     next(exchange)  # runs to the point where the receives are announced
     return exchange
+
+
+def _informed(ctx: Context, mixing: Mixing) -> Context:
+    """The context with what the mixing of its round says."""
+    return ctx._replace(everyone=mixing.everyone, peers=mixing.hears_from(ctx.worker))
 
 
 def hear_and_recv(

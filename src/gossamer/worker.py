@@ -18,7 +18,7 @@ from gossamer.inner import build_optimizer, clip_gradients, lr_scale
 from gossamer.model import build_model, loss
 from gossamer.record import RunFolder
 from gossamer.rules import RULES, Context, Rule
-from gossamer.sync import PLAIN, Kernel, Part, check, compiled
+from gossamer.sync import PLAIN, Kernel, Part, check, compiled, initial_state
 from gossamer.topology import Topology, make_topology
 from gossamer.trace import Entry, Operation
 from gossamer.tree import leaves
@@ -42,13 +42,17 @@ def method(config: RunConfig) -> Method:
 
     Raises: ConfigError and PairingError.
     """
-    topology = make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
+    topology = _topology(config)
     rule = stability.settle(RULES[config.rule.name](**config.rule.options), topology)
     codec = CODECS[config.codec.name](**config.codec.options)
     check(rule, topology, codec, local_steps=config.run.local_steps)
     if sentence := stability.warning(rule, topology):
         log.warning(sentence)
     return Method(rule, topology, codec, compiled() if config.run.compile else PLAIN)
+
+
+def _topology(config: RunConfig) -> Topology:
+    return make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
 
 
 class LocalPhase(NamedTuple):
@@ -80,11 +84,12 @@ class Worker:
         self.x = attach(self.model, self.layout, buffer)
         self.optimizer = build_optimizer(config.inner, self.model)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self.outer = rule.init(self.x)
+        self.local_steps = config.local_steps(index)
+        mixing = _topology(config).mixing(0)
+        self.outer = initial_state(rule, mixing, self.x, self.context(0, mixing.weight(index)))
         self.gradient: Tensor | None = None
         if rule.site == "gradients":
             self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
-        self.local_steps = config.local_steps(index)
 
     def part(self) -> Part:
         """What the round acts on: the parameters, or the gradients for a rule of that site."""

@@ -46,8 +46,8 @@ def anchored(rule: Rule) -> Rule:
         )
     reset = rule.reset
 
-    def init(x: Tensor) -> _State:
-        return _State(rule.init(x), x.clone())
+    def init(x: Tensor, ctx: Context) -> _State:
+        return _State(rule.init(x, ctx), x.clone())
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return rule.send(x, s.inner, ctx) - s.anchor

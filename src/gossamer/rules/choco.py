@@ -40,7 +40,7 @@ def choco(alpha: float = 0.3) -> Rule:
     """
     within("choco", "alpha", alpha, 0.0, 1.0, low_open=True, high_closed=True)
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

@@ -24,7 +24,7 @@ def data_parallel() -> Rule:
     'gradients'
     """
 
-    def init(x: Tensor) -> Tree:
+    def init(x: Tensor, ctx: Context) -> Tree:
         return ()
 
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:

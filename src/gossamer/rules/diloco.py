@@ -46,7 +46,7 @@ def diloco(
     within("diloco", "momentum", momentum, 0.0, 1.0)
     eta, mu = lr, momentum
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), () if optimizer == "sgd" else torch.zeros_like(x))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

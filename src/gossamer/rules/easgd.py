@@ -36,7 +36,7 @@ def easgd(elasticity: float = 0.9) -> Rule:
     """
     within("easgd", "elasticity", elasticity, 0.0, 1.0, low_open=True, high_closed=True)
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone())
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

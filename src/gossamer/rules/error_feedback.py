@@ -48,8 +48,8 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
         )
     reset = rule.reset
 
-    def init(x: Tensor) -> _State:
-        return _State(rule.init(x), torch.zeros_like(x))
+    def init(x: Tensor, ctx: Context) -> _State:
+        return _State(rule.init(x, ctx), torch.zeros_like(x))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return decay * s.unsent + rule.send(x, s.inner, ctx)

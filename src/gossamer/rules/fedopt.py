@@ -58,7 +58,7 @@ def fedopt(
     within("fedopt", "beta2", beta2, 0.0, 1.0)
     within("fedopt", "tau", tau, 0.0, math.inf, low_open=True)
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x), torch.full_like(x, tau * tau))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

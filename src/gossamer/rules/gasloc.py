@@ -63,7 +63,7 @@ def gasloc(
     gamma = 0.0 if optimizer == "sgd" else momentum
     keeps_anchor = eta != 1.0 or optimizer == "heavy_ball"
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone() if keeps_anchor else (), () if optimizer == "sgd" else x.clone())
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

@@ -23,7 +23,7 @@ def local_sgd() -> Rule:
     'everyone'
     """
 
-    def init(x: Tensor) -> Tree:
+    def init(x: Tensor, ctx: Context) -> Tree:
         return ()
 
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:

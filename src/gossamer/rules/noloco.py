@@ -44,7 +44,7 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
     within("noloco", "momentum", momentum, 0.0, 1.0)
     a, b = momentum, lr
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

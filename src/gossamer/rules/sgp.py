@@ -37,7 +37,7 @@ def sgp() -> Rule:
     'push'
     """
 
-    def init(x: Tensor) -> Mass:
+    def init(x: Tensor, ctx: Context) -> Mass:
         wide = torch.promote_types(x.dtype, torch.float32)
         return Mass(x.clone(), torch.ones(1, dtype=wide, device=x.device))
 

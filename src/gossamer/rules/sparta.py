@@ -33,7 +33,7 @@ def sparta(one_in: int = 200) -> Rule:
     """
     whole("sparta", "one_in", one_in, 1)
 
-    def init(x: Tensor) -> Tree:
+    def init(x: Tensor, ctx: Context) -> Tree:
         return ()
 
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:
