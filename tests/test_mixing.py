@@ -142,13 +142,14 @@ def test_the_spectral_gap_of_a_ring_is_its_closed_form(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", range(2, 65))
-def test_the_spectral_gaps_of_complete_star_and_exponential_are_their_closed_forms(n: int) -> None:
+def test_the_spectral_gaps_of_complete_star_chain_and_exponential_are_their_closed_forms(n: int) -> None:
     def gap(name: str) -> float:
         return spectral_gap(matrix(make_topology(name, n).mixing(0)))
 
     bound = 2 / (math.ceil(math.log2(n)) + 1)
     assert gap("complete") == pytest.approx(1.0, abs=1e-12)
     assert gap("star") == pytest.approx(1 / n if n > 2 else 1.0, abs=1e-12)
+    assert gap("chain") == pytest.approx(2 / 3 * (1 - math.cos(math.pi / n)) if n > 2 else 1.0, abs=1e-12)
     assert gap("exponential") == pytest.approx(bound, abs=1e-12) if n % 2 == 0 else gap("exponential") > bound
 
 

@@ -86,7 +86,7 @@ def check(rule: Rule, topology: Topology, codec: Codec, local_steps: int | tuple
         )
     if rule.needs == "tree" and not topology.tree:
         raise PairingError(
-            f"{got} cannot work: '{rule.name}' relays sums along a tree; use topology 'star' or another tree"
+            f"{got} cannot work: '{rule.name}' relays sums along a tree; use topology 'tree', 'chain' or 'star'"
         )
     if rule.needs == "push" and not topology.column_stochastic:
         raise PairingError(

@@ -22,6 +22,7 @@ __all__ = [
     "Plan",
     "Topology",
     "base",
+    "chain",
     "complete",
     "draw",
     "exponential",
@@ -34,6 +35,7 @@ __all__ = [
     "ring",
     "star",
     "torus",
+    "tree",
 ]
 
 Edge = tuple[int, int, float]
@@ -177,6 +179,41 @@ def star(n: int, *, seed: int = 0) -> Topology:
     return _topology(
         "star", n, {}, _from(lambda round, m: metropolis(m, [(0, i) for i in range(1, m)]), n),
         tree=True, symmetric=True, doubly_stochastic=True, psd=True, period=1,
+    )  # fmt: skip
+
+
+def chain(n: int, *, seed: int = 0) -> Topology:
+    """Each worker hears the one before and the one after it, a ring cut open; Metropolis weights, 1/3 from n = 3 on.
+
+    Cost: 2 messages per worker and round, 1 for the two at the ends. Spectral gap 2/3 (1 - cos(π/n)), a quarter of the ring's.
+
+    >>> [chain(4).mixing(0).hears_from(i) for i in range(4)]
+    [(1,), (0, 2), (1, 3), (2,)]
+    """
+    return _topology(
+        "chain", n, {}, _from(lambda round, m: metropolis(m, [(i - 1, i) for i in range(1, m)]), n),
+        tree=True, symmetric=True, doubly_stochastic=True, psd=n <= 3, period=1,
+    )  # fmt: skip
+
+
+def tree(n: int, *, seed: int = 0, branching: int = 2) -> Topology:
+    """A balanced tree: worker i > 0 hears worker ⌊(i - 1) / k⌋ above it, and that one hears it; Metropolis weights.
+
+    Args:
+        branching: k of at least 1, how many a worker has below it; 1 is a chain, n - 1 a star.
+    Cost: up to k + 1 messages per worker and round; for k > 1 no two workers are more than 2 log_k n links apart.
+
+    >>> [tree(6).mixing(0).hears_from(i) for i in range(6)]
+    [(1, 2), (0, 3, 4), (0, 5), (1,), (1,), (2,)]
+    """
+    whole("topology 'tree'", "branching", branching, 1)
+
+    def edges(round: int, m: int) -> Iterable[Edge]:
+        return metropolis(m, [((i - 1) // branching, i) for i in range(1, m)])
+
+    return _topology(
+        "tree", n, {"branching": branching}, _from(edges, n),
+        tree=True, symmetric=True, doubly_stochastic=True, psd=n <= max(branching + 1, 3), period=1,
     )  # fmt: skip
 
 
@@ -382,6 +419,7 @@ def pga(n: int, *, seed: int = 0, every: int = 6, graph: str | Mapping[str, Any]
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "base": base,
+    "chain": chain,
     "complete": complete,
     "exponential": exponential,
     "hypercube": hypercube,
@@ -392,6 +430,7 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "ring": ring,
     "star": star,
     "torus": torus,
+    "tree": tree,
 }
 
 

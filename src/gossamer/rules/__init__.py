@@ -13,6 +13,7 @@ from gossamer.rules.gasloc import gasloc
 from gossamer.rules.gossip import gossip
 from gossamer.rules.local_sgd import local_sgd
 from gossamer.rules.noloco import noloco
+from gossamer.rules.relaysum import relaysum
 from gossamer.rules.restarted import omr, restarted
 from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.sgp import sgp
@@ -38,6 +39,7 @@ __all__ = [
     "local_sgd",
     "noloco",
     "omr",
+    "relaysum",
     "restarted",
     "sgp",
     "slowmo",
@@ -57,6 +59,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "local_sgd": local_sgd,
     "noloco": noloco,
     "omr": omr,
+    "relaysum": relaysum,
     "sgp": sgp,
     "slowmo": slowmo,
     "sparseloco": sparseloco,
