@@ -336,6 +336,7 @@ def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
         ("random_push", 4, {"peers": 4}, "got peers = 4; allowed are whole numbers from 1 to 3"),
         ("pga", 4, {"every": 0}, "got every = 0; allowed are whole numbers of at least 1"),
         ("pga", 4, {"graph": "rign"}, "did you mean 'ring'"),
+        ("pga", 4, {"graph": 2}, "got graph = 2; allowed are a topology's name"),
         ("pga", 4, {"graph": {"peers": 2}}, "allowed are a topology's name"),
         ("pga", 4, {"graph": {"name": "ring", "peers": 2}}, "Allowed: edge_weight"),
         ("base", 4, {"peers": 0}, "got peers = 0; allowed are whole numbers from 1 to 3"),

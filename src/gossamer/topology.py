@@ -396,8 +396,8 @@ def pga(n: int, *, seed: int = 0, every: int = 6, graph: str | Mapping[str, Any]
     [1, 1, 7, 1, 1, 7]
     """
     whole("topology 'pga'", "every", every, 1)
-    spec = {"name": graph} if isinstance(graph, str) else dict(graph)
-    if not isinstance(spec.get("name"), str):
+    spec = {"name": graph} if isinstance(graph, str) else graph
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
         raise ConfigError(
             f"topology 'pga' got graph = {graph!r}; allowed are a topology's name, or a table with its name and options: "
             "give one"

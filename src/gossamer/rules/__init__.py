@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from gossamer.rules.anchored import anchored, anchored_gasloc
 from gossamer.rules.choco import choco
+from gossamer.rules.cocktail import cocktail
 from gossamer.rules.data_parallel import data_parallel
 from gossamer.rules.diloco import diloco
 from gossamer.rules.easgd import easgd
@@ -29,6 +30,7 @@ __all__ = [
     "anchored",
     "anchored_gasloc",
     "choco",
+    "cocktail",
     "data_parallel",
     "diloco",
     "easgd",
@@ -50,6 +52,7 @@ __all__ = [
 RULES: dict[str, Callable[..., Rule]] = {
     "anchored_gasloc": anchored_gasloc,
     "choco": choco,
+    "cocktail": cocktail,
     "data_parallel": data_parallel,
     "diloco": diloco,
     "easgd": easgd,
