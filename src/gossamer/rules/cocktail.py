@@ -38,7 +38,7 @@ def cocktail(back: str | Mapping[str, Any] = "int4") -> Rule:
         of 2 (n-1)/n, e is kept n times, and C2 saves no bytes but has its effect on training. C2 sees all elements, where the
         paper's takes the top 20 % of those drawn in this round by all alike; `{name = "cocktail", one_in = 1}` is its like, and
         "cocktail" would draw a second time. Nothing is delayed by a step to hide the exchange.
-    Fails when: the local phase is long and few elements get through, as workers are apart by all they have not told yet.
+    Fails when: the local phase is long and few elements get through: the workers are apart by all they have not told yet.
 
     >>> cocktail(back="exact").mean_preserving, cocktail().mean_preserving
     (True, False)

@@ -32,7 +32,7 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
     Args:
         rule: one that sends a pseudo-gradient (one tensor) and hears the mean of all.
         decay: β in (0, 1].
-    Cost: that of the rule, and 1 P more of state.
+    Cost: that of the rule; its state and what was not sent kept (1 P more).
     Source: error feedback, Seide et al., INTERSPEECH 2014, and arXiv 1901.09847; the decay as in arXiv 2508.15706.
     Raises: ConfigError for rules that hear anything but a mean: errors of gossiped parameters do not add up that way, and
         `choco` or `anchored` take their place.

@@ -46,8 +46,8 @@ def fedopt(
     Cost: 2(n-1)/n models per worker and round; start copy and both moments kept (3 P).
     Source: Reddi et al., arXiv 2003.00295, algorithm 2.
     Differs: everyone takes part, and each worker keeps the server's state, which is the same everywhere.
-    Fails when: τ is as small as an inner Adam's ε: noise in coordinates that hardly move becomes whole steps. For language
-        models an outer Adam was less stable than Nesterov (arXiv 2311.08105).
+    Fails when: τ is as small as an inner Adam's ε: noise in coordinates that hardly move becomes whole steps; on language models
+        an outer Adam was less stable than Nesterov (arXiv 2311.08105).
 
     >>> fedopt(optimizer="yogi").state_copies
     3

@@ -35,7 +35,7 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
     Source: arXiv 2506.10911, algorithm 1, and the authors' `noloco_mean` configuration (b 0.7, a 0.5).
     Differs: the group is the row of the mixing, so any doubly stochastic topology serves; the paper's are random pairs. With
         c ≠ b twice the bytes would be needed; the authors' code does not offer it either.
-    Fails when: the momentum is above the stable range: 0.83 for 8 workers in random pairs at b = 0.7.
+    Fails when: the momentum is above the stable range, 0.83 for 8 workers in random pairs at b = 0.7: the disagreement diverges.
 
     >>> noloco().consensus
     Consensus(alpha=0.7, gamma=0.5, site='pre')

@@ -30,13 +30,13 @@ def relaysum() -> Rule:
     S_i^t = x_i^{t+½} + Σ_k m_{k→i}^{t-1}, and takes off what it said itself: m_{i→j}^t = S_i^t - m_{j→i}^{t-1}. Both ends
     subtract the very bits that were added, so that no error of rounding or of a codec outlives its way through the tree.
 
-    Cost: one model to each neighbour per round; the start and two sums for each neighbour kept (1 P, and 2 P per neighbour).
+    Cost: one model to each peer per round; start, and two sums for each peer, kept (1 P, and 2 P per peer).
     Source: Vogels et al., arXiv 2110.04175.
     Differs: one message for all neighbours where the paper has one for each, at twice its buffers; sums are of differences from
         x⁰, so that nothing has to be counted while the first ones are on their way, and workers that stand still stay to the
         last bit; the local phase may have many steps.
-    Fails when: the tree is deep, as a steady drift moves the workers by 1 / (1 + mean τ) of itself per round, which in a chain of
-        8 is 0.36 and in a binary tree of 8 0.43, or when the codec drops most of what it is given, such as topk.
+    Fails when: the tree is deep: a steady drift moves the workers by 1 / (1 + mean τ) of itself per round, 0.36 in a chain of 8
+        and 0.43 in a binary tree of 8; or the codec drops most of what it is given, as topk does.
 
     >>> relaysum().needs
     'tree'

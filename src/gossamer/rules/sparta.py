@@ -20,13 +20,13 @@ def sparta(one_in: int = 200) -> Rule:
     Args:
         one_in: the length of the runs of which one coordinate each is drawn; the paper's shares of 0.1 to 0.5 % are runs of
             1000 to 200.
-    Cost: one model / `one_in` to each peer per round, with no indices sent; no outer state.
+    Cost: one model / `one_in` to each peer per round, with no indices sent; nothing kept.
     Source: Beton et al., "Improving the efficiency of distributed training using sparse parameter averaging", 2025 (on
         OpenReview, not on arXiv).
     Differs: any topology instead of an all-reduce; one coordinate per run instead of any, so that none waits long and all are
         drawn equally often. Meant for every inner step or few of them (`local_steps = 1`).
-    Fails when: the shards differ or steps are long: it takes `one_in` rounds until all coordinates were averaged once, and
-        between that the workers drift.
+    Fails when: the shards differ or steps are long: it takes `one_in` rounds until all coordinates were averaged once, in which
+        the workers drift.
 
     >>> sparta(one_in=100).elementwise
     False
