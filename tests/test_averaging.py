@@ -105,7 +105,9 @@ def test_a_real_run_with_an_average_leaves_what_its_simulation_leaves(options, t
     simulate(config, tmp_path / "simulated")
     assert all(map(torch.equal, parameters(tmp_path / "real", config), parameters(tmp_path / "simulated", config)))
     own = [line["loss"] for line in read_metrics(tmp_path / "real") if line["kind"] == "validation"]
-    assert own[-1] == pytest.approx(evaluations(tmp_path / "simulated")[-1], abs=1e-5)  # of this worker, and of the mean
+    assert own[-1] == pytest.approx(
+        evaluations(tmp_path / "simulated")[-1], abs=1e-5
+    )  # of this worker, and of the mean
     assert evaluations(tmp_path / "simulated")[-1] == evaluate(tmp_path / "real")[1].loss
 
 
