@@ -11,6 +11,7 @@ from gossamer.rules import (
     Context,
     anchored_gasloc,
     choco,
+    cocktail,
     diloco,
     easgd,
     error_feedback,
@@ -18,6 +19,7 @@ from gossamer.rules import (
     gasloc,
     noloco,
     omr,
+    relaysum,
     sgp,
     sparta,
 )
@@ -33,6 +35,7 @@ ODD = 2 * sync.PLAIN.chunk + 17
 UPDATES = [
     gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco(), anchored_gasloc(), choco(),
     easgd(), error_feedback(diloco(), 0.9), fedopt(), fedopt(optimizer="yogi"), omr(every=2), sgp(), sparta(3),
+    relaysum(), cocktail(), cocktail("exact"),
 ]  # fmt: skip
 
 
@@ -45,7 +48,7 @@ def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, othe
         "compiled": sync.compiled() if other == "compiled" else None,
     }[other]
     # Two peers give weights of 1/3, at which fused products show: for 1/2 they never do.
-    topology = make_topology("complete" if rule.needs == "everyone" else "ring", 3)
+    topology = make_topology({"everyone": "complete", "tree": "chain"}.get(rule.needs, "ring"), 3)
     start, drift = random_vectors(3, ODD, dtype=torch.float32), random_drift(ODD, dtype=torch.float32)
     expected, _ = play(rule, topology, start, 3, drift)
     got, _ = play(rule, topology, start, 3, drift, kernel=kernel)
