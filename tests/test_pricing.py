@@ -13,7 +13,7 @@ from gossamer.errors import ConfigError
 from gossamer.fluid import max_min_rates
 from gossamer.network import Change, Network, Route, Site, jitter_factors
 from gossamer.pricing import Timeline, legs_of, price
-from gossamer.trace import Entry, Operation, Trace, from_entries, from_targets
+from gossamer.trace import Entry, Kind, Operation, Trace, from_entries, from_targets
 
 N, PAYLOAD, STEP_S = 8, 1_000_000, 1.0
 FULL_BPS = 8 * PAYLOAD / (5 / 3)
@@ -497,3 +497,109 @@ def test_an_overlap_of_more_than_a_round_is_waited_for_rounds_later() -> None:
     # sent at 10, 20, 30, ... and waited for 15 steps later: the first is due at 25 and comes at 35
     assert price(overlapped(3, 15), network).end_s[:, 0].tolist() == [10, 20, 65]
     assert price(overlapped(2, 15), network).end_s[:, 0].tolist() == [10, 45]
+
+
+def test_a_worker_with_fewer_steps_waits_after_its_share_of_them() -> None:
+    # both compute for 10 s a round; a message of 6 s is waited for after 4 of 10 steps, or 2 of 5, which is 4 s for either
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=6.0, step_s=(1.0, 2.0))
+    trace = overlapped(2, 4)._replace(steps=np.array([[10, 5], [10, 5]]))
+    timeline = price(trace, network)
+    assert timeline.end_s.tolist() == [[10, 10], [28, 28]]
+    assert timeline.communication_s.tolist() == [[0, 0], [2 + 6, 2 + 6]]
+    # 3 of 10 steps are 1.5 of 5, so 1: it waits from 12 s to 16 s and sends at 24 s, the other from 13 s to 16 s and at 23 s
+    rounded = price(overlapped(2, 3)._replace(steps=np.array([[10, 5], [10, 5]])), network)
+    assert rounded.end_s.tolist() == [[10, 10], [30, 30]]
+
+
+def fragments(steps: list[list[int]], overlap_steps: int, size: int = 1000, kind: Kind = "exchange") -> Trace:
+    """Two workers that swap one fragment after each part of their rounds."""
+
+    def operations(i: int, fragment: int) -> tuple[Operation, ...]:
+        moved = ((1 - i, size),)
+        return (Operation(kind, fragment, moved, moved, overlap_steps),)
+
+    return from_entries(
+        Entry(part, i, own, 0.0, operations(i, part % 3))
+        for part, both in enumerate(steps)
+        for i, own in enumerate(both)
+    )
+
+
+def test_an_overlap_longer_than_the_parts_of_a_round_has_several_fragments_under_way() -> None:
+    # parts of 3, 3 and 4 steps; each fragment is waited for 5 steps after it left, and takes 4 s: nothing is exposed but the end
+    steps = [[3, 3], [3, 3], [4, 4]] * 2
+    hidden = price(fragments(steps, 5), Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=4.0, step_s=1.0))
+    assert hidden.end_s[:, 0].tolist() == [3, 6, 10, 13, 16, 24]
+    # With 7 s the first is waited for from 8 s to 10 s, so the third part ends at 12 s. The second is due after step 11, at 13 s,
+    # when it comes. The third left at 12 s and is due after step 15, at 17 s: a wait of 2 s. The fourth left at 15 s and is due
+    # after step 18, at 22 s, when it comes. Those of 20 s and 24 s are due after the end, so the run ends at 31 s.
+    late = price(fragments(steps, 5), Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=7.0, step_s=1.0))
+    assert late.end_s[:, 0].tolist() == [3, 6, 12, 15, 20, 31]
+    assert late.communication_s[:, 0].tolist() == [0, 0, 2, 0, 2, 7]
+
+
+def test_means_overlap_over_parts_and_who_is_late_holds_both_of_their_halves() -> None:
+    # a mean through two owners is two exchanges of 2 s: sent at 3 s, there at 7 s, waited for after 3 steps and so at 6 s
+    steps = [[3, 3], [3, 3], [4, 4]]
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=2.0, step_s=1.0)
+    assert price(fragments(steps, 3, kind="mean"), network).end_s[:, 0].tolist() == [3, 7, 16]
+    # at half the pace the other sends its share at 6 s, so sums leave at 8 s and come at 10 s: the first has waited since 6 s
+    uneven = price(fragments(steps, 3, kind="mean"), replace(network, step_s=(1.0, 2.0)))
+    assert uneven.end_s[:2].tolist() == [[3, 6], [10, 12]]
+
+
+def test_fragments_under_way_together_share_the_link() -> None:
+    # 8 kbit at 2 kbit/s: 4 s alone. Sent at 3, 6 and 9 s: the first is alone until 6, and has 1 s left; shared until 8.
+    # The second then has 3 s left, 1 s alone until 9, 2 s shared with the third until 13, when that has 2 s left: 15.
+    network = Network(uplink_bps=2e3, downlink_bps=math.inf, step_s=1.0)
+    timeline = price(fragments([[3, 3], [3, 3], [3, 3]], 9), network)
+    np.testing.assert_allclose(timeline.end_s[:, 0], [3, 6, 15])
+    # waited for after 4 steps: at 7 s until 8 s, which moves the third to 10 s; the second is due at 11 s and comes at
+    # 8 + 2 + 2·1 = 12 s, while the run has nothing left to do but to wait for the third, which has 3 s left: 15 s
+    np.testing.assert_allclose(price(fragments([[3, 3], [3, 3], [3, 3]], 4), network).end_s[:, 0], [3, 6, 15])
+
+
+def test_a_worker_without_steps_of_its_own_in_a_part_waits_before_its_next_one() -> None:
+    # the straggler takes its only step in the last part; the others' fragments are under way for 2 s
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=2.0, step_s=(1.0, 10.0))
+    timeline = price(fragments([[5, 0], [5, 0], [5, 1]], 3), network)
+    # its message leaves at 0 s, the other's at 5 s: it waits until 7 s, sends, waits until 12 s, and then takes its step
+    assert timeline.end_s.tolist() == [[5, 0], [10, 7], [24, 24]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(0, 40), st.floats(0, 30), st.data())
+def test_rounds_cost_the_same_whole_or_in_parts(
+    rounds: int, steps: int, overlap_steps: int, latency_s: float, data: st.DataObject
+) -> None:
+    network = Network(uplink_bps=8e3, downlink_bps=8e3, latency_s=latency_s, step_s=1.0)
+    whole = overlapped(rounds, overlap_steps, steps)
+    first = data.draw(st.integers(0, steps - 1))
+    parts = whole._replace(
+        steps=np.tile([[first] * 2, [steps - first] * 2], (rounds, 1)),
+        compute_s=np.zeros((2 * rounds, 2)),
+        messages=whole.messages._replace(round=2 * whole.messages.round + 1),
+    )
+    np.testing.assert_allclose(price(parts, network).end_s[1::2], price(whole, network).end_s, rtol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6),
+    st.integers(0, 30),
+    st.floats(0, 30),
+)
+def test_where_nothing_is_shared_a_longer_overlap_is_never_slower(
+    steps: list[tuple[int, int]], overlap_steps: int, latency_s: float
+) -> None:
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=latency_s, step_s=(1.0, 1.5))
+    totals = [
+        price(fragments([list(both) for both in steps], tau), network).total_s
+        for tau in (overlap_steps, overlap_steps + 1)
+    ]
+    assert totals[1] <= totals[0] * (1 + 1e-12)
+
+
+def test_a_round_without_steps_scales_no_overlap() -> None:
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=3.0, step_s=1.0)
+    assert price(fragments([[0, 0], [4, 4]], 2), network).end_s[:, 0].tolist() == [0, 8]

@@ -15,8 +15,9 @@ Every step is a maximum or a sum of terms that fall with the bandwidth, so more 
 
 That is the model while links belong to one worker and stay as they are. Where sites or routes share theirs, bandwidths
 change, or an operation overlaps with the steps after it, the run is replayed event by event: each message has its max-min
-fair part of every link, now also of its worker's, for as long as it is under way. A message that overlaps is waited for
-`overlap_steps` inner steps after it was sent. There, more bandwidth for one may be less for another.
+fair part of every link, now also of its worker's, for as long as it is under way. A message that overlaps is waited for after
+`⌊overlap_steps · steps_i / max steps⌋` more inner steps of worker i, however many rounds these belong to, or at the end of
+the run. There, more bandwidth for one may be less for another.
 """
 
 import heapq
@@ -361,10 +362,16 @@ class _Replay:
         self.stages[i] = [operation for operation in own if not operation.overlap_steps]
         for operation in own:
             if operation.overlap_steps:
-                due = int(self.finished_steps[r + 1, i]) + operation.overlap_steps
+                due = int(self.finished_steps[r + 1, i]) + self.own_overlap_steps(r, i, operation.overlap_steps)
                 self.pending[i].append((due, operation.then or operation))
                 self.enter(operation, i)
         self.next_stage(i)
+
+    def own_overlap_steps(self, r: int, i: int, overlap_steps: int) -> int:
+        """Steps of a worker that go with so many of the one that takes most; a round without steps scales nothing."""
+        steps = self.trace.steps[r]
+        most = int(steps.max())
+        return overlap_steps * int(steps[i]) // most if most else overlap_steps
 
     def plan(self, r: int) -> Iterator[_Operation]:
         """The operations of a round."""
