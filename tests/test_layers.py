@@ -22,12 +22,12 @@ MODULES = {  # dotted name: parsed source
 LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
     "errors rng tree",
     "codecs fluid fragment inner matching mixing shapes trace transport utilisation",
-    "data network record rules topology",
+    "data eventlog network record rules topology",
     "checkpoint launch model pricing servers stability sync",
-    "plan probe report",
+    "events plan probe report",
     "config library",
     "evaluate worker",
-    "events simulate train",
+    "simulate train virtual",
     "cli",
     "__main__",
 )
@@ -37,6 +37,7 @@ LIGHT = [
     "errors",
     "rng",
     "trace",
+    "eventlog",
     "network",
     "fluid",
     "matching",

@@ -85,6 +85,7 @@ class Worker:
         if rule.site == "gradients":
             self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
         self.local_steps = config.local_steps(index)
+        self.lead = 0  # rounds by which the learning-rate schedule is ahead of this worker's own count of phases
 
     def part(self) -> Part:
         """What the round acts on: the parameters, or the gradients for a rule of that site."""
@@ -139,7 +140,7 @@ class Worker:
 
     def _step(self, round: int, h: int) -> None:
         # Workers with fewer local steps walk the schedule faster, so that all are at the same point of it after a round.
-        progress = (round + h / self.local_steps) * self.config.full_steps
+        progress = (round + self.lead + h / self.local_steps) * self.config.full_steps
         scale = lr_scale(self.config.inner, progress, self.config.run.steps)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * scale
