@@ -22,12 +22,13 @@ MODULES = {  # dotted name: parsed source
 LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
     "errors rng tree",
     "codecs fluid fragment inner matching mixing shapes trace transport utilisation",
-    "data eventlog network record rules topology",
-    "checkpoint launch model pricing servers stability sync",
+    "data network record rules topology",
+    "checkpoint eventlog launch model pricing servers stability sync",
     "events plan probe report",
     "config library",
-    "evaluate worker",
+    "diary evaluate worker",
     "simulate train virtual",
+    "serve",
     "cli",
     "__main__",
 )

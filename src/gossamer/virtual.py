@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer import checkpoint
 from gossamer.codecs import CODECS
-from gossamer.config import RunConfig, digest, dump
+from gossamer.config import RunConfig, dump
 from gossamer.data import open_corpus
+from gossamer.diary import Diary
 from gossamer.errors import ConfigError, PairingError, choose
 from gossamer.evaluate import Probe, assess, mean_of, publish
 from gossamer.eventlog import EventWriter
-from gossamer.events import Absence, GossipRun, PairRun, Record, ServerRun, Transfer, Update
+from gossamer.events import Absence, GossipRun, PairRun, ServerRun
 from gossamer.events.agenda import Links
 from gossamer.fragment import Layout
 from gossamer.launch import available_cores
@@ -72,9 +72,13 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
             RunFolder(folder, dump(config), config.record) as record,
             EventWriter(folder, network=name, workers=config.workers) as log,
         ):
-            diary = _Diary(config, run, folder, record, log, Probe(config, corpus, device), progress)
+            probe = Probe(config, corpus, device)
+            diary = Diary(
+                config, folder, record, log, lambda: _assessed(run, probe), lambda: _snapshots(run, config.workers), progress
+            )  # fmt: skip
+            steps = [worker.local_steps for worker in workers]
             for event in run.run():
-                diary.enter(event, learners)
+                diary.enter(event, run.time_s, steps)
             diary.close_round(config.rounds)
     if config.record.export:
         publish(config, corpus, _model(run), folder)
@@ -265,70 +269,11 @@ class _Learner:
         return phase
 
 
-class _Diary:
-    """What is written down of a run as it goes: every event, and validation and snapshots at the ends of rounds."""
-
-    def __init__(
-        self, config: RunConfig, run: _Loop, folder: Path, record: RunFolder, log: EventWriter, probe: Probe,
-        progress: Progress | None,
-    ) -> None:  # fmt: skip
-        self._config, self._run, self._record, self._log, self._probe = config, run, record, log, probe
-        self._store, self._progress, self._digest = folder / "checkpoints", progress, digest(config)
-        self._round = self._steps = 0
-        self._losses: list[float] = []
-        self.loss, self.tokens, self.time_s = math.nan, 0, 0.0
-
-    def enter(self, event: Record, learners: Sequence[_Learner]) -> None:
-        """Writes one event, and closes the rounds that end with it; the last ends with the run."""
-        fields = {name: value for name, value in event._asdict().items() if name not in ("report", "change", "kind")}
-        if isinstance(event, Absence):
-            self._log.write(self._round, event.change, **fields)
-            return
-        self.time_s = self._run.time_s
-        served = isinstance(self._run, ServerRun)
-        if isinstance(event, Transfer):
-            self._log.write(self._round, event.kind, **fields)
-        elif isinstance(event, Update):
-            self._log.write(self._round, "update", **fields)
-            self._steps += sum(learners[i].local_steps for i in event.workers)
-        else:
-            phase, worker, steps = event.report, event.worker, learners[event.worker].local_steps
-            self._log.write(self._round, "phase", **fields, steps=steps, tokens=phase.tokens)
-            done = event.number + 1
-            self._record.log(
-                "train", round=self._round, worker=worker, step=done * steps, loss=phase.loss, lr=phase.lr,
-                tokens=done * phase.tokens, time_s=self.time_s,
-            )  # fmt: skip
-            self._losses.append(phase.loss)
-            self.tokens += phase.tokens
-            self._steps += 0 if served else steps
-        while self._round < min(
-            self._steps // (self._config.workers * self._config.full_steps), self._config.rounds - 1
-        ):
-            self._round += 1
-            self.close_round(self._round)
-
-    def close_round(self, finished: int) -> None:
-        """Validates and saves what is due after so many rounds."""
-        config, run = self._config, self._run
-        if config.due(config.run.eval_every, finished):
-            if isinstance(run, ServerRun):
-                self.loss = self._probe.loss(run.model())
-                figures = {"loss": self.loss}
-            else:
-                figures = assess(run.models(), lambda models: [self._probe.loss(x) for x in models])._asdict()
-                self.loss = figures["loss"]
-            self._record.log(
-                "eval", round=finished - 1, step=finished * config.full_steps, tokens=self.tokens, time_s=self.time_s,
-                **figures,
-            )  # fmt: skip
-        if config.due(config.run.checkpoint_every, finished):
-            for owner, state in _snapshots(run, config.workers):
-                checkpoint.save(self._store, finished, owner, state, digest=self._digest)
-        if self._progress is not None and self._losses:
-            figures = {"loss": math.fsum(self._losses) / len(self._losses), "val": self.loss, "time_s": self.time_s}
-            self._progress.update(config.name, finished, **{k: v for k, v in figures.items() if not math.isnan(v)})
-            self._losses.clear()
+def _assessed(run: _Loop, probe: Probe) -> dict[str, Any]:
+    """The figures of a validation: of the server's model, or of the mean and each worker's own."""
+    if isinstance(run, ServerRun):
+        return {"loss": probe.loss(run.model())}
+    return assess(run.models(), lambda models: [probe.loss(x) for x in models])._asdict()
 
 
 def _model(run: _Loop) -> Tensor:
