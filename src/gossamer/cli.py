@@ -75,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="RUN", help="continue this run folder from the newest round that all own"
     )
     sub.add_argument("--local", type=int, metavar="N", help="start N worker processes on this machine")
+    sub.add_argument("--server", metavar="HOST:PORT", help="serve a run with a [server] here, or with --worker join it there")
+    sub.add_argument("--worker", type=int, metavar="I", help="be this worker of the server")
 
     sub = command("compare", _compare, "Simulate every variant of an experiment file and write one table and report.")
     run_file(sub)
@@ -194,8 +196,11 @@ def _drive(config: "RunConfig", folder: Path, *, resume: bool = False) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     config, folder = _run(args)
+    if config.event_driven and config.server is None:
+        method = f"pair '{config.pair.name}'" if config.pair else "run.wait = false"
+        raise ConfigError(f"gossamer train got {method}, which real processes do not run; use gossamer simulate")
     if args.local is not None:
-        from gossamer.launch import run_local
+        from gossamer.launch import run_local, run_served
 
         if args.local != config.workers:
             raise ConfigError(f"--local {args.local} but the run file says workers = {config.workers}; make them equal")
@@ -209,10 +214,35 @@ def _train(args: argparse.Namespace) -> int:
                 str(folder),
                 *(word for one in args.set for word in ("--set", one)),
             ]
+        if config.server is not None:
+            return run_served(args.local, words)
         return run_local(args.local, words, timeout_s=config.run.timeout_s)
+    if config.server is not None:
+        return _train_served(config, folder, args)
+    if args.server is not None or args.worker is not None:
+        raise ConfigError(
+            f"--server {args.server} --worker {args.worker} was given but the run file has a rule; start it under torchrun"
+        )
     from gossamer.train import train
 
     train(config, folder, resume=args.resume is not None)
+    return 0
+
+
+def _train_served(config: "RunConfig", folder: Path, args: argparse.Namespace) -> int:
+    """The server of a run, or one of its workers."""
+    from gossamer.serve import address, serve, work
+
+    if args.server is None:
+        raise ConfigError(
+            f"the run has server '{config.server and config.server.name}' and nobody said where; give --local "
+            f"{config.workers}, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
+        )
+    host, port = address(args.server)
+    if args.worker is None:
+        serve(config, folder, host, port, resume=args.resume is not None)
+    else:
+        work(config, folder, host, port, args.worker)
     return 0
 
 

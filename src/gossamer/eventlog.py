@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossamer.errors import DataError
+from gossamer.record import atomic_write
 from gossamer.trace import json_line, json_lines
 
 __all__ = ["EventLog", "EventWriter", "event_files", "read_events"]
@@ -51,6 +52,7 @@ class EventWriter:
 
     Args:
         suffix: of the file's name, such as "-003" for a worker of a real run.
+        resume_round: the first round to run again: lines of it and of later rounds are dropped. None keeps all.
 
     >>> import tempfile
     >>> with EventWriter(Path(tempfile.mkdtemp()), network="even", workers=1) as log:
@@ -59,9 +61,12 @@ class EventWriter:
     array([1.5])
     """
 
-    def __init__(self, folder: Path, *, network: str, workers: int, suffix: str = "") -> None:
+    def __init__(self, folder: Path, *, network: str, workers: int, suffix: str = "", resume_round: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"events{suffix}.jsonl"
+        if resume_round is not None and self.path.exists():
+            kept = [line for where, line in json_lines(self.path) if _whole(line, "round", where, low=-1) < resume_round]
+            atomic_write(self.path, "".join(map(json_line, kept)).encode())
         self._file = self.path.open("a", encoding="utf-8")
         self.write(-1, "start", network=network, workers=workers)
 

@@ -36,7 +36,7 @@ from gossamer.topology import make_topology
 from gossamer.tree import leaves
 from gossamer.worker import LocalPhase, Worker, method
 
-__all__ = ["Outcome", "clock", "pair_rule", "server_rule", "simulate_events"]
+__all__ = ["Outcome", "clock", "paced", "pair_rule", "server_rule", "simulate_events"]
 
 
 class Outcome(NamedTuple):
@@ -57,17 +57,17 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
     Cost: parameters, gradients and inner state of every worker, and what the method keeps beside.
     """
     name, network = clock(config)
-    paced = _paced(config, network)
+    settled = paced(config, network)
     device = torch.device(
         "cuda" if config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available()) else "cpu"
     )
     make = _prepare(config)  # before the data: a mistake is better told at once
     corpus = open_corpus(config.data, config.workers, config.seed)
-    with _lanes(paced, device) as pool:
+    with _lanes(settled, device) as pool:
         tally = _Tally(config)
-        workers = [Worker(i, paced, local_sgd(), corpus, device) for i in range(config.workers)]
+        workers = [Worker(i, settled, local_sgd(), corpus, device) for i in range(config.workers)]
         learners = [_Learner(worker, tally, pool) for worker in workers]
-        run = make(paced, network, learners)
+        run = make(settled, network, learners)
         with (
             RunFolder(folder, dump(config), config.record) as record,
             EventWriter(folder, network=name, workers=config.workers) as log,
@@ -130,8 +130,8 @@ def _no_server_options(config: RunConfig, who: str) -> None:
         )
 
 
-def _paced(config: RunConfig, network: Network) -> RunConfig:
-    """The run with the local steps that its workers take."""
+def paced(config: RunConfig, network: Network) -> RunConfig:
+    """The run with the local steps that its workers take, fewer for the slow with `events.dylu`."""
     if not config.events.dylu:
         return config
     steps = config.run.local_steps
@@ -156,7 +156,7 @@ def _prepare(config: RunConfig) -> _Prepared:
     budget = config.workers * config.run.steps
     if config.server is not None:
         server = server_rule(config)
-        return lambda paced, network, learners: ServerRun(
+        return lambda settled, network, learners: ServerRun(
             server, learners, network, fragments=events.fragments, overlap=events.overlap, absences=absences, codec=codec,
             seed=config.seed, budget=budget, begins=_begins(learners),
         )  # fmt: skip
@@ -171,9 +171,9 @@ def _prepare(config: RunConfig) -> _Prepared:
                 "graph, and this one changes; use a static topology such as 'complete' or 'ring'"
             )
 
-        def pairs(paced: RunConfig, network: Network, learners: Sequence[_Learner]) -> PairRun:
+        def pairs(settled: RunConfig, network: Network, learners: Sequence[_Learner]) -> PairRun:
             step_s = Links(network, config.workers).step_s
-            phase_s = math.fsum(s * paced.local_steps(i) for i, s in enumerate(step_s)) / config.workers
+            phase_s = math.fsum(s * settled.local_steps(i) for i, s in enumerate(step_s)) / config.workers
             rates = meeting_rates(topology.mixing(0), (events.meetings or 1.0) / phase_s)
             conditions(config.workers, rates)  # refuses a graph that falls apart
             return PairRun(
@@ -189,7 +189,7 @@ def _prepare(config: RunConfig) -> _Prepared:
         )
     _no_server_options(config, f"rule '{config.rule.name}'")
     m = method(config)
-    return lambda paced, network, learners: GossipRun(
+    return lambda settled, network, learners: GossipRun(
         m.rule, m.topology, learners, network, absences=absences, codec=m.codec, seed=config.seed, budget=budget,
         begins=_begins(learners),
     )  # fmt: skip
