@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="RUN", help="continue this run folder from the newest round that all own"
     )
     sub.add_argument("--local", type=int, metavar="N", help="start N worker processes on this machine")
-    sub.add_argument("--server", metavar="HOST:PORT", help="serve a run with a [server] here, or with --worker join it there")
+    sub.add_argument(
+        "--server", metavar="HOST:PORT", help="serve a run with a [server] here, or with --worker join it there"
+    )
     sub.add_argument("--worker", type=int, metavar="I", help="be this worker of the server")
 
     sub = command("compare", _compare, "Simulate every variant of an experiment file and write one table and report.")

@@ -61,11 +61,15 @@ class EventWriter:
     array([1.5])
     """
 
-    def __init__(self, folder: Path, *, network: str, workers: int, suffix: str = "", resume_round: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, network: str, workers: int, suffix: str = "", resume_round: int | None = None
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"events{suffix}.jsonl"
         if resume_round is not None and self.path.exists():
-            kept = [line for where, line in json_lines(self.path) if _whole(line, "round", where, low=-1) < resume_round]
+            kept = [
+                line for where, line in json_lines(self.path) if _whole(line, "round", where, low=-1) < resume_round
+            ]
             atomic_write(self.path, "".join(map(json_line, kept)).encode())
         self._file = self.path.open("a", encoding="utf-8")
         self.write(-1, "start", network=network, workers=workers)

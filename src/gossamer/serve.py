@@ -207,7 +207,9 @@ def _restore(desks: Sequence[Desk], guests: Sequence[_Guest], saved: Any) -> Non
         own = [leaf for desk in desks for leaf in leaves(desk.state)]
         for mine, theirs in zip(own, saved["outer"], strict=True):
             if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ValueError(f"a tensor of {tuple(theirs.shape)} {theirs.dtype} for {tuple(mine.shape)} {mine.dtype}")
+                raise ValueError(
+                    f"a tensor of {tuple(theirs.shape)} {theirs.dtype} for {tuple(mine.shape)} {mine.dtype}"
+                )
         supply = iter(saved["outer"])
         for desk, updates in zip(desks, saved["updates"], strict=True):
             desk.state, desk.updates = map_leaves(lambda _: next(supply), desk.state), int(updates)
@@ -420,7 +422,9 @@ class _Server:
             stream.receive(Ticket(0, 0, HELLO), [])
             worker = -1 if stream.peer is None else stream.peer
             if not 0 <= worker < n:
-                raise TransportError(f"{stream.name} calls itself worker {worker}; workers of this run are 0 to {n - 1}")
+                raise TransportError(
+                    f"{stream.name} calls itself worker {worker}; workers of this run are 0 to {n - 1}"
+                )
             stream.name = f"worker {worker}"
             stream.wait_at_most(self._config.run.timeout_s)
             self._events.put(_Joined(worker, stream, slot))
@@ -469,7 +473,9 @@ def _decoded(codec: Codec, frames: Sequence[Tensor], like: Tensor, worker: int) 
             f"worker {worker} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
         ) from None
     if not bool(torch.isfinite(message).all()):
-        raise TransportError(f"worker {worker} pushed {message.numel()} numbers that are not all finite; lower inner.lr")
+        raise TransportError(
+            f"worker {worker} pushed {message.numel()} numbers that are not all finite; lower inner.lr"
+        )
     return message
 
 
@@ -519,11 +525,15 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
         early_s = news.elapsed_us / 1e6 - time.monotonic()
         with (
             RunFolder(folder, dump(config), config.record, worker=worker, resume_round=cut) as record,
-            EventWriter(folder, network=HERE, workers=config.workers, suffix=f"-{worker:03}", resume_round=cut) as events,
+            EventWriter(
+                folder, network=HERE, workers=config.workers, suffix=f"-{worker:03}", resume_round=cut
+            ) as events,
         ):
             while news.go:
                 round, began_s = min(news.round, config.rounds - 1), time.monotonic() + early_s
-                learner.lead = news.round - seat.phases  # the learning rate goes by the run: the fast do not run out of it
+                learner.lead = (
+                    news.round - seat.phases
+                )  # the learning rate goes by the run: the fast do not run out of it
                 number, report, push = seat.train()
                 assert push is not None  # without overlap there is one after each phase
                 ended_s, p, done = time.monotonic() + early_s, push.fragment, number + 1
@@ -560,7 +570,9 @@ def _greeting(stream: Stream, number: int, p: int, fragment: Fragment) -> tuple[
     said, start = stream.receive(Ticket(number, p, GREET), like)
     news = _News(*said.tolist())
     if not 0 <= min(news) <= max(news) < 1 << 60 or max(news.round, news.phases, news.cut_round) >= 1 << 31:
-        raise TransportError(f"the server sent {news}, in which some numbers cannot be; install the same gossamer everywhere")
+        raise TransportError(
+            f"the server sent {news}, in which some numbers cannot be; install the same gossamer everywhere"
+        )
     return Greeting(start, news.updates), news
 
 

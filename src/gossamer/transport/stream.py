@@ -108,7 +108,9 @@ class Stream:
 
     def _lost(self, error: OSError) -> PeerError:
         if isinstance(error, TimeoutError):
-            return PeerError(f"{self.name} did nothing for {self._timeout_s:g} s; look at its log, or raise run.timeout_s")
+            return PeerError(
+                f"{self.name} did nothing for {self._timeout_s:g} s; look at its log, or raise run.timeout_s"
+            )
         return PeerError(f"the connection with {self.name} was lost ({error}); look at its log")
 
 
