@@ -35,16 +35,16 @@ from gossamer.events.agenda import Budget
 from gossamer.events.desk import Desk, Greeting, Push, Seat
 from gossamer.fragment import layout_of
 from gossamer.launch import LISTENER, end_with_launcher
+from gossamer.learner import WorkerLearner
 from gossamer.record import RunFolder
 from gossamer.rng import key as random_key
-from gossamer.rules import local_sgd
 from gossamer.servers import Fragment, pack
 from gossamer.servers.fragments import put, take
 from gossamer.transport import Ticket
 from gossamer.transport.stream import GREET, HELLO, PUSH, Stream, connect
 from gossamer.tree import Tree, leaves, map_leaves, nbytes
 from gossamer.virtual import clock, paced, server_rule
-from gossamer.worker import LocalPhase, Worker
+from gossamer.worker import LocalPhase
 
 __all__ = ["address", "serve", "work"]
 
@@ -507,7 +507,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
     settled, codec = _settled(config), CODECS[config.codec.name](**config.codec.options)
     store, key = folder / "checkpoints", digest(config)
     corpus = open_corpus(config.data, config.workers, config.seed)
-    learner = Worker(worker, settled, local_sgd(), corpus, _device(config, worker))
+    learner = WorkerLearner(worker, settled, corpus, _device(config, worker))
     fragments = pack(learner.layout, config.events.fragments)
     stream = connect(
         host, port, run=int(digest(settled), 16), me=worker, server=config.workers, timeout_s=config.run.timeout_s
@@ -531,9 +531,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
         ):
             while news.go:
                 round, began_s = min(news.round, config.rounds - 1), time.monotonic() + early_s
-                learner.lead = (
-                    news.round - seat.phases
-                )  # the learning rate goes by the run: the fast do not run out of it
+                learner.round = news.round
                 number, report, push = seat.train()
                 assert push is not None  # without overlap there is one after each phase
                 ended_s, p, done = time.monotonic() + early_s, push.fragment, number + 1

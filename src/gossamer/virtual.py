@@ -9,7 +9,7 @@ learning-rate schedule go by it.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,22 +19,21 @@ from torch import Tensor
 
 from gossamer.codecs import CODECS
 from gossamer.config import RunConfig, dump
-from gossamer.data import open_corpus
+from gossamer.data import Corpus, open_corpus
 from gossamer.diary import Diary
 from gossamer.errors import ConfigError, PairingError, choose
 from gossamer.evaluate import Probe, assess, mean_of, publish
 from gossamer.eventlog import EventWriter
 from gossamer.events import Absence, GossipRun, PairRun, ServerRun
 from gossamer.events.agenda import Links
-from gossamer.fragment import Layout
 from gossamer.launch import available_cores
+from gossamer.learner import WorkerLearner
 from gossamer.network import Network
 from gossamer.record import Progress, RunFolder
-from gossamer.rules import local_sgd
 from gossamer.servers import PAIRS, SERVERS, PairRule, ServerRule, conditions, dylu_steps, meeting_rates
 from gossamer.topology import make_topology
 from gossamer.tree import leaves
-from gossamer.worker import LocalPhase, Worker, method
+from gossamer.worker import LocalPhase, method
 
 __all__ = ["Outcome", "clock", "paced", "pair_rule", "server_rule", "simulate_events"]
 
@@ -65,8 +64,7 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
     corpus = open_corpus(config.data, config.workers, config.seed)
     with _lanes(settled, device) as pool:
         tally = _Tally(config)
-        workers = [Worker(i, settled, local_sgd(), corpus, device) for i in range(config.workers)]
-        learners = [_Learner(worker, tally, pool) for worker in workers]
+        learners = [_Learner(i, settled, corpus, device, tally, pool) for i in range(config.workers)]
         run = make(settled, network, learners)
         with (
             RunFolder(folder, dump(config), config.record) as record,
@@ -76,7 +74,7 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
             diary = Diary(
                 config, folder, record, log, lambda: _assessed(run, probe), lambda: _snapshots(run, config.workers), progress
             )  # fmt: skip
-            steps = [worker.local_steps for worker in workers]
+            steps = [learner.local_steps for learner in learners]
             for event in run.run():
                 diary.enter(event, run.time_s, steps)
             diary.close_round(config.rounds)
@@ -231,39 +229,25 @@ class _Tally:
         return self.steps // self._per_round
 
 
-class _Learner:
-    """A worker as the event loops drive it; a phase may be computed before the virtual time at which it ends."""
+class _Learner(WorkerLearner):
+    """A worker whose phase may be computed before the virtual time at which it ends."""
 
-    def __init__(self, worker: Worker, tally: _Tally, pool: ThreadPoolExecutor | None) -> None:
-        self._worker, self._tally, self._pool = worker, tally, pool
+    def __init__(
+        self, index: int, config: RunConfig, corpus: Corpus, device: torch.device, tally: _Tally, pool: Executor | None
+    ) -> None:
+        super().__init__(index, config, corpus, device)
+        self._tally, self._pool = tally, pool
         self._ahead: Future[LocalPhase] | None = None
-
-    @property
-    def x(self) -> Tensor:
-        """The flat parameters."""
-        return self._worker.x
-
-    @property
-    def layout(self) -> Layout:
-        """Where each tensor lies in them."""
-        return self._worker.layout
-
-    @property
-    def local_steps(self) -> int:
-        """Inner steps of a local phase."""
-        return self._worker.local_steps
 
     def begin(self, number: int) -> None:
         """A phase begins; nothing but itself touches x until it ends."""
-        self._worker.lead = (
-            self._tally.rounds - number
-        )  # the schedule goes by the run: fast workers do not run out of it
+        self.round = self._tally.rounds
         if self._pool is not None:
-            self._ahead = self._pool.submit(self._worker.local_phase, number)
+            self._ahead = self._pool.submit(super().local_phase, number)
 
     def local_phase(self, round: int) -> LocalPhase:
         """The inner steps of a phase, which ends now."""
-        phase = self._worker.local_phase(round) if self._ahead is None else self._ahead.result()
+        phase = super().local_phase(round) if self._ahead is None else self._ahead.result()
         self._ahead = None
         self._tally.steps += self.local_steps
         return phase

@@ -95,7 +95,7 @@ class Stream:
     def _exactly(self, size: int) -> Tensor:
         """The next so many bytes."""
         buffer = torch.empty(size, dtype=torch.uint8)
-        view, filled = memoryview(buffer.numpy()), 0
+        view, filled = buffer.numpy().data, 0
         while filled < size:
             try:
                 got = self._sock.recv_into(view[filled:])
