@@ -75,6 +75,10 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="RUN", help="continue this run folder from the newest round that all own"
     )
     sub.add_argument("--local", type=int, metavar="N", help="start N worker processes on this machine")
+    sub.add_argument(
+        "--server", metavar="HOST:PORT", help="serve a run with a [server] here, or with --worker join it there"
+    )
+    sub.add_argument("--worker", type=int, metavar="I", help="be this worker of the server")
 
     sub = command("compare", _compare, "Simulate every variant of an experiment file and write one table and report.")
     run_file(sub)
@@ -147,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("folders", type=Path, nargs="+", metavar="RUN")
     sub.add_argument("--out", type=Path, default=Path("report.html"))
 
-    command("list", _list, "List rules, topologies and codecs.")
+    command("list", _list, "List rules, topologies, codecs, servers and pairs.")
     return parser
 
 
@@ -169,18 +173,36 @@ def _run(args: argparse.Namespace) -> "tuple[RunConfig, Path]":
 
 def _simulate(args: argparse.Namespace) -> None:
     config, folder = _run(args)
+    if config.event_driven and args.resume is not None:
+        raise ConfigError(
+            f"'{folder}' looks at the clock, and what was under way when it stopped is not kept; start it anew in another folder"
+        )
+    _drive(config, folder, resume=args.resume is not None)
+    _tell({config.name: folder}, folder / "report.html")
+
+
+def _drive(config: "RunConfig", folder: Path, *, resume: bool = False) -> None:
+    """Trains all workers in this process, in rounds or over virtual time."""
     from gossamer.record import Progress
-    from gossamer.simulate import simulate
 
     with Progress(config.rounds, config.record.print_every) as progress:
-        simulate(config, folder, resume=args.resume is not None, progress=progress)
-    _tell({config.name: folder}, folder / "report.html")
+        if config.event_driven:
+            from gossamer.virtual import simulate_events
+
+            simulate_events(config, folder, progress=progress)
+        else:
+            from gossamer.simulate import simulate
+
+            simulate(config, folder, resume=resume, progress=progress)
 
 
 def _train(args: argparse.Namespace) -> int:
     config, folder = _run(args)
+    if config.event_driven and config.server is None:
+        method = f"pair '{config.pair.name}'" if config.pair else "run.wait = false"
+        raise ConfigError(f"gossamer train got {method}, which real processes do not run; use gossamer simulate")
     if args.local is not None:
-        from gossamer.launch import run_local
+        from gossamer.launch import run_local, run_served
 
         if args.local != config.workers:
             raise ConfigError(f"--local {args.local} but the run file says workers = {config.workers}; make them equal")
@@ -194,10 +216,35 @@ def _train(args: argparse.Namespace) -> int:
                 str(folder),
                 *(word for one in args.set for word in ("--set", one)),
             ]
+        if config.server is not None:
+            return run_served(args.local, words)
         return run_local(args.local, words, timeout_s=config.run.timeout_s)
+    if config.server is not None:
+        return _train_served(config, folder, args)
+    if args.server is not None or args.worker is not None:
+        raise ConfigError(
+            f"--server {args.server} --worker {args.worker} was given but the run file has a rule; start it under torchrun"
+        )
     from gossamer.train import train
 
     train(config, folder, resume=args.resume is not None)
+    return 0
+
+
+def _train_served(config: "RunConfig", folder: Path, args: argparse.Namespace) -> int:
+    """The server of a run, or one of its workers."""
+    from gossamer.serve import address, serve, work
+
+    if args.server is None:
+        raise ConfigError(
+            f"the run has server '{config.server and config.server.name}' and nobody said where; give --local "
+            f"{config.workers}, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
+        )
+    host, port = address(args.server)
+    if args.worker is None:
+        serve(config, folder, host, port, resume=args.resume is not None)
+    else:
+        work(config, folder, host, port, args.worker)
     return 0
 
 
@@ -207,8 +254,6 @@ def _compare(args: argparse.Namespace) -> None:
             "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
         )
     from gossamer.config import load, settings, variants
-    from gossamer.record import Progress
-    from gossamer.simulate import simulate
 
     document = load(args.file, settings(args.set))
     if args.seeds:
@@ -225,8 +270,7 @@ def _compare(args: argparse.Namespace) -> None:
                 f"'{folder}' of variant '{label}' is there already; name another folder with --out, or remove it"
             )
     for label, config in runs:
-        with Progress(config.rounds, config.record.print_every) as progress:
-            simulate(config, folders[label], progress=progress)
+        _drive(config, folders[label])
     _tell(folders, out / "report.html")
 
 
@@ -306,10 +350,16 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _price(args: argparse.Namespace) -> None:
+    from gossamer.eventlog import event_files
     from gossamer.network import read_network
     from gossamer.pricing import price
     from gossamer.trace import read_trace
 
+    if event_files(args.folder):
+        raise ConfigError(
+            f"'{args.folder}' looked at the clock, so its network decided what was computed; simulate it again with "
+            f"'{args.network}' as its [network.NAME]"
+        )
     trace = read_trace(args.folder)
     timeline = price(trace, read_network(args.network))
     print(
@@ -437,14 +487,22 @@ def _list(args: argparse.Namespace) -> None:
 
     from gossamer.codecs import CODECS
     from gossamer.rules import RULES
+    from gossamer.servers import PAIRS, SERVERS
     from gossamer.topology import TOPOLOGIES
 
-    for title, table in (("rules", RULES), ("topologies", TOPOLOGIES), ("codecs", CODECS)):
+    tables: dict[str, Any] = {
+        "rules": RULES, "topologies": TOPOLOGIES, "codecs": CODECS, "servers": SERVERS, "pairs": PAIRS,
+    }  # fmt: skip
+    for title, table in tables.items():
         view = Table(title=title, title_justify="left")
         for heading in ("name", "what it does", "options"):
             view.add_column(heading)
         for name, factory in table.items():
             parameters = inspect.signature(factory).parameters.values()
-            options = ", ".join(f"{p.name}={p.default}" for p in parameters if p.name not in ("n", "seed"))
+            options = ", ".join(
+                p.name if p.default is p.empty else f"{p.name}={p.default}"
+                for p in parameters
+                if p.name not in ("n", "seed")
+            )
             view.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)
         Console().print(view)

@@ -18,12 +18,14 @@ import tomli_w
 
 from gossamer.codecs import CODECS
 from gossamer.data import DataConfig
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError, PairingError, choose
+from gossamer.events import Away, EventsConfig
 from gossamer.inner import InnerConfig
 from gossamer.network import Network, from_options, to_options
 from gossamer.record import RecordConfig
 from gossamer.rules import RULES
 from gossamer.schedule import Schedule
+from gossamer.servers import PAIRS, SERVERS
 from gossamer.shapes import ModelConfig
 from gossamer.topology import TOPOLOGIES
 
@@ -55,6 +57,9 @@ class LoopConfig:
 
     steps: int = 300
     """Inner steps of a worker that takes the full number per round."""
+    wait: bool = True
+    """Whether a worker waits for the messages of its round; without, it mixes with what its peers published last, over the
+    virtual time of `events.network`."""
     local_steps: int | tuple[int, ...] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
     eval_every: int = 60
@@ -108,6 +113,11 @@ class RunConfig:
     rule: Choice = Choice("gasloc")
     topology: Choice = Choice("random")
     codec: Choice = Choice("exact")
+    server: Choice | None = None
+    """A server that takes each message as it comes, in place of rule and topology."""
+    pair: Choice | None = None
+    """What workers do that meet in pairs along the edges of the topology, in place of a rule."""
+    events: EventsConfig = EventsConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
@@ -129,6 +139,12 @@ class RunConfig:
             raise ConfigError(
                 f"run.mean is 'all_reduce', which blocks, and schedule.overlap_steps is {self.schedule.overlap_steps}; set "
                 "run.mean = 'ordered' to train while a mean is under way"
+            )
+        if self.event_driven and not (self.schedule.plain and self.inner.averaging is None):
+            given = "a [schedule]" if self.inner.averaging is None else f"inner.averaging = '{self.inner.averaging}'"
+            raise PairingError(
+                f"the run looks at the clock and has {given}, which is for rounds; leave it out (events.fragments and "
+                "events.overlap are a server's own)"
             )
         if self.inner.averaging is not None and self.schedule.fragments > 1:
             raise ConfigError(
@@ -153,6 +169,11 @@ class RunConfig:
         return self.run.steps // self.full_steps
 
     @property
+    def event_driven(self) -> bool:
+        """Whether it has no rounds: who was late decides what is computed."""
+        return self.server is not None or self.pair is not None or not self.run.wait
+
+    @property
     def step_tokens(self) -> int:
         """Tokens one worker trains on in one inner step."""
         return self.data.batch_size * self.data.accumulate * self.data.seq_len
@@ -163,7 +184,13 @@ class RunConfig:
         return finished == self.rounds or (every > 0 and here // every > before // every)
 
 
-_TABLES: dict[str, Mapping[str, Any]] = {"rule": RULES, "topology": TOPOLOGIES, "codec": CODECS}
+_TABLES: dict[str, Mapping[str, Any]] = {
+    "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
+}  # fmt: skip
+_INSTEAD: dict[str, tuple[str, ...]] = {
+    "server": ("rule", "pair", "topology"), "pair": ("rule", "server"), "rule": ("server", "pair"),
+}  # fmt: skip
+"""What each of the three kinds of method has no use for."""
 
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -203,8 +230,16 @@ def settings(words: list[str]) -> dict[str, Any]:
 
 
 def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one."""
+    """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one.
+
+    Naming a server drops the rule and the topology of the document, and so on: a run has one kind of method.
+    """
     result = copy.deepcopy(dict(document))
+    given = {key.partition(".")[0] for key in overrides}
+    for kind, others in _INSTEAD.items():
+        if kind in overrides or f"{kind}.name" in overrides:
+            for other in {*others} - given:
+                result.pop(other, None)
     for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
         *path, last = key.split(".")
         node: Any = result
@@ -254,6 +289,13 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
+    for kind, others in _INSTEAD.items():
+        if kind in document and (unused := [other for other in others if other in document]):
+            raise PairingError(
+                f"the run has [{kind}] and [{unused[0]}], but a {kind} method has no {unused[0]}; remove one of the two"
+            )
+    if "pair" in document and "topology" not in document:
+        document = {**document, "topology": {"name": "complete"}}
     return _build(RunConfig, document, "")
 
 
@@ -270,8 +312,10 @@ def _build(cls: type, table: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    if hint is Choice:
+    if hint in (Choice, Choice | None):
         return _choice(value, where)
+    if hint == tuple[Away, ...] and isinstance(value, list | tuple):
+        return tuple(_build(Away, row, where) for row in value)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, where)
     if where == "network":
@@ -327,12 +371,27 @@ def _choice(table: Any, where: str) -> Choice:
         if key not in allowed:
             known = choose("option", key, allowed) if allowed else f"unknown option '{key}'; it has none"
             raise ConfigError(f"{where} '{name}' got an {known}; correct or remove it")
+    parameters = inspect.signature(_TABLES[where][name]).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.name not in ("n", "seed", *options)]
+    if needed:
+        raise ConfigError(f"{where} '{name}' needs {', '.join(needed)} and got {options}; add what is missing")
     return Choice(name, options)
 
 
 def dump(config: RunConfig) -> str:
     """The resolved run as TOML; `parse` of it gives the run again."""
-    return tomli_w.dumps(_plain(config))
+    return tomli_w.dumps(_document(config))
+
+
+def _document(config: RunConfig) -> dict[str, Any]:
+    """The run as a document, without what its kind of method has no use for."""
+    document = _plain(config)
+    kind = next((kind for kind in ("server", "pair") if kind in document), "rule")
+    for unused in _INSTEAD[kind]:
+        document.pop(unused, None)
+    if not config.event_driven and config.events == EventsConfig():
+        document.pop("events")
+    return document
 
 
 def _plain(value: Any) -> Any:
@@ -350,9 +409,15 @@ def _plain(value: Any) -> Any:
 
 def digest(config: RunConfig) -> str:
     """Sixteen hex digits of everything that decides the numbers of a run; equal on all workers of one run."""
-    document = _plain(config)
+    document = _document(config)
+    networks = document["network"]
     for key in ("name", "record", "network"):
         document.pop(key)
+    if config.event_driven:
+        document["network"] = networks.get(config.events.network, networks)  # whose seconds decide the numbers
+    else:
+        document.pop("events", None)
+        document["run"].pop("wait")
     document["data"].pop("cache", None)
     for key in (
         "eval_every",
