@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
 from gossamer.utilisation import (
-    BANDWIDTHS_BPS,
     LINKS,
     METHODS,
     MODELS,
+    PUBLISHED_GBPS,
     STRAGGLER_METHODS,
     TARGETS,
     Link,
@@ -28,6 +28,7 @@ from gossamer.utilisation import (
     bandwidth_needed,
     bandwidth_table,
     batch_tokens_fit,
+    grid_steps_above_published,
     inner_lr_fit,
     loss_fit,
     matched_local_steps,
@@ -41,42 +42,15 @@ from gossamer.utilisation import (
     wall_clock_table,
 )
 
-PUBLISHED_GBPS = {
-    "1b": {
-        "data_parallel": (86.8, 152.6, 184.2, 222.3, 569.0),
-        "diloco": (1.4, 6.2, 13.3, 23.3, 86.8),
-        "streaming": (1.4, 5.2, 9.1, 16.0, 28.1),
-        "streaming_overlap": (1.4, 4.3, 6.2, 9.1, 11.0),
-        "streaming_overlap_fp4": (0.4, 0.9, 1.7, 2.0, 3.0),
-    },
-    "10b": {
-        "data_parallel": (104.8, 222.3, 222.3, 268.3, 471.5),
-        "diloco": (1.7, 7.5, 16.0, 33.9, 104.8),
-        "streaming": (1.7, 5.2, 9.1, 13.3, 19.3),
-        "streaming_overlap": (1.7, 3.6, 5.2, 6.2, 7.5),
-        "streaming_overlap_fp4": (0.4, 0.9, 1.4, 1.4, 1.7),
-    },
-    "100b": {
-        "data_parallel": (184.2, 323.8, 390.7, 390.7, 471.5),
-        "diloco": (3.0, 11.0, 23.3, 49.4, 184.2),
-        "streaming": (2.4, 6.2, 9.1, 11.0, 19.3),
-        "streaming_overlap": (1.7, 3.6, 4.3, 5.2, 5.2),
-        "streaming_overlap_fp4": (0.5, 0.9, 1.1, 1.1, 1.4),
-    },
-}
-"""Gbit/s for a utilisation of 50, 80, 90, 95 and 99 %: arXiv 2501.18512 (Streaming DiLoCo), table 4."""
-
 
 def grid_steps_off(**options: object) -> list[int]:
     """How many grid points each of the 75 bandwidths lies above the published one."""
-    grid = list(BANDWIDTHS_BPS)
-    off = []
-    for model, methods in PUBLISHED_GBPS.items():
-        for method, published in methods.items():
-            for row, gbps in zip(bandwidth_table(setting_of(model, method, **options)), published, strict=True):
-                nearest = int(np.abs(np.log(BANDWIDTHS_BPS / (gbps * 1e9))).argmin())
-                off.append(grid.index(row.bandwidth_bps) - nearest)
-    return off
+    return [
+        off
+        for model, methods in PUBLISHED_GBPS.items()
+        for method in methods
+        for off in grid_steps_above_published(model, method, **options)
+    ]
 
 
 @st.composite
@@ -116,6 +90,12 @@ def long_run(setting: Setting, bandwidth_bps: float, periods: int) -> float:
                 link = max(link, now) + bits / layers / bandwidth_bps
                 arrived[step, layer] = link
     return (periods - periods // 2) * H * setting.step_s / (now - started)
+
+
+def test_a_bandwidth_off_the_grid_by_a_step_is_counted_as_one():
+    # one bit per parameter less in sixteen moves what lies at the edge of a grid point, and nothing by two
+    off = grid_steps_above_published("1b", "diloco", bits_per_parameter=15.0)
+    assert set(off) == {0, -1}
 
 
 def test_the_published_table_is_met_within_one_grid_step_and_nearly_always_exactly():

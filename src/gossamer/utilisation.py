@@ -26,6 +26,7 @@ __all__ = [
     "LINKS",
     "METHODS",
     "MODELS",
+    "PUBLISHED_GBPS",
     "STRAGGLER_METHODS",
     "SUSTAINED_FLOPS",
     "TARGETS",
@@ -43,6 +44,7 @@ __all__ = [
     "bandwidth_needed",
     "bandwidth_table",
     "batch_tokens_fit",
+    "grid_steps_above_published",
     "inner_lr_fit",
     "loss_fit",
     "matched_local_steps",
@@ -312,6 +314,55 @@ def bandwidth_table(
     bandwidths = np.sort(np.asarray(bandwidths_bps, float), axis=None)
     reached = utilisation(setting, bandwidths)
     return [BandwidthNeeded(t, next((float(b) for b in bandwidths[reached >= t]), None)) for t in targets]
+
+
+PUBLISHED_GBPS: dict[str, dict[str, tuple[float, ...]]] = {
+    "1b": {
+        "data_parallel": (86.8, 152.6, 184.2, 222.3, 569.0),
+        "diloco": (1.4, 6.2, 13.3, 23.3, 86.8),
+        "streaming": (1.4, 5.2, 9.1, 16.0, 28.1),
+        "streaming_overlap": (1.4, 4.3, 6.2, 9.1, 11.0),
+        "streaming_overlap_fp4": (0.4, 0.9, 1.7, 2.0, 3.0),
+    },
+    "10b": {
+        "data_parallel": (104.8, 222.3, 222.3, 268.3, 471.5),
+        "diloco": (1.7, 7.5, 16.0, 33.9, 104.8),
+        "streaming": (1.7, 5.2, 9.1, 13.3, 19.3),
+        "streaming_overlap": (1.7, 3.6, 5.2, 6.2, 7.5),
+        "streaming_overlap_fp4": (0.4, 0.9, 1.4, 1.4, 1.7),
+    },
+    "100b": {
+        "data_parallel": (184.2, 323.8, 390.7, 390.7, 471.5),
+        "diloco": (3.0, 11.0, 23.3, 49.4, 184.2),
+        "streaming": (2.4, 6.2, 9.1, 11.0, 19.3),
+        "streaming_overlap": (1.7, 3.6, 4.3, 5.2, 5.2),
+        "streaming_overlap_fp4": (0.5, 0.9, 1.1, 1.1, 1.4),
+    },
+}
+"""Gbit/s for a utilisation of 50, 80, 90, 95 and 99 %, by model and method: arXiv 2501.18512 (Streaming DiLoCo), table 4."""
+
+
+def grid_steps_above_published(model: str, method: str, **options: Any) -> list[int]:
+    """How many points of the grid each bandwidth of `bandwidth_table` lies above the published one.
+
+    Raises: ConfigError for a name that is not in `PUBLISHED_GBPS`, an option out of bounds, or a target out of reach.
+
+    >>> grid_steps_above_published("1b", "diloco")
+    [0, 0, 0, 0, 0]
+    """
+    for what, name, table in (("model", model, PUBLISHED_GBPS), ("method", method, METHODS)):
+        if name not in table:
+            raise ConfigError(choose(f"published {what}", name, table))
+    off = []
+    for row, gbps in zip(
+        bandwidth_table(setting_of(model, method, **options)), PUBLISHED_GBPS[model][method], strict=True
+    ):
+        needed = math.inf if row.bandwidth_bps is None else row.bandwidth_bps
+        _within(f"bandwidth for a utilisation of {row.utilisation:.0%}", needed, needed < math.inf, "on the grid")
+        # The published ones have one decimal.
+        published = int(np.abs(np.log(BANDWIDTHS_BPS / (gbps * 1e9))).argmin())
+        off.append(int(np.searchsorted(BANDWIDTHS_BPS, needed)) - published)
+    return off
 
 
 class UtilisationAt(NamedTuple):
@@ -737,8 +788,10 @@ def straggler_table(
 def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], file: Path) -> None:
     """Draws points (bandwidth in bits per second, utilisation) of each curve into a file, PNG or SVG by its name.
 
+    An SVG says nothing of when it was made, so that equal curves are equal files.
     Raises: ConfigError for another kind of file or one that cannot be written.
     """
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     if file.suffix not in (".png", ".svg"):
@@ -754,7 +807,8 @@ def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], file: Path)
     axes.grid(which="both", linewidth=0.4)
     axes.legend()
     try:
-        figure.savefig(file, dpi=150)
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "gossamer"}):
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
     except OSError as error:
         raise ConfigError(
             f"the plot '{file}' cannot be written ({error}); name a file in a folder that exists"
