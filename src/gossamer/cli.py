@@ -388,7 +388,8 @@ def _utilisation(args: argparse.Namespace) -> None:
         options = settings(args.set)
     if args.analytic:
         if args.figure9 or args.plot is not None:
-            raise ConfigError("--analytic was given with --figure9 or --plot but stands alone; leave the others out")
+            other = "--figure9" if args.figure9 else f"--plot {args.plot}"
+            raise ConfigError(f"--analytic was given with {other} but stands alone; leave one of the two out")
         _tell_hours(options)
         return
     if args.figure9:
