@@ -145,6 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--figure9", action="store_true", help="all-reduce and gossip with one straggler instead, on the 70b model"
     )
+    sub.add_argument(
+        "--analytic", action="store_true", help="hours of a whole run by formula instead, on nodes in several sites"
+    )
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw utilisation against bandwidth (.png or .svg)")
 
     sub = command("report", _report, "Write one self-contained page with table and curves of several runs.")
@@ -433,6 +436,12 @@ def _utilisation(args: argparse.Namespace) -> None:
         from gossamer.config import settings
 
         options = settings(args.set)
+    if args.analytic:
+        if args.figure9 or args.plot is not None:
+            other = "--figure9" if args.figure9 else f"--plot {args.plot}"
+            raise ConfigError(f"--analytic was given with {other} but stands alone; leave one of the two out")
+        _tell_hours(options)
+        return
     if args.figure9:
         curves = _tell_stragglers(options)
     else:
@@ -444,6 +453,33 @@ def _utilisation(args: argparse.Namespace) -> None:
     if args.plot is not None:
         plot_curves(curves, args.plot)
         print(f"plot: {args.plot}")
+
+
+def _tell_hours(options: dict[str, Any]) -> None:
+    """Prints where the hours of a run go, method by method, and all that was assumed."""
+    import inspect
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from gossamer.errors import choose
+    from gossamer.utilisation import wall_clock_table
+
+    known = list(inspect.signature(wall_clock_table).parameters)
+    for name in options:
+        if name not in known:
+            raise ConfigError(choose("option of --analytic", name, known))
+    made = wall_clock_table(**options)
+    view = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("method", "hours", "computing", "reducing each step", "each round", "Gbit at once"):
+        view.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+    for row in made.rows:
+        total_s = row.clock.total_s
+        shares = (f"{seconds / total_s:.1%}" for seconds in row.clock)
+        view.add_row(row.method, f"{total_s / 3600:.4g}", *shares, f"{row.at_once_bits / 1e9:.4g}")
+    Console().print(view)
+    for sentence in made.assumptions:
+        print(f"assumed: {sentence}")
 
 
 def _tell_stragglers(options: dict[str, Any]) -> "dict[str, list[tuple[float, float]]]":
