@@ -21,7 +21,7 @@ MODULES = {  # dotted name: parsed source
 
 LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
     "errors rng tree",
-    "codecs fluid fragment inner matching mixing shapes trace transport utilisation",
+    "codecs figures fluid fragment inner matching mixing shapes trace transport utilisation",
     "data network record rules topology",
     "checkpoint launch model pricing servers stability sync",
     "plan probe report",
@@ -46,6 +46,7 @@ LIGHT = [
     "utilisation",
     "record",
     "report",
+    "figures",
     "cli",
 ]  # work without torch
 LATE = {"transformers", "tokenizers", "datasets", "pyarrow", "matplotlib", "tensorboard", "wandb"}  # slow, or optional

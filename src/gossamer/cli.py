@@ -79,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("compare", _compare, "Simulate every variant of an experiment file and write one table and report.")
     run_file(sub)
     sub.add_argument("--seeds", default="", metavar="0,1,2", help="run every variant with each of these seeds")
+    sub.add_argument("--scale", default="", metavar="NAME", help="take the sizes of the file's [scale.NAME]")
+    sub.add_argument("--resume", action="store_true", help="keep the runs that have ended, and train the others")
 
     sub = command(
         "evaluate", _evaluate, "Form the mean model of a run from snapshots of one round, score and export it."
@@ -206,28 +208,45 @@ def _compare(args: argparse.Namespace) -> None:
         raise ConfigError(
             "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
         )
-    from gossamer.config import load, settings, variants
+    from gossamer.config import figure, load, points, settings
     from gossamer.record import Progress
     from gossamer.simulate import simulate
 
     document = load(args.file, settings(args.set))
-    if args.seeds:
-        try:
-            document.setdefault("sweep", {})["seed"] = [int(seed) for seed in args.seeds.split(",")]
-        except ValueError:
-            raise ConfigError(f"--seeds got '{args.seeds}'; write whole numbers with commas, such as 0,1,2") from None
-    out = args.out or Path("runs") / args.file.stem
-    runs = variants(document)
-    folders = {label: out / _file_name(label) for label, _ in runs}
-    for label, folder in folders.items():
-        if folder.exists():
+    seeds = _whole_numbers("--seeds", args.seeds) if args.seeds else []
+    out = args.out or Path("runs") / "-".join([args.file.stem, *([args.scale] if args.scale else [])])
+    shown, runs = figure(document), points(document, seeds=seeds, scale=args.scale)
+    folders = {run.label: out / _file_name(run.label) for run in runs}
+    for run in runs:
+        if not args.resume and folders[run.label].exists():
             raise ConfigError(
-                f"'{folder}' of variant '{label}' is there already; name another folder with --out, or remove it"
+                f"'{folders[run.label]}' of variant '{run.label}' is there already; "
+                "name another folder with --out, remove it, or continue with --resume"
             )
-    for label, config in runs:
-        with Progress(config.rounds, config.record.print_every) as progress:
-            simulate(config, folders[label], progress=progress)
+    for run in runs:
+        if not (args.resume and _finished(run.config, folders[run.label])):
+            with Progress(run.config.rounds, run.config.record.print_every) as progress:
+                simulate(run.config, folders[run.label], progress=progress)
     _tell(folders, out / "report.html")
+
+
+def _finished(config: "RunConfig", folder: Path) -> bool:
+    """Whether this very run has ended in its folder; what a stopped one left there is removed, to start it again."""
+    import shutil
+
+    from gossamer.config import digest, load, parse
+    from gossamer.record import read_metrics
+
+    if not (folder / "run.toml").exists():
+        return False
+    if digest(parse(load(folder / "run.toml"))) != digest(config):
+        raise ConfigError(
+            f"'{folder}' holds a run with other settings than the file's; name another folder with --out, or remove it"
+        )
+    if any(line["kind"] == "eval" and line["round"] == config.rounds - 1 for line in read_metrics(folder)):
+        return True
+    shutil.rmtree(folder)
+    return False
 
 
 def _file_name(label: str) -> str:
