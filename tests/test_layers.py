@@ -21,10 +21,11 @@ MODULES = {  # dotted name: parsed source
 
 LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
     "errors rng tree",
-    "codecs figures fluid fragment inner matching mixing shapes trace transport utilisation",
+    "codecs fluid fragment inner matching mixing shapes trace transport utilisation",
     "data network record rules topology",
     "checkpoint launch model pricing servers stability sync",
     "plan probe report",
+    "figures",
     "config library",
     "evaluate worker",
     "events simulate train",

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from gossamer import __version__
-from gossamer.errors import ConfigError, GossamerError
+from gossamer.errors import ConfigError, GossamerError, TrainingError
 
 if TYPE_CHECKING:
     from gossamer.config import RunConfig
@@ -209,13 +209,14 @@ def _compare(args: argparse.Namespace) -> None:
             "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
         )
     from gossamer.config import figure, load, points, settings
-    from gossamer.record import Progress
+    from gossamer.figures import Outcome, draw, lines, table
+    from gossamer.record import Progress, atomic_write
     from gossamer.simulate import simulate
 
     document = load(args.file, settings(args.set))
     seeds = _whole_numbers("--seeds", args.seeds) if args.seeds else []
     out = args.out or Path("runs") / "-".join([args.file.stem, *([args.scale] if args.scale else [])])
-    shown, runs = figure(document), points(document, seeds=seeds, scale=args.scale)
+    asked, runs = figure(document), points(document, seeds=seeds, scale=args.scale)
     folders = {run.label: out / _file_name(run.label) for run in runs}
     for run in runs:
         if not args.resume and folders[run.label].exists():
@@ -226,8 +227,17 @@ def _compare(args: argparse.Namespace) -> None:
     for run in runs:
         if not (args.resume and _finished(run.config, folders[run.label])):
             with Progress(run.config.rounds, run.config.record.print_every) as progress:
-                simulate(run.config, folders[run.label], progress=progress)
-    _tell(folders, out / "report.html")
+                try:
+                    simulate(run.config, folders[run.label], progress=progress)
+                except TrainingError as error:  # that a setting diverges is a result of a comparison, not its end
+                    print(f"gossamer: {run.label}: {error}", file=sys.stderr)
+    rows = _tell(folders, out / "report.html")
+    outcomes = [Outcome(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
+    atomic_write(out / "outcomes.jsonl", lines(outcomes).encode())
+    if asked is not None:
+        atomic_write(out / "figure.md", table(outcomes, asked).encode())
+        atomic_write(out / "figure.svg", draw(outcomes, asked))
+        print(f"figure: {out / 'figure.svg'}, its numbers: {out / 'figure.md'}")
 
 
 def _finished(config: "RunConfig", folder: Path) -> bool:
@@ -253,8 +263,8 @@ def _file_name(label: str) -> str:
     return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
 
 
-def _tell(runs: dict[str, Path], page: Path) -> None:
-    """The table on the terminal and the report beside the runs."""
+def _tell(runs: dict[str, Path], page: Path) -> list[dict[str, Any]]:
+    """The table on the terminal and the report beside the runs; returns the table's rows."""
     from rich.console import Console
 
     from gossamer.record import atomic_write
@@ -272,6 +282,7 @@ def _tell(runs: dict[str, Path], page: Path) -> None:
             each = ", ".join(f"{loss:.4f}" for loss in losses)
             print(f"{method}: {mean:.4f} ± {deviation:.4f} over {len(losses)} seeds ({each})")
     print(f"report: {page}")
+    return rows
 
 
 def _networks(folder: Path) -> dict[str, Any]:
