@@ -273,8 +273,8 @@ def _draw_reach(outcomes: Sequence[Outcome], figure: Figure) -> Any:
     networks = list(dict.fromkeys(one.network for one in found))
     methods = list(dict.fromkeys(one.method for one in found))
     canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
-    for column, network in enumerate(networks):
-        axes = canvas.add_subplot(1, len(networks), column + 1)
+    panels = canvas.subplots(1, len(networks), squeeze=False)[0]
+    for axes, network in zip(panels, networks, strict=True):
         ends = {r.seed: r.row["loss_at_s"][network][-1] for r in outcomes if r.method == figure.target}
         for run in outcomes:
             if run.seed not in ends or not run.row["loss_at_s"].get(network):
@@ -288,11 +288,10 @@ def _draw_reach(outcomes: Sequence[Outcome], figure: Figure) -> Any:
                 axes.plot([hit], [0.0], marker="v", color=colour, markersize=6)
         axes.axhline(0.0, color="#2b2b2b", linewidth=0.8)
         axes.set_xlim(0, 1.02)
-        axes.set_ylim(-0.1, 0.6)
+        axes.set_ylim(-0.15, 0.6)
         axes.set_title(network, fontsize=10)
-        if column == 0:
-            axes.set_ylabel(f"validation loss above {figure.target}'s last")
         plain(axes, f"wall-clock over that of {figure.target}")
-    handles = [axes.plot([], [], color=line_style(place)[0], label=name)[0] for place, name in enumerate(methods)]
-    axes.legend(handles=handles, frameon=False)
+    panels[0].set_ylabel(f"validation loss above {figure.target}'s last")
+    handles = [panels[-1].plot([], [], color=line_style(i)[0], label=name)[0] for i, name in enumerate(methods)]
+    panels[-1].legend(handles=handles, frameon=False)
     return canvas

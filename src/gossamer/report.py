@@ -370,8 +370,9 @@ def drawing() -> Iterator[None]:
     """Settings under which a figure is made and written; a fixed salt makes equal figures equal bytes."""
     import matplotlib
 
-    settings = {"svg.hashsalt": "gossamer", "font.family": "DejaVu Sans", "font.size": 9, "text.color": _INK}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "gossamer", "font.family": "DejaVu Sans", "font.size": 9, "text.color": _INK}
+    ):
         yield
 
 
