@@ -253,7 +253,7 @@ def _draw_maps(outcomes: Sequence[Outcome], figure: Figure) -> Any:
         axes.imshow(grid, cmap="viridis_r", vmin=low, vmax=high, aspect="auto", origin="lower")
         best = min(mine.values())
         for (x, y), loss in mine.items():
-            dark = loss < (low + high) / 2
+            dark = loss > (low + high) / 2
             axes.text(
                 x_values.index(x), y_values.index(y), f"{loss:.3f}", ha="center", va="center",
                 color="white" if dark else "black", weight="bold" if loss == best else "normal",
