@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from gossamer.errors import ConfigError, GossamerError, TrainingError
 
 if TYPE_CHECKING:
     from gossamer.config import RunConfig
+    from gossamer.network import Network
 
 __all__ = ["main"]
 
@@ -176,7 +177,7 @@ def _simulate(args: argparse.Namespace) -> None:
 
     with Progress(config.rounds, config.record.print_every) as progress:
         simulate(config, folder, resume=args.resume is not None, progress=progress)
-    _tell({config.name: folder}, folder / "report.html")
+    _tell({config.name: folder}, folder / "report.html", config.network)
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -231,7 +232,7 @@ def _compare(args: argparse.Namespace) -> None:
                     simulate(run.config, folders[run.label], progress=progress)
                 except TrainingError as error:  # that a setting diverges is a result of a comparison, not its end
                     print(f"gossamer: {run.label}: {error}", file=sys.stderr)
-    rows = _tell(folders, out / "report.html")
+    rows = _tell(folders, out / "report.html", runs[0].config.network)
     outcomes = [Outcome(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
     atomic_write(out / "outcomes.jsonl", lines(outcomes).encode())
     if asked is not None:
@@ -263,14 +264,13 @@ def _file_name(label: str) -> str:
     return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
 
 
-def _tell(runs: dict[str, Path], page: Path) -> list[dict[str, Any]]:
-    """The table on the terminal and the report beside the runs; returns the table's rows."""
+def _tell(runs: dict[str, Path], page: Path, networks: "Mapping[str, Network]") -> list[dict[str, Any]]:
+    """The table on the terminal and the report beside the runs, priced on the networks; returns the table's rows."""
     from rich.console import Console
 
     from gossamer.record import atomic_write
     from gossamer.report import markdown_table, over_seeds, render_table, summary_rows, write_report
 
-    networks = _networks(next(iter(runs.values())))
     page.parent.mkdir(parents=True, exist_ok=True)
     write_report(runs, page, networks)
     rows = summary_rows(runs, networks)
@@ -285,11 +285,11 @@ def _tell(runs: dict[str, Path], page: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _networks(folder: Path) -> dict[str, Any]:
+def _networks(folder: Path) -> "Mapping[str, Network]":
     """The networks that a run file names."""
     from gossamer.config import load, parse
 
-    return dict(parse(load(folder / "run.toml")).network)
+    return parse(load(folder / "run.toml")).network
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -456,7 +456,7 @@ def _tell_stragglers(options: dict[str, Any]) -> "dict[str, list[tuple[float, fl
 
 
 def _report(args: argparse.Namespace) -> None:
-    _tell({folder.name: folder for folder in args.folders}, args.out)
+    _tell({folder.name: folder for folder in args.folders}, args.out, _networks(args.folders[0]))
 
 
 def _list(args: argparse.Namespace) -> None:
