@@ -26,6 +26,7 @@ LAYERS = (  # a unit (a module, or a package of modules) imports from the layers
     "data inner network record rules topology",
     "checkpoint eventlog launch model pricing servers stability sync",
     "events outer plan probe report",
+    "figures",
     "config library",
     "diary evaluate worker",
     "learner simulate train",
@@ -51,6 +52,7 @@ LIGHT = [
     "utilisation",
     "record",
     "report",
+    "figures",
     "cli",
 ]  # work without torch
 LATE = {"transformers", "tokenizers", "datasets", "pyarrow", "matplotlib", "tensorboard", "wandb"}  # slow, or optional
