@@ -19,6 +19,7 @@ from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.sgp import sgp
 from gossamer.rules.slowmo import slowmo
 from gossamer.rules.sparta import sparta
+from gossamer.rules.weighted import weighted
 
 __all__ = [
     "RULES",
@@ -45,6 +46,7 @@ __all__ = [
     "slowmo",
     "sparseloco",
     "sparta",
+    "weighted",
 ]
 
 RULES: dict[str, Callable[..., Rule]] = {
