@@ -108,14 +108,15 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
             f"'{folder}' has no round with snapshots of all {config.workers} workers (owned: {short}); "
             "bring the checkpoint folders of all machines together, or train past the first checkpoint"
         )
-    vectors = [checkpoint.load(store, newest, worker, key)["x"] for worker in range(config.workers)]
+    states = [checkpoint.load(store, newest, worker, key) for worker in range(config.workers)]
+    vectors = [state["x"] for state in states]
     corpus = open_corpus(config.data, config.workers, config.seed)
     probe = Probe(config, corpus, torch.device("cpu"))
     result = assess(vectors, lambda models: [probe.loss(x) for x in models])
     if not any(
         line["kind"] == "eval" and line["round"] == newest - 1 and "loss" in line for line in read_metrics(folder)
     ):
-        tokens = newest * config.step_tokens * sum(map(config.local_steps, range(config.workers)))
+        tokens = config.step_tokens * sum(state["steps_taken"] for state in states)
         with (folder / "metrics-evaluated.jsonl").open("a", encoding="utf-8") as file:
             step = newest * config.full_steps
             file.write(metrics_line("eval", round=newest - 1, step=step, tokens=tokens, **result._asdict()))
