@@ -156,6 +156,7 @@ def train(config, folder, *words):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(300)
 def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resumed(tmp_path):
     config = tiny(
         run__local_steps=8, run__steps=64, run__adapt=True, run__pace_s=[0.08, 0.08, 0.4], run__eval_every=0,
@@ -173,6 +174,7 @@ def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resume
 
 
 @pytest.mark.netns
+@pytest.mark.timeout(300)
 def test_a_slow_uplink_settles_on_fewer_steps(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("needs root to limit links")
