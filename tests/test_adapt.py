@@ -152,7 +152,7 @@ def train(config, folder, *words):
     (folder.parent / "run.toml").write_text(dump(config))
     target = words or (str(folder.parent / "run.toml"), "--out", str(folder))
     command = [sys.executable, "-m", "gossamer", "train", *target, "--local", str(config.workers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -193,4 +193,4 @@ def test_a_slow_uplink_settles_on_fewer_steps(tmp_path):
         links.train(names, tmp_path / "run.toml", tmp_path / "run")
     steps = read_trace(tmp_path / "run").steps
     # 0.31 s and 1.54 s for the 772 kB of a model: 20 steps, and 7 on the slow uplink.
-    assert steps[-1, 2] <= 12 and steps[-1, :2].min() >= 14, steps
+    assert steps[-1, 2] <= 11 and steps[-1, :2].min() >= 16, steps

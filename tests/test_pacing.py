@@ -199,6 +199,11 @@ def test_a_state_that_cannot_be_is_refused(change):
         pacer().restore({**pacer().state(), **change})
 
 
+def test_a_worker_that_sits_out_a_round_sends_as_much_in_the_others():
+    own = pacer()
+    assert [own.measured(1.0, sent, {}).sent_bytes for sent in (0, 80, 0, 0, 80)] == [0, 80, 80, 80, 80]
+
+
 def test_one_slow_round_changes_nothing():
     own = pacer(4, 4)
     for step_s in (1.0, 1.0, 1.0, 50.0, 1.0, 1.0):

@@ -124,7 +124,7 @@ class Note(NamedTuple):
 
     step_s: float
     sent_bytes: float
-    """In a round, as `first_leg_bytes`."""
+    """As `first_leg_bytes`, in a round in which it sends."""
     uplinks_bytes_per_s: Mapping[int, float]
     """The fastest that messages of each worker it heard came through to it, times how many messages the sender sent at once."""
 
@@ -167,9 +167,9 @@ def paces_of(notes: Sequence[Note]) -> list[Pace]:
 class Pacer:
     """Follows the seconds of one worker and those the others tell of, and says how many inner steps it takes.
 
-    Seconds of a step are the median of the last rounds, and links as fast as their fastest of these. Steps change once they
-    were too many or too few for two rounds running, by more than a twentieth and a quarter of a step, to the nearer of the
-    two that would have been right: no jitter from round to round, and at most that much of a round lost.
+    Seconds of a step and bytes of a round are the median of the last rounds, and links as fast as their fastest. Steps change
+    once they were too many or too few for two rounds running, by more than a twentieth and a quarter of a step, to the nearer
+    of the two that would have been right: no jitter from round to round, and at most that much of a round lost.
 
     Args: `steps` to begin with; `hidden` as in `cycle_s`.
     """
@@ -191,11 +191,11 @@ class Pacer:
                 seen[j] = max(rate, seen.get(j, 0.0))
         own_rate = uplinks_bytes_per_s.get(self.worker, math.inf)
         self.clock_s += self.steps * step_s + sent_bytes / own_rate
-        return Note(
-            statistics.median(note.step_s for note in self._rounds),
-            statistics.fmean(note.sent_bytes for note in self._rounds),
-            seen,
-        )
+        step_s = statistics.median(note.step_s for note in self._rounds)
+        sent = [
+            note.sent_bytes for note in self._rounds if note.sent_bytes
+        ]  # some topologies let a worker sit out a round
+        return Note(step_s, statistics.median(sent) if sent else 0.0, seen)
 
     def decided(self, notes: Mapping[int, Note], n: int) -> int:
         """Inner steps of the next round; as they are while a note of one of the n workers is missing."""
