@@ -138,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--codec", action="append", default=[], metavar="NAME", help="codec to try besides exact")
     sub.add_argument("--target", type=float, default=0.9, help="utilisation to reach (default: 0.9)")
     sub.add_argument("--out", type=Path, help="write a run file with the chosen settings")
+    sub.add_argument("--adapt", action="store_true", help="let its local steps follow the clock (run.adapt)")
+    sub.add_argument("--weigh-steps", action="store_true", help="let its workers count alike (run.weigh_steps)")
 
     sub = command("utilisation", _utilisation, "How much of a run is computing, at which bandwidth; published models.")
     sub.add_argument("--model", default="1b", help="1b, 10b, 70b or 100b (default: 1b)")
@@ -437,7 +439,8 @@ def _plan(args: argparse.Namespace) -> None:
     if args.out is not None:
         if args.out.exists():
             raise ConfigError(f"'{args.out}' is there already; name another file with --out, or remove it")
-        args.out.write_text(run_toml(made, name=args.out.stem), encoding="utf-8")
+        text = run_toml(made, name=args.out.stem, adapt=args.adapt, weigh_steps=args.weigh_steps)
+        args.out.write_text(text, encoding="utf-8")
         print(f"run file: {args.out}")
 
 

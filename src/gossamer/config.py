@@ -66,6 +66,12 @@ class LoopConfig:
     virtual time of `events.network`."""
     local_steps: int | tuple[int, ...] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
+    adapt: bool | str = False
+    """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
+    local_steps is what it begins with, and the largest of them the most that any takes. In place of true, the simulator
+    takes the name of the network whose seconds count."""
+    weigh_steps: bool = False
+    """Whether a worker that took fewer local steps has its drift scaled to as many as the others took (H / H_i)."""
     eval_every: int = 60
     """Inner steps between two validations, each after the first round that gets there; 0 validates only at the end."""
     eval_batches: int = 8
@@ -84,9 +90,9 @@ class LoopConfig:
     """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
     timeout_s: float = 300.0
     """How long a worker waits for a peer before it gives up."""
-    pace_s: float = 0.0
-    """Seconds that an inner step takes at least: a worker that is faster sleeps, to stand for a larger model. Sleeping counts
-    as computing in the trace."""
+    pace_s: float | tuple[float, ...] = 0.0
+    """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
+    stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""
 
     def __post_init__(self) -> None:
         steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
@@ -100,9 +106,15 @@ class LoopConfig:
             )
         if self.timeout_s <= 0:
             raise ConfigError(f"run.timeout_s is {self.timeout_s}; it must be above 0 seconds")
+        if self.adapt and max(steps) == 1:
+            raise ConfigError(
+                f"run.adapt is set and run.local_steps is {self.local_steps}, of which none can be left out; raise "
+                "run.local_steps to the most that a worker shall take"
+            )
         for name in ("eval_every", "checkpoint_every", "threads", "pace_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"run.{name} is {getattr(self, name)}; it must be 0 or more")
+            value = getattr(self, name)
+            if min(value if isinstance(value, tuple) else (value,)) < 0:
+                raise ConfigError(f"run.{name} is {value}; it must be 0 or more")
         if self.eval_batches < 1:
             raise ConfigError(f"run.eval_batches is {self.eval_batches}; it must be at least 1")
 
@@ -134,21 +146,32 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}; it must be at least 1")
-        h = self.run.local_steps
-        if isinstance(h, tuple) and len(h) != self.workers:
+        for name in ("local_steps", "pace_s"):
+            value = getattr(self.run, name)
+            if isinstance(value, tuple) and len(value) != self.workers:
+                raise ConfigError(
+                    f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
+                )
+        if isinstance(self.run.adapt, str) and self.run.adapt not in self.network:
+            known = (
+                choose("network", self.run.adapt, self.network) if self.network else "the run file declares no network"
+            )
             raise ConfigError(
-                f"run.local_steps has {len(h)} entries for {self.workers} workers; give one number, or one per worker"
+                f"run.adapt is '{self.run.adapt}': {known}; name a [network.NAME] of this file, or write true"
             )
         if self.run.mean == "all_reduce" and self.schedule.overlap_steps:
             raise ConfigError(
                 f"run.mean is 'all_reduce', which blocks, and schedule.overlap_steps is {self.schedule.overlap_steps}; set "
                 "run.mean = 'ordered' to train while a mean is under way"
             )
-        if self.event_driven and not (self.schedule.plain and self.inner.averaging is None):
-            given = "a [schedule]" if self.inner.averaging is None else f"inner.averaging = '{self.inner.averaging}'"
+        rounds_only = {
+            "[schedule]": not self.schedule.plain, "inner.averaging": self.inner.averaging is not None,
+            "run.adapt": bool(self.run.adapt), "run.weigh_steps": self.run.weigh_steps,
+        }  # fmt: skip
+        if self.event_driven and any(rounds_only.values()):
             raise PairingError(
-                f"the run looks at the clock and has {given}, which is for rounds; leave it out (events.fragments and "
-                "events.overlap are a server's own)"
+                f"the run looks at the clock and has {', '.join(key for key, given in rounds_only.items() if given)}, which is "
+                "for rounds; leave it out (events.fragments, events.overlap and events.dylu are a server's own)"
             )
         if self.inner.averaging is not None and self.schedule.fragments > 1:
             raise ConfigError(
@@ -157,7 +180,7 @@ class RunConfig:
             )
 
     def local_steps(self, worker: int) -> int:
-        """Inner steps per round of one worker (H_i)."""
+        """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
         h = self.run.local_steps
         return h[worker] if isinstance(h, tuple) else h
 
@@ -166,6 +189,11 @@ class RunConfig:
         """Inner steps per round of the worker that takes most (H)."""
         h = self.run.local_steps
         return max(h) if isinstance(h, tuple) else h
+
+    def pace_s(self, worker: int) -> float:
+        """Seconds that an inner step of one worker takes at least."""
+        pace_s = self.run.pace_s
+        return pace_s[worker] if isinstance(pace_s, tuple) else pace_s
 
     @property
     def rounds(self) -> int:
@@ -457,7 +485,7 @@ def digest(config: RunConfig) -> str:
     """Sixteen hex digits of everything that decides the numbers of a run; equal on all workers of one run."""
     document = _document(config)
     networks = document["network"]
-    for key in ("name", "record", "network"):
+    for key in ("name", "record", *(() if config.run.adapt else ("network",))):
         document.pop(key)
     if config.event_driven:
         document["network"] = networks.get(config.events.network, networks)  # whose seconds decide the numbers
