@@ -331,7 +331,7 @@ def test_a_killed_worker_leaves_the_others_to_the_end_and_a_new_process_takes_it
     config = served(
         workers=2,
         server__name="heloco",
-        run__steps=360,
+        run__steps=240,
         run__checkpoint_every=20,
         run__eval_every=180,
         run__pace_s=0.02,
