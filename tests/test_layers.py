@@ -24,10 +24,10 @@ LAYERS = (  # a unit (a module, or a package of modules) imports from the layers
     "codecs fluid fragment matching mixing schedule shapes trace transport utilisation",
     "data inner network record rules topology",
     "checkpoint launch model pricing servers stability sync",
-    "outer plan probe report",
+    "methods outer plan probe report",
     "config library",
     "evaluate worker",
-    "events simulate train",
+    "catalogue events simulate train",
     "cli",
     "__main__",
 )

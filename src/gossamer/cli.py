@@ -147,7 +147,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("folders", type=Path, nargs="+", metavar="RUN")
     sub.add_argument("--out", type=Path, default=Path("report.html"))
 
-    command("list", _list, "List rules, topologies and codecs.")
+    sub = command("list", _list, "List methods, rules, topologies and codecs.")
+    sub.add_argument(
+        "--markdown", action="store_true", help="the methods with what they send, keep and need: docs/methods.md"
+    )
     return parser
 
 
@@ -435,10 +438,14 @@ def _list(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from gossamer.catalogue import markdown, rows
     from gossamer.codecs import CODECS
     from gossamer.rules import RULES
     from gossamer.topology import TOPOLOGIES
 
+    if args.markdown:
+        print(markdown(), end="")
+        return
     for title, table in (("rules", RULES), ("topologies", TOPOLOGIES), ("codecs", CODECS)):
         view = Table(title=title, title_justify="left")
         for heading in ("name", "what it does", "options"):
@@ -448,3 +455,9 @@ def _list(args: argparse.Namespace) -> None:
             options = ", ".join(f"{p.name}={p.default}" for p in parameters if p.name not in ("n", "seed"))
             view.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)
         Console().print(view)
+    view = Table(title="methods", title_justify="left")
+    for heading in ("name", "made of", "sends", "a round", "keeps"):
+        view.add_column(heading)
+    for row in rows():
+        view.add_row(row.method, row.made_of.replace("`", ""), row.sends, row.sent, row.keeps)
+    Console().print(view)

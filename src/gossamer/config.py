@@ -20,9 +20,10 @@ from gossamer.codecs import CODECS
 from gossamer.data import DataConfig
 from gossamer.errors import ConfigError, choose
 from gossamer.inner import InnerConfig
+from gossamer.methods import recipe
 from gossamer.network import Network, from_options, to_options
 from gossamer.record import RecordConfig
-from gossamer.rules import RULES
+from gossamer.rules import RULES, WRAPPERS
 from gossamer.schedule import Schedule
 from gossamer.shapes import ModelConfig
 from gossamer.topology import TOPOLOGIES
@@ -198,8 +199,18 @@ def settings(words: list[str]) -> dict[str, Any]:
 
 
 def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one."""
+    """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one.
+
+    `method` stands for the settings of a recipe, which give way to what is said beside it.
+    """
     result = copy.deepcopy(dict(document))
+    if "method" in result:
+        base = with_settings({}, recipe(result.pop("method")).settings)
+        beside = _flat({key: result.pop(key) for key in [*result] if key in base})
+        result |= with_settings(base, beside)
+    if "method" in overrides:
+        own = {key: value for key, value in overrides.items() if key != "method"}
+        overrides = {**recipe(overrides["method"]).settings, **own}
     for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
         *path, last = key.split(".")
         node: Any = result
@@ -231,7 +242,7 @@ def variants(document: Mapping[str, Any]) -> list[tuple[str, RunConfig]]:
         own = {key: value for key, value in _flat(row).items() if key != "label"}
         for values in itertools.product(*grid.values()):
             point = dict(zip(grid, values, strict=True))
-            label = str(row.get("label", base.get("name", "run")))
+            label = str(row.get("label", row.get("method", base.get("name", "run"))))
             label += "".join(f" {key.rpartition('.')[2]}={value}" for key, value in point.items())
             runs.append((label, parse(with_settings(base, {**own, **point, "name": label}))))
     labels = [label for label, _ in runs]
@@ -243,13 +254,16 @@ def variants(document: Mapping[str, Any]) -> list[tuple[str, RunConfig]]:
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+        table_below = isinstance(value, dict) and (
+            value or not prefix
+        )  # an empty one inside another may mean something
+        flat.update(_flat(value, f"{prefix}{key}.") if table_below else {prefix + key: value})
     return flat
 
 
 def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
-    return _build(RunConfig, document, "")
+    return _build(RunConfig, with_settings(document, {}), "")
 
 
 def _build(cls: type, table: Any, where: str) -> Any:
@@ -316,13 +330,22 @@ def _choice(table: Any, where: str) -> Choice:
     name = table["name"]
     if name not in _TABLES[where]:
         raise ConfigError(choose(where, name, _TABLES[where]) + "; correct the name")
-    allowed = [p for p in inspect.signature(_TABLES[where][name]).parameters if p not in ("n", "seed")]
     options = {key: value for key, value in table.items() if key != "name"}
+    wrappers = WRAPPERS if where == "rule" else {}
+    own = [p for p in inspect.signature(_TABLES[where][name]).parameters if p not in ("n", "seed")]
+    _check_options(f"{where} '{name}'", options, [*own, *wrappers])
+    for key in options.keys() & wrappers.keys():
+        if not isinstance(options[key], Mapping):
+            raise ConfigError(f"{where}.{key} is {options[key]!r}; write its options as a table, which may be empty")
+        _check_options(f"{where}.{key}", options[key], [*inspect.signature(wrappers[key]).parameters][1:])
+    return Choice(name, options)
+
+
+def _check_options(who: str, options: Mapping[str, Any], allowed: list[str]) -> None:
     for key in options:
         if key not in allowed:
             known = choose("option", key, allowed) if allowed else f"unknown option '{key}'; it has none"
-            raise ConfigError(f"{where} '{name}' got an {known}; correct or remove it")
-    return Choice(name, options)
+            raise ConfigError(f"{who} got an {known}; correct or remove it")
 
 
 def dump(config: RunConfig) -> str:

@@ -18,7 +18,7 @@ from gossamer.inner import build_optimizer, clip_gradients, lr_scale, share_mome
 from gossamer.model import build_model, loss
 from gossamer.outer import Method, OuterLoop
 from gossamer.record import RunFolder
-from gossamer.rules import RULES
+from gossamer.rules import make_rule
 from gossamer.schedule import Stop
 from gossamer.topology import make_topology
 from gossamer.trace import Entry, Operation
@@ -34,7 +34,7 @@ def method(config: RunConfig) -> Method:
     Raises: ConfigError and PairingError.
     """
     topology = make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
-    rule = RULES[config.rule.name](**config.rule.options)
+    rule = make_rule(config.rule.name, **config.rule.options)
     codec = CODECS[config.codec.name](**config.codec.options)
     return outer.method(
         rule, topology, codec, config.schedule, local_steps=config.run.local_steps, compile=config.run.compile

@@ -1,0 +1,180 @@
+"""Every method by its name, as the settings of a run file: `method = "muloco"`.
+
+A rule of `RULES` is a method as it stands. What differs from a rule in no equation, but in the topology, codec, schedule or inner
+optimizer it is run with, is a row of `METHODS`; a row with the name of a rule says what its paper runs it with.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from gossamer.errors import ConfigError, choose
+from gossamer.rules import RULES, Rule
+
+__all__ = ["METHODS", "Recipe", "recipe", "recipes", "said"]
+
+
+class Recipe(NamedTuple):
+    """How a method is run."""
+
+    settings: Mapping[str, Any]
+    """Dotted keys of a run file, the rule among them."""
+    source: str = ""
+    """Where it is from, if not what the docstring of its rule says."""
+    differs: str = ""
+    """What differs from the source, beyond what the docstring of its rule says."""
+    fails: str = ""
+    """When it fails, if not what the docstring of its rule says."""
+
+
+_OVERLAP = {"schedule.overlap_steps": 5}
+METHODS: dict[str, Recipe] = {
+    # What the papers run these rules with.
+    "anchored_gasloc": Recipe({"codec.name": "int4"}),
+    "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
+    "sparseloco": Recipe({"codec.name": "topk2bit"}),
+    "sparta": Recipe({"run.local_steps": 1, "rule.one_in": 50}),
+    "sgp": Recipe({"run.local_steps": 1}),
+    # GASLoC.
+    "gasloc_2peer": Recipe({"rule.name": "gasloc", "topology.name": "random", "topology.peers": 2}),
+    "gasloc_published": Recipe({"rule.name": "gasloc", "rule.form": "published", "rule.momentum": 0.5}),
+    "gasloc_heavy_ball": Recipe({"rule.name": "gasloc", "rule.optimizer": "heavy_ball", "rule.momentum": 0.5}),
+    "gasloc_sgd": Recipe({"rule.name": "gasloc", "rule.optimizer": "sgd"}),
+    "gasloc_single_step": Recipe(
+        {
+            "rule.name": "gasloc", "rule.lr": 1.0, "rule.momentum": 0.5, "rule.alpha": "auto",
+            "topology.name": "exponential", "run.local_steps": 1,
+        },
+    ),
+    "gasloc_restarted": Recipe(
+        {"rule.name": "gasloc", "rule.restarted": {"every": 3}},
+        source="arXiv 2605.28585 for DiLoCo; for GASLoC ours",
+    ),
+    "gasloc_overlapped": Recipe({"rule.name": "gasloc", **_OVERLAP}, source="ours, after arXiv 2501.18512"),
+    "gasloc_streaming": Recipe(
+        {"rule.name": "gasloc", "schedule.fragments": 3, **_OVERLAP}, source="ours, after arXiv 2501.18512"
+    ),
+    # Around DiLoCo.
+    "fedavg_momentum": Recipe(
+        {"rule.name": "diloco", "rule.lr": 1.0, "rule.momentum": 0.5, "rule.optimizer": "heavy_ball"},
+        source="Hsu, Qi, Brown, arXiv 1909.06335",
+        differs="everyone takes part; their momentum is 0.9 and more, at smaller inner steps",
+        fails="η / (1 - μ), by which steady progress is multiplied, is large.",
+    ),
+    "fedadagrad": Recipe({"rule.name": "fedopt", "rule.optimizer": "adagrad"}),
+    "fedyogi": Recipe({"rule.name": "fedopt", "rule.optimizer": "yogi"}),
+    "muloco": Recipe(
+        {"rule.name": "diloco", "rule.momentum": 0.6, "inner.optimizer": "muon"},
+        source="arXiv 2505.23725",
+        differs="Muon's updates are scaled to AdamW's size, so that one inner learning rate serves both",
+    ),
+    "muloco_compressed": Recipe(
+        {
+            "rule.name": "diloco", "rule.momentum": 0.6, "rule.error_feedback": {"decay": 0.95},
+            "inner.optimizer": "muon", "codec.name": "topk2bit",
+        },
+        source="arXiv 2505.23725",
+        differs="their two bits are of all elements, by statistics of rows; `topk2bit` keeps the largest alone",
+        fails="a worker leaves: its leftovers are lost with it.",
+    ),
+    "opendiloco": Recipe(
+        {"rule.name": "diloco", "codec.name": "fp16"},
+        source="Jaghouar, Ong, Hagemann, arXiv 2407.07852",
+        differs="everyone gets the fp16 payloads of all others whole: for n > 4 more bytes than exact messages by chunk owners",
+    ),
+    "snoo": Recipe(
+        {"rule.name": "diloco", "workers": 1},
+        source="arXiv 2510.15830",
+        fails="the outer learning rate and momentum are those of many workers: less is averaged away.",
+    ),
+    "streaming_diloco": Recipe(
+        {
+            "rule.name": "diloco", "rule.lr": 0.4, "codec.name": "fp4",
+            "schedule.fragments": 3, "schedule.overlap_steps": 2, "schedule.merge": 0.5,
+        },
+        source="Douillard et al., arXiv 2501.18512",
+        differs="everyone gets the fp4 payloads of all others whole, n - 1 of them, where an all-reduce would send about two",
+        fails="the overlap is long: their loss held up to 5 steps of 30, and slowly falls behind beyond.",
+    ),
+    "naive_delayed": Recipe(
+        {"rule.name": "eager", "rule.fresh": False},
+        source="arXiv 2502.12996, as what eager updates are compared with",
+        fails="always, a little: its authors found it clearly worse than eager updates.",
+    ),
+    "des_loc": Recipe(
+        {"rule.name": "local_sgd", "schedule.inner_every": [3, 6]},
+        source="arXiv 2505.22549",
+        differs="parameters and moments are averaged after the optimizer step, not before it",
+    ),
+    "local_adam": Recipe(
+        {"rule.name": "local_sgd", "schedule.inner_every": [1, 1]},
+        source="as in arXiv 2505.22549, which halves its bytes",
+        differs="as in `des_loc`",
+    ),
+    # Decentralized, one step a round.
+    "d_psgd": Recipe(
+        {
+            "rule.name": "gossip", "topology.name": "ring", "run.local_steps": 1,
+            "inner.optimizer": "sgd", "inner.momentum": 0.0, "inner.lr": 0.5,
+        },
+        source="Lian et al., arXiv 1705.09056",
+    ),
+    "decentralized_adamw": Recipe(
+        {"rule.name": "gossip", "topology.name": "one_peer_exponential", "run.local_steps": 1},
+        source="arXiv 2410.11998",
+        differs="theirs takes the gradient at the point before mixing, to overlap the two",
+    ),
+    "gossip_pga": Recipe(
+        {"rule.name": "gossip", "topology.name": "pga", "run.local_steps": 1},
+        source="Chen et al., arXiv 2105.09080",
+        differs="any gossip rule may be put on `pga`",
+    ),
+    "overlap_sgp": Recipe(
+        {"rule.name": "sgp", "run.local_steps": 1, "schedule.overlap_steps": 1},
+        differs="what is heard a step late was sent with its weight, and both are added late together",
+    ),
+}  # fmt: skip
+"""Configurations by name; a row names its rule unless it has a rule's name."""
+
+
+@functools.cache
+def recipes() -> Mapping[str, Recipe]:
+    """All methods: every rule on what its tags ask for, then every other row of `METHODS` on what its rule's tags ask for.
+
+    >>> recipes()["omr"].settings
+    {'topology.name': 'complete', 'rule.name': 'omr'}
+    """
+    rows = {name: METHODS.get(name, Recipe({})) for name in RULES} | METHODS
+    found = {}
+    for name, row in rows.items():
+        factory = RULES[row.settings.get("rule.name", name)]
+        settings = {**_fitting(factory()), "rule.name": name, **row.settings}
+        found[name] = Recipe(
+            settings, row.source or said(factory, "Source"), row.differs, row.fails or said(factory, "Fails when")
+        )
+    return found
+
+
+def recipe(name: object) -> Recipe:
+    """A method by its name. Raises ConfigError, with the nearest name, when there is none."""
+    if not isinstance(name, str) or name not in recipes():
+        raise ConfigError(choose("method", str(name), recipes()) + "; correct the name")
+    return recipes()[name]
+
+
+def said(factory: Callable[..., Any], label: str) -> str:
+    """What a factory's docstring says under a label such as "Fails when", on one line; empty if it says nothing.
+
+    >>> said(RULES["easgd"], "Differs")[:10]
+    'no server.'
+    """
+    found = re.search(rf"^{label}: (.+(?:\n    .+)*)", inspect.getdoc(factory) or "", re.MULTILINE)
+    return " ".join(found[1].split()) if found else ""
+
+
+def _fitting(rule: Rule) -> dict[str, Any]:
+    """The topology that a rule's tags ask for, and how often it acts."""
+    names = {"everyone": "complete", "connected": "random", "static": "ring", "tree": "star", "push": "random_push"}
+    return {"topology.name": names[rule.needs], **({"run.local_steps": 1} if rule.site == "gradients" else {})}
