@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 from gossamer.fragment import attach, layout_of
-from gossamer.inner import InnerConfig, InnerOptimizer, Joined, build_optimizer, clip_gradients, lr_scale
+from gossamer.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
 from gossamer.model import ModelConfig, build_model
+from gossamer.optimizers import InnerOptimizer, Joined
 
 
 class Small(nn.Module):
@@ -112,12 +113,12 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_a_llama_and_nothing_els
 def test_frozen_parameters_are_left_out() -> None:
     model = small(flat=False)
     model.up.weight.requires_grad_(False)
-    for kind in ("adamw", "muon", "sgd"):
+    for kind in ("accum_adamw", "adamw", "muon", "sgd"):
         groups = build_optimizer(InnerConfig(optimizer=kind), model).param_groups
         assert all(p is not model.up.weight for group in groups for p in group["params"])
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["accum_adamw", "adamw", "muon", "sgd"])
 def test_every_optimizer_resumes_bit_for_bit_from_its_state(kind: str) -> None:
     config = InnerConfig(optimizer=kind, lr=0.01)
     model = small()
@@ -132,7 +133,7 @@ def test_every_optimizer_resumes_bit_for_bit_from_its_state(kind: str) -> None:
     assert torch.equal(vector(model), vector(resumed))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["accum_adamw", "adamw", "muon", "sgd"])
 def test_the_learning_rate_of_every_group_can_be_set(kind: str) -> None:
     model = small()
     optimizer = build_optimizer(InnerConfig(optimizer=kind), model)
@@ -143,7 +144,7 @@ def test_the_learning_rate_of_every_group_can_be_set(kind: str) -> None:
     assert torch.equal(vector(model), before)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["accum_adamw", "adamw", "muon", "sgd"])
 def test_gradients_can_be_kept_where_they_are(kind: str) -> None:
     model = small()
     optimizer = build_optimizer(InnerConfig(optimizer=kind), model)
@@ -232,6 +233,10 @@ def test_clipping_returns_the_norm_that_was_and_shortens_only_what_is_longer() -
         ({"warmup_steps": -1}, "inner.warmup_steps is -1"),
         ({"min_lr_ratio": 1.5}, "inner.min_lr_ratio is 1.5"),
         ({"decay_fraction": 0.0}, "inner.decay_fraction is 0.0"),
+        ({"moments_every": 0}, "inner.moments_every is 0 but must be at least 1"),
+        ({"averaging": "gap"}, "unknown inner.averaging 'gap'; did you mean 'gpa'"),
+        ({"mu_x": 1.0}, "inner.mu_x is 1.0 but must be at least 0 and below 1"),
+        ({"mu_y": -0.1}, "inner.mu_y is -0.1 but must be between 0 and 1"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(options: dict, sentence: str) -> None:

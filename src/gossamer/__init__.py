@@ -6,6 +6,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AccumAdamW": "gossamer.optimizers",
+    "GPA": "gossamer.optimizers",
     "Network": "gossamer.network",
     "Outer": "gossamer.library",
     "RULES": "gossamer.rules",

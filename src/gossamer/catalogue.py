@@ -25,7 +25,7 @@ from gossamer.sync import Kernel
 from gossamer.trace import Operation
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, nbytes
-from gossamer.worker import method
+from gossamer.worker import method, twice
 
 __all__ = ["Row", "Traffic", "markdown", "rows", "traffic"]
 
@@ -81,7 +81,10 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
     network, schedule, size = MemoryNetwork(n), config.schedule, layout.numel
     layout, spans = arrange(layout, schedule.fragments, schedule.pattern)
     x = torch.empty(size, device="meta")
-    parts = [(x[a:b], layout.slice(a, b)) for a, b in spans] + [(x, layout)] * len(schedule.inner_every)
+    parts = [(x[a:b], layout.slice(a, b)) for a, b in spans]
+    if config.inner.averaging is not None and m.rule.site == "parameters":
+        parts = [(torch.cat([x, x]), twice(layout))]
+    parts += [(x, layout)] * len(schedule.inner_every)
     loops = [
         OuterLoop(
             m, network.transport(i), parts, workers=n, local_steps=config.local_steps(i), full_steps=config.full_steps,
@@ -230,6 +233,8 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
     what = "gradients" if m.rule.site == "gradients" else " and ".join(words)
     if config.schedule.fragments > 1:
         what += f" in {config.schedule.fragments} parts"
+    if config.inner.averaging is not None and m.rule.site == "parameters":
+        what = f"averaged and last {what}"
     if config.schedule.inner_every:
         what += ", and moments at times"
     if "mean" in counted.kinds:

@@ -131,6 +131,11 @@ class RunConfig:
                 f"run.mean is 'all_reduce', which blocks, and schedule.overlap_steps is {self.schedule.overlap_steps}; set "
                 "run.mean = 'ordered' to train while a mean is under way"
             )
+        if self.inner.averaging is not None and self.schedule.fragments > 1:
+            raise ConfigError(
+                f"inner.averaging is '{self.inner.averaging}', whose iterate and average are exchanged together, and "
+                f"schedule.fragments is {self.schedule.fragments}; use 1"
+            )
 
     def local_steps(self, worker: int) -> int:
         """Inner steps per round of one worker (H_i)."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 
-__all__ = ["Layout", "Leaf", "arrange", "attach", "flat_gradients", "layout_of"]
+__all__ = ["Layout", "Leaf", "arrange", "attach", "flat_gradients", "layout_of", "views"]
 
 
 class Leaf(NamedTuple):
@@ -135,3 +135,9 @@ def flat_gradients(model: nn.Module, layout: Layout, buffer: Tensor) -> Tensor:
     for leaf in layout.leaves:
         parameters[leaf.name].grad = buffer[leaf.start : leaf.stop].view(leaf.shape)
     return buffer
+
+
+def views(model: nn.Module, layout: Layout, buffer: Tensor) -> dict[nn.Parameter, Tensor]:
+    """The place of every parameter in another flat buffer `[P]`: for what an optimizer keeps of each, and peers are sent."""
+    parameters = dict(model.named_parameters())
+    return {parameters[leaf.name]: buffer[leaf.start : leaf.stop].view(leaf.shape) for leaf in layout.leaves}

@@ -29,6 +29,7 @@ class Recipe(NamedTuple):
     """When it fails, if not what the docstring of its rule says."""
 
 
+_GPA = {"inner.averaging": "gpa", "inner.mu_x": 0.9934}
 _OVERLAP = {"schedule.overlap_steps": 5}
 METHODS: dict[str, Recipe] = {
     # What the papers run these rules with.
@@ -113,6 +114,24 @@ METHODS: dict[str, Recipe] = {
         source="as in arXiv 2505.22549, which halves its bytes",
         differs="as in `des_loc`",
     ),
+    # Averages of the inner optimizer's iterates.
+    "gpa": Recipe(
+        {"rule.name": "gossip", "topology.name": "complete", "workers": 1, **_GPA},
+        source="arXiv 2512.17131",
+        differs="average and iterate are both kept, two buffers for their one; `inner.mu_x = 0.9^(1/H)` is like H local steps",
+        fails="μ_x is so close to one that the average still holds early iterates at the end.",
+    ),
+    "gpa_data_parallel": Recipe({"rule.name": "data_parallel", **_GPA}, source="arXiv 2512.17131", differs="as in `gpa`"),
+    "gpa_gossip": Recipe(
+        {"rule.name": "gossip", **_GPA}, source="arXiv 2512.17131 for one worker; with gossip ours", differs="as in `gpa`"
+    ),
+    "schedule_free": Recipe(
+        {
+            "rule.name": "data_parallel", "inner.averaging": "schedule_free", "inner.mu_y": 0.9, "inner.schedule": "constant",
+        },
+        source="Defazio et al., arXiv 2405.15682",
+        differs="all steps weigh alike in the average, those of the warm-up too",
+    ),
     # Decentralized, one step a round.
     "d_psgd": Recipe(
         {
@@ -125,6 +144,14 @@ METHODS: dict[str, Recipe] = {
         {"rule.name": "gossip", "topology.name": "one_peer_exponential", "run.local_steps": 1},
         source="arXiv 2410.11998",
         differs="theirs takes the gradient at the point before mixing, to overlap the two",
+    ),
+    "decentralized_accum_adamw": Recipe(
+        {
+            "rule.name": "gossip", "topology.name": "one_peer_exponential", "run.local_steps": 1,
+            "inner.optimizer": "accum_adamw", "inner.betas": [0.9, 0.98],
+        },
+        source="arXiv 2410.11998",
+        differs="as in `decentralized_adamw`; in their GPT-2 runs `inner.moments_every` is 8",
     ),
     "gossip_pga": Recipe(
         {"rule.name": "gossip", "topology.name": "pga", "run.local_steps": 1},

@@ -151,17 +151,19 @@ def simulate(
                 for due in zip(*(w.loop.due(round, stops[w.index][0]) for w in workers), strict=True):
                     sync.settle(due, each)
                 each(lambda w: w.loop.hear_nothing(round, stops[w.index][0]), workers)
+                each(Worker.take_in, workers)
             each(lambda w: w.apply(round), workers)
 
             finished = round + 1
             if finished == config.rounds:
                 for due in zip(*(w.loop.rest() for w in workers), strict=True):
                     sync.settle(due, each)
+                each(Worker.take_in, workers)
             busy_s += time.perf_counter() - began
             for worker, (phases, operations) in zip(workers, told, strict=True):
                 worker.tell(record, round, phases, operations)
             if config.due(config.run.eval_every, finished):
-                final = assess(list(stacked), lambda models: each(score, models))
+                final = assess([w.evaluated for w in workers], lambda models: each(score, models))
                 step = finished * config.full_steps
                 record.log("eval", round=round, step=step, tokens=tokens(), **final._asdict())
             if config.due(config.run.checkpoint_every, finished):
@@ -173,7 +175,7 @@ def simulate(
             if finished == until:
                 break
         if final is None:
-            final = assess(list(stacked), lambda models: each(score, models))
+            final = assess([w.evaluated for w in workers], lambda models: each(score, models))
         if until is None and config.record.export:
-            publish(config, corpus, mean_of(list(stacked)), folder)
+            publish(config, corpus, mean_of([w.evaluated for w in workers]), folder)
     return Result(final, tokens(), (tokens() - before) / busy_s if busy_s else 0.0)

@@ -82,16 +82,18 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
                 phases.append(worker.local_phase(round, first, last, between))
                 operations.append(loop.post(round, stop))
                 loop.hear(round, stop)
+                worker.take_in()
             worker.apply(round)
 
             finished = round + 1
             if finished == config.rounds:
                 loop.end()
+                worker.take_in()
             worker.tell(record, round, phases, operations)
             phase = joined(phases)
             step, tokens = worker.steps_taken, worker.steps_taken * config.step_tokens
             if config.due(config.run.eval_every, finished):
-                own = probe.loss(worker.x)
+                own = probe.loss(worker.evaluated)
                 record.log("validation", round=round, worker=worker.index, step=step, tokens=tokens, loss=own)
                 print(
                     f"round {finished} of {config.rounds}: loss {phase.loss:.4f}, validation of this worker {own:.4f}"

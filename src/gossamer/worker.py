@@ -13,9 +13,10 @@ from gossamer.codecs import CODECS
 from gossamer.config import RunConfig, digest
 from gossamer.data import Corpus
 from gossamer.errors import CheckpointError, TrainingError
-from gossamer.fragment import arrange, attach, flat_gradients, layout_of
+from gossamer.fragment import Layout, arrange, attach, flat_gradients, layout_of, views
 from gossamer.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.model import build_model, loss
+from gossamer.optimizers import GPA
 from gossamer.outer import Method, OuterLoop
 from gossamer.record import RunFolder
 from gossamer.rules import make_rule
@@ -25,7 +26,7 @@ from gossamer.trace import Entry, Operation
 from gossamer.transport import Ticket, Transport
 from gossamer.tree import leaves
 
-__all__ = ["LocalPhase", "Worker", "joined", "method"]
+__all__ = ["LocalPhase", "Worker", "joined", "method", "twice"]
 
 
 def method(config: RunConfig) -> Method:
@@ -56,6 +57,14 @@ class LocalPhase(NamedTuple):
         return math.fsum(self.losses) / len(self.losses)
 
 
+def twice(layout: Layout) -> Layout:
+    """The layout of two such vectors, one after the other."""
+    n = layout.numel
+    return Layout(
+        (*layout.leaves, *(leaf._replace(start=leaf.start + n, stop=leaf.stop + n) for leaf in layout.leaves)), 2 * n
+    )
+
+
 def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
     """Consecutive phases as one."""
     losses = tuple(loss for phase in phases for loss in phase.losses)
@@ -65,7 +74,8 @@ def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
 class Worker:
     """One replica. `x` is its flat parameter vector `[P]`, of which the model's parameters are views.
 
-    It trains on its own; `join` gives it the outer loop through which it talks to its peers.
+    It trains on its own; `join` gives it the outer loop through which it talks to its peers. What is evaluated, saved and
+    published is `evaluated`: `x` itself, or the average of an optimizer that keeps one.
     """
 
     loop: OuterLoop
@@ -79,7 +89,17 @@ class Worker:
         schedule = config.schedule
         self.layout, self.spans = arrange(layout_of(self.model), schedule.fragments, schedule.pattern)
         self.x = attach(self.model, self.layout, buffer)
-        self.optimizer = build_optimizer(config.inner, self.model)
+        self.averaged: Tensor | None = None
+        """The average x and the iterate z of an optimizer that averages, one after the other `[2P]`; the parameters follow."""
+        homes = {}
+        if config.inner.averaging is not None:
+            self.averaged = torch.empty(2 * self.x.numel(), dtype=self.x.dtype, device=device)
+            homes = {
+                name: views(self.model, self.layout, half)
+                for name, half in zip("xz", self.averaged.chunk(2), strict=True)
+            }
+        self.evaluated = self.x if self.averaged is None else self.averaged[: self.x.numel()]
+        self.optimizer = build_optimizer(config.inner, self.model, **homes)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.moments: tuple[Tensor, Tensor] | None = None
         """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
@@ -97,6 +117,8 @@ class Worker:
         if m.rule.site == "gradients":
             x = self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
         parts = [(x[a:b], self.layout.slice(a, b)) for a, b in self.spans]
+        if self.averaged is not None and m.rule.site == "parameters":
+            parts = [(self.averaged, twice(self.layout))]  # mixing the parameters alone would part them from these two
         parts += [(moments, self.layout) for moments in self.moments or ()]
         self.loop = OuterLoop(
             m, transport, parts, workers=self.config.workers, local_steps=self.local_steps,
@@ -129,6 +151,11 @@ class Worker:
                 between()
         lr = self.optimizer.param_groups[0]["lr"]
         return LocalPhase(tuple(losses), lr, time.perf_counter() - began, tokens)
+
+    def take_in(self) -> None:
+        """What follows from what was just heard: an optimizer that averages makes the parameters anew."""
+        if isinstance(self.optimizer, GPA) and self.gradient is None:
+            self.optimizer.recompute()
 
     def apply(self, round: int) -> None:
         """The optimizer step on gradients that have been exchanged; nothing for a rule on parameters."""
@@ -190,7 +217,7 @@ class Worker:
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position, RNG."""
         return {
-            "x": self.x,
+            "x": self.evaluated,
             "outer": leaves(self.loop.state),
             "under_way": self.loop.state_under_way(),
             "steps_taken": self.steps_taken,
@@ -202,7 +229,7 @@ class Worker:
     def restore(self, state: dict[str, Any]) -> None:
         """Takes a checkpoint back. Raises CheckpointError when it does not fit this model or rule."""
         try:
-            mine, theirs = [self.x, *leaves(self.loop.state)], [state["x"], *state["outer"]]
+            mine, theirs = [self.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
             for own, saved in zip(mine, theirs, strict=True):
                 if own.shape != saved.shape or own.dtype != saved.dtype:
                     raise ValueError(

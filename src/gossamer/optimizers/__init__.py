@@ -1,0 +1,7 @@
+"""Inner optimizers that `torch.optim` does not have, and what a worker needs of any."""
+
+from gossamer.optimizers.accum_adamw import AccumAdamW
+from gossamer.optimizers.contract import InnerOptimizer, Joined
+from gossamer.optimizers.gpa import GPA, mu_x_like_diloco, toward
+
+__all__ = ["GPA", "AccumAdamW", "InnerOptimizer", "Joined", "mu_x_like_diloco", "toward"]

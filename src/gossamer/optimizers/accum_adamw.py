@@ -1,0 +1,92 @@
+"""AccumAdamW: AdamW whose moments see the mean gradient of several steps."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gossamer.errors import ConfigError
+from gossamer.optimizers.pieces import pieces
+
+__all__ = ["AccumAdamW"]
+
+
+class AccumAdamW(Optimizer):
+    """AdamW for workers that average often: it steps with every gradient g, and its moments keep means over s gradients only.
+
+    In every step t, with k = ⌈t / s⌉ and moments m', v' for this step alone:
+    m' = β₁ m + (1 - β₁) g;   v' = β₂ v + (1 - β₂) g²
+    θ ← (1 - lr λ) θ - lr m̂ / (√v̂ + ε)   with m̂ = m' / (1 - β₁ᵏ) and v̂ = v' / (1 - β₂ᵏ);   b ← b + g / s
+    and in every s-th step:   m ← β₁ m + (1 - β₁) b;   v ← β₂ v + (1 - β₂) b²;   b ← 0
+
+    The mean of s gradients has 1/s of their variance, like the mean over s workers; so v is like that of data parallelism.
+
+    Args: as in `torch.optim.AdamW`; `moments_every` is s.
+    Raises: ConfigError for values out of range.
+    Cost: AdamW's two moments and the sum b (3 P); what a step needs besides stays in the cache.
+    Source: Wang et al., arXiv 2410.11998; the bias correction by ⌈t / s⌉ and ε outside the root are those of the authors' code.
+    Differs: a parameter without a gradient is skipped, and its own count of steps with it.
+    Fails when: the moments are to follow a fast change, as β₁ and β₂ count windows: they remember s times as many steps.
+
+    With s = 1 it is bitwise `torch.optim.AdamW(foreach=False)`.
+
+    >>> w = torch.nn.Parameter(torch.tensor([1.0, -1.0]))
+    >>> optimizer = AccumAdamW([w], lr=0.25, weight_decay=0.0, moments_every=2)
+    >>> w.grad = torch.tensor([3.0, -0.1])
+    >>> optimizer.step(); w.data                         # the first step of Adam has the size lr, whatever the gradient
+    tensor([ 0.7500, -0.7500])
+    >>> optimizer.state[w]["exp_avg"]                    # which the moments have not seen yet
+    tensor([0., 0.])
+    """
+
+    def __init__(
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, *, moments_every: int = 4,
+    ) -> None:  # fmt: skip
+        for name, value, fine, allowed in [
+            ("lr", lr, lr >= 0, "at least 0"),
+            ("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
+            ("eps", eps, eps >= 0, "at least 0"),
+            ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
+            ("moments_every", moments_every, moments_every >= 1, "at least 1"),
+        ]:
+            if not fine:
+                raise ConfigError(f"AccumAdamW got {name} = {value}; allowed is {allowed}: correct it")
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments_every": moments_every}
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Takes one step along the gradients; returns the loss if a closure computes it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    _step(p, p.grad, self.state[p], group)
+        return loss
+
+
+def _step(theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str, Any]) -> None:
+    lr, (beta1, beta2), s = group["lr"], group["betas"], group["moments_every"]
+    if not own:
+        own.update(step=0, **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq", "accumulated")})
+    own["step"] += 1
+    k = math.ceil(own["step"] / s)
+    # The very operations of torch's Adam, so that s = 1 has its bits.
+    for p, g, m, v, b in pieces(theta, gradient, own["exp_avg"], own["exp_avg_sq"], own["accumulated"]):
+        now_m = torch.lerp(m, g, 1 - beta1)
+        now_v = v.mul(beta2).addcmul_(g, g, value=1 - beta2)
+        denominator = (now_v.sqrt() / (1 - beta2**k) ** 0.5).add_(group["eps"])
+        p.mul_(1 - lr * group["weight_decay"])
+        p.addcdiv_(now_m, denominator, value=-lr / (1 - beta1**k))
+        b.add_(g / s)
+        if own["step"] % s == 0:
+            m.lerp_(b, 1 - beta1)
+            v.mul_(beta2).addcmul_(b, b, value=1 - beta2)
+            b.zero_()

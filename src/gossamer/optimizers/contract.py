@@ -1,0 +1,65 @@
+"""What a worker needs of an inner optimizer, and how several are made one."""
+
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+__all__ = ["InnerOptimizer", "Joined"]
+
+
+class InnerOptimizer(Protocol):
+    """What a worker needs of an optimizer; everything in `torch.optim` has it."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Live groups of parameters: writing `group["lr"]` sets the learning rate."""
+        ...
+
+    def step(self) -> Any:
+        """Takes one step along the gradients."""
+        ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, or sets them to zero where they are."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs to continue bit for bit."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state back. Raises ValueError when it does not fit."""
+        ...
+
+
+class Joined:
+    """Optimizers over disjoint parameters that step as one."""
+
+    def __init__(self, **parts: Optimizer) -> None:
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts, in order."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    def step(self) -> None:
+        """Steps every part."""
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of every part, or sets them to zero where they are."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the parts by name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the states of all parts back. Raises ValueError when they are of other parts."""
+        if set(state_dict) != set(self.parts):
+            raise ValueError(f"the state is of the optimizers {sorted(state_dict)} and not of {sorted(self.parts)}")
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict[name])

@@ -1,0 +1,171 @@
+"""GPA: a running average of the iterates, near which the gradients are taken."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gossamer.errors import ConfigError
+from gossamer.optimizers.contract import InnerOptimizer
+from gossamer.optimizers.pieces import pieces
+
+__all__ = ["GPA", "mu_x_like_diloco", "toward"]
+
+
+class GPA(Optimizer):
+    """Primal averaging around any optimizer: it steps z with gradients taken at y, between z and the average x to be evaluated.
+
+    y = μ_y x + (1 - μ_y) z;   z ← the base optimizer's step from z, its gradients taken at y;   x ← μ_x x + (1 - μ_x) z
+
+    The model's parameters are y. `eval()` puts x in their place and `train()` y again, both exactly, as with the Schedule-Free
+    optimizers. Learning rates, schedules and clipping work as on the base, whose parameter groups these are.
+
+    Args:
+        base: any optimizer whose step needs no closure; its weight decay acts on z.
+        mu_x: weight of the old average in [0, 1): 0.9967 remembers some 300 steps. None weighs all alike, `x = mean of
+            z_0..z_t`, which is the averaging of Schedule-Free.
+        mu_y: where between z (0) and x (1) the gradients are taken.
+        x, z: where to keep the two of each parameter, such as views of a flat buffer; of its own making when None.
+    Raises: ConfigError for weights out of range; RuntimeError for a step in eval mode.
+    Cost: two copies of the parameters (2 P) and five passes over them a step. One copy would do, as x follows from y and z, but
+        only within rounding and not for μ_y = 0; and whoever mixes x and z with peers needs both.
+    Source: Defazio et al., arXiv 2512.17131; with `mu_x=None` Defazio et al., arXiv 2405.15682.
+    Differs: Schedule-Free weighs by the squared learning rate where that one warms up; here all steps weigh alike. A base with
+        an L2 gradient (torch's SGD with weight decay) takes it at z, not at y.
+    Fails when: something else moves the parameters between two steps: they are y, and the next step makes them anew from z
+        and x. Change those two instead and call `recompute`. In bf16 an average with μ_x near 1 stands still.
+
+    >>> w = nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = GPA(torch.optim.SGD([w], lr=0.5), mu_x=0.75, mu_y=0.5)
+    >>> w.grad = torch.tensor([1.0])
+    >>> optimizer.step()                    # z = 1 - 0.5, x = 0.75 + 0.25 z, y is half-way
+    >>> w.data
+    tensor([0.6875])
+    >>> optimizer.eval(); w.data
+    tensor([0.8750])
+    """
+
+    def __init__(
+        self, base: InnerOptimizer, *, mu_x: float | None = 0.9967, mu_y: float = 0.7,
+        x: Mapping[nn.Parameter, Tensor] | None = None, z: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        if mu_x is not None and not 0 <= mu_x < 1:
+            raise ConfigError(f"GPA got mu_x = {mu_x}; allowed is [0, 1): 0.9967 remembers some 300 steps")
+        if not 0 <= mu_y <= 1:
+            raise ConfigError(f"GPA got mu_y = {mu_y}; allowed is [0, 1]: choose a value in that range")
+        super().__init__(base.param_groups, getattr(base, "defaults", {}))
+        self.base, self.mu_x, self.mu_y = base, mu_x, mu_y
+        self.steps, self.training = 0, True
+        self.homes = {"x": x, "z": z}
+        self.param_groups = base.param_groups
+        for home in self.homes.values():
+            for p, place in (home or {}).items():
+                place.copy_(p.detach())  # so that they may be looked at before the first step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Takes one step along the gradients; returns the loss if a closure computes it."""
+        if not self.training:
+            raise RuntimeError(
+                f"the parameters are the average of {self.steps} steps, as after eval(), and not where gradients are to be "
+                "taken; call train() before the forward pass"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parts = [(p, *self._average(p)) for group in self.param_groups for p in group["params"]]
+        for p, _, z in parts:
+            p.copy_(z)
+        self.base.step()
+        self.steps += 1
+        c = 1 / (self.steps + 1) if self.mu_x is None else 1 - self.mu_x
+        for part in parts:
+            for p, x, z in pieces(*part):
+                z.copy_(p)
+                x.copy_(toward(x, z, c))
+                p.copy_(toward(z, x, self.mu_y))
+        return loss
+
+    def _average(self, p: nn.Parameter) -> tuple[Tensor, Tensor]:
+        """x and z of a parameter; both are the parameter when it is met for the first time."""
+        own = self.state[p]
+        if not own:
+            for name, home in self.homes.items():
+                own[name] = (torch.empty_like(p) if home is None else home[p]).copy_(p)
+        return own["x"], own["z"]
+
+    def eval(self) -> None:
+        """Puts the average x in the place of the parameters: what is to be evaluated, and published."""
+        self.training = False
+        self.recompute()
+
+    def train(self) -> None:
+        """Puts y in the place of the parameters: where gradients are to be taken."""
+        self.training = True
+        self.recompute()
+
+    @torch.no_grad()
+    def recompute(self) -> None:
+        """Makes the parameters anew from x and z, after these were changed from outside."""
+        for p, own in self.state.items():
+            p.copy_(toward(own["z"], own["x"], self.mu_y) if self.training else own["x"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs to continue bit for bit; x and z themselves, not copies."""
+        return {
+            **super().state_dict(),
+            "base": self.base.state_dict(),
+            "steps": self.steps,
+            "training": self.training,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a state back, and the parameters that follow from it. Raises ValueError when it does not fit."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for k, saved in state_dict["state"].items():
+            for name in self.homes:
+                if k >= len(parameters) or saved[name].shape != parameters[k].shape:
+                    raise ValueError(
+                        f"{name} of parameter {k} has the shape {tuple(saved[name].shape)} and the parameters have "
+                        f"{[tuple(p.shape) for p in parameters]}"
+                    )
+        self.base.load_state_dict(state_dict["base"])
+        self.param_groups = self.base.param_groups
+        self.steps, self.training = state_dict["steps"], state_dict["training"]
+        self.state.clear()
+        for k, saved in state_dict["state"].items():
+            for own, value in zip(self._average(parameters[k]), (saved["x"], saved["z"]), strict=True):
+                own.copy_(value)
+        self.recompute()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()  # torch's would leave the base behind when model and optimizer are copied together
+
+
+def toward(start: Tensor, end: Tensor, weight: float) -> Tensor:
+    """`(1 - weight) start + weight end`, exact at both ends and where the two are equal, which the plain formula is not.
+
+    >>> a, b = torch.tensor(0.1), torch.tensor(0.7)
+    >>> [bool(toward(a, b, weight) == end) for weight, end in ((0.0, a), (1.0, b))], bool(toward(b, b, 0.3) == b)
+    ([True, True], True)
+    """
+    if weight <= 0.5:
+        return start + weight * (end - start)
+    return end + (1 - weight) * (start - end)
+
+
+def mu_x_like_diloco(local_steps: int) -> float:
+    """The `mu_x` of GPA that averages like a DiLoCo of one worker with so many local steps and momentum 0.9: `0.9^(1/H)`.
+
+    Source: arXiv 2512.17131, table 4.
+
+    >>> [round(mu_x_like_diloco(h), 4) for h in (1, 8, 32, 128)]
+    [0.9, 0.9869, 0.9967, 0.9992]
+    """
+    if local_steps < 1:
+        raise ConfigError(f"mu_x_like_diloco got local_steps = {local_steps}; it must be at least 1")
+    return 0.9 ** (1 / local_steps)

@@ -1,0 +1,142 @@
+"""Runs whose optimizer keeps an average: it is what is evaluated, saved and published, and stopping costs nothing."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossamer import checkpoint
+from gossamer.config import RunConfig, digest
+from gossamer.data import open_corpus
+from gossamer.errors import ConfigError
+from gossamer.evaluate import Probe, evaluate
+from gossamer.optimizers import GPA
+from gossamer.optimizers.gpa import toward
+from gossamer.record import read_metrics
+from gossamer.simulate import simulate
+from gossamer.worker import Worker
+from test_train import finish, parameters, start
+from tiny import tiny
+
+ALONE = {"workers": 1, "rule__name": "gossip", "run__steps": 6, "inner__averaging": "gpa", "inner__mu_x": 0.8}
+TOGETHER = {
+    "workers": 2, "rule__name": "data_parallel", "topology__name": "complete", "run__local_steps": 1, "run__steps": 5,
+    "inner__averaging": "gpa", "inner__mu_x": 0.8,
+}  # fmt: skip
+
+
+def by_hand(config: RunConfig) -> Worker:
+    """One worker after all its inner steps, without a driver."""
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    worker = Worker(0, config, corpus, torch.device("cpu"))
+    for round in range(config.rounds):
+        worker.local_phase(round, 0, worker.local_steps)
+    return worker
+
+
+def evaluations(folder):
+    return [line["loss"] for line in read_metrics(folder) if line["kind"] == "eval"]
+
+
+@pytest.mark.parametrize("averaging", ["gpa", "schedule_free"])
+@pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw"])
+def test_one_worker_alone_is_evaluated_and_saved_at_its_average(averaging, optimizer, tmp_path):
+    config = tiny(**{**ALONE, "inner__averaging": averaging, "inner__optimizer": optimizer})
+    result = simulate(config, tmp_path / "run")
+    worker = by_hand(config)
+    assert isinstance(worker.optimizer, GPA)
+    assert torch.equal(parameters(tmp_path / "run", config)[0], worker.evaluated)
+    probe = Probe(config, worker.corpus, torch.device("cpu"))
+    assert result.final.loss == evaluations(tmp_path / "run")[-1] == probe.loss(worker.evaluated)
+    assert probe.loss(worker.x) != result.final.loss
+    worker.optimizer.eval()
+    assert torch.equal(worker.x, worker.evaluated)
+
+
+def test_gradients_are_taken_where_evaluation_is_not(tmp_path):
+    """The first steps of a run are evaluated at other points and trained at the same ones, whatever is averaged at μ_y = 0."""
+    plain = {key: value for key, value in ALONE.items() if not key.startswith("inner")}
+    for name, options in {"plain": plain, "averaged": {**ALONE, "inner__mu_y": 0.0}}.items():
+        simulate(tiny(**options), tmp_path / name)
+    train = [
+        [line["loss"] for line in read_metrics(tmp_path / n) if line["kind"] == "train"] for n in ("plain", "averaged")
+    ]
+    assert train[0] == train[1]
+    assert evaluations(tmp_path / "plain") != evaluations(tmp_path / "averaged")
+
+
+def test_an_average_without_memory_changes_no_bit_of_a_run(tmp_path):
+    plain = {key: value for key, value in ALONE.items() if not key.startswith("inner")}
+    with_average = tiny(**{**ALONE, "inner__mu_x": 0.0})
+    simulate(tiny(**plain), tmp_path / "plain")
+    simulate(with_average, tmp_path / "averaged")
+    assert torch.equal(
+        parameters(tmp_path / "plain", tiny(**plain))[0], parameters(tmp_path / "averaged", with_average)[0]
+    )
+    assert read_metrics(tmp_path / "plain") == read_metrics(tmp_path / "averaged")
+
+
+GOSSIP = {
+    "workers": 3, "rule__name": "gasloc", "topology__name": "complete", "rule__lr": 1.0, "rule__momentum": 0.0,
+    "run__steps": 6, "inner__averaging": "gpa", "inner__mu_x": 0.8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [ALONE, TOGETHER, GOSSIP], ids=["alone", "together", "gossip"])
+def test_a_run_with_an_average_that_is_stopped_and_resumed_equals_the_uninterrupted_run(options, tmp_path):
+    config = tiny(**options)
+    simulate(config, tmp_path / "whole")
+    simulate(config, tmp_path / "parts", until=2)
+    simulate(config, tmp_path / "parts", resume=True)
+    assert all(map(torch.equal, parameters(tmp_path / "whole", config), parameters(tmp_path / "parts", config)))
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "parts")
+    whole, parts = (
+        checkpoint.load(tmp_path / name / "checkpoints", config.rounds, 0, digest(config))["inner"]["state"]
+        for name in ("whole", "parts")
+    )
+    assert all(torch.equal(whole[k][name], parts[k][name]) for k in whole for name in ("x", "z"))
+
+
+@pytest.mark.parametrize("options", [TOGETHER, GOSSIP], ids=["together", "gossip"])
+def test_a_real_run_with_an_average_leaves_what_its_simulation_leaves(options, tmp_path):
+    config = tiny(**options, run__timeout_s=60)
+    code, output = finish(start(config, tmp_path / "real"))
+    assert code == 0, output
+    simulate(config, tmp_path / "simulated")
+    assert all(map(torch.equal, parameters(tmp_path / "real", config), parameters(tmp_path / "simulated", config)))
+    own = [line["loss"] for line in read_metrics(tmp_path / "real") if line["kind"] == "validation"]
+    assert own[-1] == pytest.approx(
+        evaluations(tmp_path / "simulated")[-1], abs=1e-5
+    )  # of this worker, and of the mean
+    assert evaluations(tmp_path / "simulated")[-1] == evaluate(tmp_path / "real")[1].loss
+
+
+def test_gossip_mixes_the_average_and_the_iterate_and_the_parameters_follow_from_them(tmp_path):
+    config = tiny(**GOSSIP)
+    simulate(config, tmp_path / "run")
+    states = [checkpoint.load(tmp_path / "run" / "checkpoints", config.rounds, w, digest(config)) for w in range(3)]
+    for name in ("x", "z"):
+        kept = [torch.cat([own[name].flatten() for own in state["inner"]["state"].values()]) for state in states]
+        torch.testing.assert_close(kept[0], kept[1])  # all mix with all
+        assert not torch.equal(kept[0], torch.zeros_like(kept[0]))
+    losses = [line["worker_losses"] for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"][-1]
+    assert max(losses) - min(losses) < 1e-3
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 1000), st.floats(0.0, 1.0))
+def test_mixing_the_average_and_the_iterate_is_mixing_the_parameters_too(seed, mu_y):
+    """y is linear in x and z, so a doubly stochastic mixing of these two keeps what makes them the parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = [torch.randn(2, 5, generator=generator, dtype=torch.float64) for _ in range(3)]
+    weights = torch.softmax(torch.randn(3, generator=generator, dtype=torch.float64), 0)
+    mixed = sum(w * pair for w, pair in zip(weights, pairs, strict=True))
+    parameters = [toward(z, x, mu_y) for x, z in pairs]
+    torch.testing.assert_close(
+        toward(mixed[1], mixed[0], mu_y), sum(w * y for w, y in zip(weights, parameters, strict=True))
+    )
+
+
+def test_fragments_of_an_average_and_its_iterate_are_refused():
+    with pytest.raises(ConfigError, match="exchanged together"):
+        tiny(schedule__fragments=2, inner__averaging="gpa")
