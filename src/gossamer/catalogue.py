@@ -4,19 +4,17 @@ The rounds that are counted run on tensors without data: every message, payload 
 """
 
 import functools
-import json
 import math
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from gossamer import sync
 from gossamer.config import RunConfig, parse, with_settings
 from gossamer.fragment import Layout, Leaf, arrange, layout_of
-from gossamer.methods import Recipe, recipes, said
+from gossamer.methods import Recipe, first_sentence, made_of, recipes, said
 from gossamer.model import build_model
 from gossamer.outer import Method, OuterLoop
 from gossamer.rules import RULES, Context
@@ -189,36 +187,13 @@ def _row(name: str, recipe: Recipe, layout: Layout) -> Row:
         needs.append("whole tensors")
     steps = "1 step" if config.full_steps == 1 else f"{config.full_steps} steps"
     return Row(
-        name, _first_sentence(recipe.source), _made_of(recipe.settings), steps, _sends(m, config, counted), sent, keeps,
+        name, first_sentence(recipe.source), made_of(recipe.settings), steps, _sends(m, config, counted), sent, keeps,
         "; ".join(needs), recipe.fails,
     )  # fmt: skip
 
 
-def _first_sentence(text: str) -> str:
-    return re.split(r"\.(?= [A-Z]|$)", text, maxsplit=1)[0]
-
-
 def _models(copies: float) -> str:
     return f"{copies:.3g} P" if round(copies, 6) else "0"
-
-
-def _made_of(settings: Mapping[str, Any]) -> str:
-    """Settings in few words: `rule gasloc(alpha = "auto")`, `topology random`, `run.local_steps = 1`."""
-    parts = []
-    for head in ("rule", "topology", "codec"):
-        if f"{head}.name" in settings:
-            own = [f"{k.partition('.')[2]} = {_value(v)}" for k, v in settings.items() if k.startswith(f"{head}.")]
-            options = ", ".join(one for one in own if not one.startswith("name = "))
-            parts.append(f"{head} `{settings[f'{head}.name']}{f'({options})' if options else ''}`")
-    rest = (item for item in settings.items() if item[0].partition(".")[0] not in ("rule", "topology", "codec"))
-    return ", ".join([*parts, *(f"`{key} = {_value(value)}`" for key, value in rest)])
-
-
-def _value(value: Any) -> str:
-    """As TOML has it."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + "}"
-    return json.dumps(value)
 
 
 def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:

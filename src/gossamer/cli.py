@@ -438,12 +438,14 @@ def _list(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from gossamer.catalogue import markdown, rows
     from gossamer.codecs import CODECS
+    from gossamer.methods import first_sentence, made_of, recipes
     from gossamer.rules import RULES
     from gossamer.topology import TOPOLOGIES
 
     if args.markdown:
+        from gossamer.catalogue import markdown
+
         print(markdown(), end="")
         return
     for title, table in (("rules", RULES), ("topologies", TOPOLOGIES), ("codecs", CODECS)):
@@ -456,8 +458,8 @@ def _list(args: argparse.Namespace) -> None:
             view.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)
         Console().print(view)
     view = Table(title="methods", title_justify="left")
-    for heading in ("name", "made of", "sends", "a round", "keeps"):
-        view.add_column(heading)
-    for row in rows():
-        view.add_row(row.method, row.made_of.replace("`", ""), row.sends, row.sent, row.keeps)
+    for heading in ("name", "made of", "source"):
+        view.add_column(heading, no_wrap=heading == "name")
+    for name, recipe in recipes().items():
+        view.add_row(name, made_of(recipe.settings).replace("`", ""), first_sentence(recipe.source))
     Console().print(view)

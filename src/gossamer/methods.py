@@ -6,6 +6,7 @@ optimizer it is run with, is a row of `METHODS`; a row with the name of a rule s
 
 import functools
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from gossamer.errors import ConfigError, choose
 from gossamer.rules import RULES, Rule
 
-__all__ = ["METHODS", "Recipe", "recipe", "recipes", "said"]
+__all__ = ["METHODS", "Recipe", "first_sentence", "made_of", "recipe", "recipes", "said"]
 
 
 class Recipe(NamedTuple):
@@ -199,6 +200,34 @@ def said(factory: Callable[..., Any], label: str) -> str:
     """
     found = re.search(rf"^{label}: (.+(?:\n    .+)*)", inspect.getdoc(factory) or "", re.MULTILINE)
     return " ".join(found[1].split()) if found else ""
+
+
+def first_sentence(text: str) -> str:
+    """The first of several sentences, without its dot."""
+    return re.split(r"\.(?= [A-Z]|$)", text, maxsplit=1)[0]
+
+
+def made_of(settings: Mapping[str, Any]) -> str:
+    """Settings in few words.
+
+    >>> made_of({"rule.name": "gasloc", "rule.lr": 1.0, "run.local_steps": 1})
+    'rule `gasloc(lr = 1.0)`, `run.local_steps = 1`'
+    """
+    parts = []
+    for head in ("rule", "topology", "codec"):
+        if f"{head}.name" in settings:
+            own = [f"{k.partition('.')[2]} = {_value(v)}" for k, v in settings.items() if k.startswith(f"{head}.")]
+            options = ", ".join(one for one in own if not one.startswith("name = "))
+            parts.append(f"{head} `{settings[f'{head}.name']}{f'({options})' if options else ''}`")
+    rest = (item for item in settings.items() if item[0].partition(".")[0] not in ("rule", "topology", "codec"))
+    return ", ".join([*parts, *(f"`{key} = {_value(value)}`" for key, value in rest)])
+
+
+def _value(value: Any) -> str:
+    """As TOML has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
 
 
 def _fitting(rule: Rule) -> dict[str, Any]:
