@@ -45,13 +45,13 @@ def measure(rule: Rule, numel: int) -> tuple[float, float]:
     mixing, network = topology.mixing(0), MemoryNetwork(n)
     xs = [torch.zeros(numel) for _ in range(n)]
     before = live_bytes()
-    states = [rule.init(x) for x in xs]
+    contexts = [Context(i, n, 0, 1, mixing.weight(i), Layout((), numel)) for i in range(n)]
+    states = [sync.initial_state(rule, mixing, x, ctx) for x, ctx in zip(xs, contexts, strict=True)]
     at_rest = (live_bytes() - before) / n
     before = live_bytes()
     transports = [network.transport(i) for i in range(n)]
     exchanges = []
-    for i, x in enumerate(xs):
-        ctx = Context(i, n, 0, 1, mixing.weight(i), Layout((), numel))
+    for i, (x, ctx) in enumerate(zip(xs, contexts, strict=True)):
         exchanges.append(
             sync.begin(rule, exact(), mixing, transports[i], sync.Part(x, states[i], ctx.layout), ctx, seed=0)
         )

@@ -31,8 +31,8 @@ ROWS = {
 def update(rule: Rule, kernel: Kernel, numel: int) -> tuple[Callable[[], None], int]:
     """One outer update of a worker with one peer, and the bytes it must touch."""
     x = torch.randn(numel)
-    s = rule.init(x)
     ctx = Context(0, 8, 0, 15, 0.5, Layout((), 0))
+    s = rule.init(x, ctx)
     message = rule.send(x, s, ctx)
     other = torch.randn(numel)
     own = 0 if message is x or rule.hear is not pull else 1

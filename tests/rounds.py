@@ -8,8 +8,9 @@ from torch import Tensor
 from gossamer import sync
 from gossamer.codecs import Codec, exact
 from gossamer.fragment import Layout, Leaf
+from gossamer.mixing import Mixing
 from gossamer.outer import Method, OuterLoop
-from gossamer.rules import Rule
+from gossamer.rules import Context, Rule
 from gossamer.schedule import Schedule
 from gossamer.topology import Topology
 from gossamer.transport.memory import MemoryNetwork
@@ -21,6 +22,11 @@ Drift = Callable[[int, int, Tensor], Tensor]
 def layout(numel: int) -> Layout:
     """A layout of one tensor."""
     return Layout((Leaf("w", (numel,), 0, numel),), numel)
+
+
+def context(worker: int, round: int, mixing: Mixing, x: Tensor) -> Context:
+    """What a worker that took one step knows of its round, before `sync` adds what the mixing says."""
+    return Context(worker, mixing.n, round, 1, mixing.weight(worker), layout(x.numel()))
 
 
 def serially(fn, items):

@@ -21,7 +21,7 @@ MODULES = {  # dotted name: parsed source
 
 LAYERS = (  # a unit (a module, or a package of modules) imports from the layers above its own line only
     "errors rng tree",
-    "optimizers",
+    "checks optimizers",
     "codecs fluid fragment matching mixing schedule shapes trace transport utilisation",
     "data inner network record rules topology",
     "checkpoint launch model pricing servers stability sync",

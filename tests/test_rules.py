@@ -19,6 +19,7 @@ from gossamer.rules import (
     Context,
     anchored,
     choco,
+    cocktail,
     diloco,
     eager,
     error_feedback,
@@ -51,6 +52,7 @@ ROWS = {
     "fedopt-adagrad": fedopt(optimizer="adagrad"),
     "fedopt-yogi": fedopt(optimizer="yogi"),
     "diloco-error_feedback": error_feedback(diloco()),
+    "cocktail-exact": cocktail(back="exact"),
     "noloco-anchored": anchored(noloco()),
     "gasloc-restarted": restarted(gasloc()),
     "sparta-halves": sparta(one_in=2),
@@ -63,13 +65,13 @@ P = 7
 
 
 def context(n=4, worker=0, round=0):
-    return Context(worker, n, round, 1, 0.5, layout(P))
+    return Context(worker, n, round, 1, 0.5, layout(P), peers=(1,))
 
 
 def some_round(rule, dtype):
     """The arguments of `recv` in some round: x, s, told, heard, context."""
     x, other = random_vectors(2, P, dtype=dtype)
-    s = rule.init(x + 1)
+    s = rule.init(x + 1, context())
     told = rule.send(x, s, context())
     theirs = rule.send(other, s, context())
     heard = map_leaves(lambda t: t.to(dtype), rule.hear(told, {1: theirs}, 0, ((0, 0.5), (1, 0.5))))
@@ -147,7 +149,7 @@ def spread(xs):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_rule_keeps_dtype_and_never_writes_into_what_it_is_given(rule, dtype):
     x, s, told, heard, ctx = some_round(rule, dtype)
-    assert not {leaf.data_ptr() for leaf in leaves(rule.init(x))} & {x.data_ptr()}
+    assert not {leaf.data_ptr() for leaf in leaves(rule.init(x, ctx))} & {x.data_ptr()}
     inputs = [x, *leaves(s), *leaves(told), *leaves(heard)]
     before, versions = [t.clone() for t in inputs], [t._version for t in inputs]
     message = rule.send(x, s, ctx)
@@ -156,7 +158,7 @@ def test_a_rule_keeps_dtype_and_never_writes_into_what_it_is_given(rule, dtype):
     assert all(map(torch.equal, inputs, before)) and versions == [t._version for t in inputs]
     assert {t.dtype for t in [y, *leaves((message, new, forgotten))] if t.numel() == P} == {dtype}
     assert [t.shape for t in leaves(new)] == [t.shape for t in leaves(s)]
-    assert sum(t.numel() == P for t in leaves(s)) == rule.state_copies
+    assert sum(t.numel() == P for t in leaves(s)) == rule.state_copies + len(ctx.peers) * rule.copies_per_peer
 
 
 @pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.elementwise])
@@ -324,7 +326,7 @@ def one_round_operator(rule, topology):
     columns = []
     for which, worker in itertools.product(range(2), range(n)):
         xs = [torch.zeros(1, dtype=torch.float64) for _ in range(n)]
-        states = [rule.init(x) for x in xs]
+        states = [rule.init(x, context()) for x in xs]
         (xs if which == 0 else [s.prev for s in states])[worker].fill_(1.0)
         if which == 0 and rule.options["lr"] != 1.0:
             states[worker].anchor.fill_(1.0)

@@ -399,7 +399,7 @@ def test_decoupled_diloco_merges_tensors_on_their_own_and_averages_embeddings():
 def test_decoupled_diloco_with_equal_learners_and_plain_averaging_is_diloco_to_the_last_bit():
     server, worker = decoupled_diloco(lr=0.7, momentum=0.9, merging="average"), diloco(lr=0.7, momentum=0.9)
     x, *drifts = random_vectors(1 + 4 * 6, P, dtype=torch.float32)
-    s, state = server.init(x), worker.init(x)
+    s, state = server.init(x), worker.init(x, None)
     for t in range(6):
         ends = [x + drift for drift in drifts[4 * t : 4 * t + 4]]
         messages = [server.greet(s) - end for end in ends]

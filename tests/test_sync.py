@@ -11,6 +11,7 @@ from gossamer.rules import (
     Context,
     anchored_gasloc,
     choco,
+    cocktail,
     diloco,
     easgd,
     error_feedback,
@@ -18,6 +19,7 @@ from gossamer.rules import (
     gasloc,
     noloco,
     omr,
+    relaysum,
     sgp,
     sparta,
 )
@@ -33,6 +35,7 @@ ODD = 2 * sync.PLAIN.chunk + 17
 UPDATES = [
     gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco(), anchored_gasloc(), choco(),
     easgd(), error_feedback(diloco(), 0.9), fedopt(), fedopt(optimizer="yogi"), omr(every=2), sgp(), sparta(3),
+    relaysum(), cocktail(), cocktail("exact"),
 ]  # fmt: skip
 
 
@@ -45,7 +48,7 @@ def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, othe
         "compiled": sync.compiled() if other == "compiled" else None,
     }[other]
     # Two peers give weights of 1/3, at which fused products show: for 1/2 they never do.
-    topology = make_topology("complete" if rule.needs == "everyone" else "ring", 3)
+    topology = make_topology({"everyone": "complete", "tree": "chain"}.get(rule.needs, "ring"), 3)
     start, drift = random_vectors(3, ODD, dtype=torch.float32), random_drift(ODD, dtype=torch.float32)
     expected, _ = play(rule, topology, start, 3, drift)
     got, _ = play(rule, topology, start, 3, drift, kernel=kernel)
@@ -108,7 +111,7 @@ def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name):
     exchanges, transports = [], []
     for i, x in enumerate(xs):
         ctx = Context(i, n, 0, 1, mixing.weight(i), layout(numel))
-        part = sync.Part(x, rule.init(x), ctx.layout)
+        part = sync.Part(x, sync.initial_state(rule, mixing, x, ctx), ctx.layout)
         transports.append(count(i, network.transport(i)))
         exchanges.append(sync.begin(rule, exact(), mixing, transports[i], part, ctx, seed=0))
     operations = drive(exchanges, serially)
@@ -135,12 +138,12 @@ def test_state_is_updated_in_place_and_messages_survive_the_update_of_their_send
     xs = random_vectors(4, 11, dtype=torch.float32)
     before = [x.clone() for x in xs]
     rule = gasloc(lr=1.0, momentum=0.0)  # sends x itself
-    parts = [sync.Part(x, rule.init(x), layout(11)) for x in xs]
+    contexts = [Context(i, 4, 0, 1, 0.25, layout(11)) for i in range(4)]
+    parts = [sync.Part(x, rule.init(x, ctx), ctx.layout) for x, ctx in zip(xs, contexts, strict=True)]
     transports = [network.transport(i) for i in range(4)]
     places = [leaf.data_ptr() for part in parts for leaf in leaves(part.s)]
     exchanges = [
-        sync.begin(rule, exact(), mixing, transports[i], part, Context(i, 4, 0, 1, 0.25, part.layout), seed=0)
-        for i, part in enumerate(parts)
+        sync.begin(rule, exact(), mixing, transports[i], part, contexts[i], seed=0) for i, part in enumerate(parts)
     ]
     drive(exchanges, serially)
     for x, own in zip(xs, before, strict=True):

@@ -18,6 +18,7 @@ OPTIONS: dict[str, list[dict]] = {
     "random_push": [{}, {"peers": 3}],
     "ring": [{}, {"edge_weight": 1.0}, {"edge_weight": 0.4}],
     "torus": [{}, {"rows": 2}],
+    "tree": [{}, {"branching": 1}, {"branching": 3}],
 }
 ROWS = [(name, options) for name in TOPOLOGIES for options in OPTIONS.get(name, [{}])]
 each_topology = pytest.mark.parametrize(("name", "options"), ROWS, ids=[f"{name}-{options}" for name, options in ROWS])
@@ -104,10 +105,10 @@ def test_the_tags_tell_the_topologies_apart() -> None:
         "pga",
         "random_push",
     }
-    assert {t.name for t in eight if t.static} == {"complete", "exponential", "ring", "star", "torus"}
+    assert {t.name for t in eight if t.static} == {"chain", "complete", "exponential", "ring", "star", "torus", "tree"}
     assert {t.name for t in eight if t.psd} == {"complete", "hypercube", "random", "star"}
     assert [t.name for t in eight if t.everyone] == ["complete"]
-    assert [t.name for t in eight if t.tree] == ["star"]
+    assert [t.name for t in eight if t.tree] == ["chain", "star", "tree"]
     assert {t.name for t in eight if t.exchangeable} == {"random", "random_push"}
     assert {t.name for t in eight if t.period is None} == {"random", "random_push"}
 
@@ -298,6 +299,18 @@ def test_the_hub_of_a_star_is_the_first_worker_alive() -> None:
     assert mixing.hears_from(2) == (3, 4) and mixing.hears_from(3) == mixing.hears_from(4) == (2,)
 
 
+def test_a_tree_of_one_branch_is_a_chain_and_one_of_many_a_star() -> None:
+    for n in range(1, 12):
+        assert make_topology("tree", n, branching=1).mixing(0) == make_topology("chain", n).mixing(0)
+        assert make_topology("tree", n, branching=max(1, n - 1)).mixing(0) == make_topology("star", n).mixing(0)
+
+
+def test_those_alive_close_up_in_a_chain_and_in_a_tree() -> None:
+    alive = frozenset({0, 2, 3, 5, 6})
+    assert [make_topology("chain", 7).mixing(0, alive).hears_from(i) for i in (0, 3, 6)] == [(2,), (2, 5), (5,)]
+    assert [make_topology("tree", 7).mixing(0, alive).hears_from(i) for i in (0, 2, 6)] == [(2, 3), (0, 5, 6), (2,)]
+
+
 def test_a_torus_is_as_square_as_it_can_be_unless_told() -> None:
     assert make_topology("torus", 12).mixing(0).hears_from(0) == (1, 3, 4, 8)  # 3 rows of 4
     assert make_topology("torus", 12, rows=2).mixing(0).hears_from(0) == (1, 5, 6)
@@ -323,6 +336,7 @@ def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
         ("random_push", 4, {"peers": 4}, "got peers = 4; allowed are whole numbers from 1 to 3"),
         ("pga", 4, {"every": 0}, "got every = 0; allowed are whole numbers of at least 1"),
         ("pga", 4, {"graph": "rign"}, "did you mean 'ring'"),
+        ("pga", 4, {"graph": 2}, "got graph = 2; allowed are a topology's name"),
         ("pga", 4, {"graph": {"peers": 2}}, "allowed are a topology's name"),
         ("pga", 4, {"graph": {"name": "ring", "peers": 2}}, "Allowed: edge_weight"),
         ("base", 4, {"peers": 0}, "got peers = 0; allowed are whole numbers from 1 to 3"),
@@ -330,6 +344,7 @@ def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
         ("torus", 7, {}, "got n = 7, a prime; .* use 8 workers, or topology 'ring'"),
         ("torus", 12, {"rows": 5}, "got rows = 5 for n = 12; allowed are 2, 3, 4, 6"),
         ("torus", 12, {"rows": 12}, "got rows = 12 for n = 12; allowed are 2, 3, 4, 6"),
+        ("tree", 4, {"branching": 0}, "got branching = 0; allowed are whole numbers of at least 1"),
         ("ring", 4, {"edge_weight": 0.0}, r"got edge_weight = 0.0; allowed is \(0, 1\]"),
         ("ring", 4, {"edge_weight": "half"}, "got edge_weight = 'half'"),
     ],

@@ -1,12 +1,11 @@
 """The methods as one table, counted from the running code: what each sends, keeps and needs, and when it fails.
 
-The rounds that are counted run on tensors without data: every message, payload and operation is really made.
+The rounds that are counted run on tensors without data: every message and payload is really made and sent, and none is heard.
 """
 
 import functools
 import math
 import re
-import sys
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from gossamer.model import build_model
 from gossamer.outer import Method, OuterLoop
 from gossamer.rules import RULES, Context
 from gossamer.shapes import parameter_count
-from gossamer.sync import Kernel
 from gossamer.trace import Operation
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, nbytes
@@ -30,7 +28,6 @@ __all__ = ["Row", "Traffic", "markdown", "rows", "traffic"]
 _BASE = {"workers": 8, "model.size": "134m", "run.steps": 120, "run.local_steps": 30}
 _VOCABULARY = 32_000
 _PROBE = 200
-_WHOLE = Kernel(sync.hear_and_recv, sys.maxsize)
 _NEEDS = {
     "everyone": "everyone to hear everyone: a barrier",
     "connected": "a graph that connects over time",
@@ -75,7 +72,7 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
 
     Args: `layout` is that of the whole model.
     """
-    m, n = method(config)._replace(kernel=_WHOLE), config.workers
+    m, n = method(config), config.workers
     network, schedule, size = MemoryNetwork(n), config.schedule, layout.numel
     layout, spans = arrange(layout, schedule.fragments, schedule.pattern)
     x = torch.empty(size, device="meta")
@@ -99,10 +96,8 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
                 loop.announce(t, stop)
             for mine, loop in zip(sent, loops, strict=True):
                 mine.extend(loop.post(t, stop))
-            for due in zip(*(loop.due(t, stop) for loop in loops), strict=True):
-                sync.settle(due, lambda fn, items: [fn(item) for item in items])
             for loop in loops:
-                loop.hear_nothing(t, stop)
+                loop.due(t, stop)  # and never finished: what is heard changes no byte
             under_way = [sum(nbytes(tuple(one["sent"])) for one in loop.state_under_way()) for loop in loops]
             flight = max(flight, *under_way)
     totals = [sum(b for operation in mine for _, b in operation.sends) / rounds for mine in sent]
@@ -154,7 +149,8 @@ A method is run by its name, in a run file or on the command line, and whatever 
 
 It stands for the settings under "made of". Some are a rule and nothing else; others are a rule of an older method on another
 topology, or with another codec, schedule or inner optimizer: a method has a rule of its own only where its equations differ.
-`gossamer compare configs/methods.toml` trains them all on the same data ([results](results/methods.md)).
+`gossamer compare configs/methods.toml` trains them all on the same data ([results](results/methods.md));
+the documentation of each rule has its equation.
 
 What a worker sends and keeps is counted from rounds that were played without data: {workers} workers, model `{size}` with
 {parameters:,} parameters, so that P, the model in fp32, is {megabytes:.0f} MB, and {steps} local steps where the method does not
@@ -202,7 +198,8 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
         return "nothing"
     x = torch.arange(1.0, 1.0 + _PROBE)
     ctx = Context(0, config.workers, 0, config.full_steps, 0.5, Layout((Leaf("w", (_PROBE,), 0, _PROBE),), _PROBE))
-    message = leaves(m.rule.send(x, m.rule.init(x), ctx))
+    ctx = sync.informed(ctx, m.topology.mixing(0))
+    message = leaves(m.rule.send(x, m.rule.init(x, ctx), ctx))
     kinds = {1: "a number", _PROBE: "parameters"}
     words = [kinds.get(leaf.numel(), "some parameters") if leaf.any() else "differences" for leaf in message]
     what = "gradients" if m.rule.site == "gradients" else " and ".join(words)

@@ -38,7 +38,7 @@ class Outer:
             workers start from the parameters of worker 0.
         rule: from `gossamer.rules`; one on gradients, such as `data_parallel`, is refused.
         topology: a name from `TOPOLOGIES`, or a `Topology`; by default random pairs, or what the rule needs instead:
-            the complete graph, a ring, a star.
+            the complete graph, a ring, a tree.
         local_steps: inner steps of a round; workers may differ where the schedule has no overlap.
         schedule: fragments that are exchanged one after the other, and overlap with training; by default neither.
         timeout_s: how long an exchange waits for a peer.
@@ -73,7 +73,7 @@ class Outer:
         self.local_steps, self.seed = local_steps, seed
         self.worker, self.n = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if not isinstance(topology, Topology):
-            fitting = {"everyone": "complete", "static": "ring", "tree": "star"}.get(rule.needs, "random")
+            fitting = {"everyone": "complete", "static": "ring", "tree": "tree"}.get(rule.needs, "random")
             topology = make_topology(topology or fitting, self.n, seed=seed)
         if topology.n != self.n:
             raise ConfigError(

@@ -32,10 +32,13 @@ class Recipe(NamedTuple):
 
 _GPA = {"inner.averaging": "gpa", "inner.mu_x": 0.9934}
 _OVERLAP = {"schedule.overlap_steps": 5}
+_COMBINE_THEN_ADAPT = {"run.local_steps": 1, "schedule.overlap_steps": 1}
 METHODS: dict[str, Recipe] = {
     # What the papers run these rules with.
     "anchored_gasloc": Recipe({"codec.name": "int4"}),
     "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
+    "cocktail": Recipe({"run.local_steps": 1, "codec.name": "cocktail"}),
+    "relaysum": Recipe({"run.local_steps": 1}),
     "sparseloco": Recipe({"codec.name": "topk2bit"}),
     "sparta": Recipe({"run.local_steps": 1, "rule.one_in": 50}),
     "sgp": Recipe({"run.local_steps": 1}),
@@ -136,19 +139,21 @@ METHODS: dict[str, Recipe] = {
     # Decentralized, one step a round.
     "d_psgd": Recipe(
         {
-            "rule.name": "gossip", "topology.name": "ring", "run.local_steps": 1,
-            "inner.optimizer": "sgd", "inner.momentum": 0.0, "inner.lr": 0.5,
+            "rule.name": "gossip", "topology.name": "ring", **_COMBINE_THEN_ADAPT,
+            "inner.optimizer": "sgd", "inner.momentum": 0.0, "inner.lr": 0.1, "inner.weight_decay": 1e-4,
         },
         source="Lian et al., arXiv 1705.09056",
+        differs="nothing: what is heard under the next step was sent before it, so the gradient is that of the point before "
+        "mixing; without the overlap it adapts and then combines",
     ),
     "decentralized_adamw": Recipe(
-        {"rule.name": "gossip", "topology.name": "one_peer_exponential", "run.local_steps": 1},
+        {"rule.name": "gossip", "topology.name": "one_peer_exponential", **_COMBINE_THEN_ADAPT},
         source="arXiv 2410.11998",
-        differs="theirs takes the gradient at the point before mixing, to overlap the two",
+        differs="decoupled weight decay shrinks the point before mixing, not the one after it",
     ),
     "decentralized_accum_adamw": Recipe(
         {
-            "rule.name": "gossip", "topology.name": "one_peer_exponential", "run.local_steps": 1,
+            "rule.name": "gossip", "topology.name": "one_peer_exponential", **_COMBINE_THEN_ADAPT,
             "inner.optimizer": "accum_adamw", "inner.betas": [0.9, 0.98],
         },
         source="arXiv 2410.11998",
@@ -232,5 +237,5 @@ def _value(value: Any) -> str:
 
 def _fitting(rule: Rule) -> dict[str, Any]:
     """The topology that a rule's tags ask for, and how often it acts."""
-    names = {"everyone": "complete", "connected": "random", "static": "ring", "tree": "star", "push": "random_push"}
+    names = {"everyone": "complete", "connected": "random", "static": "ring", "tree": "tree", "push": "random_push"}
     return {"topology.name": names[rule.needs], **({"run.local_steps": 1} if rule.site == "gradients" else {})}

@@ -195,5 +195,5 @@ def mean(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
 
 
 def each(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Any:
-    """The messages themselves, `((j, w_ij, message_j), ...)` with j ascending and i's own among them."""
-    return tuple((j, w, told if j == i else heard[j]) for j, w in row)
+    """The messages of the others themselves, their senders ascending; those are `ctx.peers` of a rule."""
+    return tuple(heard[j] for j, _ in row if j != i)

@@ -87,7 +87,9 @@ class OuterLoop:
         self.fragments: list[_Fragment] = []
         for p, (x, layout) in enumerate(parts):
             rule, codec = (m.rule, m.codec) if p < m.schedule.fragments else (averaging, exact())
-            self.fragments.append(_Fragment(rule, codec, Part(x, rule.init(x), layout, p)))
+            part = Part(x, (), layout, p)
+            part = part._replace(s=rule.init(x, self._context(0, part, m.topology.mixing(0))))
+            self.fragments.append(_Fragment(rule, codec, part))
         self.under_way: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment, oldest first."""
 
@@ -191,7 +193,8 @@ class OuterLoop:
 
     def _context(self, round: int, part: Part, mixing: Mixing) -> Context:
         i = self.transport.worker
-        return Context(i, self.workers, round, self.local_steps, mixing.weight(i), part.layout, self.full_steps)
+        ctx = Context(i, self.workers, round, self.local_steps, mixing.weight(i), part.layout, self.full_steps)
+        return sync.informed(ctx, mixing)
 
     def _begin(self, round: int, p: int, mixing: Mixing, sent: Sent | None = None) -> Exchange:
         rule, codec, part = self.fragments[p]

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gossamer.checks import within
 from gossamer.errors import ConfigError
 from gossamer.mixing import Mixing, laplacian_condition, matrix, spectral_gap
 from gossamer.rules import RULES, Consensus, Rule
-from gossamer.rules.checks import within
 from gossamer.topology import Topology
 
 __all__ = ["Stability", "best_alpha", "describe", "largest_stable_gamma", "settle", "stability", "warning"]

@@ -51,6 +51,8 @@ __all__ = [
     "drive",
     "hear_and_recv",
     "hear_nothing",
+    "informed",
+    "initial_state",
     "settle",
 ]
 
@@ -189,7 +191,7 @@ def check(
         )
     if rule.needs == "tree" and not topology.tree:
         raise PairingError(
-            f"{got} cannot work: '{rule.name}' relays sums along a tree; use topology 'star' or another tree"
+            f"{got} cannot work: '{rule.name}' relays sums along a tree; use topology 'tree', 'chain' or 'star'"
         )
     if rule.needs == "push" and not topology.column_stochastic:
         raise PairingError(
@@ -222,6 +224,11 @@ def check(
         )
 
 
+def initial_state(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
+    """The outer state of a worker at `x` before the first round, of which `mixing` and `ctx` are."""
+    return rule.init(x, informed(ctx, mixing))
+
+
 def begin(
     rule: Rule, codec: Codec, mixing: Mixing, transport: Transport, part: Part, ctx: Context, *, seed: int,
     kernel: Kernel | None = None, reduce: Callable[[Sequence[Tensor], Ticket], None] | None = None,
@@ -242,9 +249,8 @@ def begin(
         messages per worker. With overlap or a merge one more copy of x while it is under way.
     """
     job = _Job(
-        rule, codec, mixing, transport, part, ctx._replace(everyone=mixing.everyone), seed, kernel or PLAIN, overlap_steps,
-        merge, sent,
-    )  # fmt: skip
+        rule, codec, mixing, transport, part, informed(ctx, mixing), seed, kernel or PLAIN, overlap_steps, merge, sent
+    )
     if rule.hear is not mean or rule.needs != "everyone" or not codec.exact or ctx.n == 1:
         legs = _directly(job)
     elif reduce is None:
@@ -258,6 +264,11 @@ def hear_nothing(rule: Rule, part: Part, ctx: Context, kernel: Kernel | None = N
     """The outer update of a rule that hears rounds late, before there is anything to hear: all messages were zero."""
     zeros = map_leaves(torch.zeros_like, rule.send(part.x, part.s, ctx))
     _take_mean(rule, part, zeros, [leaves(zeros)], ctx, kernel or PLAIN)
+
+
+def informed(ctx: Context, mixing: Mixing) -> Context:
+    """The context with what the mixing of its round says."""
+    return ctx._replace(everyone=mixing.everyone, peers=mixing.hears_from(ctx.worker))
 
 
 def hear_and_recv(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
+from gossamer.checks import whole
 from gossamer.errors import ConfigError, choose
 from gossamer.matching import random_matchings
 from gossamer.mixing import Mixing, from_edges, metropolis
@@ -21,6 +22,7 @@ __all__ = [
     "Plan",
     "Topology",
     "base",
+    "chain",
     "complete",
     "draw",
     "exponential",
@@ -33,6 +35,7 @@ __all__ = [
     "ring",
     "star",
     "torus",
+    "tree",
 ]
 
 Edge = tuple[int, int, float]
@@ -108,7 +111,7 @@ def ring(n: int, *, seed: int = 0, edge_weight: float | None = None) -> Topology
     >>> ring(4).mixing(0).hears_from(0)
     (1, 3)
     """
-    _integer("ring", "n", n, 1)
+    whole("topology 'ring'", "n", n, 1)
     if edge_weight is not None and not (isinstance(edge_weight, int | float) and 0.0 < edge_weight <= 1.0):
         raise ConfigError(
             f"topology 'ring' got edge_weight = {edge_weight!r}; allowed is (0, 1], where 1 leaves a worker no own weight: "
@@ -139,14 +142,14 @@ def torus(n: int, *, seed: int = 0, rows: int | None = None) -> Topology:
     >>> torus(9).mixing(0).hears_from(4)
     (1, 3, 5, 7)
     """
-    _integer("torus", "n", n, 1)
+    whole("topology 'torus'", "n", n, 1)
     if n > 1 and _most_square(n) == 1:
         raise ConfigError(
             f"topology 'torus' got n = {n}, a prime; allowed are products of two numbers above 1: "
             f"use {n + 1 if n > 2 else 4} workers, or topology 'ring'"
         )
     if rows is not None:
-        _integer("torus", "rows", rows, 1)
+        whole("topology 'torus'", "rows", rows, 1)
         if n % rows != 0 or (n > 1 and rows in (1, n)):
             divisors = [d for d in range(2, n) if n % d == 0] if n > 1 else [1]
             raise ConfigError(
@@ -176,6 +179,41 @@ def star(n: int, *, seed: int = 0) -> Topology:
     return _topology(
         "star", n, {}, _from(lambda round, m: metropolis(m, [(0, i) for i in range(1, m)]), n),
         tree=True, symmetric=True, doubly_stochastic=True, psd=True, period=1,
+    )  # fmt: skip
+
+
+def chain(n: int, *, seed: int = 0) -> Topology:
+    """Each worker hears the one before and the one after it, a ring cut open; Metropolis weights, 1/3 from n = 3 on.
+
+    Cost: 2 messages per worker and round, 1 for the two at the ends. Spectral gap 2/3 (1 - cos(π/n)), a quarter of the ring's.
+
+    >>> [chain(4).mixing(0).hears_from(i) for i in range(4)]
+    [(1,), (0, 2), (1, 3), (2,)]
+    """
+    return _topology(
+        "chain", n, {}, _from(lambda round, m: metropolis(m, [(i - 1, i) for i in range(1, m)]), n),
+        tree=True, symmetric=True, doubly_stochastic=True, psd=n <= 3, period=1,
+    )  # fmt: skip
+
+
+def tree(n: int, *, seed: int = 0, branching: int = 2) -> Topology:
+    """A balanced tree: worker i > 0 hears worker ⌊(i - 1) / k⌋ above it, and that one hears it; Metropolis weights.
+
+    Args:
+        branching: k of at least 1, how many a worker has below it; 1 is a chain, n - 1 a star.
+    Cost: up to k + 1 messages per worker and round; for k > 1 no two workers are more than 2 log_k n links apart.
+
+    >>> [tree(6).mixing(0).hears_from(i) for i in range(6)]
+    [(1, 2), (0, 3, 4), (0, 5), (1,), (1,), (2,)]
+    """
+    whole("topology 'tree'", "branching", branching, 1)
+
+    def edges(round: int, m: int) -> Iterable[Edge]:
+        return metropolis(m, [((i - 1) // branching, i) for i in range(1, m)])
+
+    return _topology(
+        "tree", n, {"branching": branching}, _from(edges, n),
+        tree=True, symmetric=True, doubly_stochastic=True, psd=n <= max(branching + 1, 3), period=1,
     )  # fmt: skip
 
 
@@ -233,7 +271,7 @@ def hypercube(n: int, *, seed: int = 0) -> Topology:
     >>> [hypercube(8).mixing(t).hears_from(5) for t in range(3)]
     [(4,), (7,), (1,)]
     """
-    _integer("hypercube", "n", n, 1)
+    whole("topology 'hypercube'", "n", n, 1)
     length = len(_hops(n))
     if n != 1 << length:
         raise ConfigError(
@@ -266,8 +304,8 @@ def random(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
     >>> random(6, seed=1).mixing(3) == random(6, seed=1).mixing(3)
     True
     """
-    _integer("random", "n", n, 1)
-    _integer("random", "peers", peers, 1, max(1, n - 1))
+    whole("topology 'random'", "n", n, 1)
+    whole("topology 'random'", "peers", peers, 1, max(1, n - 1))
 
     def edges(round: int, m: int) -> Iterable[Edge]:
         k = min(peers, m - 1)
@@ -299,8 +337,8 @@ def base(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
     >>> [base(n).exact_rounds for n in (3, 5, 6, 7, 8, 12, 24)]
     [3, 5, 5, 5, 3, 7, 9]
     """
-    _integer("base", "n", n, 1)
-    _integer("base", "peers", peers, 1, max(1, n - 1))
+    whole("topology 'base'", "n", n, 1)
+    whole("topology 'base'", "peers", peers, 1, max(1, n - 1))
     rounds = lru_cache(maxsize=4)(lambda m: _base_rounds(m, min(peers, m - 1)) if m > 1 else [[]])
     length = len(rounds(n))
     return _topology(
@@ -324,8 +362,8 @@ def random_push(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
     >>> [mixing.sends_to(i) for i in range(4)], [len(mixing.hears_from(i)) for i in range(4)]
     ([(2,), (2,), (1,), (2,)], [0, 1, 3, 0])
     """
-    _integer("random_push", "n", n, 1)
-    _integer("random_push", "peers", peers, 1, max(1, n - 1))
+    whole("topology 'random_push'", "n", n, 1)
+    whole("topology 'random_push'", "peers", peers, 1, max(1, n - 1))
 
     def build(round: int, workers: Sequence[int]) -> Mixing:
         m = len(workers)
@@ -357,21 +395,21 @@ def pga(n: int, *, seed: int = 0, every: int = 6, graph: str | Mapping[str, Any]
     >>> [len(pga(8, every=3).mixing(t).hears_from(0)) for t in range(6)]
     [1, 1, 7, 1, 1, 7]
     """
-    _integer("pga", "every", every, 1)
-    spec = {"name": graph} if isinstance(graph, str) else dict(graph)
-    if not isinstance(spec.get("name"), str):
+    whole("topology 'pga'", "every", every, 1)
+    spec = {"name": graph} if isinstance(graph, str) else graph
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
         raise ConfigError(
             f"topology 'pga' got graph = {graph!r}; allowed are a topology's name, or a table with its name and options: "
             "give one"
         )
-    between, whole = make_topology(**{**spec, "n": n, "seed": seed}), complete(n)
+    between, average = make_topology(**{**spec, "n": n, "seed": seed}), complete(n)
 
     def build(round: int, workers: Sequence[int]) -> Mixing:
-        return (whole if (round + 1) % every == 0 else between).mixing(round, frozenset(workers))
+        return (average if (round + 1) % every == 0 else between).mixing(round, frozenset(workers))
 
-    if every == 1 or (between.static and between.mixing(0) == whole.mixing(0)):
-        tags = {tag: getattr(whole, tag) for tag in ("everyone", "tree", "period", "exact_rounds")}
-        between = whole
+    if every == 1 or (between.static and between.mixing(0) == average.mixing(0)):
+        tags = {tag: getattr(average, tag) for tag in ("everyone", "tree", "period", "exact_rounds")}
+        between = average
     else:
         period = None if between.period is None else math.lcm(between.period, every)
         tags = {"period": period, "exact_rounds": min(every, between.exact_rounds or every)}
@@ -381,6 +419,7 @@ def pga(n: int, *, seed: int = 0, every: int = 6, graph: str | Mapping[str, Any]
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "base": base,
+    "chain": chain,
     "complete": complete,
     "exponential": exponential,
     "hypercube": hypercube,
@@ -391,6 +430,7 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
     "ring": ring,
     "star": star,
     "torus": torus,
+    "tree": tree,
 }
 
 
@@ -478,7 +518,7 @@ def _topology(
     name: str, n: int, options: dict[str, Any], build: Callable[[int, Sequence[int]], Mixing], **tags: Any
 ) -> Topology:
     """Wraps `build(round, workers)` into a plan that remembers the last few rounds, as every worker asks for the same one."""
-    _integer(name, "n", n, 1)
+    whole(f"topology '{name}'", "n", n, 1)
     if n == 1:
         tags = dict.fromkeys(("everyone", "tree", "symmetric", "doubly_stochastic", "psd"), True)
         tags |= {"period": 1, "exact_rounds": 0}
@@ -560,11 +600,3 @@ def _hops(m: int) -> list[int]:
 def _most_square(m: int) -> int:
     """The largest divisor of m up to its square root: the rows of the most square grid."""
     return max((d for d in range(1, math.isqrt(m) + 1) if m % d == 0), default=1)
-
-
-def _integer(topology: str, option: str, got: object, low: int, high: int | None = None) -> None:
-    if type(got) is not int or got < low or (high is not None and got > high):
-        bound = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise ConfigError(
-            f"topology '{topology}' got {option} = {got!r}; allowed are whole numbers {bound}: choose one of those"
-        )

@@ -6,8 +6,8 @@ import math
 import torch
 from torch import Tensor
 
+from gossamer.checks import whole
 from gossamer.codecs.blocks import num_blocks, spans
-from gossamer.codecs.checks import whole
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.topk import Kept, ValueFormat, topk, value_dtype, value_format
 

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import one_of, whole
 from gossamer.codecs.blocks import SLAB, absmax, absmax_bf16, as_blocks, num_blocks, spans, storable
-from gossamer.codecs.checks import one_of, whole
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.packing import lookup, pack, packed_bytes
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import whole
 from gossamer.codecs.blocks import num_blocks
-from gossamer.codecs.checks import whole
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.packing import pack, packed_bytes, unpack
 from gossamer.codecs.quantize import Quantized, int4

@@ -5,10 +5,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import one_of, whole
 from gossamer.codecs.blocks import num_blocks, spans, storable
-from gossamer.codecs.checks import inside, one_of, whole
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.packing import pack, pack_indices, packed_bytes, unpack, unpack_indices
+from gossamer.errors import TransportError
 
 __all__ = [
     "LARGEST_CHUNK",
@@ -180,9 +181,18 @@ def place(indices: Tensor, values: Tensor, like: Tensor, k: int, chunk: int) -> 
     for start, stop in spans(x, chunk):
         rows = x[start:stop].view(-1, min(chunk, stop - start))
         own = slice(num_kept(start, k, chunk), num_kept(stop, k, chunk))
-        inside("top-k", indices[own], rows.shape[1])
+        _inside(indices[own], rows.shape[1])
         rows.scatter_(1, indices[own].view(rows.shape[0], -1), values[own].view(rows.shape[0], -1).to(x.dtype))
     return x
+
+
+def _inside(indices: Tensor, length: int) -> None:
+    """Raises TransportError if an index that came from a peer points behind a chunk of this length."""
+    if indices.numel() and int(indices.max()) >= length:
+        raise TransportError(
+            f"a top-k payload points at element {int(indices.max())} of a chunk of {length}; only 0 to {length - 1} exist: "
+            "the sender is faulty or runs another version, so end its run or make the versions equal"
+        )
 
 
 def _largest(rows: Tensor, k: int) -> Tensor:

@@ -25,7 +25,7 @@ from gossamer.events.agenda import (
 from gossamer.mixing import Mixing, pull
 from gossamer.network import Network
 from gossamer.rules import Context, Rule
-from gossamer.sync import check
+from gossamer.sync import check, initial_state
 from gossamer.topology import Topology
 from gossamer.tree import Tree, map_leaves, nbytes
 
@@ -72,9 +72,11 @@ class GossipRun:
         self.rule, self.topology, self.learners = rule, topology, learners
         self._links = Links(network, len(learners))
         self._agenda = Agenda()
-        self._states = [rule.init(learner.x) for learner in learners]
         self._alive, self._epoch, self._phases = set(range(len(learners))), [0] * len(learners), [0] * len(learners)
         first = topology.mixing(0)
+        self._states = [
+            initial_state(rule, first, learner.x, self._context(i, first)) for i, learner in enumerate(learners)
+        ]
         self._published = [[(-math.inf, self._message(i, first))] for i in range(len(learners))]
         size = nbytes(self._published[0][0][1])
         pairs = itertools.permutations(range(len(learners)), 2)

@@ -5,6 +5,7 @@ from typing import Any
 
 from gossamer.rules.anchored import anchored, anchored_gasloc
 from gossamer.rules.choco import choco
+from gossamer.rules.cocktail import cocktail
 from gossamer.rules.data_parallel import data_parallel
 from gossamer.rules.diloco import diloco
 from gossamer.rules.eager import eager
@@ -15,6 +16,7 @@ from gossamer.rules.gasloc import gasloc
 from gossamer.rules.gossip import gossip
 from gossamer.rules.local_sgd import local_sgd
 from gossamer.rules.noloco import noloco
+from gossamer.rules.relaysum import relaysum
 from gossamer.rules.restarted import omr, restarted
 from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.sgp import sgp
@@ -31,6 +33,7 @@ __all__ = [
     "anchored",
     "anchored_gasloc",
     "choco",
+    "cocktail",
     "data_parallel",
     "diloco",
     "eager",
@@ -43,6 +46,7 @@ __all__ = [
     "make_rule",
     "noloco",
     "omr",
+    "relaysum",
     "restarted",
     "sgp",
     "slowmo",
@@ -53,6 +57,7 @@ __all__ = [
 RULES: dict[str, Callable[..., Rule]] = {
     "anchored_gasloc": anchored_gasloc,
     "choco": choco,
+    "cocktail": cocktail,
     "data_parallel": data_parallel,
     "diloco": diloco,
     "eager": eager,
@@ -63,6 +68,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "local_sgd": local_sgd,
     "noloco": noloco,
     "omr": omr,
+    "relaysum": relaysum,
     "sgp": sgp,
     "slowmo": slowmo,
     "sparseloco": sparseloco,

@@ -32,7 +32,7 @@ def anchored(rule: Rule) -> Rule:
 
     Args:
         rule: a gossip rule that sends one tensor of parameters.
-    Cost: that of the rule, and 1 P more of state.
+    Cost: that of the rule; its state and the anchor kept (1 P more).
     Raises: ConfigError for rules that do not hear a pull.
 
     >>> from gossamer.rules.gossip import gossip
@@ -46,8 +46,8 @@ def anchored(rule: Rule) -> Rule:
         )
     reset = rule.reset
 
-    def init(x: Tensor) -> _State:
-        return _State(rule.init(x), x.clone())
+    def init(x: Tensor, ctx: Context) -> _State:
+        return _State(rule.init(x, ctx), x.clone())
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return rule.send(x, s.inner, ctx) - s.anchor
@@ -76,12 +76,12 @@ def anchored_gasloc(
     ŷ_i = A + decode(encode(y_i - A));   z = y + α Σ_j w_ij (ŷ_j - ŷ_i);   and on as in `gasloc`
 
     Args: those of `gasloc`.
-    Cost: one payload to each peer per round. Kept: what `gasloc` keeps, and the anchor A (1 P).
+    Cost: one payload to each peer per round; what `gasloc` keeps, and the anchor, kept (1 P to 3 P).
     Source: the rule is arXiv 2606.11081; anchored messages are ours, akin to CHOCO (arXiv 1902.00340), which needs a graph
-        that does not change. On the complete graph with η = 1 and γ = 0 it is CocktailSGD (ICML 2023), but for the second
-        compression on the way back.
+        that does not change.
     Differs: topology "pga" moves A from time to time, at the price of a barrier; without it A stays at the starting point, and
-        the error grows with the distance from it.
+        the error grows with the distance from it. On the complete graph with η = 1 and γ = 0 it is `cocktail` with an exact way
+        back.
     Fails when: the codec drops most of what it is given (topk, randomk): what is never heard of is never agreed on.
 
     >>> anchored_gasloc().options == gasloc().options

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.mixing import pull
-from gossamer.rules.checks import within
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 
@@ -26,21 +26,21 @@ def choco(alpha: float = 0.3) -> Rule:
     q_i = decode(encode(θ_i - x̂_i));   x̂_i ← x̂_i + q_i;   θ_i ← θ_i + α Σ_j w_ij (x̂_j - x̂_i)
 
     No copy of a neighbour is kept: the sum over neighbours changes by Σ_j w_ij (q_j - q_i), so one running sum is enough. It is
-    why the graph must not change.
+    why the graph must not change, and one that does is refused.
 
     Args:
         alpha: consensus step α in (0, 1]; the coarser the codec, the smaller it has to be. With an exact codec 1 is gossip.
-    Cost: one payload to each neighbour per round; public copy and running sum kept (2 P).
+    Cost: one payload to each peer per round; public copy and running sum kept (2 P).
     Source: Koloskova, Stich and Jaggi, arXiv 1902.00340; with local steps arXiv 1907.09356.
     Differs: the public copies begin at the common starting point instead of at zero.
-    Fails when: α is too large for the codec: the workers part. On graphs that change it is refused.
+    Fails when: α is too large for the codec: the workers part.
 
     >>> choco().needs
     'static'
     """
     within("choco", "alpha", alpha, 0.0, 1.0, low_open=True, high_closed=True)
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

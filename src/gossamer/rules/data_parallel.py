@@ -14,8 +14,8 @@ def data_parallel() -> Rule:
 
     g ← (1/n) Σ_j g_j,  then  θ ← Inner(θ, g)
 
-    Cost: 2(n-1)/n gradients per worker and inner step; no outer state; a global barrier every step.
-    Source: the usual synchronous SGD (e.g. arXiv 1706.02677).
+    Cost: 2(n-1)/n gradients per worker and inner step, behind a barrier of all; nothing kept.
+    Source: the usual synchronous SGD, as in arXiv 1706.02677.
     Differs: the mean is summed in worker order instead of the order of a ring, so that it is the same to the last bit in
         the simulator, in real processes and on every worker.
     Fails when: the slowest link is slow: every step waits for it.
@@ -24,7 +24,7 @@ def data_parallel() -> Rule:
     'gradients'
     """
 
-    def init(x: Tensor) -> Tree:
+    def init(x: Tensor, ctx: Context) -> Tree:
         return ()
 
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import one_of, within
 from gossamer.mixing import mean
-from gossamer.rules.checks import one_of, within
 from gossamer.rules.rule import Context, OuterSGD, Rule
 from gossamer.tree import Tree
 
@@ -32,11 +32,11 @@ def diloco(
         lr: outer learning rate η.
         momentum: outer momentum μ in [0, 1); not used by "sgd".
         optimizer: which outer step; all in the dialect of `torch.optim.SGD` (dampening 0).
-    Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P; 1 P for "sgd").
+    Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P, for "sgd" 1 P).
     Source: Douillard et al., arXiv 2311.08105, algorithm 1.
     Differs: the mean is summed in worker order, bitwise the same everywhere. The inner state stays local, as in the paper.
-    Fails when: a link is slow (everybody waits), on any graph where not everyone hears everyone, and at one local step with
-        an adaptive inner optimizer and momentum 0.9 (arXiv 2503.09799).
+    Fails when: a link is slow: everybody waits for it; or with one local step, an adaptive inner optimizer and momentum 0.9
+        (arXiv 2503.09799).
 
     >>> diloco(lr=1.0, optimizer="sgd").state_copies
     1
@@ -46,7 +46,7 @@ def diloco(
     within("diloco", "momentum", momentum, 0.0, 1.0)
     eta, mu = lr, momentum
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), () if optimizer == "sgd" else torch.zeros_like(x))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.mixing import mean
-from gossamer.rules.checks import within
 from gossamer.rules.rule import Context, OuterSGD, Rule
 from gossamer.tree import Tree
 
@@ -31,9 +31,9 @@ def eager(lr: float = 0.4, momentum: float = 0.9, fresh: bool = True) -> Rule:
         lr: outer learning rate η.
         momentum: outer Nesterov momentum μ in [0, 1).
         fresh: False is the naive delayed variant, d_i = Δ̄^{t-1}, which the paper found clearly worse; its workers stay equal.
-    Cost: 2(n-1)/n models per worker and round, on their way while the next round trains; start copy and momentum (2 P), and
-        the pseudo-gradient under way (1 P).
-    Source: Kale, Douillard, Donchev, arXiv 2502.12996, algorithm 2.
+    Cost: 2(n-1)/n models per worker and round, on their way while the next round trains; start copy and momentum, beside the
+        pseudo-gradient under way, kept (2 P).
+    Source: Kale, Douillard, Donchev, arXiv 2502.12996.
     Differs: before the first mean has come, Δ^{-1} counts as zero, so the first step is η (1 + μ) Δ_i^0 / n (the paper does not
         say); the mean of the d_i is then Δ̄^t / n + (1 - 1/n) Δ̄^{t-1} in every round. The last mean comes after the end.
     Fails when: the outer learning rate is DiLoCo's 0.7 with momentum 0.9: gradients that are a round old want less.
@@ -45,7 +45,7 @@ def eager(lr: float = 0.4, momentum: float = 0.9, fresh: bool = True) -> Rule:
     within("eager", "momentum", momentum, 0.0, 1.0)
     eta, mu = lr, momentum
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.mixing import mean
-from gossamer.rules.checks import within
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 
@@ -25,7 +25,7 @@ def easgd(elasticity: float = 0.9) -> Rule:
 
     Args:
         elasticity: β = n a in (0, 1]; above one the centre would overshoot the mean.
-    Cost: 2(n-1)/n models per worker and round, as every worker keeps the centre itself instead of asking a server (1 P).
+    Cost: 2(n-1)/n models per worker and round, which every worker needs to move the centre itself; the centre kept (1 P).
     Source: Zhang, Choromanska and LeCun, arXiv 1412.6651 (synchronous form; β 0.9).
     Differs: no server. The inner optimizer is the user's; with momentum in it, it is their EAMSGD. The centre is what is worth
         keeping at the end; runs are judged by their workers and the mean of these, which follows the centre.
@@ -36,7 +36,7 @@ def easgd(elasticity: float = 0.9) -> Rule:
     """
     within("easgd", "elasticity", elasticity, 0.0, 1.0, low_open=True, high_closed=True)
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone())
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.errors import ConfigError
 from gossamer.mixing import mean
-from gossamer.rules.checks import within
 from gossamer.rules.diloco import diloco
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
@@ -32,7 +32,7 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
     Args:
         rule: one that sends a pseudo-gradient (one tensor) and hears the mean of all.
         decay: β in (0, 1].
-    Cost: that of the rule, and 1 P more of state.
+    Cost: that of the rule; its state and what was not sent kept (1 P more).
     Source: error feedback, Seide et al., INTERSPEECH 2014, and arXiv 1901.09847; the decay as in arXiv 2508.15706.
     Raises: ConfigError for rules that hear anything but a mean: errors of gossiped parameters do not add up that way, and
         `choco` or `anchored` take their place.
@@ -48,8 +48,8 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
         )
     reset = rule.reset
 
-    def init(x: Tensor) -> _State:
-        return _State(rule.init(x), torch.zeros_like(x))
+    def init(x: Tensor, ctx: Context) -> _State:
+        return _State(rule.init(x, ctx), torch.zeros_like(x))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         return decay * s.unsent + rule.send(x, s.inner, ctx)

@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import one_of, within
 from gossamer.mixing import mean
-from gossamer.rules.checks import one_of, within
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 
@@ -46,8 +46,8 @@ def fedopt(
     Cost: 2(n-1)/n models per worker and round; start copy and both moments kept (3 P).
     Source: Reddi et al., arXiv 2003.00295, algorithm 2.
     Differs: everyone takes part, and each worker keeps the server's state, which is the same everywhere.
-    Fails when: τ is as small as an inner Adam's ε: noise in coordinates that hardly move becomes whole steps. For language
-        models an outer Adam was less stable than Nesterov (arXiv 2311.08105).
+    Fails when: τ is as small as an inner Adam's ε: noise in coordinates that hardly move becomes whole steps; on language models
+        an outer Adam was less stable than Nesterov (arXiv 2311.08105).
 
     >>> fedopt(optimizer="yogi").state_copies
     3
@@ -58,7 +58,7 @@ def fedopt(
     within("fedopt", "beta2", beta2, 0.0, 1.0)
     within("fedopt", "tau", tau, 0.0, math.inf, low_open=True)
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x), torch.full_like(x, tau * tau))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

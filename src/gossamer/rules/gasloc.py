@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from gossamer.checks import one_of, within
 from gossamer.mixing import pull
-from gossamer.rules.checks import one_of, within
 from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.tree import Tree
 
@@ -42,13 +42,13 @@ def gasloc(
         alpha: gossip step in (0, 2); "auto" takes the step with the least steady disagreement for the chosen topology.
         form: where the Nesterov momentum acts.
         optimizer: the outer step; "nesterov" is the paper's.
-    Cost: one model to each peer per round. Kept: the previous point (1 P), and a start copy (1 P) if η ≠ 1 or "heavy_ball".
+    Cost: one model to each peer per round; previous point, and start copy if η ≠ 1 or "heavy_ball", kept (up to 2 P).
     Source: Cagnasso, Belilovsky, Oyallon, arXiv 2606.11081.
     Differs: "post" with η = γ = 0.7 is the default: it is exactly DiLoCo, worker by worker, on the complete graph, and its
         disagreement stays bounded up to a larger γ (0.859 instead of 0.744 for 8 workers in random pairs). In both forms the
         mean of the workers follows DiLoCo's outer rule for any doubly stochastic mixing. The heavy-ball form is ours.
-    Fails when: γ is beyond the stable range of the topology (`gossamer topology` computes it): the disagreement diverges.
-        Momentum 0.9 with random pairs does.
+    Fails when: γ is beyond the stable range of the topology, which `gossamer topology` computes: the disagreement diverges, as it
+        does with γ = 0.9 in random pairs.
 
     >>> gasloc(lr=1.0).state_copies, gasloc().state_copies
     (1, 2)
@@ -63,7 +63,7 @@ def gasloc(
     gamma = 0.0 if optimizer == "sgd" else momentum
     keeps_anchor = eta != 1.0 or optimizer == "heavy_ball"
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone() if keeps_anchor else (), () if optimizer == "sgd" else x.clone())
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

@@ -14,9 +14,11 @@ def gossip() -> Rule:
 
     θ_i ← Σ_j w_ij θ_j(end of the local phase)
 
-    Cost: one model to each peer per round; no outer state.
-    Source: Lian et al., arXiv 1705.09056; adapt-then-combine as in arXiv 2410.11998. One inner SGD step per round is D-PSGD
-        (ATC); on the complete graph it is then data-parallel SGD, and with more steps local SGD.
+    One inner SGD step per round is D-PSGD (ATC); on the complete graph it is then data-parallel SGD, and with more steps local
+    SGD.
+
+    Cost: one model to each peer per round; nothing kept.
+    Source: Lian et al., arXiv 1705.09056; adapt-then-combine as in arXiv 2410.11998.
     Differs: the combine step follows the inner steps (the original combines first and adds the gradient of the old point).
     Fails when: the graph mixes slowly and the shards differ: the disagreement grows like local steps / spectral gap.
 
@@ -24,7 +26,7 @@ def gossip() -> Rule:
     'connected'
     """
 
-    def init(x: Tensor) -> Tree:
+    def init(x: Tensor, ctx: Context) -> Tree:
         return ()
 
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:

@@ -14,8 +14,10 @@ def local_sgd() -> Rule:
 
     θ ← (1/n) Σ_j θ_j(end of the local phase)
 
-    Cost: 2(n-1)/n models per worker and round; no outer state.
-    Source: Stich, arXiv 1805.09767; McMahan et al., arXiv 1602.05629. It is `diloco(lr=1, momentum=0)`.
+    It is `diloco(lr=1, momentum=0)`.
+
+    Cost: 2(n-1)/n models per worker and round; nothing kept.
+    Source: Stich, arXiv 1805.09767; McMahan et al., arXiv 1602.05629.
     Differs: any inner optimizer; its state stays local.
     Fails when: the local phase is long and the shards differ: the workers' optima are averaged, not the common one found.
 
@@ -23,7 +25,7 @@ def local_sgd() -> Rule:
     'everyone'
     """
 
-    def init(x: Tensor) -> Tree:
+    def init(x: Tensor, ctx: Context) -> Tree:
         return ()
 
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.mixing import pull
-from gossamer.rules.checks import within
 from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.tree import Tree
 
@@ -35,7 +35,7 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
     Source: arXiv 2506.10911, algorithm 1, and the authors' `noloco_mean` configuration (b 0.7, a 0.5).
     Differs: the group is the row of the mixing, so any doubly stochastic topology serves; the paper's are random pairs. With
         c ≠ b twice the bytes would be needed; the authors' code does not offer it either.
-    Fails when: the momentum is above the stable range: 0.83 for 8 workers in random pairs at b = 0.7.
+    Fails when: the momentum is above the stable range, 0.83 for 8 workers in random pairs at b = 0.7: the disagreement diverges.
 
     >>> noloco().consensus
     Consensus(alpha=0.7, gamma=0.5, site='pre')
@@ -44,7 +44,7 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
     within("noloco", "momentum", momentum, 0.0, 1.0)
     a, b = momentum, lr
 
-    def init(x: Tensor) -> _State:
+    def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x))
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:

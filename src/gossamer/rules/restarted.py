@@ -4,8 +4,8 @@ import math
 
 from torch import Tensor
 
+from gossamer.checks import whole, within
 from gossamer.errors import ConfigError
-from gossamer.rules.checks import at_least, within
 from gossamer.rules.diloco import diloco
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
@@ -16,15 +16,16 @@ __all__ = ["omr", "restarted"]
 def restarted(rule: Rule, every: int = 3) -> Rule:
     """The same rule, whose outer momentum is forgotten after every `every` rounds.
 
-    Parameters, inner optimizers and all other state stay. Cost: that of the rule.
+    Parameters, inner optimizers and all other state stay.
 
+    Cost: that of the rule; its state kept.
     Raises: ConfigError when the rule has no momentum, or its gossip step is still to be settled.
 
     >>> from gossamer.rules.gasloc import gasloc
     >>> restarted(gasloc(), every=4).options["every"]
     4
     """
-    at_least("restarted", "every", every, 1)
+    whole("restarted", "every", every, 1)
     reset = rule.reset
     if reset is None:
         raise ConfigError(
@@ -51,13 +52,14 @@ def omr(lr: float = 0.9, momentum: float = 0.7, every: int = 3) -> Rule:
 
     m' = β m + (1 - β) d;   θ ← θ_start - ν ((1 + β) m' - β m);   m ← 0 after every K rounds, else m'
 
+    It is `restarted(diloco(ν (1 - β), β), every)`; K = 1 is outer SGD with learning rate ν (1 - β²), and K = ∞ is DiLoCo.
+
     Args:
         lr: ν, in the normalised dialect of the paper: ν (1 - β) is the `lr` of torch's SGD and of `diloco`.
         momentum: β in [0, 1).
         every: K of at least 1; the paper shows 3.
-    Cost: that of `diloco`: 2(n-1)/n models per worker and round, 2 P kept.
-    Source: arXiv 2605.28585. It is `restarted(diloco(ν (1 - β), β), every)`; K = 1 is outer SGD with learning rate
-        ν (1 - β²), and K = ∞ is DiLoCo.
+    Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P).
+    Source: arXiv 2605.28585.
     Differs: written in torch's dialect, which gives the same iterates.
     Fails when: restarts are frequent and ν is small: within K rounds momentum has no time to build up.
 

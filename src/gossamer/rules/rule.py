@@ -42,6 +42,8 @@ class Context(NamedTuple):
     """Inner steps of the worker that takes most in this round (H)."""
     everyone: bool = False
     """Whether all workers hear all in this round, with the same weights; `sync` reads it off the mixing."""
+    peers: tuple[int, ...] = ()
+    """Whom it hears in this round, ascending; `sync` reads it off the mixing. The same in all rounds of a static topology."""
 
 
 class Consensus(NamedTuple):
@@ -58,17 +60,18 @@ class Consensus(NamedTuple):
 class Rule(NamedTuple):
     """A communication rule: what one worker sends after its local phase, and what it does with what it heard.
 
-    `init(x) -> s` makes the outer state, a (named) tuple of tensors that owns its memory; `send(x, s, ctx) -> message` makes
-    the tensors for the wire; `hear` combines the decoded messages (`pull`, `mean` or `each` of `gossamer.mixing`);
-    `recv(x, s, told, heard, ctx) -> (x, s)` is the outer update, where `told` is what the others decoded from me. All are
-    pure: they never write into their arguments, and `send` may return views of them. All workers begin with the same `x`.
+    `init(x, ctx) -> s` makes the outer state before the first round, a (named) tuple of tensors that owns its memory;
+    `send(x, s, ctx) -> message` makes the tensors for the wire; `hear` combines the decoded messages (`pull`, `mean` or `each`
+    of `gossamer.mixing`); `recv(x, s, told, heard, ctx) -> (x, s)` is the outer update, where `told` is what the others decoded
+    from me. All are pure: they never write into their arguments, and `send` may return views of them. All workers begin with
+    the same `x`.
 
     Shapes: `x` is the flat `[P]` vector of one worker (of one fragment); messages and states are trees of tensors.
     """
 
     name: str
     options: dict[str, Any]
-    init: Callable[[Tensor], Tree]
+    init: Callable[[Tensor, Context], Tree]
     send: Callable[[Tensor, Tree, Context], Tree]
     hear: Hear
     recv: Callable[[Tensor, Tree, Tree, Tree, Context], tuple[Tensor, Tree]]
@@ -91,7 +94,9 @@ class Rule(NamedTuple):
     identical: bool = False
     """Whether workers that hear everyone are bitwise equal after every round."""
     state_copies: int = 0
-    """Tensors of the size of `x` that the outer state holds."""
+    """Tensors of the size of `x` that the outer state holds, whoever is heard."""
+    copies_per_peer: int = 0
+    """And how many more of them for each of `ctx.peers`."""
     delay_rounds: int = 0
     """How many rounds late it hears what was sent: `recv` then sees `x` as it is at that time, the `told` and `heard` of the
     earlier round, and zeros in the first rounds, when there is nothing to hear yet."""

@@ -24,20 +24,19 @@ def sgp() -> Rule:
     y_i = x_i + (z_i(end of the local phase) - z_i);   x_i ← Σ_j p_ij y_j;   w_i ← Σ_j p_ij w_j;   z_i ← x_i / w_i
 
     Columns of p sum to one: nothing is lost. Where rows do not, x alone would be biased towards workers that hear much, and w
-    is biased by just as much.
+    is biased by just as much. With a doubly stochastic topology w stays one and it is `gossip`.
 
-    Cost: one model and one number to each target per round; the mass kept (1 P).
+    Cost: one model and one number to each peer per round; mass kept (1 P).
     Source: Assran et al., arXiv 1811.10792.
     Differs: the local phase may have many steps, and its drift is added to x as their gradient step is. What a lossy codec did
         not carry stays with its sender, so that the sums of x and w are kept through any codec.
-    Fails when: a worker hears from nobody for long: its weight shrinks, and its own drift counts for more in z. With a doubly
-        stochastic topology w stays one and it is `gossip`.
+    Fails when: a worker hears from nobody for long: its weight shrinks, and its own drift counts for more in z.
 
     >>> sgp().needs
     'push'
     """
 
-    def init(x: Tensor) -> Mass:
+    def init(x: Tensor, ctx: Context) -> Mass:
         wide = torch.promote_types(x.dtype, torch.float32)
         return Mass(x.clone(), torch.ones(1, dtype=wide, device=x.device))
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
+from gossamer.checks import whole
 from gossamer.mixing import pull
-from gossamer.rules.checks import at_least
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 
@@ -20,20 +20,20 @@ def sparta(one_in: int = 200) -> Rule:
     Args:
         one_in: the length of the runs of which one coordinate each is drawn; the paper's shares of 0.1 to 0.5 % are runs of
             1000 to 200.
-    Cost: one model / `one_in` to each peer per round, with no indices sent; no outer state.
+    Cost: one model / `one_in` to each peer per round, with no indices sent; nothing kept.
     Source: Beton et al., "Improving the efficiency of distributed training using sparse parameter averaging", 2025 (on
         OpenReview, not on arXiv).
     Differs: any topology instead of an all-reduce; one coordinate per run instead of any, so that none waits long and all are
         drawn equally often. Meant for every inner step or few of them (`local_steps = 1`).
-    Fails when: the shards differ or steps are long: it takes `one_in` rounds until all coordinates were averaged once, and
-        between that the workers drift.
+    Fails when: the shards differ or steps are long: it takes `one_in` rounds until all coordinates were averaged once, in which
+        the workers drift.
 
     >>> sparta(one_in=100).elementwise
     False
     """
-    at_least("sparta", "one_in", one_in, 1)
+    whole("sparta", "one_in", one_in, 1)
 
-    def init(x: Tensor) -> Tree:
+    def init(x: Tensor, ctx: Context) -> Tree:
         return ()
 
     def send(x: Tensor, s: Tree, ctx: Context) -> Tree:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gossamer.rules.checks import within
+from gossamer.checks import within
 from gossamer.servers.contract import PairRule
 
 __all__ = ["a2cid2", "acceleration"]
@@ -41,7 +41,7 @@ def a2cid2(eta: float, alpha: float = 0.5) -> PairRule:
     Source: Nabli, Belilovsky, Oyallon, arXiv 2306.08289.
     Differs: both ends mix to the time of the meeting before they tell; the authors' code tells before it mixes, which keeps the
         mean only approximately. A local phase takes the place of one gradient, so rates are per second and not per step.
-    Fails when: η and α̃ are for meetings more frequent than they are: the momentum then outruns the averaging. On the complete
+    Fails when: η and α̃ are for meetings more frequent than they are: the momentum then outruns the averaging; on the complete
         graph χ₁ ≈ χ₂, and nothing is gained.
 
     >>> a2cid2(0.1).state_copies

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.rules.checks import within
+from gossamer.checks import within
 from gossamer.servers.contract import Arrival, ServerRule
 
 __all__ = ["attenuation", "cgad"]
@@ -53,7 +53,7 @@ def cgad(
         lr: outer learning rate η: about how far one step moves each parameter.
         decay: α of `attenuation`.
         cutoff: age τ_c from which a message counts for nothing; `inf` for none ("Adam-Decay").
-    Cost: a push and a fetch of one model per local phase; the server holds the model and two moments (3 P).
+    Cost: a push and a fetch of one model per local phase; model and two moments kept at the server (3 P).
     Source: arXiv 2605.09126.
     Differs: the shape of γ and all defaults are ours, as the source we had does not state them. A message with σ below 1e-6 is
         skipped altogether, moments included.

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.errors import ConfigError
-from gossamer.rules.checks import within
 from gossamer.servers.contract import PairRule
 
 __all__ = ["dadao", "meetings_per_s"]
@@ -47,7 +47,7 @@ def dadao(strong_convexity: float, smoothness: float, chi1: float) -> PairRule:
     Args:
         strong_convexity, smoothness: μ and L of every f_i.
         chi1: χ₁ of the actual meetings, in seconds; they should be `meetings_per_s` in the whole graph.
-    Cost: one vector each way per meeting; five kept (5 P).
+    Cost: one vector each way per meeting; five vectors kept (5 P).
     Source: Nabli and Oyallon, arXiv 2208.00779, and the authors' code.
     Differs: X̃ starts at X.
     Fails when: the sum is not convex, or gradients come at other than unit rate: a reference for tests, not for training.

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import one_of, within
 from gossamer.errors import ConfigError
-from gossamer.rules.checks import one_of, within
 from gossamer.servers.contract import Arrival, ServerRule, Window
 
 __all__ = ["decoupled_diloco", "grace_s", "radial_mean", "token_weight", "weighted_mean"]
@@ -86,7 +86,7 @@ def decoupled_diloco(
         grace_s: seconds to wait for more of them once the quorum is there.
         merging: "radial" takes `radial_mean` of each tensor, "average" `weighted_mean`.
         averaged: tensors with one of these words in their name are averaged in any case (the authors' embeddings are).
-    Cost: each fragment goes up and comes down once per H steps of a learner; the syncer holds the model and b (2 P).
+    Cost: a push and a fetch of each fragment per H steps of a learner; model and momentum kept at the syncer (2 P).
     Source: arXiv 2604.21428.
     Differs: outer η and μ are not stated there; these are DiLoCo's. Each learner's Δ is measured from the point it was itself
         greeted with, also when it comes a round late. The grace period is a number of seconds; `grace_s` of this module

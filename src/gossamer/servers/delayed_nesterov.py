@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.errors import ConfigError
-from gossamer.rules.checks import within
 from gossamer.servers.contract import Arrival, ServerRule
 
 __all__ = ["delayed_nesterov", "dylu_steps"]
@@ -34,11 +34,11 @@ def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, delay: int = 4, spr
         momentum: β in [0, 1).
         delay: N, arrivals between two renewals of the momentum; the number of workers is a good start.
         spread: c in [0, 1/N]; 0 lets the momentum act at every N-th arrival only, 1/N in equal parts at each.
-    Cost: a push and a fetch of one model per local phase of a worker; the server holds the model, m and acc (3 P).
-    Source: Liu et al., arXiv 2401.09135. Workers of unequal speed take `dylu_steps`.
+    Cost: a push and a fetch of one model per local phase; model, m and acc kept at the server (3 P).
+    Source: Liu et al., arXiv 2401.09135.
     Differs: arrivals are taken one by one; the authors' toy code batches those within half a second.
-    Fails when: workers differ much in speed and take the same number of steps: the slow ones' messages are old. N = 1, plain
-        Nesterov on arrivals, is clearly worse than N = workers (same source).
+    Fails when: workers differ much in speed and take the same number of steps: the slow ones' messages are old, so they
+        take `dylu_steps`; N = 1, plain Nesterov on arrivals, is clearly worse than N = workers (same source).
 
     >>> delayed_nesterov().state_copies
     3
@@ -76,7 +76,8 @@ def dylu_steps(step_s: Sequence[float], local_steps: int) -> tuple[int, ...]:
     Args:
         step_s: seconds of one inner step of each worker; its speed is v_w = 1 / step_s.
         local_steps: H, the steps of the fastest worker.
-    Returns: at least one step for everybody. Source: arXiv 2401.09135.
+    Returns: at least one step for everybody.
+    Source: arXiv 2401.09135.
 
     >>> dylu_steps([1.0, 2.0, 3.0], 30)
     (30, 15, 10)

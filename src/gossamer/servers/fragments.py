@@ -24,7 +24,8 @@ def pack(layout: Layout, parts: int) -> tuple[Fragment, ...]:
     The largest fragment is at most 4/3 - 1/(3 parts) times as large as in the best packing (Graham's bound for this rule).
 
     Args: `parts` is from 1 to the number of tensors.
-    Raises: ConfigError when there are not enough tensors. Source: arXiv 2604.21428 (fragments by greedy bin packing).
+    Raises: ConfigError when there are not enough tensors.
+    Source: arXiv 2604.21428 (fragments by greedy bin packing).
 
     >>> layout = Layout((Leaf("a", (4,), 0, 4), Leaf("b", (3,), 4, 7), Leaf("c", (2,), 7, 9)), 9)
     >>> [fragment.spans for fragment in pack(layout, 2)]

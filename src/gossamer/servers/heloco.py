@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.checks import within
 from gossamer.errors import ConfigError
-from gossamer.rules.checks import within
 from gossamer.servers.contract import Arrival, ServerRule
 
 __all__ = ["heloco"]
@@ -38,7 +38,7 @@ def heloco(
         rho: ρ, the weight of one arrival; the authors recommend 1/√workers.
         c_ok: cosine in [-1, 1] from which a tensor passes unchanged; -1 passes all (MLA).
         conflict, turn: k_s and k_d, how strongly to shrink and to turn; beta_max and kappa bound both.
-    Cost: a push and a fetch of one model per local phase; the server holds the model and m (2 P).
+    Cost: a push and a fetch of one model per local phase; model and m kept at the server (2 P).
     Source: arXiv 2606.00271, table 3 for the defaults.
     Differs: the server sends the starting point ahead, so that m need not travel.
     Fails when: the momentum is wrong: everything that corrects it is shrunk by up to β_max.

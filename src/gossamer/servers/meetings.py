@@ -32,7 +32,9 @@ def conditions(n: int, rates: Rates) -> tuple[float, float]:
 
     Meetings at random mix in a time of the order of χ₁, accelerated ones in √(χ₁ χ₂); χ₂ is never above χ₁.
 
-    Raises: ConfigError when the graph is not connected. Cost: O(n³). Source: arXiv 2306.08289.
+    Raises: ConfigError when the graph is not connected.
+    Cost: O(n³).
+    Source: arXiv 2306.08289.
 
     >>> [round(chi, 6) for chi in conditions(2, {(0, 1): 1.0})]
     [0.5, 0.5]

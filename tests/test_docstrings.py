@@ -1,0 +1,47 @@
+"""What a method says of itself is one sentence each for a reader, and for a program that makes a table of them."""
+
+import inspect
+import re
+
+import pytest
+
+from gossamer.rules import RULES
+from gossamer.servers import PAIRS, SERVERS
+
+METHODS = {**RULES, **SERVERS, **PAIRS}
+REQUIRED = {
+    "a2cid2": {"eta": 0.1},
+    "dadao": {"strong_convexity": 1.0, "smoothness": 10.0, "chi1": 1.0},
+}
+
+
+def sections(factory) -> dict[str, str]:
+    """The parts of a docstring that begin with a word and a colon, each on one line."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in (inspect.getdoc(factory) or "").splitlines():
+        if begins := re.match(r"(Args|Cost|Source|Differs|Fails when|Raises):\s*(.*)", line):
+            name, text = begins.groups()
+            assert name not in found, f"{name} comes twice"
+            found[name] = text
+        elif name and line.startswith("    "):
+            found[name] += " " + line.strip()
+        else:
+            name = ""
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("part", ["Cost", "Source", "Fails when"])
+def test_cost_source_and_failure_are_one_sentence_each(name, part):
+    text = sections(METHODS[name])[part]
+    assert text.endswith(".") and not re.search(r"[.!?]\s", text), text
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_cost_is_what_is_sent_and_then_what_is_kept(name):
+    sent, _, kept = sections(METHODS[name])["Cost"].partition("; ")
+    copies = METHODS[name](**REQUIRED.get(name, {})).state_copies
+    assert sent and ";" not in kept
+    assert re.fullmatch(r"nothing kept\.|\S.* kept( at the \w+)? \(.*\bP\b.*\)\.", kept), kept
+    assert kept.startswith("nothing kept") == (copies == 0)
