@@ -64,8 +64,8 @@ METHODS: dict[str, Recipe] = {
     # Around DiLoCo.
     "fedavg_momentum": Recipe(
         {"rule.name": "diloco", "rule.lr": 1.0, "rule.momentum": 0.5, "rule.optimizer": "heavy_ball"},
-        source="Hsu, Qi, Brown, arXiv 1909.06335",
-        differs="everyone takes part; their momentum is 0.9 and more, at smaller inner steps",
+        source="arXiv 2003.00295",
+        differs="everyone takes part",
         fails="η / (1 - μ), by which steady progress is multiplied, is large.",
     ),
     "fedadagrad": Recipe({"rule.name": "fedopt", "rule.optimizer": "adagrad"}),
@@ -81,12 +81,12 @@ METHODS: dict[str, Recipe] = {
             "inner.optimizer": "muon", "codec.name": "topk2bit",
         },
         source="arXiv 2505.23725",
-        differs="their two bits are of all elements, by statistics of rows; `topk2bit` keeps the largest alone",
+        differs="their two bits are of all elements, those of `topk2bit` of the largest alone",
         fails="a worker leaves: its leftovers are lost with it.",
     ),
     "opendiloco": Recipe(
         {"rule.name": "diloco", "codec.name": "fp16"},
-        source="Jaghouar, Ong, Hagemann, arXiv 2407.07852",
+        source="arXiv 2407.07852",
         differs="everyone gets the fp16 payloads of all others whole: for n > 4 more bytes than exact messages by chunk owners",
     ),
     "snoo": Recipe(
@@ -99,9 +99,9 @@ METHODS: dict[str, Recipe] = {
             "rule.name": "diloco", "rule.lr": 0.4, "codec.name": "fp4",
             "schedule.fragments": 3, "schedule.overlap_steps": 2, "schedule.merge": 0.5,
         },
-        source="Douillard et al., arXiv 2501.18512",
+        source="arXiv 2501.18512",
         differs="everyone gets the fp4 payloads of all others whole, n - 1 of them, where an all-reduce would send about two",
-        fails="the overlap is long: their loss held up to 5 steps of 30, and slowly falls behind beyond.",
+        fails="the overlap is long: the paper recommends at most 5 inner steps.",
     ),
     "naive_delayed": Recipe(
         {"rule.name": "eager", "rule.fresh": False},
@@ -133,7 +133,7 @@ METHODS: dict[str, Recipe] = {
         {
             "rule.name": "data_parallel", "inner.averaging": "schedule_free", "inner.mu_y": 0.9, "inner.schedule": "constant",
         },
-        source="Defazio et al., arXiv 2405.15682",
+        source="arXiv 2405.15682",
         differs="all steps weigh alike in the average, those of the warm-up too",
     ),
     # Decentralized, one step a round.
@@ -161,7 +161,7 @@ METHODS: dict[str, Recipe] = {
     ),
     "gossip_pga": Recipe(
         {"rule.name": "gossip", "topology.name": "pga", "run.local_steps": 1},
-        source="Chen et al., arXiv 2105.09080",
+        source="arXiv 2105.09080",
         differs="any gossip rule may be put on `pga`",
     ),
     "overlap_sgp": Recipe(
