@@ -1,95 +1,216 @@
-"""Training over links that are really slow, against the price of the same run on the network that was declared.
+"""Training over links that are really slow: wall-clock to a target loss, measured and priced, method by method.
 
-    sudo python benchmarks/slow_links.py [--quick]        # Linux, as root; a whole run takes half an hour
+    sudo python benchmarks/slow_links.py                                           # Linux, as root; says first how long it takes
+    sudo python benchmarks/slow_links.py --workers 4 --methods "GASLoC 2-Peer" --shares 0.1 --ways both
 
 Each worker is a process in a network namespace of its own, whose link to a bridge is limited by `tc tbf` in both directions;
 one worker has a slow uplink, or a slow link both ways. Inner steps are paced (`run.pace_s`), so that the cores of one machine
-stand for one accelerator each. Rounds are timed from outside, by the lines that workers add to their traces; the first is
-left out, as connections are made in it. The ratio is measured over priced seconds (aim: 0.85 to 1.15).
+stand for one accelerator each, and an exchange at full bandwidth lasts 5/3 of them: with H = 30, a worker with a tenth of the
+bandwidth is in time with 15 steps in random pairs, and with one where everybody has two peers.
+
+Losses do not depend on the network, so they come from a simulation, of which the real run is a part, to the last bit; that is
+checked. The target is the loss of DiLoCo's mean model after its last round. Of a real run, as many rounds are measured as the
+target takes (steps of data parallelism: a few, as they are all alike), from outside, by the lines that workers add to their
+traces, after a first round in which connections are made. What is priced are the same rounds:
+
+* before the run, from the declared times of a step, to compare methods
+* after it, from the times that its steps really took, so that measured over priced tells about the links (aim: 0.85 to 1.15)
 """
 
 import argparse
 import contextlib
+import json
+import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import tomli_w
 
-from gossamer.network import Network, links_of
+from gossamer.config import parse
+from gossamer.network import Floats, Network, links_of
 from gossamer.plan import matched_steps
 from gossamer.pricing import price
+from gossamer.record import atomic_write, read_metrics
 from gossamer.shapes import ModelConfig, parameter_count
-from gossamer.trace import read_trace, trace_files
+from gossamer.trace import Trace, read_trace, trace_files
 
 SIZE = "0.2m"
 PAYLOAD_BYTES = 4 * parameter_count(ModelConfig(size=SIZE), 256)
+EXCHANGE_STEPS = 5 / 3
+"""Inner steps that a model takes between two healthy workers."""
 GOODPUT = 1448 / 1514
 """Bytes of a message per byte that the limiter counts: Ethernet, IP and TCP headers of full packets are the rest."""
-METHODS: dict[str, tuple[str, int | None]] = {
-    "data parallel": ("data_parallel", None),
-    "DiLoCo": ("diloco", None),
-    "GASLoC 2-Peer": ("gasloc", 2),
-    "GASLoC 1-Peer": ("gasloc", 1),
+FEW_STEPS = 8
+"""Steps of data parallelism that are measured."""
+METHODS: dict[str, tuple[dict[str, Any], int | None]] = {
+    "data parallel": ({"name": "data_parallel"}, None),
+    "DiLoCo": ({"name": "diloco", "lr": 0.7, "momentum": 0.7}, None),
+    "GASLoC 2-Peer": ({"name": "gasloc", "lr": 0.7, "momentum": 0.7}, 2),
+    "GASLoC 1-Peer": ({"name": "gasloc", "lr": 0.7, "momentum": 0.7}, 1),
 }
+"""Rule and peers of each method; None talks to everyone."""
+WAYS = ("uplink", "both")
 
 
-class Scale(NamedTuple):
-    """How large everything is."""
+class Setting(NamedTuple):
+    """What is trained, on which links."""
 
-    workers: int
-    local_steps: int
-    rounds: int
-    pace_s: float
-    rate_bps: float
-    methods: tuple[str, ...]
-    shares: tuple[float, ...]
-    ways: tuple[str, ...]
+    workers: int = 8
+    local_steps: int = 30
+    rounds: int = 8
+    """Of DiLoCo, whose last loss is the target; the others have twice as many to get there."""
+    pace_s: float = 0.2
+    methods: tuple[str, ...] = tuple(METHODS)
+    shares: tuple[float, ...] = (0.1, 0.2)
+    ways: tuple[str, ...] = WAYS
+    seeds: tuple[int, ...] = (0,)
+
+    @property
+    def cells(self) -> list["Cell"]:
+        """What is measured, those next to each other that need the same links."""
+        return [
+            Cell(method, share, way, seed)
+            for share in self.shares
+            for way in self.ways
+            for seed in self.seeds
+            for method in self.methods
+        ]
 
 
-FULL = Scale(8, 30, 6, 0.2, 18.5e6, tuple(METHODS), (0.1, 0.2), ("uplink", "both"))
-"""An exchange between healthy workers lasts 5/3 steps."""
-QUICK = Scale(4, 10, 4, 0.1, 20e6, ("DiLoCo", "GASLoC 1-Peer"), (0.2,), ("uplink",))
+QUICK = Setting(4, 10, 3, 0.1, ("DiLoCo", "GASLoC 1-Peer"), (0.2,), ("uplink",))
+
+
+class Cell(NamedTuple):
+    """A method on links of which one is slow."""
+
+    method: str
+    share: float
+    way: str
+    seed: int
+
+
+class Result(NamedTuple):
+    """A line of the table."""
+
+    cell: Cell
+    straggler_steps: int
+    target: float
+    rounds: float | None
+    """That the target takes, between two evaluations by interpolation; None where twice those of DiLoCo are not enough."""
+    priced_s: float
+    """Of these rounds, from declared times of a step; of all there are where the target is not reached."""
+    measured_s: float
+    measured_rounds: int
+    """How many rounds really ran after the first; the seconds of more are taken to go on like these."""
+    measured_over_priced: float
+    """Of the rounds that ran, from measured times of a step."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="four workers and two methods, in under two minutes")
-    scale = QUICK if parser.parse_args().quick else FULL
+    parser.add_argument("--quick", action="store_true", help="four workers and two methods, in a few minutes")
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--local-steps", type=int, help="H of a healthy worker")
+    parser.add_argument("--rounds", type=int, help="rounds of DiLoCo, whose last loss is the target")
+    parser.add_argument("--pace-s", type=float, help="seconds of an inner step")
+    parser.add_argument("--methods", type=names, metavar="A,B", help=f"some of: {', '.join(METHODS)}")
+    parser.add_argument(
+        "--shares", type=numbers(float), metavar="0.1,0.2", help="bandwidth of the slow worker over that of others"
+    )
+    parser.add_argument("--ways", type=names, metavar="A,B", help="uplink, both")
+    parser.add_argument("--seeds", type=numbers(int), metavar="0,1,2")
+    parser.add_argument("--out", type=Path, default=Path("runs/slow_links"), help="results are OUT.md and OUT.json")
+    given = {key: value for key, value in vars(parser.parse_args()).items() if value is not None}
+    out: Path = given.pop("out")
+    setting = (QUICK if given.pop("quick") else Setting())._replace(**given)
+    for what, chosen, known in (("method", setting.methods, METHODS), ("way", setting.ways, WAYS)):
+        if unknown := set(chosen) - set(known):
+            parser.error(f"there is no {what} {sorted(unknown)}; take some of {list(known)}")
+    if setting.workers <= max(METHODS[method][1] or 1 for method in setting.methods):
+        parser.error(f"{setting.workers} workers have too few peers for {', '.join(setting.methods)}; take more")
     if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("skipped: slow links need Linux, root, and the commands ip and tc")
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    print(
-        f"{scale.workers} workers, {PAYLOAD_BYTES / 1e3:.0f} kB a model, links of {scale.rate_bps / 1e6:g} Mbit/s, inner steps "
-        f"paced to {scale.pace_s:g} s (run.pace_s), H = {scale.local_steps}; seconds of {scale.rounds - 1} rounds"
-    )
-    print(f"{'method':15} {'slow link':14} {'H of slow':>9} {'measured':>9} {'priced':>9} {'ratio':>6}", flush=True)
-    for share in scale.shares:
-        for way in scale.ways:
-            with namespaces(scale, share, way) as names:
-                for method in scale.methods:
-                    measure(scale, method, share, way, names)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{headline(setting)}\nabout {estimate_s(setting) / 60:.0f} min", flush=True)
+
+    simulated: dict[Any, Simulated] = {}
+    results: list[Result] = []
+    for cell in setting.cells:
+        with namespaces(setting, cell.share, cell.way) as places:
+            results.append(measure(setting, cell, places, simulated))
+        text = report(setting, results, f"sudo python {shlex.join(sys.argv)}")
+        atomic_write(out.with_suffix(".md"), text.encode())
+        atomic_write(out.with_suffix(".json"), json.dumps(plain(setting, results), indent=1).encode())
+        print(table(results).splitlines()[-1], flush=True)
+    print(f"\n{table(results)}\nresults: {out.with_suffix('.md')}, {out.with_suffix('.json')}")
     return 0
 
 
-def rates_bps(scale: Scale, share: float, way: str) -> tuple[list[float], list[float]]:
+def names(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(","))
+
+
+def numbers(kind: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    return lambda text: tuple(kind(word) for word in text.split(","))
+
+
+def headline(setting: Setting) -> str:
+    rate_bps = max(rates_bps(setting, 1.0, "both")[0])
+    return (
+        f"{setting.workers} workers, {PAYLOAD_BYTES / 1e3:.0f} kB a model, links of {rate_bps / 1e6:.1f} Mbit/s, inner steps "
+        f"paced to {setting.pace_s:g} s (run.pace_s), H = {setting.local_steps}, an exchange lasts 5/3 steps"
+    )
+
+
+def estimate_s(setting: Setting) -> float:
+    """Seconds that it will all take, roughly: the rounds, starting processes, and simulating."""
+    total_s = 0.0
+    for method, share, way, _ in setting.cells:
+        _, peers = METHODS[method]
+        steps = 1 if method == "data parallel" else setting.local_steps
+        if peers is None:
+            round_s = (steps + 2 * EXCHANGE_STEPS / share) * setting.pace_s
+        else:
+            round_s = (steps + peers * EXCHANGE_STEPS) * setting.pace_s * (1.3 if way == "both" else 1.1)
+        some = FEW_STEPS if method == "data parallel" else setting.rounds * (1.0 if method == "DiLoCo" else 1.2)
+        total_s += round_s * (some + 1) + 5 + 2.5 * setting.workers
+    each_s = setting.rounds * setting.local_steps * setting.workers * 0.01
+    return total_s + each_s * len(setting.seeds) * (2 + 4 * len(setting.shares))
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+def rates_bps(setting: Setting, share: float, way: str) -> tuple[list[float], list[float]]:
     """What the limiters of each worker let out and in."""
-    slow = [scale.rate_bps] * (scale.workers - 1) + [share * scale.rate_bps]
-    return slow, slow if way == "both" else [scale.rate_bps] * scale.workers
+    full_bps = 8 * PAYLOAD_BYTES / (EXCHANGE_STEPS * setting.pace_s) / GOODPUT
+    slow = [full_bps] * (setting.workers - 1) + [share * full_bps]
+    return slow, slow if way == "both" else [full_bps] * setting.workers
+
+
+def network_of(setting: Setting, share: float, way: str) -> Network:
+    """The same links as messages see them."""
+    up_bps, down_bps = (tuple(GOODPUT * bps for bps in rates) for rates in rates_bps(setting, share, way))
+    return Network(uplink_bps=up_bps, downlink_bps=down_bps, step_s=setting.pace_s)
 
 
 @contextlib.contextmanager
-def namespaces(scale: Scale, share: float, way: str) -> Iterator[list[str]]:
+def namespaces(setting: Setting, share: float, way: str) -> Iterator[list[str]]:
     """A namespace for each worker, linked by a bridge in one more; all end with the block, and their devices with them."""
-    names = [f"gossamer-{os.getpid()}-{place}" for place in (*range(scale.workers), "hub")]
+    names = [f"gossamer-{os.getpid()}-{place}" for place in (*range(setting.workers), "hub")]
     *workers, hub = names
     made: list[str] = []
     try:
@@ -99,7 +220,7 @@ def namespaces(scale: Scale, share: float, way: str) -> Iterator[list[str]]:
             sh("ip", "-n", name, "link", "set", "lo", "up")
         sh("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
         sh("ip", "-n", hub, "link", "set", "bridge0", "up")
-        for i, (name, up_bps, down_bps) in enumerate(zip(workers, *rates_bps(scale, share, way), strict=True)):
+        for i, (name, up_bps, down_bps) in enumerate(zip(workers, *rates_bps(setting, share, way), strict=True)):
             port = f"port{i}"
             sh("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
             sh("ip", "-n", hub, "link", "set", port, "master", "bridge0", "up")
@@ -121,51 +242,129 @@ def sh(*words: str) -> None:
         raise SystemExit(f"slow_links: '{' '.join(words)}' failed: {done.stderr.strip()}")
 
 
-def measure(scale: Scale, method: str, share: float, way: str, names: list[str]) -> None:
-    """Trains one method and prints its line."""
-    rule, peers = METHODS[method]
-    up_bps, down_bps = rates_bps(scale, share, way)
-    network = Network(
-        uplink_bps=tuple(GOODPUT * bps for bps in up_bps),
-        downlink_bps=tuple(GOODPUT * bps for bps in down_bps),
-        step_s=scale.pace_s,
-    )
-    steps: tuple[int, ...] = (1 if rule == "data_parallel" else scale.local_steps,) * scale.workers
-    if peers is not None:
-        steps = matched_steps(links_of(network, scale.workers), scale.local_steps, peers * PAYLOAD_BYTES)
-    document = {
-        "workers": scale.workers,
-        "rule": {"name": rule},
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def document(setting: Setting, cell: Cell, steps: Sequence[int], rounds: int, **run: Any) -> dict[str, Any]:
+    """The run file of a method."""
+    rule, peers = METHODS[cell.method]
+    return {
+        "workers": setting.workers,
+        "seed": cell.seed,
+        "rule": rule,
         "topology": {"name": "complete"} if peers is None else {"name": "random", "peers": peers},
         "model": {"size": SIZE},
-        "data": {"seq_len": 16, "batch_size": 1, "max_bytes": 100_000},
+        "data": {"seq_len": 64, "batch_size": 2, "max_bytes": 2_000_000},
+        # A learning rate that does not know where the run ends, so that a longer run begins as a shorter one does.
+        "inner": {"lr": 2e-3, "clip": 1.0, "schedule": "constant"},
         "run": {
-            "steps": scale.rounds * max(steps),
+            "steps": rounds * max(steps),
             "local_steps": steps[0] if len(set(steps)) == 1 else list(steps),
-            "eval_every": 0,
-            "eval_batches": 1,
             "checkpoint_every": 0,
             "device": "cpu",
             "backend": "gloo",
             "threads": 1,
-            "pace_s": scale.pace_s,
+            **run,
         },
-        "record": {"tensorboard": False},
+        "record": {"tensorboard": False, "export": False},
     }
+
+
+def steps_of(setting: Setting, cell: Cell) -> tuple[int, ...]:
+    """Inner steps of each worker in a round; the straggler of a gossip takes as many as let it be ready in time."""
+    _, peers = METHODS[cell.method]
+    if peers is not None:
+        links = links_of(network_of(setting, cell.share, cell.way), setting.workers)
+        return matched_steps(links, setting.local_steps, peers * PAYLOAD_BYTES)
+    return (1 if cell.method == "data parallel" else setting.local_steps,) * setting.workers
+
+
+class Simulated(NamedTuple):
+    """What is known of a run without its network."""
+
+    rounds: list[int]
+    losses: list[float]
+    """Of the mean model after so many rounds."""
+    trace: Trace
+    train: Mapping[tuple[int, int], float]
+    """Training loss by round and worker."""
+
+    def rounds_to(self, target: float) -> float | None:
+        """After how many rounds the loss is there, linear between evaluations."""
+        before = (0.0, math.inf)
+        for point in zip(self.rounds, self.losses, strict=True):
+            if point[1] <= target:
+                share = (before[1] - target) / (before[1] - point[1]) if before[1] < math.inf else 1.0
+                return before[0] + share * (point[0] - before[0])
+            before = point
+        return None
+
+
+def simulate(setting: Setting, cell: Cell, rounds: int) -> Simulated:
+    from gossamer.simulate import simulate
+
+    steps = steps_of(setting, cell)
+    every = max(1, setting.local_steps // 3) if cell.method == "data parallel" else max(steps)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        simulate(parse(document(setting, cell, steps, rounds, eval_every=every, eval_batches=16)), out)
+        lines = read_metrics(out)
+        scored = [line for line in lines if line["kind"] == "eval"]
+        return Simulated(
+            [line["round"] + 1 for line in scored],
+            [line["loss"] for line in scored],
+            read_trace(out),
+            train_losses(lines),
+        )
+
+
+def train_losses(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], float]:
+    return {(line["round"], line["worker"]): line["loss"] for line in lines if line["kind"] == "train"}
+
+
+def measure(setting: Setting, cell: Cell, places: list[str], simulated: dict[Any, Simulated]) -> Result:
+    """Simulates a method unless that is done already, runs as much of it as its target takes, and compares."""
+
+    def known(cell: Cell, rounds: int) -> Simulated:
+        # One more than is asked for, as the first is not measured.
+        key = cell.method, cell.seed, steps_of(setting, cell)
+        if key not in simulated:
+            simulated[key] = simulate(setting, cell, rounds + 1)
+        return simulated[key]
+
+    goal = known(cell._replace(method="DiLoCo"), setting.rounds)
+    target = goal.losses[goal.rounds.index(setting.rounds)]
+    steps, network = steps_of(setting, cell), network_of(setting, cell.share, cell.way)
+    # So many rounds as there are in the simulation but for the first, in the same number of inner steps for all.
+    most = setting.rounds if cell.method == "DiLoCo" else 2 * setting.rounds * setting.local_steps // max(steps)
+    run = known(cell, most)
+    rounds = run.rounds_to(target)
+    asked = most if rounds is None else rounds
+    ran = min(math.ceil(asked), FEW_STEPS if max(steps) == 1 else most)
+    priced_s = elapsed_s(price(run.trace, network).end_s.max(axis=1), asked)
+
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder) / "run.toml", Path(folder) / "run"
-        file.write_text(tomli_w.dumps(document))
-        seen = train(names, file, out)
-        trace = read_trace(out)
-    # With the times that the steps really took: what is on trial is the price of the links.
-    end_s = price(trace, Network(uplink_bps=network.uplink_bps, downlink_bps=network.downlink_bps)).end_s.max(axis=1)
-    measured_s = max(ends[-1] for ends in seen) - max(ends[0] for ends in seen)
-    priced_s = end_s[-1] - end_s[0]
-    slow = f"{share:.0%} {way}"
-    print(
-        f"{method:15} {slow:14} {steps[-1]:9} {measured_s:9.2f} {priced_s:9.2f} {measured_s / priced_s:6.2f}",
-        flush=True,
-    )
+        made = document(setting, cell, steps, ran + 1, eval_every=0, eval_batches=1, pace_s=setting.pace_s)
+        file.write_text(tomli_w.dumps(made))
+        seen = train(places, file, out)
+        trace, losses = read_trace(out), train_losses(read_metrics(out))
+    if losses != {key: run.train[key] for key in losses}:
+        raise SystemExit(
+            f"slow_links: the losses of {cell} differ from those of its simulation; they must be the same bits"
+        )
+    ends_s = np.array(seen).max(axis=0)
+    ran_s = elapsed_s(ends_s, ran)
+    return Result(
+        cell, steps[-1], target, rounds, priced_s,
+        elapsed_s(ends_s, asked) if asked <= ran else ran_s * asked / ran,
+        ran, ran_s / elapsed_s(price(trace, replace(network, step_s=None)).end_s.max(axis=1), ran),
+    )  # fmt: skip
+
+
+def elapsed_s(ends_s: Floats, rounds: float) -> float:
+    """Seconds of so many rounds, after the first."""
+    return float(np.interp(rounds, np.arange(len(ends_s)), ends_s) - ends_s[0])
 
 
 def train(names: list[str], file: Path, out: Path) -> list[list[float]]:
@@ -226,6 +425,73 @@ def train(names: list[str], file: Path, out: Path) -> list[list[float]]:
                 process.kill()
                 process.wait()
         log.close()
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def over_diloco(results: Sequence[Result], one: Result) -> tuple[float, float] | None:
+    """Priced and measured seconds to the target over those of DiLoCo on the same links; None where one is not there."""
+    for other in results:
+        if other.cell == one.cell._replace(method="DiLoCo") and one.rounds is not None:
+            return one.priced_s / other.priced_s, one.measured_s / other.measured_s
+    return None
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results so far, as Markdown."""
+    lines = [
+        "| slow link | seed | method | H of slow | rounds to target | priced | measured | over DiLoCo, priced | measured | "
+        "measured / priced of its rounds |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in results:
+        method, share, way, seed = one.cell
+        over = over_diloco(results, one)
+        priced, measured = (f"{seconds:.1f} s" for seconds in (one.priced_s, one.measured_s))
+        if one.rounds is None:
+            rounds, priced, measured = "not reached", f"> {priced}", f"> {measured}"
+        else:
+            rounds = f"{one.rounds:.1f}"
+            if one.rounds > one.measured_rounds:
+                measured = f"{measured} from {one.measured_rounds}"
+        lines.append(
+            f"| {share:.0%} {way} | {seed} | {method} | {one.straggler_steps} | {rounds} | {priced} | {measured} | "
+            + (" | ".join(f"{ratio:.2f}" for ratio in over) if over else "| ")
+            + f" | {one.measured_over_priced:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def report(setting: Setting, results: Sequence[Result], command: str) -> str:
+    """The results file."""
+    targets = ", ".join(
+        f"{loss:.4f} (seed {seed})" for seed, loss in sorted({(r.cell.seed, r.target) for r in results})
+    )
+    return f"""# Training over slow links
+
+    {command}
+
+{headline(setting)}.
+
+One worker has a share of that bandwidth, on its uplink or both ways, and takes as many local steps in GASLoC as let it be in
+time. The target is the loss of DiLoCo's mean model after {setting.rounds} rounds: {targets} nats a byte.
+Seconds are those to the target, priced from the declared time of a step and measured on real processes with real limits; the
+last column tells of the links alone, priced with the times that steps really took. Where it says from how many rounds, so
+many were measured and the rest taken to be like them.
+
+{table(results)}
+"""
+
+
+def plain(setting: Setting, results: Sequence[Result]) -> dict[str, Any]:
+    """The results file as data."""
+    return {
+        "setting": setting._asdict() | {"payload_bytes": PAYLOAD_BYTES, "exchange_steps": EXCHANGE_STEPS},
+        "results": [
+            one._asdict() | {"cell": one.cell._asdict(), "over_diloco": over_diloco(results, one)} for one in results
+        ],
+    }
 
 
 if __name__ == "__main__":

@@ -265,5 +265,5 @@ def test_a_step_of_muon_is_nearly_the_orthogonal_factor_of_its_gradient_and_turn
     assert 0.65 < torch.linalg.svdvals(step).min() <= torch.linalg.svdvals(step).max() < 1.2
     assert torch.cosine_similarity(step.flatten(), (u @ v).flatten(), dim=0) > 0.95
     left, right = (torch.linalg.qr(torch.randn(k, k, generator=generator)).Q for k in (6, 4))
-    assert torch.allclose(muon_step(left @ gradient @ right), left @ step @ right, atol=0.03)
-    assert torch.allclose(muon_step(100 * gradient), step, atol=0.03)
+    assert torch.allclose(muon_step(left @ gradient @ right), left @ step @ right, atol=0.06)
+    assert torch.allclose(muon_step(100 * gradient), step, atol=0.06)

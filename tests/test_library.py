@@ -50,21 +50,39 @@ def test_alone_gossip_changes_nothing_and_gasloc_is_an_outer_momentum():
     assert not torch.equal(flat(plain), flat(outer))
 
 
-def test_saved_and_loaded_between_two_exchanges_it_continues_to_the_same_bits():
+@pytest.mark.parametrize(
+    "schedule", [None, gossamer.Schedule(fragments=2, overlap_steps=2)], ids=["plain", "streaming"]
+)
+def test_saved_and_loaded_between_two_rounds_it_continues_to_the_same_bits(schedule):
     whole = net()
-    loop = gossamer.Outer(whole, gossamer.gasloc(), local_steps=3)
+    loop = gossamer.Outer(whole, gossamer.gasloc(), local_steps=3, schedule=schedule)
     train(whole, loop, 6)
     saved = {"model": {k: v.clone() for k, v in whole.state_dict().items()}, "outer": loop.state_dict()}
     train(whole, loop, 6, seed=1)
 
     again = net()
-    second = gossamer.Outer(again, gossamer.gasloc(), local_steps=3)
+    second = gossamer.Outer(again, gossamer.gasloc(), local_steps=3, schedule=schedule)
     again.load_state_dict(saved["model"])
     second.load_state_dict(saved["outer"])
     train(again, second, 6, seed=1)
     assert torch.equal(flat(whole), flat(again))
     with pytest.raises(CheckpointError, match="load it with the rule"):
         gossamer.Outer(net(), gossamer.gossip()).load_state_dict(saved["outer"])
+
+
+def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
+    model, schedule = net(), gossamer.Schedule(fragments=2, overlap_steps=1)
+    with gossamer.Outer(model, gossamer.diloco(0.5, 0.0), local_steps=2, schedule=schedule) as loop:
+        before = flat(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1.0
+        assert not loop.step()  # the first fragment is sent, and heard after the next step
+        assert torch.equal(flat(model), before + 1.0)
+        assert loop.step()
+        assert (flat(model) != before + 1.0).any()  # half of what it had moved when it was sent is taken back
+        loop.finish()
+    torch.testing.assert_close(flat(model), before + 0.5)
 
 
 def test_what_cannot_work_is_refused_in_a_sentence():

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gossamer import pricing
 from gossamer.errors import ConfigError
 from gossamer.fluid import max_min_rates
 from gossamer.network import Change, Network, Route, Site, jitter_factors
 from gossamer.pricing import Timeline, legs_of, price
-from gossamer.trace import Entry, Operation, Trace, from_entries, from_targets
+from gossamer.trace import KINDS, Entry, Kind, Operation, Trace, from_entries, from_targets
 
 N, PAYLOAD, STEP_S = 8, 1_000_000, 1.0
 FULL_BPS = 8 * PAYLOAD / (5 / 3)
@@ -88,6 +89,41 @@ def per_worker(option: float | tuple[float, ...], n: int) -> list[float]:
     return list(option) if isinstance(option, tuple) else [option] * n
 
 
+def rates_by_hand(uses: list[list[tuple[int, float]]]) -> list[float]:
+    """Bits per second of streams, each with its links and seconds per bit: all grow alike until a link of theirs is full."""
+    rates, growing, room = (
+        [0.0] * len(uses),
+        set(range(len(uses))),
+        dict.fromkeys({link for own in uses for link, _ in own}, 1.0),
+    )
+    while growing:
+        load = {link: sum(s for k in growing for at, s in uses[k] if at == link) for link in room}
+        rise = min((room[link] / load[link] for link in room if load[link]), default=math.inf)
+        full = {link for link in room if load[link] and room[link] / load[link] <= rise * (1 + 1e-12)}
+        for k in growing:
+            rates[k] += rise
+        for link in room:
+            room[link] -= rise * load[link] if load[link] else 0.0
+        growing -= {k for k in growing if rise == math.inf or any(at in full and s for at, s in uses[k])}
+    return rates
+
+
+def ends_by_hand(leaves: list[float], bits: list[float], uses: list[list[tuple[int, float]]]) -> list[float]:
+    """When the last bit of each stream is through."""
+    left, ends, now = list(bits), [math.inf] * len(bits), min(leaves, default=0.0)
+    while math.inf in ends:
+        active = [k for k in range(len(bits)) if leaves[k] <= now and ends[k] == math.inf]
+        rates = rates_by_hand([uses[k] for k in active])
+        over = [now + (left[k] / rate if left[k] else 0.0) for k, rate in zip(active, rates, strict=True)]
+        until = min([*over, *(at for at in leaves if at > now)])
+        for k, rate, end in zip(active, rates, over, strict=True):
+            left[k] -= rate * (until - now) if until > now else 0.0
+            if end <= until * (1 + 1e-12):
+                ends[k] = until
+        now = until
+    return ends
+
+
 def exchange_by_hand(trace: Trace, network: Network) -> list[list[float]]:
     """The end of each round and worker, one message after the other, for traces of exchanges."""
     n, m = trace.workers, trace.messages
@@ -95,6 +131,7 @@ def exchange_by_hand(trace: Trace, network: Network) -> list[list[float]]:
     latency = per_worker(network.latency_s, n)
     clock, ends = [0.0] * n, []
     for r in range(trace.rounds):
+        start = list(clock)
         for i in range(n):
             step_s = None if network.step_s is None else per_worker(network.step_s, n)[i]
             clock[i] += trace.compute_s[r, i] if step_s is None else int(trace.steps[r, i]) * step_s
@@ -102,12 +139,15 @@ def exchange_by_hand(trace: Trace, network: Network) -> list[list[float]]:
         for k in np.flatnonzero(m.round == r):
             pair = int(m.source[k]), int(m.target[k])
             streams[pair] = streams.get(pair, 0) + int(m.bytes[k])
+        into = 0 if network.duplex == "half" else n
+        over = ends_by_hand(
+            [max(clock[j], start[i]) for j, i in streams],
+            [8.0 * size for size in streams.values()],
+            [[(j, 1 / up[j]), (into + i, 1 / down[i])] for j, i in streams],
+        )
         end = list(clock)
-        for (j, i), size in streams.items():
-            out, into = sum(a == j for a, _ in streams), sum(b == i for _, b in streams)
-            if network.duplex == "half":
-                out, into = out + sum(b == j for _, b in streams), into + sum(a == i for a, _ in streams)
-            arrival = clock[j] + max(latency[j], latency[i]) + 8 * size / min(up[j] / out, down[i] / into)
+        for (j, i), left_s in zip(streams, over, strict=True):
+            arrival = left_s + max(latency[j], latency[i])
             end[i], end[j] = max(end[i], arrival), max(end[j], arrival)
         ends.append(end)
         clock = list(end)
@@ -119,14 +159,19 @@ def exchange_by_hand(trace: Trace, network: Network) -> list[list[float]]:
 def test_exchanges_cost_what_the_model_says_message_by_message(data: st.DataObject) -> None:
     trace = data.draw(runs(kinds=("exchange",)))
     network = data.draw(networks(trace.workers))
-    np.testing.assert_allclose(price(trace, network).end_s, exchange_by_hand(trace, network), rtol=1e-12)
+    np.testing.assert_allclose(price(trace, network).end_s, exchange_by_hand(trace, network), rtol=1e-9)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(data: st.DataObject, factor: float) -> None:
-    trace = data.draw(runs())
-    network = data.draw(networks(trace.workers))
+def test_more_bandwidth_is_never_slower_while_no_two_messages_share_a_direction(
+    data: st.DataObject, factor: float
+) -> None:
+    n, rounds = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    network = replace(data.draw(networks(n)), duplex="full", mean=data.draw(st.sampled_from(("ring", "tree"))))
+    targets = np.array([data.draw(st.permutations(range(n))) for _ in range(rounds)])
+    compute_s = [[data.draw(st.floats(0, 10)) for _ in range(n)] for _ in range(rounds)]
+    trace = from_targets(targets, 10**5, steps=3, compute_s=compute_s, kind=data.draw(st.sampled_from(KINDS)))
     name, worker = (
         data.draw(st.sampled_from(("uplink_bps", "downlink_bps"))),
         data.draw(st.integers(0, trace.workers - 1)),
@@ -135,6 +180,30 @@ def test_more_bandwidth_is_never_slower(data: st.DataObject, factor: float) -> N
     rates[worker] *= factor
     faster = price(trace, replace(network, **{name: tuple(rates)}))
     assert (faster.end_s <= price(trace, network).end_s).all()
+
+
+def test_where_two_messages_share_a_direction_more_bandwidth_for_one_may_be_less_for_the_other() -> None:
+    # into 2 fit 8 kbit/s: with 2 kbit/s of its own the first leaves 6 to the second, with 8 it takes its half
+    trace = from_targets(np.array([[2, 2, 2]]), 1000, steps=0)
+    for uplink_bps, ends in ((2e3, [4, 4 / 3, 4]), (8e3, [2, 2, 2])):
+        network = Network(uplink_bps=(uplink_bps, 8e3, 8e3), downlink_bps=8e3)
+        np.testing.assert_allclose(price(trace, network).end_s, [ends])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_a_round_never_takes_longer_than_if_its_messages_shared_their_links_evenly_all_the_time(
+    data: st.DataObject,
+) -> None:
+    trace = data.draw(runs(kinds=(data.draw(st.sampled_from(KINDS)),)))
+    first = trace.messages.span(0, int(np.searchsorted(trace.messages.round, 1)))
+    trace = Trace(trace.steps[:1], trace.compute_s[:1], first)
+    network = data.draw(networks(trace.workers))
+    fair = price(trace, network)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pricing, "_MOST_REPLAYED", -1)
+        even = price(trace, network)
+    assert (fair.end_s <= even.end_s * (1 + 1e-9)).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -204,6 +273,15 @@ def test_two_peers_share_a_direction_evenly() -> None:
     assert price(from_targets(ring, PAYLOAD, steps=1), network).total_s == pytest.approx(2 * 5 / 3)
 
 
+def test_peers_that_come_one_after_the_other_each_have_a_slow_link_to_themselves() -> None:
+    # an exchange at full bandwidth takes 5/3 s, and 50/3 s into worker 0. That of 1 leaves at once and has gone when that of
+    # 2 leaves at 30 s; sharing evenly all the time would take 30 + 100/3 s. What 2 sends to 1 has the other nine tenths.
+    everyone = np.array([[[1, 2], [0, 2], [0, 1]]])
+    network = Network(uplink_bps=FULL_BPS, downlink_bps=(FULL_BPS / 10, FULL_BPS, FULL_BPS), step_s=STEP_S)
+    timeline = price(from_targets(everyone, PAYLOAD, [0, 0, 30]), network)
+    np.testing.assert_allclose(timeline.end_s, [[30 + 50 / 3, 30 + 5 / 3 / 0.9, 30 + 50 / 3]])
+
+
 def test_fragments_for_one_peer_cost_what_they_cost_together() -> None:
     def run(*sizes: int) -> Timeline:
         def operations(peer: int) -> tuple[Operation, ...]:
@@ -235,8 +313,9 @@ def test_the_wait_is_put_down_to_who_was_late_or_to_the_slower_link() -> None:
     held = price(
         mean._replace(compute_s=np.array([[0.0, 0.0, 90.0]])), Network(uplink_bps=8e3, downlink_bps=(8e2, 8e3, 8e3))
     )
-    # the second leg of 1 leaves when the shares of the late 2 are there, before 0 has read them through its thin link
-    assert held.end_s.tolist() == [[130.0, 112.0, 130.0]]
+    # 0 has the share of 1 at 10 s. From 90 s on it reads three more chunks through its thin link, 10 s each: the share of 2,
+    # and two sums. That of 1 leaves when the share of 2 is there: at 8000 - 800 bit/s for 10/9 s
+    np.testing.assert_allclose(held.end_s, [[120.0, 90 + 10 / 9 + 20, 120.0]])
     assert held.waits_on.tolist() == [[2, 2, 0]], "the last one itself waits for the thinnest link"
 
 
@@ -412,24 +491,11 @@ def test_a_change_of_a_site_moves_the_link_that_its_workers_share() -> None:
     assert price(from_targets(np.array([[2, 1, 0, 3]]), 1000, steps=1), network).total_s == pytest.approx(10.0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_a_replay_of_single_exchanges_on_links_of_their_own_costs_what_the_formula_says(data: st.DataObject) -> None:
-    n = 2 * data.draw(st.integers(1, 3))
-    trace = from_targets(matchings(4, n, data.draw(st.integers(0, 9))), 10**5, steps=3, compute_s=0.5)
-    # with downlinks that bound nothing: on those a replay also shares with messages of the next round that come early
-    network = replace(data.draw(networks(n)), duplex="full", downlink_bps=math.inf)
-    replayed = price(trace, replace(network, changes=(Change(at_s=0.0, factor=1.0, worker=0),)))
-    np.testing.assert_allclose(replayed.end_s, price(trace, network).end_s, rtol=1e-9)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(2, 5), st.sampled_from(("owners", "ring", "tree")), st.floats(0, 1), st.floats(1e3, 1e6))
-def test_a_replay_of_means_among_equal_workers_costs_what_the_formula_says(
-    n: int, mean: Literal["owners", "ring", "tree"], latency_s: float, bandwidth_bps: float
-) -> None:
-    trace = means(2, n, 2520, steps=1)
-    network = Network(uplink_bps=bandwidth_bps, downlink_bps=bandwidth_bps, latency_s=latency_s, step_s=1, mean=mean)
+def test_a_replay_of_the_whole_run_on_links_of_their_own_costs_what_its_rounds_cost(data: st.DataObject) -> None:
+    trace = data.draw(runs())
+    network = data.draw(networks(trace.workers))
     replayed = price(trace, replace(network, changes=(Change(at_s=0.0, factor=1.0, worker=0),)))
     np.testing.assert_allclose(replayed.end_s, price(trace, network).end_s, rtol=1e-9)
 
@@ -497,3 +563,109 @@ def test_an_overlap_of_more_than_a_round_is_waited_for_rounds_later() -> None:
     # sent at 10, 20, 30, ... and waited for 15 steps later: the first is due at 25 and comes at 35
     assert price(overlapped(3, 15), network).end_s[:, 0].tolist() == [10, 20, 65]
     assert price(overlapped(2, 15), network).end_s[:, 0].tolist() == [10, 45]
+
+
+def test_a_worker_with_fewer_steps_waits_after_its_share_of_them() -> None:
+    # both compute for 10 s a round; a message of 6 s is waited for after 4 of 10 steps, or 2 of 5, which is 4 s for either
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=6.0, step_s=(1.0, 2.0))
+    trace = overlapped(2, 4)._replace(steps=np.array([[10, 5], [10, 5]]))
+    timeline = price(trace, network)
+    assert timeline.end_s.tolist() == [[10, 10], [28, 28]]
+    assert timeline.communication_s.tolist() == [[0, 0], [2 + 6, 2 + 6]]
+    # 3 of 10 steps are 1.5 of 5, so 1: it waits from 12 s to 16 s and sends at 24 s, the other from 13 s to 16 s and at 23 s
+    rounded = price(overlapped(2, 3)._replace(steps=np.array([[10, 5], [10, 5]])), network)
+    assert rounded.end_s.tolist() == [[10, 10], [30, 30]]
+
+
+def fragments(steps: list[list[int]], overlap_steps: int, size: int = 1000, kind: Kind = "exchange") -> Trace:
+    """Two workers that swap one fragment after each part of their rounds."""
+
+    def operations(i: int, fragment: int) -> tuple[Operation, ...]:
+        moved = ((1 - i, size),)
+        return (Operation(kind, fragment, moved, moved, overlap_steps),)
+
+    return from_entries(
+        Entry(part, i, own, 0.0, operations(i, part % 3))
+        for part, both in enumerate(steps)
+        for i, own in enumerate(both)
+    )
+
+
+def test_an_overlap_longer_than_the_parts_of_a_round_has_several_fragments_under_way() -> None:
+    # parts of 3, 3 and 4 steps; each fragment is waited for 5 steps after it left, and takes 4 s: nothing is exposed but the end
+    steps = [[3, 3], [3, 3], [4, 4]] * 2
+    hidden = price(fragments(steps, 5), Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=4.0, step_s=1.0))
+    assert hidden.end_s[:, 0].tolist() == [3, 6, 10, 13, 16, 24]
+    # With 7 s the first is waited for from 8 s to 10 s, so the third part ends at 12 s. The second is due after step 11, at 13 s,
+    # when it comes. The third left at 12 s and is due after step 15, at 17 s: a wait of 2 s. The fourth left at 15 s and is due
+    # after step 18, at 22 s, when it comes. Those of 20 s and 24 s are due after the end, so the run ends at 31 s.
+    late = price(fragments(steps, 5), Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=7.0, step_s=1.0))
+    assert late.end_s[:, 0].tolist() == [3, 6, 12, 15, 20, 31]
+    assert late.communication_s[:, 0].tolist() == [0, 0, 2, 0, 2, 7]
+
+
+def test_means_overlap_over_parts_and_who_is_late_holds_both_of_their_halves() -> None:
+    # a mean through two owners is two exchanges of 2 s: sent at 3 s, there at 7 s, waited for after 3 steps and so at 6 s
+    steps = [[3, 3], [3, 3], [4, 4]]
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=2.0, step_s=1.0)
+    assert price(fragments(steps, 3, kind="mean"), network).end_s[:, 0].tolist() == [3, 7, 16]
+    # at half the pace the other sends its share at 6 s, so sums leave at 8 s and come at 10 s: the first has waited since 6 s
+    uneven = price(fragments(steps, 3, kind="mean"), replace(network, step_s=(1.0, 2.0)))
+    assert uneven.end_s[:2].tolist() == [[3, 6], [10, 12]]
+
+
+def test_fragments_under_way_together_share_the_link() -> None:
+    # 8 kbit at 2 kbit/s: 4 s alone. Sent at 3, 6 and 9 s: the first is alone until 6, and has 1 s left; shared until 8.
+    # The second then has 3 s left, 1 s alone until 9, 2 s shared with the third until 13, when that has 2 s left: 15.
+    network = Network(uplink_bps=2e3, downlink_bps=math.inf, step_s=1.0)
+    timeline = price(fragments([[3, 3], [3, 3], [3, 3]], 9), network)
+    np.testing.assert_allclose(timeline.end_s[:, 0], [3, 6, 15])
+    # waited for after 4 steps: at 7 s until 8 s, which moves the third to 10 s; the second is due at 11 s and comes at
+    # 8 + 2 + 2·1 = 12 s, while the run has nothing left to do but to wait for the third, which has 3 s left: 15 s
+    np.testing.assert_allclose(price(fragments([[3, 3], [3, 3], [3, 3]], 4), network).end_s[:, 0], [3, 6, 15])
+
+
+def test_a_worker_without_steps_of_its_own_in_a_part_waits_before_its_next_one() -> None:
+    # the straggler takes its only step in the last part; the others' fragments are under way for 2 s
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=2.0, step_s=(1.0, 10.0))
+    timeline = price(fragments([[5, 0], [5, 0], [5, 1]], 3), network)
+    # its message leaves at 0 s, the other's at 5 s: it waits until 7 s, sends, waits until 12 s, and then takes its step
+    assert timeline.end_s.tolist() == [[5, 0], [10, 7], [24, 24]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(0, 40), st.floats(0, 30), st.data())
+def test_rounds_cost_the_same_whole_or_in_parts(
+    rounds: int, steps: int, overlap_steps: int, latency_s: float, data: st.DataObject
+) -> None:
+    network = Network(uplink_bps=8e3, downlink_bps=8e3, latency_s=latency_s, step_s=1.0)
+    whole = overlapped(rounds, overlap_steps, steps)
+    first = data.draw(st.integers(0, steps - 1))
+    parts = whole._replace(
+        steps=np.tile([[first] * 2, [steps - first] * 2], (rounds, 1)),
+        compute_s=np.zeros((2 * rounds, 2)),
+        messages=whole.messages._replace(round=2 * whole.messages.round + 1),
+    )
+    np.testing.assert_allclose(price(parts, network).end_s[1::2], price(whole, network).end_s, rtol=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6),
+    st.integers(0, 30),
+    st.floats(0, 30),
+)
+def test_where_nothing_is_shared_a_longer_overlap_is_never_slower(
+    steps: list[tuple[int, int]], overlap_steps: int, latency_s: float
+) -> None:
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=latency_s, step_s=(1.0, 1.5))
+    totals = [
+        price(fragments([list(both) for both in steps], tau), network).total_s
+        for tau in (overlap_steps, overlap_steps + 1)
+    ]
+    assert totals[1] <= totals[0] * (1 + 1e-12)
+
+
+def test_a_round_without_steps_scales_no_overlap() -> None:
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=3.0, step_s=1.0)
+    assert price(fragments([[0, 0], [4, 4]], 2), network).end_s[:, 0].tolist() == [0, 8]

@@ -4,8 +4,10 @@ A stream uses a few links at once, and its rate is the largest that is fair: all
 its streams then keep theirs while the others grow on.
 """
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -40,28 +42,52 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
     Args:
         uses, seconds_per_bit: `[streams, k]`; what is 0 seconds a bit does not count.
         factors: `[links]`.
-    Cost: O(streams · k) for each link that fills.
+    Cost: O(streams · k + links) for each turn; a link waits as many turns as there are links that hold its streams back
+        one behind the other, mostly a few.
 
     >>> uses, alone = np.array([[0, 1], [0, 2], [0, 2]]), np.array([[9, 2], [9, 100], [9, 100]])
     >>> max_min_rates(uses, 1 / alone, np.ones(3)).round(12).tolist()
     [2.0, 3.5, 3.5]
     """
-    counts = seconds_per_bit > 0
-    rates = np.full(len(uses), math.inf)
-    growing = counts.any(axis=1)
-    rates[growing] = 0.0
-    room = factors.copy()
-    while growing.any():
-        load = np.bincount(uses[growing].ravel(), seconds_per_bit[growing].ravel(), len(room))
-        rises = np.full(len(room), math.inf)
-        np.divide(room, load, out=rises, where=load > 0)
-        rise = rises.min()
-        rates[growing] += rise
-        room -= rise * load
-        # Links that fill together may differ in their last bits, and one left for another turn would rise by next to nothing.
-        full = rises <= rise * (1 + 1e-12)
-        growing &= ~(full[uses] & counts).any(axis=1)
+    rates, room = np.full(len(uses), math.inf), factors.copy()
+    growing = np.flatnonzero((seconds_per_bit > 0).any(axis=1))
+    while len(growing):
+        own, takes = uses[growing], seconds_per_bit[growing]
+        load = np.bincount(own.ravel(), takes.ravel(), len(room))
+        even = np.full(len(room), math.inf)
+        np.divide(room, load, out=even, where=load > 0)
+        bounds = np.where(takes > 0, even[own], math.inf)
+        rate = bounds.min(axis=1)
+        # A link none of whose streams is held back more elsewhere is full at even parts. Shares that differ in their last
+        # bits count as one: what is left of a link for another turn would be next to nothing.
+        held_here = bounds <= rate[:, None] * (1 + 1e-12)
+        waits = np.zeros(len(room), bool)
+        waits[own[(takes > 0) & ~held_here]] = True
+        settled = (held_here & ~waits[own]).any(axis=1)
+        rates[growing[settled]] = rate[settled]
+        room -= np.bincount(own[settled].ravel(), (rate[settled, None] * takes[settled]).ravel(), len(room))
+        growing = growing[~settled]
     return rates
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A stream under way: what was left of it at some time, and its rate since then."""
+
+    uses: tuple[Use, ...]
+    bits: float
+    at_s: float
+    rate_bps: float = 0.0
+
+    def flow(self, to_s: float) -> None:
+        """Lets it flow until then."""
+        if to_s > self.at_s:
+            self.bits, self.at_s = max(0.0, self.bits - self.rate_bps * (to_s - self.at_s)), to_s
+
+    @property
+    def end_s(self) -> float:
+        """When its last bit leaves, if nothing changes."""
+        return self.at_s + (self.bits / self.rate_bps if self.rate_bps else math.inf)
 
 
 class Fluid:
@@ -72,60 +98,91 @@ class Fluid:
 
     Args:
         links: how many there are.
-        width: the most links that a stream uses.
         changes: how their bandwidths change, in any order.
-    Cost: O(streams) for each start or end of one, times the number of links that fill.
+    Cost: for each start or end, as much as `max_min_rates` takes on the streams that share links with it, directly or
+        through others; some 0.1 ms where these are few.
     """
 
-    def __init__(self, links: int, width: int, changes: Iterable[LinkChange] = ()):
+    def __init__(self, links: int, changes: Iterable[LinkChange] = ()):
         self.now_s = 0.0
         self._factors = np.ones(links)
         self._changes = sorted(changes, reverse=True)
-        self._names: list[int] = []
-        self._bits = np.empty(0)
-        self._uses: Places = np.empty((0, width), np.int64)
-        self._seconds_per_bit = np.empty((0, width))
-        self._rates: Floats | None = None
+        self._streams: dict[int, _Stream] = {}
+        self._on: list[set[int]] = [set() for _ in range(links)]
+        """The streams of each link."""
+        self._unsettled: set[int] = set()
+        """Links on which something has changed since rates were last settled."""
+        self._ends: list[tuple[float, int]] = []
+        """A heap of when streams end; whoever ends at another time by now has a later entry too."""
         self.advance(0.0)
 
     @property
     def next_s(self) -> float:
         """When the next stream ends or bandwidth changes; infinity when nothing is under way."""
-        if not self._names:
+        self._settle()
+        while self._ends and not self._stands(*self._ends[0]):
+            heapq.heappop(self._ends)
+        if not self._ends:
             return math.inf
-        return min([float(self._ends_s().min()), *(change.at_s for change in self._changes[-1:])])
+        return min([self._ends[0][0], *(change.at_s for change in self._changes[-1:])])
 
     def start(self, name: int, bits: float, uses: Sequence[Use]) -> None:
         """Adds a stream, now."""
-        width = self._uses.shape[1]
-        uses = [*uses, *[Use(0, math.inf)] * (width - len(uses))]
-        self._names.append(name)
-        self._bits = np.append(self._bits, bits)
-        self._uses = np.vstack([self._uses, [[use.link for use in uses]]])
-        self._seconds_per_bit = np.vstack([self._seconds_per_bit, [[1 / use.bandwidth_bps for use in uses]]])
-        self._rates = None
+        bounds = tuple(use for use in uses if use.bandwidth_bps < math.inf)
+        self._streams[name] = stream = _Stream(bounds, bits, self.now_s, 0.0 if bounds else math.inf)
+        for use in bounds:
+            self._on[use.link].add(name)
+            self._unsettled.add(use.link)
+        if not bounds:
+            heapq.heappush(self._ends, (stream.end_s, name))
 
     def advance(self, to_s: float) -> list[int]:
         """Lets the streams flow until `to_s`, which is `next_s` at most, and returns the names of those that have ended."""
+        self._settle()
         ended: list[int] = []
-        if self._names:
-            rates, over = self._current_rates(), self._ends_s() <= to_s * (1 + 1e-12)
-            ended = [name for name, done in zip(self._names, over, strict=True) if done]
-            self._names = [name for name, done in zip(self._names, over, strict=True) if not done]
-            self._bits = self._bits[~over] - rates[~over] * (to_s - self.now_s)
-            self._uses, self._seconds_per_bit = self._uses[~over], self._seconds_per_bit[~over]
-            self._rates = None if ended else rates
+        while self._ends and self._ends[0][0] <= to_s * (1 + 1e-12):
+            end_s, name = heapq.heappop(self._ends)
+            if self._stands(end_s, name):
+                ended.append(name)
+                for use in self._streams.pop(name).uses:
+                    self._on[use.link].remove(name)
+                    self._unsettled.add(use.link)
         self.now_s = to_s
         while self._changes and self._changes[-1].at_s <= to_s:
             change = self._changes.pop()
             self._factors[change.link] = change.factor
-            self._rates = None
+            self._unsettled.add(change.link)
         return ended
 
-    def _current_rates(self) -> Floats:
-        if self._rates is None:
-            self._rates = max_min_rates(self._uses, self._seconds_per_bit, self._factors)
-        return self._rates
+    def _stands(self, end_s: float, name: int) -> bool:
+        return name in self._streams and self._streams[name].end_s == end_s
 
-    def _ends_s(self) -> Floats:
-        return self.now_s + self._bits / self._current_rates()
+    def _settle(self) -> None:
+        """New rates for all streams that a change can reach from link to link."""
+        names: dict[int, None] = {}
+        places: dict[int, int] = {}
+        reached = sorted(self._unsettled)
+        self._unsettled.clear()
+        for link in reached:
+            if link not in places:
+                places[link] = len(places)
+                for name in self._on[link]:
+                    if name not in names:
+                        names[name] = None
+                        reached += [use.link for use in self._streams[name].uses]
+        if not names:
+            return
+        streams = [self._streams[name] for name in names]
+        width = max(len(stream.uses) for stream in streams)
+        uses = np.zeros((len(streams), width), np.int64)
+        seconds_per_bit = np.zeros((len(streams), width))
+        for row, stream in enumerate(streams):
+            for column, use in enumerate(stream.uses):
+                uses[row, column] = places[use.link]
+                seconds_per_bit[row, column] = 1 / use.bandwidth_bps
+        rates = max_min_rates(uses, seconds_per_bit, self._factors[list(places)])
+        for name, stream, rate_bps in zip(names, streams, rates.tolist(), strict=True):
+            if rate_bps != stream.rate_bps:
+                stream.flow(self.now_s)
+                stream.rate_bps = rate_bps
+                heapq.heappush(self._ends, (stream.end_s, name))

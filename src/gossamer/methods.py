@@ -122,12 +122,14 @@ METHODS: dict[str, Recipe] = {
     "gpa": Recipe(
         {"rule.name": "gossip", "topology.name": "complete", "workers": 1, **_GPA},
         source="arXiv 2512.17131",
-        differs="average and iterate are both kept, two buffers for their one; `inner.mu_x = 0.9^(1/H)` is like H local steps",
+        differs="average and iterate are both kept, two buffers for their one; `inner.mu_x = 0.9^(1/H)` is like H local steps, "
+        "0.9934 like 16",
         fails="μ_x is so close to one that the average still holds early iterates at the end.",
     ),
     "gpa_data_parallel": Recipe({"rule.name": "data_parallel", **_GPA}, source="arXiv 2512.17131", differs="as in `gpa`"),
     "gpa_gossip": Recipe(
-        {"rule.name": "gossip", **_GPA}, source="arXiv 2512.17131 for one worker; with gossip ours", differs="as in `gpa`"
+        {"rule.name": "gossip", **_GPA}, source="arXiv 2512.17131 for one worker; with gossip ours",
+        differs="the parameters, which lie between average and iterate, are made anew from the two"
     ),
     "schedule_free": Recipe(
         {

@@ -1,22 +1,25 @@
 """What a recorded run costs on a network: `price(trace, network) -> Timeline`, pure and exact.
 
-Worker i starts round t at S_i and is ready at `R_i = S_i + H_i·step_s_i`. Then, in this order:
+Worker i starts round t at S_i, which is when its receives are announced, and is ready at `R_i = S_i + H_i·step_s_i`.
 
-* exchange: a message j → i leaves when its sender is ready (receives are posted early) and arrives after
-  `latency + 8·bytes / min(uplink_j / sends_j, downlink_i / receives_i)`: a direction that serves k peers in a round is
-  shared evenly, and with half-duplex links k counts both directions. The round of i ends at the latest of R_i, the
-  arrivals at i and the arrivals of what i sent.
+* exchange: a message j → i leaves at `max(R_j, S_i)` and arrives after `latency + 8·bytes / rate`. The round of i ends at
+  the latest of R_i, the arrivals at i and the arrivals of what i sent.
 * mean, of P bytes over n members: "owners" is what Gossamer does, two exchanges of P/n between every two members, there
   and back; each begins its second when its first is over. The others are models of an all-reduce, where all members start
   at `max R_i` and go on together, in legs that begin when the one before has arrived everywhere: "ring" has 2(n-1) legs of
   P/n to the next, "tree" 2⌈log2 n⌉ legs of P, pairwise down to one worker and back.
 
-Every step is a maximum or a sum of terms that fall with the bandwidth, so more bandwidth is never slower.
+Messages that go through one direction of a link at the same time share it, max-min fair (`gossamer.fluid`): who is done
+leaves its part to the others. A message alone in both its directions has `min(uplink_j, downlink_i)`, and k that leave
+together have a k-th each; where such cases decide when everyone ends, a round is priced at once. Otherwise it is replayed
+event by event. As no worker is in two rounds at a time, rounds follow each other as before.
 
-That is the model while links belong to one worker and stay as they are. Where sites or routes share theirs, bandwidths
-change, or an operation overlaps with the steps after it, the run is replayed event by event: each message has its max-min
-fair part of every link, now also of its worker's, for as long as it is under way. A message that overlaps is waited for
-`overlap_steps` inner steps after it was sent. There, more bandwidth for one may be less for another.
+A whole run is replayed where sites or routes share links, bandwidths change, or an operation overlaps with the steps after
+it. A message that overlaps is waited for after `⌊overlap_steps · steps_i / max steps⌋` more inner steps of worker i, however
+many rounds these belong to, or at the end of the run.
+
+While no two messages share a direction, everything is a maximum or a sum of terms that fall with the bandwidth, so more of
+it is never slower. Where they do, more for one may be less for another.
 """
 
 import heapq
@@ -26,12 +29,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gossamer.fluid import Fluid, LinkChange, Use
 from gossamer.network import Floats, Links, MeanKind, Network, jitter_factors, links_of
 from gossamer.trace import KINDS, Integers, Kind, Messages, Trace
 
 __all__ = ["Leg", "Timeline", "legs_of", "price"]
+
+_MOST_REPLAYED = 1000
+"""Messages of a round that is replayed by itself; of more, all could share links with all, and each event is felt by all."""
 
 
 class Timeline(NamedTuple):
@@ -68,7 +75,8 @@ def price(trace: Trace, network: Network) -> Timeline:
 
     Raises: ConfigError when the network describes another number of workers than the trace has.
     Cost: O(messages), vectorised over a round: 1 to 3 s for 10,000 workers and 1,000 rounds of single exchanges. A replay
-        costs some 0.1 ms for each message, more where hundreds are under way at once.
+        costs 0.1 to 0.5 ms for each message. A round of more than 1,000 messages is not replayed by itself but priced as if
+        its messages shared their links evenly all the time, which is never too fast and some per cent too slow at most.
 
     >>> from gossamer.trace import from_targets
     >>> swap = from_targets(np.array([[1, 0]]), payload_bytes=1000, steps=30)
@@ -82,14 +90,14 @@ def price(trace: Trace, network: Network) -> Timeline:
     bounds = np.searchsorted(trace.messages.round, np.arange(trace.rounds + 1))
     end = np.zeros(trace.workers)
     for r in range(trace.rounds):
-        seconds = _seconds(trace, network, links, r)
-        ready = end = end + seconds
-        waits_on = np.arange(trace.workers)
+        start, seconds = end, _seconds(trace, network, links, r)
+        ready = start + seconds
         messages = trace.messages.span(bounds[r], bounds[r + 1])
-        edges = np.searchsorted(messages.kind, np.arange(len(KINDS) + 1))
-        for kind, start, stop in zip(KINDS, edges[:-1], edges[1:], strict=True):
-            if start < stop:
-                end, waits_on = _CARRY[kind](end, waits_on, messages.span(start, stop), links, network)
+        end, waits_on, sure = _round(start, ready, messages, links, network)
+        if not sure and len(messages.round) <= _MOST_REPLAYED:
+            alone = Trace(trace.steps[r, None], seconds[None], messages._replace(round=np.zeros_like(messages.round)))
+            replayed = _Replay(alone, network, links._replace(step_s=None), start).run()
+            end, waits_on = replayed.end_s[0], replayed.waits_on[0]
         timeline.compute_s[r], timeline.communication_s[r] = seconds, end - ready
         timeline.waits_on[r], timeline.end_s[r] = waits_on, end
     return timeline
@@ -144,69 +152,132 @@ def _seconds(trace: Trace, network: Network, links: Links, r: int) -> Floats:
 # --- links of their own: a round at once ----------------------------------------------------------------------------
 
 
-_Carry = Callable[[Floats, Integers, Messages, Links, Network], tuple[Floats, Integers]]
+def _round(
+    start: Floats, ready: Floats, messages: Messages, links: Links, network: Network
+) -> tuple[Floats, Integers, bool]:
+    """When each worker ends a round, whom it waits for, and whether that is sure; otherwise it may be earlier."""
+    edges = np.searchsorted(messages.kind, np.arange(len(KINDS) + 1))
+    # The shares of a mean may come while others are still busy with an exchange, on one link with it.
+    end, waits_on, all_sure = ready, np.arange(len(ready)), int(np.count_nonzero(np.diff(edges))) < 2
+    for kind, first, last in zip(KINDS, edges[:-1], edges[1:], strict=True):
+        if first < last:
+            end, waits_on, sure = _CARRY[kind](start, end, waits_on, messages.span(first, last), links, network)
+            all_sure = all_sure and sure
+    return end, waits_on, all_sure
+
+
+_Carry = Callable[[Floats, Floats, Integers, Messages, Links, Network], tuple[Floats, Integers, bool]]
 
 
 def _exchange(
-    ready: Floats, waits_on: Integers, messages: Messages, links: Links, network: Network
-) -> tuple[Floats, Integers]:
-    """Point to point: when each worker is done, given when it was ready, and whom it waited for."""
+    start: Floats, ready: Floats, waits_on: Integers, messages: Messages, links: Links, network: Network
+) -> tuple[Floats, Integers, bool]:
+    """Point to point, given when each worker began its round and was ready."""
     source, target, size = _streams(messages)
-    takes, slower = _under_way(source, target, size, links, network)
-    arrival = ready[source] + takes
-    end = ready.copy()
-    np.maximum.at(end, target, arrival)
-    np.maximum.at(end, source, arrival)
+    leaves = np.maximum(ready[source], start[target])
+    ways = _ways(source, target, links, network)
+    takes, sure = _even_shares(ways, leaves, size)
+    arrival = leaves + links.message_latency_s(source, target) + takes
+    end = _latest(ready, source, target, arrival)
 
     waits_on = waits_on.copy()
+    slower = np.where(ways.up_is_slower, source, target)
+    behind = np.where(ready[source] >= start[target], source, target)
     for worker in (source, target):
         last = (arrival == end[worker]) & (arrival > ready[worker])
-        late = ready[source] - ready[worker] > takes
-        waits_on[worker[last]] = np.where(late, source, slower)[last]
-    return end, waits_on
+        late = leaves - ready[worker] > arrival - leaves
+        waits_on[worker[last]] = np.where(late, behind, slower)[last]
+    surely = end if sure.all() else _latest(ready, source[sure], target[sure], arrival[sure])
+    return end, waits_on, bool((end == surely).all())
 
 
 def _mean(
-    ready: Floats, waits_on: Integers, messages: Messages, links: Links, network: Network
-) -> tuple[Floats, Integers]:
+    start: Floats, ready: Floats, waits_on: Integers, messages: Messages, links: Links, network: Network
+) -> tuple[Floats, Integers, bool]:
     """Through chunk owners, two exchanges; or in legs: all members start when the last is ready and end together."""
     if network.mean == "owners":
         half = messages._replace(bytes=messages.bytes / 2)
-        there, waits_there = _exchange(ready, waits_on, half, links, network)
-        back, waits_back = _exchange(there, waits_on, half, links, network)
-        return back, np.where(back - there > there - ready, waits_back, waits_there)
+        there, waits_there, sure_there = _exchange(start, ready, waits_on, half, links, network)
+        back, waits_back, sure_back = _exchange(start, there, waits_on, half, links, network)
+        return back, np.where(back - there > there - ready, waits_back, waits_there), sure_there and sure_back
     members = np.union1d(messages.source, messages.target)
     last = slowest = members[ready[members].argmax()]
-    start, takes, longest = ready[last], 0.0, 0.0
+    begins, takes, longest, all_sure = ready[last], 0.0, 0.0, True
     for leg in legs_of(network.mean, messages):
-        seconds, slower = _under_way(leg.source, leg.target, leg.bytes, links, network)
+        ways = _ways(leg.source, leg.target, links, network)
+        seconds, sure = _even_shares(ways, np.zeros(len(leg.source)), leg.bytes)
+        seconds += links.message_latency_s(leg.source, leg.target)
         place = seconds.argmax()
         takes += leg.times * seconds[place]
+        all_sure = all_sure and bool(sure[place])
         if seconds[place] > longest:
-            longest, slowest = seconds[place], slower[place]
+            longest, slowest = seconds[place], (leg.source if ways.up_is_slower[place] else leg.target)[place]
 
     end, waits_on = ready.copy(), waits_on.copy()
-    end[members] = start + takes
-    held = members[start + takes > ready[members]]
-    waits_on[held] = np.where(start - ready[held] > takes, last, slowest)
-    return end, waits_on
+    end[members] = begins + takes
+    held = members[begins + takes > ready[members]]
+    waits_on[held] = np.where(begins - ready[held] > takes, last, slowest)
+    return end, waits_on, all_sure
 
 
 _CARRY: dict[Kind, _Carry] = {"exchange": _exchange, "mean": _mean}
 
 
-def _under_way(
-    source: Integers, target: Integers, size: Integers | Floats, links: Links, network: Network
-) -> tuple[Floats, Integers]:
-    """Seconds of each of the messages that are under way together, and the end of each whose link is slower."""
-    n = len(links.uplink_bps)
-    sends, receives = np.bincount(source, minlength=n), np.bincount(target, minlength=n)
-    if network.duplex == "half":
-        sends = receives = sends + receives
-    up = links.uplink_bps[source] / sends[source]
-    down = links.downlink_bps[target] / receives[target]
-    takes = links.message_latency_s(source, target) + 8 * size / np.minimum(up, down)
-    return takes, np.where(up <= down, source, target)
+class _Ways(NamedTuple):
+    """The two directions that each message goes through, as numbers of links, and what an even part of each means for it."""
+
+    up: Integers
+    down: Integers
+    up_s_per_bit: Floats
+    down_s_per_bit: Floats
+    lonely: bool
+    """No two messages share a direction."""
+
+    @property
+    def up_is_slower(self) -> NDArray[np.bool_]:
+        """Whether the sender's side has the smaller part for each message."""
+        return self.up_s_per_bit >= self.down_s_per_bit
+
+
+def _ways(source: Integers, target: Integers, links: Links, network: Network) -> _Ways:
+    up, down = source, target if network.duplex == "half" else len(links.uplink_bps) + target
+    up_s_per_bit, down_s_per_bit = 1 / links.uplink_bps[source], 1 / links.downlink_bps[target]
+    both = np.concatenate([up, down])
+    lonely = int(np.bincount(both).max()) == 1
+    if not lonely:
+        # An even part: each bit of one waits until the link has moved a bit of every other message too.
+        loads = np.bincount(both, np.concatenate([up_s_per_bit, down_s_per_bit])).astype(float)
+        up_s_per_bit, down_s_per_bit = loads[up], loads[down]
+    return _Ways(up, down, up_s_per_bit, down_s_per_bit, lonely)
+
+
+def _even_shares(ways: _Ways, leaves: Floats, size: Integers | Floats) -> tuple[Floats, NDArray[np.bool_]]:
+    """Seconds of each message if all share their links evenly all the time, and whether it surely takes these.
+
+    Nothing is ever slower. Where a link is the slower one for all its messages, and these leave together and are of one
+    size, it is full until all have gone through it, so none is faster either.
+    """
+    takes = 8 * size.astype(float) * np.maximum(ways.up_s_per_bit, ways.down_s_per_bit)
+    if ways.lonely:
+        return takes, np.ones(len(size), bool)
+    slower, other = np.where(ways.up_is_slower, [ways.up, ways.down], [ways.down, ways.up])
+    links = 1 + int(max(slower.max(), other.max()))
+    alike = np.ones(links, bool)
+    alike[other] = False
+    for of_message in (leaves, size):
+        least, most = np.full(links, math.inf), np.full(links, -math.inf)
+        np.minimum.at(least, slower, of_message)
+        np.maximum.at(most, slower, of_message)
+        alike &= least >= most
+    return takes, alike[slower] | (takes == 0)
+
+
+def _latest(ready: Floats, source: Integers, target: Integers, arrival: Floats) -> Floats:
+    """When each worker has all that it sends and receives behind it."""
+    end = ready.copy()
+    np.maximum.at(end, target, arrival)
+    np.maximum.at(end, source, arrival)
+    return end
 
 
 def _streams(messages: Messages) -> tuple[Integers, Integers, Integers]:
@@ -232,12 +303,12 @@ class _Stream(NamedTuple):
 class _Operation:
     """An exchange or a mean of one round while it is under way; a mean through owners is two exchanges."""
 
-    def __init__(self, kind: Kind, overlap_steps: int, messages: Messages, mean: MeanKind):
+    def __init__(self, round: int, kind: Kind, overlap_steps: int, messages: Messages, mean: MeanKind):
         self.then: _Operation | None = None
         if kind == "mean" and mean == "owners":
             kind, messages = "exchange", messages._replace(bytes=messages.bytes / 2)
-            self.then = _Operation(kind, overlap_steps, messages, mean)
-        self.kind, self.overlap_steps = kind, overlap_steps
+            self.then = _Operation(round, kind, overlap_steps, messages, mean)
+        self.round, self.kind, self.overlap_steps = round, kind, overlap_steps
         self.members = set(np.union1d(messages.source, messages.target).tolist())
         self.entered_s: dict[int, float] = {}
         self.done_s: dict[int, float] = {}
@@ -260,13 +331,12 @@ class _Operation:
 class _Replay:
     """A run replayed over links that are shared or change: a heap of things to do, and the streams under way."""
 
-    def __init__(self, trace: Trace, network: Network, links: Links):
+    def __init__(self, trace: Trace, network: Network, links: Links, start_s: Floats | None = None):
         self.trace, self.network, self.links = trace, network, links
         n, sites = trace.workers, len(links.site_uplink_bps)
         places = {name: 2 * n + place for place, name in enumerate(network.sites)}
         self.fluid = Fluid(
             links=2 * n + 2 * sites + sites * sites,
-            width=5,
             changes=[
                 LinkChange(change.at_s, link, change.factor)
                 for change in network.changes
@@ -287,11 +357,15 @@ class _Replay:
         self.now_s = 0.0
 
         self.round = [0] * n
-        self.start_s = [0.0] * n
+        self.begun = [-1] * n
+        """The round whose messages a worker takes."""
+        self.start_s: list[float] = [0.0] * n if start_s is None else start_s.tolist()
         self.local_end_s: list[float | None] = [None] * n
         """When the local phase would end without a wait inside it; None while it is not there yet."""
         self.longest_s = [0.0] * n
         """The longest wait for one operation in this round."""
+        self.held: list[list[tuple[_Operation, int, float]]] = [[] for _ in range(n)]
+        """What others would send a worker, but it has not begun the round in which it receives that."""
         self.stages: list[list[_Operation]] = [[] for _ in range(n)]
         """What the worker still has to wait for in this round, in this order."""
         self.pending: list[list[tuple[int, _Operation]]] = [[] for _ in range(n)]
@@ -302,8 +376,8 @@ class _Replay:
     def run(self) -> Timeline:
         """Everything in its order."""
         if self.trace.rounds:
-            for i in range(self.trace.workers):
-                self.begin_round(i)
+            for i, start_s in enumerate(self.start_s):
+                self.at(start_s, self.begin_round, i)
         while self.todo or self.streams:
             self.now_s = min(self.todo[0][0] if self.todo else math.inf, self.fluid.next_s)
             for name in self.fluid.advance(self.now_s):
@@ -321,10 +395,14 @@ class _Replay:
 
     def begin_round(self, i: int) -> None:
         """The local phase begins."""
-        r = self.round[i]
+        r = self.begun[i] = self.round[i]
         self.start_s[i], self.local_end_s[i], self.longest_s[i] = self.now_s, None, 0.0
         seconds = float(_seconds(self.trace, self.network, self.links, r)[i])
         self.timeline.compute_s[r, i], self.timeline.waits_on[r, i] = seconds, i
+        for message in [message for message in self.held[i] if message[0].round == r]:
+            self.held[i].remove(message)
+            operation, source, size = message
+            self.send(operation, source, i, size)
         self.at(self.now_s + seconds, self.end_local_phase, i)
 
     def end_local_phase(self, i: int) -> None:
@@ -361,10 +439,16 @@ class _Replay:
         self.stages[i] = [operation for operation in own if not operation.overlap_steps]
         for operation in own:
             if operation.overlap_steps:
-                due = int(self.finished_steps[r + 1, i]) + operation.overlap_steps
+                due = int(self.finished_steps[r + 1, i]) + self.own_overlap_steps(r, i, operation.overlap_steps)
                 self.pending[i].append((due, operation.then or operation))
                 self.enter(operation, i)
         self.next_stage(i)
+
+    def own_overlap_steps(self, r: int, i: int, overlap_steps: int) -> int:
+        """Steps of a worker that go with so many of the one that takes most; a round without steps scales nothing."""
+        steps = self.trace.steps[r]
+        most = int(steps.max())
+        return overlap_steps * int(steps[i]) // most if most else overlap_steps
 
     def plan(self, r: int) -> Iterator[_Operation]:
         """The operations of a round."""
@@ -373,7 +457,7 @@ class _Replay:
             for overlap_steps in np.unique(messages.overlap_steps[messages.kind == code]).tolist():
                 these = (messages.kind == code) & (messages.overlap_steps == overlap_steps)
                 yield _Operation(
-                    kind, overlap_steps, Messages(*(column[these] for column in messages)), self.network.mean
+                    r, kind, overlap_steps, Messages(*(column[these] for column in messages)), self.network.mean
                 )
 
     def next_stage(self, i: int) -> None:
@@ -398,7 +482,10 @@ class _Replay:
         operation.entered_s[i] = self.now_s
         if operation.kind == "exchange":
             for target, size in operation.sends[i]:
-                self.send(operation, i, target, size)
+                if self.begun[target] < operation.round:
+                    self.held[target].append((operation, i, size))
+                else:
+                    self.send(operation, i, target, size)
             if not operation.missing[i]:
                 self.complete(operation, i)
         elif len(operation.entered_s) == len(operation.members):
@@ -443,7 +530,8 @@ class _Replay:
             for i in (source, target):
                 operation.missing[i] -= 1
                 late = left_s - operation.entered_s.get(i, math.inf) > self.now_s - left_s
-                operation.blamed[i] = source if late else slower
+                behind = source if operation.entered_s[source] == left_s else target
+                operation.blamed[i] = behind if late else slower
                 if not operation.missing[i] and i in operation.entered_s:
                     self.complete(operation, i)
             return

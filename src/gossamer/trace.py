@@ -60,11 +60,15 @@ class Operation(NamedTuple):
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
     overlap_steps: int = 0
-    """Inner steps that the worker takes after sending before it waits for the result; 0 waits at once."""
+    """Inner steps between sending and waiting for the result, of the worker that takes most of them in this round; one that
+    takes a share of those waits after that share, rounded down. 0 waits at once, and both ends tell the same number."""
 
 
 class Entry(NamedTuple):
-    """What one worker did in one round: its local phase (measured) and the operations after it."""
+    """What one worker did in one round: its local phase (measured) and the operations after it.
+
+    A run that communicates within its rounds writes an entry for each part: the steps since the last, then what was sent.
+    """
 
     round: int
     worker: int

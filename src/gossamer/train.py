@@ -73,7 +73,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
         traced_per_round=config.schedule.fragments,
     )  # fmt: skip
     loop = worker.loop
-    between = None if config.schedule.plain else loop.advance
+    between = loop.advance if config.schedule.overlap_steps or m.rule.delay_rounds else None
     with record:
         for round in range(start, config.rounds):
             phases, operations = [], []

@@ -31,7 +31,7 @@ def choco(alpha: float = 0.3) -> Rule:
     Args:
         alpha: consensus step α in (0, 1]; the coarser the codec, the smaller it has to be. With an exact codec 1 is gossip.
     Cost: one payload to each peer per round; public copy and running sum kept (2 P).
-    Source: Koloskova, Stich and Jaggi, arXiv 1902.00340; with local steps arXiv 1907.09356.
+    Source: Koloskova, Stich and Jaggi, arXiv 1902.00340.
     Differs: the public copies begin at the common starting point instead of at zero.
     Fails when: α is too large for the codec: the workers part.
 

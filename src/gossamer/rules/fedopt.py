@@ -38,7 +38,7 @@ def fedopt(
     with m = 0 and v = τ² at the beginning, and no correction of the bias.
 
     Args:
-        lr: outer learning rate η; the first steps of every coordinate are about η (1 - β1) / √(1 - β2).
+        lr: outer learning rate η; the first steps of "adam" are about η (1 - β1) / √(1 - β2).
         optimizer: how the second moment is kept.
         beta1: decay of the first moment, in [0, 1).
         beta2: decay of the second moment, in [0, 1); not used by "adagrad".

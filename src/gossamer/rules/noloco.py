@@ -32,7 +32,7 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
         lr: b, the outer learning rate and at the same time the pull c.
         momentum: a, the heavy-ball momentum in [0, 1).
     Cost: one model to each peer per round; φ and δ kept (2 P).
-    Source: arXiv 2506.10911, algorithm 1, and the authors' `noloco_mean` configuration (b 0.7, a 0.5).
+    Source: arXiv 2506.10911, and the authors' `noloco_mean` configuration (b 0.7, a 0.5).
     Differs: the group is the row of the mixing, so any doubly stochastic topology serves; the paper's are random pairs. With
         c ≠ b twice the bytes would be needed; the authors' code does not offer it either.
     Fails when: the momentum is above the stable range, 0.83 for 8 workers in random pairs at b = 0.7: the disagreement diverges.
