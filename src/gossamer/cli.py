@@ -242,13 +242,15 @@ def _tell(runs: dict[str, Path], page: Path) -> None:
     from rich.console import Console
 
     from gossamer.record import atomic_write
-    from gossamer.report import markdown_table, over_seeds, render_table, summary_rows, write_report
+    from gossamer.report import markdown_table, over_seeds, pictures, render_table, summary_rows, write_report
 
     networks = _networks(next(iter(runs.values())))
     page.parent.mkdir(parents=True, exist_ok=True)
     write_report(runs, page, networks)
     rows = summary_rows(runs, networks)
     atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
+    for name, image in pictures(runs).items():
+        atomic_write(page.with_name(name), image)
     console = Console()
     Console(width=None if console.is_terminal else 120).print(render_table(rows))
     for method, losses, mean, deviation in over_seeds(rows):
