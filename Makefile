@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test parity bench methods
+.PHONY: help demo test parity bench methods results
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -25,6 +25,9 @@ bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer;
 
 methods: .venv/.installed  ## write docs/methods.md from the code
 	$(BIN)/gossamer list --markdown > docs/methods.md
+
+results: .venv/.installed  ## write the results that are computed, not measured: docs/results/utilisation.md and its figure
+	$(BIN)/python benchmarks/utilisation.py
 
 # torch comes first and on its own, so that the build pip is configured for (CPU or CUDA) is settled before anything asks for it.
 .venv/.installed: pyproject.toml constraints.txt

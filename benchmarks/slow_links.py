@@ -51,7 +51,7 @@ EXCHANGE_STEPS = 5 / 3
 """Inner steps that a model takes between two healthy workers."""
 GOODPUT = 1448 / 1514
 """Bytes of a message per byte that the limiter counts: Ethernet, IP and TCP headers of full packets are the rest."""
-FEW_STEPS = 8
+FEW_STEPS = 6
 """Steps of data parallelism that are measured."""
 METHODS: dict[str, tuple[dict[str, Any], int | None]] = {
     "data parallel": ({"name": "data_parallel"}, None),
@@ -457,7 +457,7 @@ def table(results: Sequence[Result]) -> str:
                 measured = f"{measured} from {one.measured_rounds}"
         lines.append(
             f"| {share:.0%} {way} | {seed} | {method} | {one.straggler_steps} | {rounds} | {priced} | {measured} | "
-            + (" | ".join(f"{ratio:.2f}" for ratio in over) if over else "| ")
+            + (" | ".join(f"{ratio:.2f}" for ratio in over) if over else " | ")
             + f" | {one.measured_over_priced:.2f} |"
         )
     return "\n".join(lines)

@@ -18,8 +18,9 @@ from gossamer.errors import ConfigError, PairingError
 from gossamer.evaluate import Probe
 from gossamer.events import SERVER, Absence, GossipRun, PairRun, Phase, ServerRun, Transfer, Update
 from gossamer.fragment import Layout, Leaf
+from gossamer.learner import WorkerLearner
 from gossamer.network import Network
-from gossamer.rules import RULES, diloco, gasloc, gossip, local_sgd
+from gossamer.rules import RULES, diloco, gasloc, gossip
 from gossamer.servers import (
     PAIRS,
     SERVERS,
@@ -37,7 +38,7 @@ from gossamer.servers import (
 from gossamer.servers.dadao import meetings_per_s
 from gossamer.simulate import simulate
 from gossamer.topology import make_topology, ring
-from gossamer.worker import Worker, method
+from gossamer.worker import method
 from rounds import play, random_vectors
 from tiny import tiny
 
@@ -654,17 +655,25 @@ def test_a_topology_of_other_workers_is_refused():
 # Real models
 
 
-def workers_of(config, rule):
+class Clocked(WorkerLearner):
+    """A real replica whose learning rate goes by its own phases."""
+
+    def local_phase(self, round):
+        self.round = round
+        return super().local_phase(round)
+
+
+def workers_of(config):
     """Real replicas, all with the same start."""
     corpus = open_corpus(config.data, config.workers, config.seed)
-    return [Worker(i, config, rule, corpus, torch.device("cpu")) for i in range(config.workers)]
+    return corpus, [Clocked(i, config, corpus, torch.device("cpu")) for i in range(config.workers)]
 
 
 def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last_bit(tmp_path):
     config = tiny()
     simulate(config, tmp_path)
     chosen = method(config)
-    run = GossipRun(chosen.rule, chosen.topology, workers_of(config, chosen.rule), network())
+    run = GossipRun(chosen.rule, chosen.topology, workers_of(config)[1], network())
     for _ in run.run(config.rounds * 2.0):
         pass
     for worker, x in enumerate(run.models()):
@@ -685,8 +694,8 @@ def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last
 )
 def test_real_models_learn_without_waiting_for_each_other(make):
     config = tiny()
-    workers = workers_of(config, local_sgd())
-    probe = Probe(config, workers[0].corpus, torch.device("cpu"))
+    corpus, workers = workers_of(config)
+    probe = Probe(config, corpus, torch.device("cpu"))
     run = make(workers)
     before = probe.loss(models(run)[0])
     phases = of(Phase, run.run(24.0))

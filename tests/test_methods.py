@@ -1,19 +1,22 @@
 """Every method by its name: it is what its row says, the page about it is counted from the code, and it trains."""
 
 import inspect
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from gossamer import catalogue
-from gossamer.config import parse, variants, with_settings
+from gossamer.catalogue import markdown, traffic
+from gossamer.config import load, parse, variants, with_settings
 from gossamer.data import open_corpus
 from gossamer.errors import ConfigError
-from gossamer.methods import METHODS, recipe, recipes, said
+from gossamer.methods import FACTORIES, METHODS, missing, recipe, recipes, said
 from gossamer.rules import RULES, WRAPPERS, make_rule
+from gossamer.servers import PAIRS, SERVERS
 from gossamer.simulate import simulate
 from gossamer.trace import read_trace
+from gossamer.virtual import simulate_events
 from gossamer.worker import Worker, method
 from tiny import document, tiny
 
@@ -23,11 +26,12 @@ every_method = pytest.mark.parametrize("name", recipes())
 
 
 def test_the_page_about_the_methods_is_what_the_code_makes():
-    assert PAGE.read_text(encoding="utf-8") == catalogue.markdown(), "run `make methods`"
+    assert PAGE.read_text(encoding="utf-8") == markdown(), "run `make methods`"
 
 
 def test_every_row_of_every_table_is_a_method():
-    assert set(recipes()) == set(RULES) | set(METHODS)
+    assert set(recipes()) == {name for name in FACTORIES if not missing(FACTORIES[name])} | set(METHODS)
+    assert not [*RULES.keys() & SERVERS.keys(), *SERVERS.keys() & PAIRS.keys(), *RULES.keys() & PAIRS.keys()]
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     assert all(any(line.startswith(f"| `{name}` |") for line in lines) for name in recipes())
 
@@ -36,7 +40,7 @@ def test_every_row_of_every_table_is_a_method():
 def test_a_method_names_its_source_and_when_it_fails(name):
     row = recipe(name)
     assert row.source and row.fails and not row.differs.endswith("."), row
-    assert row.settings["rule.name"] in RULES
+    assert sum(f"{kind}.name" in row.settings for kind in ("rule", "server", "pair")) == 1
 
 
 def test_what_is_said_under_a_label_is_the_whole_paragraph():
@@ -94,28 +98,61 @@ def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
     assert run.rule.options == {"anchored": {}}
 
 
+COMPARISON = load(ROOT / "configs" / "methods.toml")
 TINY = {
-    "workers": 4, "model.size": "0.2m", "model.hidden_size": 32, "model.intermediate_size": 64, "data.seq_len": 16,
-    "data.batch_size": 2, "run.steps": 12, "run.local_steps": 6, "run.eval_every": 0, "run.eval_batches": 2,
-    "run.checkpoint_every": 0, "run.threads": 1, "record.tensorboard": False, "record.export": False,
+    "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64,
+    "data.seq_len": 16, "data.batch_size": 2, "run.steps": 18, "run.local_steps": 6, "run.eval_every": 0,
+    "run.eval_batches": 2, "run.threads": 1,
 }  # fmt: skip
+SMALL = dict(
+    variants(with_settings({**COMPARISON, "network": {"straggler": {"step_s": 0.1, "downlink_bps": 1e6}}}, TINY))
+)
+
+
+def test_the_comparison_trains_every_method_once():
+    assert sorted(SMALL) == sorted(recipes())
+
+
+def tokens_of(run):
+    """On how many tokens a run trains."""
+    return run.workers * run.run.steps * run.step_tokens
+
+
+def test_the_methods_are_compared_on_the_same_tokens_and_equal_inner_learning_rates():
+    runs = dict(variants(COMPARISON))
+    assert len({tokens_of(run) for run in runs.values()}) == 1
+    rates: dict[str, set[float]] = {}
+    for run in runs.values():
+        rates.setdefault(run.inner.optimizer, set()).add(run.inner.lr)
+    assert all(len(own) == 1 for own in rates.values()), rates
 
 
 @every_method
 def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path):
-    run = parse(with_settings(with_settings({}, TINY), recipe(name).settings))
+    run = SMALL[name]
+    if run.event_driven:
+        sends_after_a_phase_what_the_page_counts(run, tmp_path)
+        return
     result = simulate(run, tmp_path)
     assert 0 < result.final.loss < 5.6
     worker = Worker(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu"))
-    counted = catalogue.traffic(run, worker.layout, run.rounds)
+    counted = traffic(run, worker.layout, run.rounds)
     trace = read_trace(tmp_path)
     assert counted.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds)
     assert counted.most_bytes == pytest.approx(trace.sent_bytes.max() / run.rounds)
-    assert len(trace.messages.bytes) == pytest.approx(
-        counted.messages / (1 + ("mean" in counted.kinds)) * run.rounds * run.workers
-    )
+    legs = 2 if "mean" in counted.kinds else 1
+    assert len(trace.messages.bytes) == pytest.approx(counted.messages / legs * run.rounds * run.workers)
     rule = method(run).rule
     wide = 2 if run.inner.averaging is not None and rule.site == "parameters" else 1
     most_peers = max(len(method(run).topology.mixing(0).hears_from(i)) for i in range(run.workers))
     copies = rule.state_copies + most_peers * rule.copies_per_peer
     assert counted.state_copies == pytest.approx(wide * copies, abs=1e-4)
+
+
+def sends_after_a_phase_what_the_page_counts(run, folder):
+    assert 0 < simulate_events(run, folder).loss < 5.6
+    counted = traffic(run, Worker(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu")).layout)
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    sizes = {line["fragment"]: line["bytes"] for line in lines if line.get("source", -1) >= 0}  # -1 is the server
+    assert len(sizes) == run.events.fragments
+    assert counted.sent_bytes == sum(sizes.values()) / len(sizes)

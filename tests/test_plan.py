@@ -163,3 +163,22 @@ def test_figure_9_is_printed_with_all_that_it_assumes(tmp_path: Path, capsys: py
     assert "has 10% of the bandwidth" in capsys.readouterr().out
     assert main(["utilisation", "--figure9", "--set", "share=0.1"]) == 2
     assert "did you mean 'bandwidth_share'" in capsys.readouterr().err
+
+
+def test_the_hours_of_a_run_are_printed_with_all_that_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["utilisation", "--analytic", "--set", "replicas=2", "--set", "network=medium"]) == 0
+    said = capsys.readouterr().out
+    assert "DiLoCo, M = 2" in said
+    assert "assumed: 100 Gbit/s and 0.001 s across sites" in said
+    for words, sentence in (
+        (["--set", "replica=2"], "did you mean 'replicas'"),
+        (["--set", "network=lo"], "did you mean 'low'"),
+        (["--set", "overlap_steps=20"], "overlap_steps of streaming is 20 but must be from 0 to 10"),
+        (["--figure9"], "--analytic was given with --figure9"),
+        *(
+            [["--set", f"{name}=many"], f"{name}"]
+            for name in ("parameters", "replicas", "nodes", "tokens", "fragments")
+        ),
+    ):
+        assert main(["utilisation", "--analytic", *words]) == 2
+        assert sentence in capsys.readouterr().err

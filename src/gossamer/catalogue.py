@@ -11,16 +11,19 @@ from typing import NamedTuple
 import torch
 
 from gossamer import sync
+from gossamer.codecs import make_codec
 from gossamer.config import RunConfig, parse, with_settings
 from gossamer.fragment import Layout, Leaf, arrange, layout_of
-from gossamer.methods import Recipe, first_sentence, made_of, recipes, said
+from gossamer.methods import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
 from gossamer.model import build_model
 from gossamer.outer import Method, OuterLoop
-from gossamer.rules import RULES, Context
+from gossamer.rules import Context
+from gossamer.servers import pack
 from gossamer.shapes import parameter_count
 from gossamer.trace import Operation
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, nbytes
+from gossamer.virtual import pair_rule, server_rule
 from gossamer.worker import method, twice
 
 __all__ = ["Row", "Traffic", "markdown", "rows", "traffic"]
@@ -72,6 +75,8 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
 
     Args: `layout` is that of the whole model.
     """
+    if config.server is not None or config.pair is not None:
+        return _on_a_clock(config, layout)
     m, n = method(config), config.workers
     network, schedule, size = MemoryNetwork(n), config.schedule, layout.numel
     layout, spans = arrange(layout, schedule.fragments, schedule.pattern)
@@ -113,6 +118,17 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
     )
 
 
+def _on_a_clock(config: RunConfig, layout: Layout) -> Traffic:
+    """What a worker pushes, or tells at a meeting, after one local phase."""
+    codec, copies = make_codec(config.codec.name, **config.codec.options), 1.0  # the point a server greeted it with
+    if config.pair is not None:
+        copies = float(pair_rule(config).state_copies)
+    parts = [part.layout.numel for part in pack(layout, config.events.fragments)]
+    sizes = [nbytes(codec.encode(torch.empty(numel, device="meta"), 0)) for numel in parts]
+    sent_bytes = sum(sizes) / len(sizes)
+    return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)
+
+
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """A row for every method, for the sizes in the head of `markdown`. Cost: some seconds, and no memory for any model."""
@@ -134,9 +150,11 @@ def markdown() -> str:
     lines += [[f"`{row.method}`", *(_linked(cell) for cell in row[1:])] for row in rows()]
     table = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
     differing = {
-        name: recipe.differs or said(RULES[name], "Differs") for name, recipe in recipes().items() if _own(name)
+        name: recipe.differs or said(FACTORIES[name], "Differs") for name, recipe in recipes().items() if _own(name)
     }
     notes = "".join(f"- `{name}`: {text.rstrip('.')}.\n" for name, text in differing.items() if text)
+    closed = [f"`{name}` ({first_sentence(said(f, 'Source'))})" for name, f in FACTORIES.items() if missing(f)]
+    notes = f"Not for training models, but as a reference: {', '.join(closed)}.\n\n" + notes if closed else notes
     return f"{head}\n{table}\n## What differs from the sources\n\n{_linked(notes)}"
 
 
@@ -149,31 +167,53 @@ A method is run by its name, in a run file or on the command line, and whatever 
 
 It stands for the settings under "made of". Some are a rule and nothing else; others are a rule of an older method on another
 topology, or with another codec, schedule or inner optimizer: a method has a rule of its own only where its equations differ.
-`gossamer compare configs/methods.toml` trains them all on the same data ([results](results/methods.md));
-the documentation of each rule has its equation.
+Those with a server or pairs, and those that do not wait, run over virtual time, on the clock of a network in the run file
+([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). `gossamer compare configs/methods.toml` trains them all on
+the same data ([results](results/methods.md)); the documentation of each rule has its equation.
 
 What a worker sends and keeps is counted from rounds that were played without data: {workers} workers, model `{size}` with
 {parameters:,} parameters, so that P, the model in fp32, is {megabytes:.0f} MB, and {steps} local steps where the method does not
-say 1. Sent is what one worker sends in one round, in the mean; "differences" are zero for a worker that has not moved. Kept are
-copies beside parameters and inner optimizer; those "under way" belong to exchanges that overlap with training.
+say 1. Sent is what one worker sends in one round (after one local phase where there are no rounds), in the mean; "differences"
+are zero for a worker that has not moved. Kept are copies beside parameters and inner optimizer; those "under way" belong to
+exchanges that overlap with training.
 """
 
 
 def _own(name: str) -> bool:
     """Whether its notes are not those of another row."""
-    return name in RULES or bool(recipes()[name].differs)
+    return name in FACTORIES or bool(recipes()[name].differs)
 
 
 def _row(name: str, recipe: Recipe, layout: Layout) -> Row:
     config = parse(with_settings(with_settings({}, _BASE), recipe.settings))
-    m, counted = method(config), traffic(config, layout)
-    size = 4.0 * layout.numel
+    counted, size = traffic(config, layout), 4.0 * layout.numel
     sent = f"{counted.sent_bytes / 1e6:,.0f} MB ({_models(counted.sent_bytes / size)})"
     if counted.most_bytes > 1.05 * counted.sent_bytes:
         sent += f", at most {_models(counted.most_bytes / size)}"
     keeps = _models(counted.state_copies)
     if counted.flight_copies:
         keeps += f", and {_models(counted.flight_copies)} under way"
+    if config.server is not None:
+        server = server_rule(config)
+        keeps += f", and {_models(server.state_copies)} at the server"
+        sends, needs = "differences to the server", ["a server"] + ["whole tensors"] * (not server.elementwise)
+    elif config.pair is not None:
+        sends, needs = "parameters at each meeting", ["a graph that never changes"]
+    else:
+        m = method(config)
+        sends, needs = _sends(m, config, counted), _needs(m, config)
+    if config.events.fragments > 1:
+        sends = sends.replace("differences", f"differences of one of {config.events.fragments} parts")
+    if config.event_driven:
+        needs.append("no waiting")
+    steps = "1 step" if config.full_steps == 1 else f"{config.full_steps} steps"
+    return Row(
+        name, first_sentence(recipe.source), made_of(recipe.settings), steps, sends, sent, keeps, "; ".join(needs),
+        recipe.fails,
+    )  # fmt: skip
+
+
+def _needs(m: Method, config: RunConfig) -> list[str]:
     needs = [_NEEDS[m.rule.needs]] if config.workers > 1 else ["nobody"]
     if hidden := config.schedule.overlap_steps + m.rule.delay_rounds * config.full_steps:
         needs.append(f"{hidden} step{'s' * (hidden > 1)} in which the transfer is hidden")
@@ -181,11 +221,7 @@ def _row(name: str, recipe: Recipe, layout: Layout) -> Row:
         needs.append("AdamW inside, whose moments are exchanged")
     if not m.rule.elementwise:
         needs.append("whole tensors")
-    steps = "1 step" if config.full_steps == 1 else f"{config.full_steps} steps"
-    return Row(
-        name, first_sentence(recipe.source), made_of(recipe.settings), steps, _sends(m, config, counted), sent, keeps,
-        "; ".join(needs), recipe.fails,
-    )  # fmt: skip
+    return needs
 
 
 def _models(copies: float) -> str:

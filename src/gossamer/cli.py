@@ -75,6 +75,10 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="RUN", help="continue this run folder from the newest round that all own"
     )
     sub.add_argument("--local", type=int, metavar="N", help="start N worker processes on this machine")
+    sub.add_argument(
+        "--server", metavar="HOST:PORT", help="serve a run with a [server] here, or with --worker join it there"
+    )
+    sub.add_argument("--worker", type=int, metavar="I", help="be this worker of the server")
 
     sub = command("compare", _compare, "Simulate every variant of an experiment file and write one table and report.")
     run_file(sub)
@@ -141,13 +145,16 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--figure9", action="store_true", help="all-reduce and gossip with one straggler instead, on the 70b model"
     )
+    sub.add_argument(
+        "--analytic", action="store_true", help="hours of a whole run by formula instead, on nodes in several sites"
+    )
     sub.add_argument("--plot", type=Path, metavar="FILE", help="draw utilisation against bandwidth (.png or .svg)")
 
     sub = command("report", _report, "Write one self-contained page with table and curves of several runs.")
     sub.add_argument("folders", type=Path, nargs="+", metavar="RUN")
     sub.add_argument("--out", type=Path, default=Path("report.html"))
 
-    sub = command("list", _list, "List methods, rules, topologies and codecs.")
+    sub = command("list", _list, "List methods, rules, topologies, codecs, servers and pairs.")
     sub.add_argument(
         "--markdown", action="store_true", help="the methods with what they send, keep and need: docs/methods.md"
     )
@@ -172,18 +179,36 @@ def _run(args: argparse.Namespace) -> "tuple[RunConfig, Path]":
 
 def _simulate(args: argparse.Namespace) -> None:
     config, folder = _run(args)
+    if config.event_driven and args.resume is not None:
+        raise ConfigError(
+            f"'{folder}' looks at the clock, and what was under way when it stopped is not kept; start it anew in another folder"
+        )
+    _drive(config, folder, resume=args.resume is not None)
+    _tell({config.name: folder}, folder / "report.html")
+
+
+def _drive(config: "RunConfig", folder: Path, *, resume: bool = False) -> None:
+    """Trains all workers in this process, in rounds or over virtual time."""
     from gossamer.record import Progress
-    from gossamer.simulate import simulate
 
     with Progress(config.rounds, config.record.print_every) as progress:
-        simulate(config, folder, resume=args.resume is not None, progress=progress)
-    _tell({config.name: folder}, folder / "report.html")
+        if config.event_driven:
+            from gossamer.virtual import simulate_events
+
+            simulate_events(config, folder, progress=progress)
+        else:
+            from gossamer.simulate import simulate
+
+            simulate(config, folder, resume=resume, progress=progress)
 
 
 def _train(args: argparse.Namespace) -> int:
     config, folder = _run(args)
+    if config.event_driven and config.server is None:
+        method = f"pair '{config.pair.name}'" if config.pair else "run.wait = false"
+        raise ConfigError(f"gossamer train got {method}, which real processes do not run; use gossamer simulate")
     if args.local is not None:
-        from gossamer.launch import run_local
+        from gossamer.launch import run_local, run_served
 
         if args.local != config.workers:
             raise ConfigError(f"--local {args.local} but the run file says workers = {config.workers}; make them equal")
@@ -197,10 +222,35 @@ def _train(args: argparse.Namespace) -> int:
                 str(folder),
                 *(word for one in args.set for word in ("--set", one)),
             ]
+        if config.server is not None:
+            return run_served(args.local, words)
         return run_local(args.local, words, timeout_s=config.run.timeout_s)
+    if config.server is not None:
+        return _train_served(config, folder, args)
+    if args.server is not None or args.worker is not None:
+        raise ConfigError(
+            f"--server {args.server} --worker {args.worker} was given but the run file has a rule; start it under torchrun"
+        )
     from gossamer.train import train
 
     train(config, folder, resume=args.resume is not None)
+    return 0
+
+
+def _train_served(config: "RunConfig", folder: Path, args: argparse.Namespace) -> int:
+    """The server of a run, or one of its workers."""
+    from gossamer.serve import address, serve, work
+
+    if args.server is None:
+        raise ConfigError(
+            f"the run has server '{config.server and config.server.name}' and nobody said where; give --local "
+            f"{config.workers}, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
+        )
+    host, port = address(args.server)
+    if args.worker is None:
+        serve(config, folder, host, port, resume=args.resume is not None)
+    else:
+        work(config, folder, host, port, args.worker)
     return 0
 
 
@@ -210,8 +260,6 @@ def _compare(args: argparse.Namespace) -> None:
             "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
         )
     from gossamer.config import load, settings, variants
-    from gossamer.record import Progress
-    from gossamer.simulate import simulate
 
     document = load(args.file, settings(args.set))
     if args.seeds:
@@ -228,8 +276,7 @@ def _compare(args: argparse.Namespace) -> None:
                 f"'{folder}' of variant '{label}' is there already; name another folder with --out, or remove it"
             )
     for label, config in runs:
-        with Progress(config.rounds, config.record.print_every) as progress:
-            simulate(config, folders[label], progress=progress)
+        _drive(config, folders[label])
     _tell(folders, out / "report.html")
 
 
@@ -311,10 +358,16 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _price(args: argparse.Namespace) -> None:
+    from gossamer.eventlog import event_files
     from gossamer.network import read_network
     from gossamer.pricing import price
     from gossamer.trace import read_trace
 
+    if event_files(args.folder):
+        raise ConfigError(
+            f"'{args.folder}' looked at the clock, so its network decided what was computed; simulate it again with "
+            f"'{args.network}' as its [network.NAME]"
+        )
     trace = read_trace(args.folder)
     timeline = price(trace, read_network(args.network))
     print(
@@ -388,6 +441,12 @@ def _utilisation(args: argparse.Namespace) -> None:
         from gossamer.config import settings
 
         options = settings(args.set)
+    if args.analytic:
+        if args.figure9 or args.plot is not None:
+            other = "--figure9" if args.figure9 else f"--plot {args.plot}"
+            raise ConfigError(f"--analytic was given with {other} but stands alone; leave one of the two out")
+        _tell_hours(options)
+        return
     if args.figure9:
         curves = _tell_stragglers(options)
     else:
@@ -399,6 +458,33 @@ def _utilisation(args: argparse.Namespace) -> None:
     if args.plot is not None:
         plot_curves(curves, args.plot)
         print(f"plot: {args.plot}")
+
+
+def _tell_hours(options: dict[str, Any]) -> None:
+    """Prints where the hours of a run go, method by method, and all that was assumed."""
+    import inspect
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from gossamer.errors import choose
+    from gossamer.utilisation import wall_clock_table
+
+    known = list(inspect.signature(wall_clock_table).parameters)
+    for name in options:
+        if name not in known:
+            raise ConfigError(choose("option of --analytic", name, known))
+    made = wall_clock_table(**options)
+    view = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("method", "hours", "computing", "reducing each step", "each round", "Gbit at once"):
+        view.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+    for row in made.rows:
+        total_s = row.clock.total_s
+        shares = (f"{seconds / total_s:.1%}" for seconds in row.clock)
+        view.add_row(row.method, f"{total_s / 3600:.4g}", *shares, f"{row.at_once_bits / 1e9:.4g}")
+    Console().print(view)
+    for sentence in made.assumptions:
+        print(f"assumed: {sentence}")
 
 
 def _tell_stragglers(options: dict[str, Any]) -> "dict[str, list[tuple[float, float]]]":
@@ -443,6 +529,7 @@ def _list(args: argparse.Namespace) -> None:
     from gossamer.codecs import CODECS
     from gossamer.methods import first_sentence, made_of, recipes
     from gossamer.rules import RULES
+    from gossamer.servers import PAIRS, SERVERS
     from gossamer.topology import TOPOLOGIES
 
     if args.markdown:
@@ -450,13 +537,20 @@ def _list(args: argparse.Namespace) -> None:
 
         print(markdown(), end="")
         return
-    for title, table in (("rules", RULES), ("topologies", TOPOLOGIES), ("codecs", CODECS)):
+    tables: dict[str, Any] = {
+        "rules": RULES, "topologies": TOPOLOGIES, "codecs": CODECS, "servers": SERVERS, "pairs": PAIRS,
+    }  # fmt: skip
+    for title, table in tables.items():
         view = Table(title=title, title_justify="left")
         for heading in ("name", "what it does", "options"):
             view.add_column(heading)
         for name, factory in table.items():
             parameters = inspect.signature(factory).parameters.values()
-            options = ", ".join(f"{p.name}={p.default}" for p in parameters if p.name not in ("n", "seed"))
+            options = ", ".join(
+                p.name if p.default is p.empty else f"{p.name}={p.default}"
+                for p in parameters
+                if p.name not in ("n", "seed")
+            )
             view.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)
         Console().print(view)
     view = Table(title="methods", title_justify="left")

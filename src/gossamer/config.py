@@ -18,13 +18,15 @@ import tomli_w
 
 from gossamer.codecs import CODECS
 from gossamer.data import DataConfig
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError, PairingError, choose
+from gossamer.events import Away, EventsConfig
 from gossamer.inner import InnerConfig
 from gossamer.methods import recipe
 from gossamer.network import Network, from_options, to_options
 from gossamer.record import RecordConfig
 from gossamer.rules import RULES, WRAPPERS
 from gossamer.schedule import Schedule
+from gossamer.servers import PAIRS, SERVERS
 from gossamer.shapes import ModelConfig
 from gossamer.topology import TOPOLOGIES
 
@@ -56,6 +58,9 @@ class LoopConfig:
 
     steps: int = 300
     """Inner steps of a worker that takes the full number per round."""
+    wait: bool = True
+    """Whether a worker waits for the messages of its round; without, it mixes with what its peers published last, over the
+    virtual time of `events.network`."""
     local_steps: int | tuple[int, ...] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
     eval_every: int = 60
@@ -109,6 +114,11 @@ class RunConfig:
     rule: Choice = Choice("gasloc")
     topology: Choice = Choice("random")
     codec: Choice = Choice("exact")
+    server: Choice | None = None
+    """A server that takes each message as it comes, in place of rule and topology."""
+    pair: Choice | None = None
+    """What workers do that meet in pairs along the edges of the topology, in place of a rule."""
+    events: EventsConfig = EventsConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
@@ -130,6 +140,12 @@ class RunConfig:
             raise ConfigError(
                 f"run.mean is 'all_reduce', which blocks, and schedule.overlap_steps is {self.schedule.overlap_steps}; set "
                 "run.mean = 'ordered' to train while a mean is under way"
+            )
+        if self.event_driven and not (self.schedule.plain and self.inner.averaging is None):
+            given = "a [schedule]" if self.inner.averaging is None else f"inner.averaging = '{self.inner.averaging}'"
+            raise PairingError(
+                f"the run looks at the clock and has {given}, which is for rounds; leave it out (events.fragments and "
+                "events.overlap are a server's own)"
             )
         if self.inner.averaging is not None and self.schedule.fragments > 1:
             raise ConfigError(
@@ -154,6 +170,11 @@ class RunConfig:
         return self.run.steps // self.full_steps
 
     @property
+    def event_driven(self) -> bool:
+        """Whether it has no rounds: who was late decides what is computed."""
+        return self.server is not None or self.pair is not None or not self.run.wait
+
+    @property
     def step_tokens(self) -> int:
         """Tokens one worker trains on in one inner step."""
         return self.data.batch_size * self.data.accumulate * self.data.seq_len
@@ -164,7 +185,13 @@ class RunConfig:
         return finished == self.rounds or (every > 0 and here // every > before // every)
 
 
-_TABLES: dict[str, Mapping[str, Any]] = {"rule": RULES, "topology": TOPOLOGIES, "codec": CODECS}
+_TABLES: dict[str, Mapping[str, Any]] = {
+    "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
+}  # fmt: skip
+_INSTEAD: dict[str, tuple[str, ...]] = {
+    "server": ("rule", "pair", "topology"), "pair": ("rule", "server"), "rule": ("server", "pair"),
+}  # fmt: skip
+"""What each of the three kinds of method has no use for."""
 
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -206,7 +233,8 @@ def settings(words: list[str]) -> dict[str, Any]:
 def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one.
 
-    `method` stands for the settings of a recipe, which give way to what is said beside it.
+    Naming a server drops the rule and the topology of the document, and so on: a run has one kind of method. `method` stands for
+    the settings of a recipe, which give way to what is said beside it.
     """
     result = copy.deepcopy(dict(document))
     if "method" in result:
@@ -216,6 +244,11 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     if "method" in overrides:
         own = {key: value for key, value in overrides.items() if key != "method"}
         overrides = {**recipe(overrides["method"]).settings, **own}
+    given = {key.partition(".")[0] for key in overrides}
+    for kind, others in _INSTEAD.items():
+        if kind in overrides or f"{kind}.name" in overrides:
+            for other in {*others} - given:
+                result.pop(other, None)
     for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
         *path, last = key.split(".")
         node: Any = result
@@ -268,7 +301,15 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
-    return _build(RunConfig, with_settings(document, {}), "")
+    document = with_settings(document, {})
+    for kind, others in _INSTEAD.items():
+        if kind in document and (unused := [other for other in others if other in document]):
+            raise PairingError(
+                f"the run has [{kind}] and [{unused[0]}], but a {kind} method has no {unused[0]}; remove one of the two"
+            )
+    if "pair" in document and "topology" not in document:
+        document = {**document, "topology": {"name": "complete"}}
+    return _build(RunConfig, document, "")
 
 
 def _build(cls: type, table: Any, where: str) -> Any:
@@ -284,8 +325,10 @@ def _build(cls: type, table: Any, where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    if hint is Choice:
+    if hint in (Choice, Choice | None):
         return _choice(value, where)
+    if hint == tuple[Away, ...] and isinstance(value, list | tuple):
+        return tuple(_build(Away, row, where) for row in value)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, where)
     if where == "network":
@@ -343,6 +386,10 @@ def _choice(table: Any, where: str) -> Choice:
         if not isinstance(options[key], Mapping):
             raise ConfigError(f"{where}.{key} is {options[key]!r}; write its options as a table, which may be empty")
         _check_options(f"{where}.{key}", options[key], [*inspect.signature(wrappers[key]).parameters][1:])
+    parameters = inspect.signature(_TABLES[where][name]).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.name not in ("n", "seed", *options)]
+    if needed:
+        raise ConfigError(f"{where} '{name}' needs {', '.join(needed)} and got {options}; add what is missing")
     return Choice(name, options)
 
 
@@ -355,7 +402,18 @@ def _check_options(who: str, options: Mapping[str, Any], allowed: list[str]) -> 
 
 def dump(config: RunConfig) -> str:
     """The resolved run as TOML; `parse` of it gives the run again."""
-    return tomli_w.dumps(_plain(config))
+    return tomli_w.dumps(_document(config))
+
+
+def _document(config: RunConfig) -> dict[str, Any]:
+    """The run as a document, without what its kind of method has no use for."""
+    document = _plain(config)
+    kind = next((kind for kind in ("server", "pair") if kind in document), "rule")
+    for unused in _INSTEAD[kind]:
+        document.pop(unused, None)
+    if not config.event_driven and config.events == EventsConfig():
+        document.pop("events")
+    return document
 
 
 def _plain(value: Any) -> Any:
@@ -373,9 +431,15 @@ def _plain(value: Any) -> Any:
 
 def digest(config: RunConfig) -> str:
     """Sixteen hex digits of everything that decides the numbers of a run; equal on all workers of one run."""
-    document = _plain(config)
+    document = _document(config)
+    networks = document["network"]
     for key in ("name", "record", "network"):
         document.pop(key)
+    if config.event_driven:
+        document["network"] = networks.get(config.events.network, networks)  # whose seconds decide the numbers
+    else:
+        document.pop("events", None)
+        document["run"].pop("wait")
     document["data"].pop("cache", None)
     for key in (
         "eval_every",

@@ -100,15 +100,17 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     """
     config = parse(load(folder / "run.toml"))
     store, key = folder / "checkpoints", digest(config)
-    owned = [checkpoint.rounds(store, worker, key) for worker in range(config.workers)]
+    owners = range(config.workers) if config.server is None else (config.workers,)  # a server comes after its workers
+    owned = [checkpoint.rounds(store, owner, key) for owner in owners]
     newest = checkpoint.newest_common(owned) if round is None else round
     if newest is None or not all(newest in rounds for rounds in owned):
-        short = {worker: rounds for worker, rounds in enumerate(owned) if newest not in rounds}
+        whose = f"all {config.workers} workers" if config.server is None else "the server"
+        short = {owner: rounds for owner, rounds in zip(owners, owned, strict=True) if newest not in rounds}
         raise CheckpointError(
-            f"'{folder}' has no round with snapshots of all {config.workers} workers (owned: {short}); "
+            f"'{folder}' has no round with snapshots of {whose} (owned: {short}); "
             "bring the checkpoint folders of all machines together, or train past the first checkpoint"
         )
-    vectors = [checkpoint.load(store, newest, worker, key)["x"] for worker in range(config.workers)]
+    vectors = [checkpoint.load(store, newest, owner, key)["x"] for owner in owners]
     corpus = open_corpus(config.data, config.workers, config.seed)
     probe = Probe(config, corpus, torch.device("cpu"))
     result = assess(vectors, lambda models: [probe.loss(x) for x in models])

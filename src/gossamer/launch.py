@@ -21,10 +21,12 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.group import hang_up
 
-__all__ = ["Member", "agree", "available_cores", "join", "leave", "run_local"]
+__all__ = ["Member", "agree", "available_cores", "end_with_launcher", "join", "leave", "run_local", "run_served"]
 
 LIMIT_BYTES = 1 << 20
 """What one worker may publish of itself in `agree`."""
+LISTENER = "GOSSAMER_LISTENER"
+"""The variable that tells a server the number of the listening socket it has inherited."""
 LAUNCHER = "GOSSAMER_LAUNCHER"
 """The variable that tells a worker the process id of the `run_local` that started it."""
 
@@ -60,8 +62,7 @@ def join(n: int, *, backend: str = "auto", device: str = "auto", threads: int = 
         )
     if worker >= n:
         raise ConfigError(f"RANK is {worker}; with {n} workers it must be between 0 and {n - 1}")
-    if LAUNCHER in os.environ:
-        _end_with_launcher()
+    end_with_launcher()
     where = _device(device)
     backend = _backend(backend, where, n)
     if threads or "OMP_NUM_THREADS" not in os.environ:
@@ -199,6 +200,58 @@ def run_local(
             pump.join(1.0)
 
 
+def run_served(n: int, argv: Sequence[str], *, grace_s: float = 10.0) -> int:
+    """Runs a server and n workers on this machine over loopback; a worker that fails does not stop the others.
+
+    The socket to listen on is made here and inherited by the server, so that nobody else can have its port.
+
+    Args:
+        argv: the arguments of everybody's `gossamer`, to which `--server HOST:PORT` and, for workers, `--worker I` are added.
+        grace_s: what workers have to end by themselves once the server has ended.
+    Returns: the exit code of the server (128 + k if signal k ended it).
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.set_inheritable(True)
+        command = [sys.executable, "-m", "gossamer", *argv, "--server", f"127.0.0.1:{listener.getsockname()[1]}"]
+        common = {
+            **os.environ,
+            LAUNCHER: str(os.getpid()),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
+            "PYTHONUNBUFFERED": "1",
+        }
+        processes: list[subprocess.Popen[str]] = []
+        pumps: list[threading.Thread] = []
+        try:
+            for i in range(n + 1):
+                served = i < n
+                process = subprocess.Popen(
+                    [*command, "--worker", str(i)] if served else command,
+                    env=common if served else {**common, LISTENER: str(listener.fileno())},
+                    pass_fds=() if served else (listener.fileno(),), start_new_session=True,
+                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+                )  # fmt: skip
+                processes.append(process)
+                prefix = f"[{i}] " if served else "[server] "
+                pumps += [_forward(process.stdout, sys.stdout, prefix), _forward(process.stderr, sys.stderr, prefix)]
+            listener.close()  # the server has it now; where it is gone, nobody can connect
+            *workers, server = processes
+            fallen: set[int] = set()
+            while (code := server.poll()) is None:
+                for i, worker in enumerate(workers):
+                    if worker.poll() and i not in fallen:
+                        fallen.add(i)
+                        log.warning("worker %d ended with code %d; the others go on", i, worker.returncode)
+                time.sleep(0.05)
+            deadline = time.monotonic() + grace_s
+            while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return code if code >= 0 else 128 - code
+        finally:
+            _end(processes)
+            for pump in pumps:
+                pump.join(1.0)
+
+
 def _outcome(workers: Sequence[subprocess.Popen[str]], patience_s: float) -> int:
     """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since."""
     code, deadline = 0, float("inf")
@@ -241,8 +294,10 @@ def _forward(source: IO[str] | None, sink: TextIO, prefix: str) -> threading.Thr
     return thread
 
 
-def _end_with_launcher() -> None:
-    """Makes this process end within a second of the `run_local` that started it, however that ended."""
+def end_with_launcher() -> None:
+    """Makes this process end within a second of the launcher that started it, if one did, however that ended."""
+    if LAUNCHER not in os.environ:
+        return
     launcher = _number(LAUNCHER)
 
     def watch() -> None:

@@ -1,7 +1,7 @@
 """Every method by its name, as the settings of a run file: `method = "muloco"`.
 
-A rule of `RULES` is a method as it stands. What differs from a rule in no equation, but in the topology, codec, schedule or inner
-optimizer it is run with, is a row of `METHODS`; a row with the name of a rule says what its paper runs it with.
+A row of `RULES`, `SERVERS` or `PAIRS` is a method as it stands. What differs from one in no equation, but in the topology, codec,
+schedule or inner optimizer it is run with, is a row of `METHODS`; one with the name of a rule says what its paper runs it with.
 """
 
 import functools
@@ -12,16 +12,17 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, choose
-from gossamer.rules import RULES, Rule
+from gossamer.rules import RULES
+from gossamer.servers import PAIRS, SERVERS
 
-__all__ = ["METHODS", "Recipe", "first_sentence", "made_of", "recipe", "recipes", "said"]
+__all__ = ["FACTORIES", "METHODS", "Recipe", "first_sentence", "made_of", "missing", "recipe", "recipes", "said"]
 
 
 class Recipe(NamedTuple):
     """How a method is run."""
 
     settings: Mapping[str, Any]
-    """Dotted keys of a run file, the rule among them."""
+    """Dotted keys of a run file; `rule.name`, `server.name` or `pair.name` is one, or the recipe is of its own name."""
     source: str = ""
     """Where it is from, if not what the docstring of its rule says."""
     differs: str = ""
@@ -170,26 +171,62 @@ METHODS: dict[str, Recipe] = {
         {"rule.name": "sgp", "run.local_steps": 1, "schedule.overlap_steps": 1},
         differs="what is heard a step late was sent with its weight, and both are added late together",
     ),
+    # On a clock.
+    "gasloc_without_waiting": Recipe(
+        {"rule.name": "gasloc", "rule.momentum": 0.5, "run.wait": False},
+        source="ours",
+        fails="messages are old, which lowers the momentum that is stable, or clocks differ: the slow weigh more in the mean.",
+    ),
+    "delayed_nesterov": Recipe({"server.delay": 8, "events.dylu": True}),
+    "decoupled_diloco": Recipe({"events.fragments": 3, "events.overlap": True}),
+    "heloco": Recipe({"server.rho": 0.354}),
+    "mla": Recipe(
+        {"server.name": "heloco", "server.rho": 0.354, "server.c_ok": -1.0},
+        source="what arXiv 2606.00271 compares HeLoCo with",
+        fails="messages point against the momentum: nothing corrects them.",
+    ),
+    "pa_cgad": Recipe({"server.name": "cgad", "events.fragments": 3}),
 }  # fmt: skip
 """Configurations by name; a row names its rule unless it has a rule's name."""
 
 
+_TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {"rule": RULES, "server": SERVERS, "pair": PAIRS}
+FACTORIES: dict[str, Callable[..., Any]] = {**RULES, **SERVERS, **PAIRS}
+"""What makes a rule, a server or a pair, by name."""
+
+
 @functools.cache
 def recipes() -> Mapping[str, Recipe]:
-    """All methods: every rule on what its tags ask for, then every other row of `METHODS` on what its rule's tags ask for.
+    """All methods that train: every row of the three tables on what its tags ask for, then every other row of `METHODS`.
+
+    What needs options without defaults is no method for training, but a reference in closed form.
 
     >>> recipes()["omr"].settings
     {'topology.name': 'complete', 'rule.name': 'omr'}
     """
-    rows = {name: METHODS.get(name, Recipe({})) for name in RULES} | METHODS
+    ready = {name: Recipe({}) for table in _TABLES.values() for name in table if not missing(table[name])}
     found = {}
-    for name, row in rows.items():
-        factory = RULES[row.settings.get("rule.name", name)]
-        settings = {**_fitting(factory()), "rule.name": name, **row.settings}
+    for name, row in {**ready, **METHODS}.items():
+        kind, base = _origin(name, row)
+        factory = _TABLES[kind][base]
+        settings = {**_fitting(kind, factory()), f"{kind}.name": base, **row.settings}
         found[name] = Recipe(
             settings, row.source or said(factory, "Source"), row.differs, row.fails or said(factory, "Fails when")
         )
     return found
+
+
+def missing(factory: Callable[..., Any]) -> list[str]:
+    """The options that have no default."""
+    return [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
+
+
+def _origin(name: str, row: Recipe) -> tuple[str, str]:
+    """The kind of method, and the name in the table of that kind."""
+    for kind, table in _TABLES.items():
+        if f"{kind}.name" in row.settings or name in table:
+            return kind, row.settings.get(f"{kind}.name", name)
+    raise KeyError(name)
 
 
 def recipe(name: object) -> Recipe:
@@ -214,6 +251,9 @@ def first_sentence(text: str) -> str:
     return re.split(r"\.(?= [A-Z]|$)", text, maxsplit=1)[0]
 
 
+_NAMED = ("rule", "server", "pair", "topology", "codec")
+
+
 def made_of(settings: Mapping[str, Any]) -> str:
     """Settings in few words.
 
@@ -221,12 +261,12 @@ def made_of(settings: Mapping[str, Any]) -> str:
     'rule `gasloc(lr = 1.0)`, `run.local_steps = 1`'
     """
     parts = []
-    for head in ("rule", "topology", "codec"):
+    for head in _NAMED:
         if f"{head}.name" in settings:
             own = [f"{k.partition('.')[2]} = {_value(v)}" for k, v in settings.items() if k.startswith(f"{head}.")]
             options = ", ".join(one for one in own if not one.startswith("name = "))
             parts.append(f"{head} `{settings[f'{head}.name']}{f'({options})' if options else ''}`")
-    rest = (item for item in settings.items() if item[0].partition(".")[0] not in ("rule", "topology", "codec"))
+    rest = (item for item in settings.items() if item[0].partition(".")[0] not in _NAMED)
     return ", ".join([*parts, *(f"`{key} = {_value(value)}`" for key, value in rest)])
 
 
@@ -237,7 +277,9 @@ def _value(value: Any) -> str:
     return json.dumps(value)
 
 
-def _fitting(rule: Rule) -> dict[str, Any]:
-    """The topology that a rule's tags ask for, and how often it acts."""
+def _fitting(kind: str, rule: Any) -> dict[str, Any]:
+    """The topology that the tags of a rule ask for, and how often it acts."""
+    if kind != "rule":
+        return {"topology.name": "ring"} if kind == "pair" else {}
     names = {"everyone": "complete", "connected": "random", "static": "ring", "tree": "tree", "push": "random_push"}
     return {"topology.name": names[rule.needs], **({"run.local_steps": 1} if rule.site == "gradients" else {})}

@@ -28,7 +28,7 @@
     factor = 0.1                   # a link has this times its own bandwidth, in both directions
     worker = 2                     # the link of a worker, or: site = "paris", the link that a site shares
 
-Streams that share a site's link or a route get max-min fair parts of it (`gossamer.fluid`).
+Streams that share a worker's link, a site's or a route get max-min fair parts of it (`gossamer.fluid`).
 """
 
 import math

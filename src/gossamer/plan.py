@@ -109,7 +109,7 @@ def plan(
         rounds: how many to price, fewer where everyone hears everyone and rounds are all alike; a network that changes
             after these is priced as it is until then.
     Raises: ConfigError for what cannot be, or when nothing tells the step time.
-    Cost: some 10 ms for each candidate, up to a minute for hundreds of workers or shared links.
+    Cost: some 10 ms for each candidate, up to a minute where links are uneven or shared and there are hundreds of workers.
     """
     n = network.workers if workers is None else workers
     if n is None:

@@ -75,7 +75,7 @@ def price(trace: Trace, network: Network) -> Timeline:
 
     Raises: ConfigError when the network describes another number of workers than the trace has.
     Cost: O(messages), vectorised over a round: 1 to 3 s for 10,000 workers and 1,000 rounds of single exchanges. A replay
-        costs 0.1 to 0.5 ms for each message. A round of more than 1,000 messages is not replayed by itself but priced as if
+        costs 0.1 to 1 ms for each message. A round of more than 1,000 messages is not replayed by itself but priced as if
         its messages shared their links evenly all the time, which is never too fast and some per cent too slow at most.
 
     >>> from gossamer.trace import from_targets

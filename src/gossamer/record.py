@@ -19,6 +19,7 @@ before training has round -1. A number that is not finite is written as null.
 
 import math
 import os
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def atomic_write(path: Path, data: bytes) -> None:
 
     Raises: OSError when the disk refuses.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    scratch = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with scratch.open("wb") as file:
             file.write(data)

@@ -13,15 +13,17 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.table import Table
 from rich.text import Text
 
 from gossamer.errors import DataError
+from gossamer.eventlog import EventLog, read_events
 from gossamer.network import Network, to_toml
 from gossamer.panels import MANY, grid, ranking
 from gossamer.pricing import Timeline, price
 from gossamer.record import atomic_write, read_metrics
-from gossamer.trace import Trace, read_trace, trace_files
+from gossamer.trace import read_trace, trace_files
 
 __all__ = ["markdown_table", "over_seeds", "pictures", "ranked", "render_table", "summary_rows", "write_report"]
 
@@ -41,7 +43,8 @@ class _Run(NamedTuple):
     evals: list[dict[str, Any]]
     """Evaluations of the mean model, one a round, by round."""
     trains: list[dict[str, Any]]
-    trace: Trace | None
+    sent_bytes: float | None
+    """In the mean over the workers."""
     timelines: dict[str, Timeline]
     config: str | None
     sample: str | None
@@ -176,18 +179,29 @@ def _load_one(label: str, folder: Path, networks: Mapping[str, Network]) -> _Run
         )
     metrics = read_metrics(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
-    # A file without bytes: the run has only just started.
-    trace = read_trace(folder) if any(path.stat().st_size for path in trace_files(folder)) else None
-    timelines = {name: price(trace, network) for name, network in networks.items()} if trace is not None else {}
+    sent_bytes, timelines = None, {}
+    if (events := read_events(folder)) is not None:
+        sent_bytes, timelines = float(events.sent_bytes.mean()), {events.network: _as_it_went(events)}
+    elif any(path.stat().st_size for path in trace_files(folder)):  # without bytes, the run has only just started
+        trace = read_trace(folder)
+        sent_bytes = float(trace.sent_bytes.mean())
+        timelines = {name: price(trace, network) for name, network in networks.items()}
     return _Run(
         label,
         list(evals.values()),
         [line for line in metrics if line["kind"] == "train"],
-        trace,
+        sent_bytes,
         timelines,
         _read_text(folder / "run.toml"),
         _read_text(folder / "sample.txt"),
     )
+
+
+def _as_it_went(events: EventLog) -> Timeline:
+    """The seconds of an event-driven run, which are part of what it computed."""
+    end_s = np.broadcast_to(events.end_s[:, None], events.compute_s.shape)
+    spent_s = np.diff(end_s, axis=0, prepend=0.0)
+    return Timeline(events.compute_s, spent_s - events.compute_s, np.zeros(end_s.shape, np.int32), end_s)
 
 
 def _read_text(path: Path) -> str | None:
@@ -223,7 +237,7 @@ def _row(run: _Run) -> dict[str, Any]:
         # max() would lose a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
         "disagreement": _number(last, "disagreement"),
-        "sent_bytes": float(run.trace.sent_bytes.mean()) if run.trace is not None else None,
+        "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
     }

@@ -78,8 +78,6 @@ class Worker:
     published is `evaluated`: `x` itself, or the average of an optimizer that keeps one.
     """
 
-    loop: OuterLoop
-
     def __init__(
         self, index: int, config: RunConfig, corpus: Corpus, device: torch.device, buffer: Tensor | None = None
     ):
@@ -108,6 +106,13 @@ class Worker:
         self.gradient: Tensor | None = None
         self.local_steps = config.local_steps(index)
         self.steps_taken = 0
+        self._loop: OuterLoop | None = None
+
+    @property
+    def loop(self) -> OuterLoop:
+        """The outer loop it has joined."""
+        assert self._loop is not None, "join first"
+        return self._loop
 
     def join(
         self, m: Method, transport: Transport, reduce: Callable[[Sequence[Tensor], Ticket], None] | None = None
@@ -120,7 +125,7 @@ class Worker:
         if self.averaged is not None and m.rule.site == "parameters":
             parts = [(self.averaged, twice(self.layout))]  # mixing the parameters alone would part them from these two
         parts += [(moments, self.layout) for moments in self.moments or ()]
-        self.loop = OuterLoop(
+        self._loop = OuterLoop(
             m, transport, parts, workers=self.config.workers, local_steps=self.local_steps,
             full_steps=self.config.full_steps, seed=self.config.seed, reduce=reduce,
         )  # fmt: skip
@@ -218,8 +223,8 @@ class Worker:
         """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position, RNG."""
         return {
             "x": self.evaluated,
-            "outer": leaves(self.loop.state),
-            "under_way": self.loop.state_under_way(),
+            "outer": [] if self._loop is None else leaves(self._loop.state),
+            "under_way": [] if self._loop is None else self._loop.state_under_way(),
             "steps_taken": self.steps_taken,
             "inner": self.optimizer.state_dict(),
             "data": self.corpus.state(),
@@ -229,7 +234,8 @@ class Worker:
     def restore(self, state: dict[str, Any]) -> None:
         """Takes a checkpoint back. Raises CheckpointError when it does not fit this model or rule."""
         try:
-            mine, theirs = [self.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
+            outer = () if self._loop is None else self._loop.state
+            mine, theirs = [self.evaluated, *leaves(outer)], [state["x"], *state["outer"]]
             for own, saved in zip(mine, theirs, strict=True):
                 if own.shape != saved.shape or own.dtype != saved.dtype:
                     raise ValueError(
@@ -241,12 +247,13 @@ class Worker:
             self.optimizer.load_state_dict(state["inner"])
             if self.moments:
                 share_moments(self.optimizer, self.model, self.layout, self.moments)
-            self.loop.restore_under_way(state["under_way"])
+            if self._loop is not None:
+                self._loop.restore_under_way(state["under_way"])
             self.corpus.restore(state["data"])
             torch.set_rng_state(state["rng"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"the checkpoint of worker {self.index} does not fit rule '{self.loop.method.rule.name}' and this model "
+                f"the checkpoint of worker {self.index} does not fit rule '{self.config.rule.name}' and this model "
                 f"({error}); "
                 f"resume with the run file it was written by (digest {digest(self.config)})"
             ) from None

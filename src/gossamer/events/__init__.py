@@ -15,10 +15,13 @@ from gossamer.events.agenda import SERVER, Absence, Learner, Phase, Record, Repo
 from gossamer.events.gossip import GossipRun
 from gossamer.events.pairs import PairRun
 from gossamer.events.server import ServerRun
+from gossamer.events.settings import Away, EventsConfig
 
 __all__ = [
     "SERVER",
     "Absence",
+    "Away",
+    "EventsConfig",
     "GossipRun",
     "Learner",
     "PairRun",

@@ -9,9 +9,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from gossamer.codecs import Codec
 from gossamer.errors import ConfigError
 from gossamer.fragment import Layout
-from gossamer.network import Network
+from gossamer.network import Network, jitter_factors
+from gossamer.rng import key
+from gossamer.tree import Tree, leaves, map_leaves, nbytes
 
 __all__ = [
     "ABSENCE",
@@ -23,6 +26,8 @@ __all__ = [
     "Absence",
     "Action",
     "Agenda",
+    "Begins",
+    "Budget",
     "Learner",
     "Links",
     "Phase",
@@ -31,6 +36,7 @@ __all__ = [
     "Transfer",
     "Update",
     "plan_absences",
+    "through",
 ]
 
 SERVER = -1
@@ -116,6 +122,8 @@ class Update(NamedTuple):
 
 Record = Absence | Phase | Transfer | Update
 Action = Callable[[], list[Record]]
+Begins = Callable[[int, int], None]
+"""Told of a worker and the number of the phase it begins; until that phase ends, nothing else touches its parameters."""
 
 
 class Agenda:
@@ -146,10 +154,44 @@ class Agenda:
             self.time_s = max(self.time_s, until_s)
 
 
+class Budget:
+    """Inner steps of all workers together, after which nobody begins another local phase."""
+
+    def __init__(self, steps: float = math.inf) -> None:
+        self.steps, self.begun = steps, 0
+
+    def claim(self, steps: int) -> bool:
+        """Whether another phase of so many steps may begin; it is counted if so."""
+        if self.begun >= self.steps:
+            return False
+        self.begun += steps
+        return True
+
+    def give_back(self, steps: int) -> None:
+        """Lets somebody else take the steps of a phase that was lost."""
+        self.begun -= steps
+
+
+def through(codec: Codec, message: Tree, *place: int) -> tuple[Tree, int]:
+    """What arrives of a message behind a codec, and the bytes it took; `place` is seed, worker, phase and fragment."""
+    if codec.exact:
+        return message, nbytes(message)
+    base = key(*place, "codec")
+    payloads = [codec.encode(leaf, base + k) for k, leaf in enumerate(leaves(message))]
+    decoded = iter([codec.decode(payload, leaf) for payload, leaf in zip(payloads, leaves(message), strict=True)])
+    return map_leaves(lambda _: next(decoded), message), sum(map(nbytes, payloads))
+
+
 class Links:
-    """Seconds of steps and messages on a network."""
+    """Seconds of local phases and messages on a network."""
 
     def __init__(self, network: Network, workers: int) -> None:
+        if network.sites or network.changes:
+            raise ConfigError(
+                f"the network has {len(network.sites)} sites and {len(network.changes)} changes, but here each worker has a link "
+                "of its own that stays as it is; give uplink_bps, downlink_bps and latency_s per worker"
+            )
+
         def spread(name: str) -> tuple[float, ...]:
             value = getattr(network, name)
             values = value if isinstance(value, tuple) else (value,) * workers
@@ -160,8 +202,16 @@ class Links:
 
         self._up, self._down = spread("uplink_bps"), spread("downlink_bps")
         self._latency, self.step_s = spread("latency_s"), spread("step_s")
+        self._network, self._workers = network, workers
         if min(self.step_s) <= 0:
             raise ConfigError(f"network.step_s is {network.step_s}; an inner step must take more than 0 seconds here")
+
+    def phase_s(self, worker: int, number: int, steps: int) -> float:
+        """Seconds of a worker's phase of so many inner steps, with the jitter of its number."""
+        seconds = steps * self.step_s[worker]
+        if not self._network.jitter:
+            return seconds
+        return seconds * float(jitter_factors(self._network, number, self._workers)[worker])
 
     def transfer_s(self, source: int, target: int, size: int) -> float:
         """Seconds from leaving to arriving; the server's own link costs nothing."""

@@ -8,26 +8,29 @@ from functools import partial
 
 from torch import Tensor
 
-from gossamer.codecs import exact
+from gossamer.codecs import Codec, exact
 from gossamer.errors import ConfigError, PairingError
 from gossamer.events.agenda import (
     DECISION,
     PHASE,
     Absence,
     Agenda,
+    Begins,
+    Budget,
     Learner,
     Links,
     Phase,
     Record,
     Transfer,
     plan_absences,
+    through,
 )
 from gossamer.mixing import Mixing, pull
 from gossamer.network import Network
 from gossamer.rules import Context, Rule
 from gossamer.sync import check, initial_state
 from gossamer.topology import Topology
-from gossamer.tree import Tree, map_leaves, nbytes
+from gossamer.tree import Tree, map_leaves
 
 __all__ = ["GossipRun"]
 
@@ -45,6 +48,9 @@ class GossipRun:
         rule: one that hears a `pull` on any connected graph, such as `gasloc()`.
         learners: each starts from its own parameters, which everyone else knows from the start.
         network: links between workers, and seconds of an inner step.
+        codec: what is published goes through it, drawing from `seed`; its publisher, too, mixes with what comes out.
+        budget: inner steps of all workers together; the run ends with the last local phase.
+        begins: called when a local phase begins; `models` shows parameters that are trained meanwhile.
     Raises: PairingError for a rule that does not gossip, or that acts on gradients; ConfigError for a network that does not fit.
     Cost: a worker's messages of the longest transfer; one model per peer and phase on the wire.
     Differs (from the synchronous rule): the mean of the workers is *not* kept. Reading is one-sided: a fast worker moves towards
@@ -57,7 +63,8 @@ class GossipRun:
 
     def __init__(
         self, rule: Rule, topology: Topology, learners: Sequence[Learner], network: Network, *,
-        absences: Sequence[Absence] = (),
+        absences: Sequence[Absence] = (), codec: Codec | None = None, seed: int = 0, budget: float = math.inf,
+        begins: Begins = lambda worker, number: None,
     ) -> None:  # fmt: skip
         if rule.hear is not pull or rule.needs != "connected" or rule.site != "parameters":
             raise PairingError(
@@ -68,19 +75,21 @@ class GossipRun:
             raise ConfigError(
                 f"the topology has {topology.n} workers and there are {len(learners)} learners; give one learner for each"
             )
-        check(rule, topology, exact())
+        self._codec, self._seed, self._budget = codec or exact(), seed, Budget(budget)
+        check(rule, topology, self._codec)
         self.rule, self.topology, self.learners = rule, topology, learners
-        self._links = Links(network, len(learners))
+        self._links, self._begins = Links(network, len(learners)), begins
         self._agenda = Agenda()
         self._alive, self._epoch, self._phases = set(range(len(learners))), [0] * len(learners), [0] * len(learners)
+        self._trains = [False] * len(learners)
         first = topology.mixing(0)
         self._states = [
             initial_state(rule, first, learner.x, self._context(i, first)) for i, learner in enumerate(learners)
         ]
-        self._published = [[(-math.inf, self._message(i, first))] for i in range(len(learners))]
-        size = nbytes(self._published[0][0][1])
+        self._bytes = self._message(0, first)[1]
+        self._published = [[(-math.inf, self._send(i, first))] for i in range(len(learners))]
         pairs = itertools.permutations(range(len(learners)), 2)
-        self._slowest_s = max((self._links.transfer_s(j, i, size) for j, i in pairs), default=0.0)
+        self._slowest_s = max((self._links.transfer_s(j, i, self._bytes) for j, i in pairs), default=0.0)
         plan_absences(self._agenda, absences, len(learners), self._change)
         for i in range(len(learners)):
             self._begin_phase(i)
@@ -106,20 +115,28 @@ class GossipRun:
         learner = self.learners[i]
         return Context(i, mixing.n, self._phases[i], learner.local_steps, mixing.weight(i), learner.layout)
 
-    def _message(self, i: int, mixing: Mixing) -> Tree:
+    def _send(self, i: int, mixing: Mixing) -> Tree:
         message = self.rule.send(self.learners[i].x, self._states[i], self._context(i, mixing))
         return map_leaves(Tensor.clone, message)  # it may be a view of parameters that go on changing
 
+    def _message(self, i: int, mixing: Mixing) -> tuple[Tree, int]:
+        return through(self._codec, self._send(i, mixing), self._seed, i, self._phases[i], 0)
+
     def _begin_phase(self, i: int) -> None:
-        end_s = self.time_s + self.learners[i].local_steps * self._links.step_s[i]
-        self._agenda.plan(end_s, PHASE, i, partial(self._publish, i, self._epoch[i], self.time_s))
+        steps = self.learners[i].local_steps
+        self._trains[i] = self._budget.claim(steps)
+        if self._trains[i]:
+            end_s = self.time_s + self._links.phase_s(i, self._phases[i], steps)
+            self._agenda.plan(end_s, PHASE, i, partial(self._publish, i, self._epoch[i], self.time_s))
+            self._begins(i, self._phases[i])
 
     def _publish(self, i: int, epoch: int, start_s: float) -> list[Record]:
         if epoch != self._epoch[i]:
             return []
+        self._trains[i] = False
         report = self.learners[i].local_phase(self._phases[i])
         mixing = self.topology.mixing(self._phases[i], frozenset(self._alive))
-        message, mine = self._message(i, mixing), self._published[i]
+        message, mine = self._message(i, mixing)[0], self._published[i]
         mine.append((self.time_s, message))
         oldest_of_use = bisect_right(mine, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
         del mine[:oldest_of_use]
@@ -129,7 +146,7 @@ class GossipRun:
     def _mix(self, i: int, told: Tree, mixing: Mixing) -> list[Record]:
         heard, records = {}, []
         for j in mixing.hears_from(i):
-            size = nbytes(told)
+            size = self._bytes
             takes_s = self._links.transfer_s(j, i, size)
             left_s = self.time_s - takes_s
             newest = bisect_right(self._published[j], left_s, key=lambda version: version[0]) - 1
@@ -149,6 +166,9 @@ class GossipRun:
     def _change(self, absence: Absence) -> list[Record]:
         i = absence.worker
         self._epoch[i] += 1
+        if self._trains[i]:
+            self._budget.give_back(self.learners[i].local_steps)
+            self._trains[i] = False
         if absence.change == "return":
             self._alive.add(i)
             self._begin_phase(i)

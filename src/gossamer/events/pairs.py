@@ -9,6 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
+from gossamer.codecs import Codec, exact
 from gossamer.errors import ConfigError
 from gossamer.events.agenda import (
     DECISION,
@@ -16,17 +17,20 @@ from gossamer.events.agenda import (
     REPLY,
     Absence,
     Agenda,
+    Begins,
+    Budget,
     Learner,
     Links,
     Phase,
     Record,
     Transfer,
     plan_absences,
+    through,
 )
 from gossamer.network import Network
 from gossamer.rng import numpy_rng
-from gossamer.servers import PairRule, Rates
-from gossamer.tree import Tree, nbytes
+from gossamer.servers import PairRule, Rates, conditions
+from gossamer.tree import Tree
 
 __all__ = ["PairRun"]
 
@@ -43,6 +47,7 @@ class _Peer:
     epoch: int = 0
     phases: int = 0
     meets: int | None = None  # the number of the meeting it is in
+    trains: bool = False
 
 
 class PairRun:
@@ -58,14 +63,19 @@ class PairRun:
     Args:
         learners: each starts from its own parameters; its `x` is where a local phase works.
         network: links between workers, and seconds of an inner step.
-        rates: meetings per second of each pair, such as `meeting_rates(mixing, 1.0)`.
+        rates: meetings per second of each pair, such as `meeting_rates(mixing, 1.0)`; a rule that takes its numbers from
+            them is settled here.
+        codec: what is told goes through it, and both ends act on what comes out.
+        budget: inner steps of all workers together; the run ends with the last local phase.
+        begins: called when a local phase begins, so that a driver may compute it meanwhile.
     Raises: ConfigError for pairs that are not workers and rates that are not above zero.
     Cost: two vectors per worker beside its model, and the rule's state.
     """
 
     def __init__(
         self, rule: PairRule, learners: Sequence[Learner], network: Network, rates: Rates, *, seed: int = 0,
-        absences: Sequence[Absence] = (),
+        absences: Sequence[Absence] = (), codec: Codec | None = None, budget: float = math.inf,
+        begins: Begins = lambda worker, number: None,
     ) -> None:  # fmt: skip
         for (i, j), rate in rates.items():
             if not 0 <= i < j < len(learners) or not 0 < rate < math.inf:
@@ -73,8 +83,11 @@ class PairRun:
                     f"the pair ({i}, {j}) meets {rate} times a second; pairs are (i, j) with i < j of {len(learners)} workers, "
                     "and meet at a finite rate above 0: leave out those that never do"
                 )
+        if rule.settle is not None:
+            rule = rule.settle(*conditions(len(learners), rates))
         self.rule, self.learners = rule, learners
-        self._links = Links(network, len(learners))
+        self._codec, self._seed, self._budget = codec or exact(), seed, Budget(budget)
+        self._links, self._begins = Links(network, len(learners)), begins
         self._agenda = Agenda()
         self._pairs = sorted(rates)
         self._edges = list(itertools.accumulate(rates[pair] for pair in self._pairs))
@@ -115,15 +128,18 @@ class PairRun:
     def _begin_phase(self, i: int) -> None:
         peer = self._now(i)
         peer.start = peer.x
-        end_s = self.time_s + self.learners[i].local_steps * self._links.step_s[i]
-        self._agenda.plan(end_s, PHASE, i, partial(self._end_phase, i, peer.epoch, self.time_s))
+        peer.trains = self._budget.claim(self.learners[i].local_steps)
+        if peer.trains:
+            end_s = self.time_s + self._links.phase_s(i, peer.phases, self.learners[i].local_steps)
+            self._agenda.plan(end_s, PHASE, i, partial(self._end_phase, i, peer.epoch, self.time_s))
+            self.learners[i].x.copy_(peer.start)
+            self._begins(i, peer.phases)
 
     def _end_phase(self, i: int, epoch: int, start_s: float) -> list[Record]:
         learner, peer = self.learners[i], self._peers[i]
         if epoch != peer.epoch:
             return []
         peer = self._now(i)
-        learner.x.copy_(peer.start)
         index, peer.phases = peer.phases, peer.phases + 1
         report = learner.local_phase(index)
         peer.x, peer.s = self.rule.learn(peer.x, peer.s, learner.x - peer.start)
@@ -131,7 +147,7 @@ class PairRun:
         return [Phase(start_s, self.time_s, i, index, report)]
 
     def _plan_meeting(self) -> None:
-        self._meeting_planned = bool(self._pairs) and any(peer.present for peer in self._peers)
+        self._meeting_planned = bool(self._pairs) and any(peer.trains for peer in self._peers)
         if not self._meeting_planned:
             return
         wait_s = self._rng.exponential(1 / self._edges[-1])
@@ -143,18 +159,20 @@ class PairRun:
         self._plan_meeting()
         if all(self._peers[k].present and self._peers[k].meets is None for k in (i, j)):
             number = next(self._meetings)
-            told = []
+            told, size = [], 0
             for k in (i, j):
                 peer = self._now(k)
                 peer.meets = number
-                told.append(self.rule.tell(peer.x, peer.s))
-            size = nbytes(told[0])
+                message, size = through(self._codec, self.rule.tell(peer.x, peer.s), self._seed, k, number, 0)
+                told.append(message)
             takes_s = max(self._links.transfer_s(i, j, size), self._links.transfer_s(j, i, size))
-            action = partial(self._meet, number, (i, j), (told[0], told[1]), self.time_s)
+            action = partial(self._meet, number, (i, j), (told[0], told[1]), size, self.time_s)
             self._agenda.plan(self.time_s + takes_s, REPLY, i, action)
         return []
 
-    def _meet(self, number: int, ends: tuple[int, int], told: tuple[Tensor, Tensor], start_s: float) -> list[Record]:
+    def _meet(
+        self, number: int, ends: tuple[int, int], told: tuple[Tensor, Tensor], size: int, start_s: float
+    ) -> list[Record]:
         i, j = ends
         if any(self._peers[k].meets != number for k in ends):
             return []
@@ -162,7 +180,6 @@ class PairRun:
             peer = self._now(k)
             peer.x, peer.s = self.rule.meet(peer.x, peer.s, mine, theirs)
             peer.meets = None
-        size = nbytes(told[0])
         return [
             Transfer("meet", start_s, self.time_s, i, j, 0, size),
             Transfer("meet", start_s, self.time_s, j, i, 0, size),
@@ -171,6 +188,9 @@ class PairRun:
     def _change(self, absence: Absence) -> list[Record]:
         peer = self._now(absence.worker)
         peer.present, peer.epoch = absence.change == "return", peer.epoch + 1
+        if peer.trains:
+            self._budget.give_back(self.learners[absence.worker].local_steps)
+            peer.trains = False
         if peer.present:
             self._begin_phase(absence.worker)
             if not self._meeting_planned:

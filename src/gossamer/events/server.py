@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gossamer.codecs import Codec, exact
 from gossamer.errors import ConfigError
 from gossamer.events.agenda import (
     ARRIVAL,
@@ -18,6 +19,8 @@ from gossamer.events.agenda import (
     SERVER,
     Absence,
     Agenda,
+    Begins,
+    Budget,
     Learner,
     Links,
     Phase,
@@ -25,62 +28,31 @@ from gossamer.events.agenda import (
     Transfer,
     Update,
     plan_absences,
+    through,
 )
+from gossamer.events.desk import Desk, Greeting, Push, Seat
 from gossamer.network import Network
-from gossamer.servers import Arrival, ServerRule, pack
+from gossamer.servers import ServerRule, pack
 from gossamer.servers.fragments import put, take
 from gossamer.tree import nbytes
 
 __all__ = ["ServerRun"]
 
 
-class _Greeting(NamedTuple):
-    """A starting point for one fragment, and how many updates the server had made of it."""
-
-    start: Tensor
-    updates: int
-
-
-class _Push(NamedTuple):
-    """A pseudo-gradient on its way to the server or waiting there."""
-
-    worker: int
-    epoch: int
-    message: Tensor
-    updates: int
-    tokens: int
-    steps: int
-
-
 @dataclass
-class _Held:
-    """What a worker holds of one fragment: where it started from, and its work since."""
+class _Presence:
+    """Whether a worker is there."""
 
-    greeting: _Greeting
-    tokens: int = 0
-    steps: int = 0
-    away: bool = False  # pushed, and the reply has not arrived
-
-
-@dataclass
-class _Seat:
-    """Where a worker of a server stands."""
-
-    held: list[_Held]
-    inbox: dict[int, _Greeting] = field(default_factory=dict)  # arrived in a phase, to be taken when it ends
     present: bool = True
     epoch: int = 0  # counts leaves and returns: what was planned in an earlier one is void
-    phases: int = 0
-    waits_for: int | None = None  # the fragment without which it does not go on
+    trains: bool = False
 
 
 @dataclass
-class _Desk:
-    """What the server keeps of one fragment."""
+class _Queue:
+    """Pushes of one fragment that wait for their window to close, each with its worker and that one's epoch."""
 
-    state: Any
-    updates: int = 0
-    pending: list[_Push] = field(default_factory=list)
+    pushes: list[tuple[int, int, Push]] = field(default_factory=list)
     closing: bool = False
 
 
@@ -98,30 +70,35 @@ class ServerRun:
         network: links to the server, whose own costs nothing, and seconds of an inner step.
         fragments: parts of whole tensors that travel one by one, each with its own ages and state.
         overlap: needs at least two fragments.
+        codec: what pushes go through, drawing from `seed`; starting points are sent as they are.
+        budget: inner steps of all workers together; the run ends when all of them have been absorbed.
+        begins: called when a local phase begins, so that a driver may compute it meanwhile.
     Raises: ConfigError for options that do not fit together.
     Cost: the rule's state at the server; one starting point per worker beside its model.
     """
 
     def __init__(
         self, rule: ServerRule, learners: Sequence[Learner], network: Network, *, fragments: int = 1, overlap: bool = False,
-        absences: Sequence[Absence] = (),
+        absences: Sequence[Absence] = (), codec: Codec | None = None, seed: int = 0, budget: float = math.inf,
+        begins: Begins = lambda worker, number: None,
     ) -> None:  # fmt: skip
         if overlap and fragments < 2:
             raise ConfigError(
                 f"overlap = {overlap} with fragments = {fragments} would throw away all that is learned meanwhile; "
                 "take at least 2 fragments, or let workers wait"
             )
-        self.rule, self.learners, self.overlap = rule, learners, overlap
+        self.rule, self.learners = rule, learners
         self.fragments = pack(learners[0].layout, fragments)
-        self._links = Links(network, len(learners))
+        self._codec, self._seed, self._budget = codec or exact(), seed, Budget(budget)
+        self._links, self._begins = Links(network, len(learners)), begins
         self._agenda = Agenda()
-        self._desks = [_Desk(rule.init(take(learners[0].x, fragment))) for fragment in self.fragments]
-        greetings = [self._greeting(p) for p in range(fragments)]
-        self._seats = [_Seat([_Held(greeting) for greeting in greetings]) for _ in learners]
+        self._desks = [Desk(rule, take(learners[0].x, fragment), fragment.layout) for fragment in self.fragments]
+        self._queues = [_Queue() for _ in self.fragments]
+        greetings = [desk.greet() for desk in self._desks]
+        self._seats = [Seat(learner, self.fragments, greetings, overlap=overlap) for learner in learners]
+        self._presence = [_Presence() for _ in learners]
         plan_absences(self._agenda, absences, len(learners), self._change)
-        for i, learner in enumerate(learners):
-            for fragment, greeting in zip(self.fragments, greetings, strict=True):
-                put(learner.x, fragment, greeting.start)
+        for i in range(len(learners)):
             self._begin_phase(i)
 
     @property
@@ -144,108 +121,71 @@ class ServerRun:
         """What happens up to a virtual time, as it happens; may be stopped anywhere and called again."""
         return self._agenda.run(until_s, self._close_all)
 
-    def _greeting(self, p: int) -> _Greeting:
-        return _Greeting(self.rule.greet(self._desks[p].state), self._desks[p].updates)
-
     def _begin_phase(self, i: int) -> None:
-        start_s, seat = self.time_s, self._seats[i]
-        end_s = start_s + self.learners[i].local_steps * self._links.step_s[i]
-        self._agenda.plan(end_s, PHASE, i, partial(self._end_phase, i, seat.epoch, start_s))
+        start_s, seat, steps = self.time_s, self._seats[i], self.learners[i].local_steps
+        self._presence[i].trains = self._budget.claim(steps)
+        if self._presence[i].trains:
+            end_s = start_s + self._links.phase_s(i, seat.phases, steps)
+            self._agenda.plan(end_s, PHASE, i, partial(self._end_phase, i, self._presence[i].epoch, start_s))
+            self._begins(i, seat.phases)
 
     def _end_phase(self, i: int, epoch: int, start_s: float) -> list[Record]:
-        learner, seat = self.learners[i], self._seats[i]
-        if epoch != seat.epoch:
+        seat = self._seats[i]
+        if epoch != self._presence[i].epoch:
             return []
-        index, seat.phases = seat.phases, seat.phases + 1
-        report = learner.local_phase(index)
-        for held in seat.held:
-            held.tokens += report.tokens
-            held.steps += learner.local_steps
-        p, received = index % len(self.fragments), seat.inbox
-        seat.inbox = {}
-        for q, greeting in received.items():
-            self._take(i, q, greeting)
-        if seat.held[p].away:
-            seat.waits_for = p  # the last push of this fragment is still unanswered
-        elif p not in received:
-            self._push(i, p)
-            seat.waits_for = None if self.overlap else p
+        self._presence[i].trains = False
+        number, report, push = seat.train()
+        if push is not None:
+            message, size = through(self._codec, push.message, self._seed, i, number, push.fragment)
+            arrives_s = self.time_s + self._links.transfer_s(i, SERVER, size)
+            action = partial(self._arrive, i, epoch, push._replace(message=message), size, self.time_s)
+            self._agenda.plan(arrives_s, ARRIVAL, i, action)
         if seat.waits_for is None:
             self._begin_phase(i)
-        return [Phase(start_s, self.time_s, i, index, report)]
+        return [Phase(start_s, self.time_s, i, number, report)]
 
-    def _take(self, i: int, p: int, greeting: _Greeting) -> None:
-        put(self.learners[i].x, self.fragments[p], greeting.start)
-        self._seats[i].held[p] = _Held(greeting)
-
-    def _push(self, i: int, p: int) -> None:
-        seat = self._seats[i]
-        held = seat.held[p]
-        held.away = True
-        message = held.greeting.start - take(self.learners[i].x, self.fragments[p])
-        push = _Push(i, seat.epoch, message, held.greeting.updates, held.tokens, held.steps)
-        takes_s = self._links.transfer_s(i, SERVER, nbytes(message))
-        self._agenda.plan(self.time_s + takes_s, ARRIVAL, i, partial(self._arrive, push, p, self.time_s))
-
-    def _arrive(self, push: _Push, p: int, start_s: float) -> list[Record]:
-        arrived = Transfer("push", start_s, self.time_s, push.worker, SERVER, p, nbytes(push.message))
+    def _arrive(self, i: int, epoch: int, push: Push, size: int, start_s: float) -> list[Record]:
+        p = push.fragment
+        arrived = Transfer("push", start_s, self.time_s, i, SERVER, p, size)
         if self.rule.window is None:
-            return [arrived, self._absorb(p, [push])]
-        self._desks[p].pending.append(push)
+            return [arrived, self._absorb(p, [(i, epoch, push)])]
+        self._queues[p].pushes.append((i, epoch, push))
         self._consider(p)
         return [arrived]
 
     def _consider(self, p: int) -> None:
         """Lets the window of a fragment close after the grace period if its quorum is there."""
-        window, desk = self.rule.window, self._desks[p]
-        if window is None or desk.closing or not desk.pending:
+        window, queue = self.rule.window, self._queues[p]
+        if window is None or queue.closing or not queue.pushes:
             return
-        if len(desk.pending) >= min(window.quorum, sum(seat.present for seat in self._seats)):
-            desk.closing = True
+        if len(queue.pushes) >= min(window.quorum, sum(worker.present for worker in self._presence)):
+            queue.closing = True
             self._agenda.plan(self.time_s + window.grace_s, DECISION, p, partial(self._close, p))
 
     def _close(self, p: int) -> list[Record]:
-        desk = self._desks[p]
-        pushes, desk.pending, desk.closing = sorted(desk.pending, key=lambda push: push.worker), [], False
-        return [self._absorb(p, pushes)] if pushes else []
+        pushes, self._queues[p] = self._queues[p].pushes, _Queue()
+        return [self._absorb(p, sorted(pushes, key=lambda waiting: waiting[0]))] if pushes else []
 
     def _close_all(self) -> list[Record]:
         return [record for p in range(len(self.fragments)) for record in self._close(p)]
 
-    def _absorb(self, p: int, pushes: Sequence[_Push]) -> Update:
-        desk, layout, window = self._desks[p], self.fragments[p].layout, self.rule.window
-        arrivals = [
-            Arrival(push.worker, desk.updates - push.updates, push.tokens, push.steps, layout) for push in pushes
-        ]
-        message, oldest = pushes[0].message, max(arrivals, key=lambda arrival: arrival.age)
-        if window is not None:
-            message = window.merge([push.message for push in pushes], arrivals)
-        desk.state = self.rule.absorb(desk.state, message, oldest)
-        desk.updates += 1
-        for push in pushes:
-            if push.epoch == self._seats[push.worker].epoch:
-                self._reply(push.worker, (p,))
-        return Update(
-            self.time_s, p, tuple(arrival.worker for arrival in arrivals), tuple(arrival.age for arrival in arrivals)
-        )
+    def _absorb(self, p: int, pushes: Sequence[tuple[int, int, Push]]) -> Update:
+        ages = self._desks[p].absorb([(i, push) for i, _, push in pushes])
+        for i, epoch, _ in pushes:
+            if epoch == self._presence[i].epoch:
+                self._reply(i, (p,))
+        return Update(self.time_s, p, tuple(i for i, _, _ in pushes), ages)
 
     def _reply(self, i: int, parts: Sequence[int]) -> None:
-        greetings = {p: self._greeting(p) for p in parts}
+        greetings = {p: self._desks[p].greet() for p in parts}
         takes_s = self._links.transfer_s(SERVER, i, sum(nbytes(greeting.start) for greeting in greetings.values()))
-        action = partial(self._receive, i, self._seats[i].epoch, greetings, self.time_s)
+        action = partial(self._receive, i, self._presence[i].epoch, greetings, self.time_s)
         self._agenda.plan(self.time_s + takes_s, REPLY, i, action)
 
-    def _receive(self, i: int, epoch: int, greetings: dict[int, _Greeting], start_s: float) -> list[Record]:
-        seat = self._seats[i]
-        if epoch != seat.epoch:
+    def _receive(self, i: int, epoch: int, greetings: dict[int, Greeting], start_s: float) -> list[Record]:
+        if epoch != self._presence[i].epoch:
             return []
-        if seat.waits_for is None:
-            seat.inbox.update(greetings)
-        else:
-            for p, greeting in greetings.items():
-                self._take(i, p, greeting)
-        if seat.waits_for in greetings:
-            seat.waits_for = None
+        if self._seats[i].receive(greetings):
             self._begin_phase(i)
         return [
             Transfer("fetch", start_s, self.time_s, SERVER, i, p, nbytes(greeting.start))
@@ -253,13 +193,14 @@ class ServerRun:
         ]
 
     def _change(self, absence: Absence) -> list[Record]:
-        seat = self._seats[absence.worker]
-        seat.present, seat.epoch = absence.change == "return", seat.epoch + 1
-        seat.inbox, seat.waits_for = {}, None
-        if seat.present:
-            everything = range(len(self.fragments))
-            seat.waits_for = everything[-1]
-            self._reply(absence.worker, everything)
+        i, worker = absence.worker, self._presence[absence.worker]
+        worker.present, worker.epoch = absence.change == "return", worker.epoch + 1
+        self._seats[i].leave()
+        if worker.trains:
+            self._budget.give_back(self.learners[i].local_steps)
+            worker.trains = False
+        if worker.present:
+            self._reply(i, range(len(self.fragments)))
         else:
             for p in range(len(self.fragments)):
                 self._consider(p)  # fewer present workers need a smaller quorum

@@ -1,7 +1,7 @@
 """A²CiD²: random pairwise averaging, accelerated by a momentum copy that mixes with the parameters as time passes."""
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ def acceleration(chi1: float, chi2: float) -> tuple[float, float]:
     return 1 / (2 * math.sqrt(chi1 * chi2)), 0.5 * math.sqrt(chi1 / chi2)
 
 
-def a2cid2(eta: float, alpha: float = 0.5) -> PairRule:
+def a2cid2(eta: float | Literal["auto"] = "auto", alpha: float = 0.5) -> PairRule:
     """Each worker keeps a copy x̃ that a meeting pulls harder than x, and that x mixes with in between.
 
     dt seconds:   (x, x̃) ← (s x + (1 - s) x̃, (1 - s) x + s x̃),  s = (1 + exp(-2 η dt)) / 2
@@ -36,7 +36,8 @@ def a2cid2(eta: float, alpha: float = 0.5) -> PairRule:
     Σ_i (x_i + x̃_i) is kept by mixing and meeting. The mean of x alone is kept too when all workers are looked at at one time.
 
     Args:
-        eta: η per second, and alpha: α̃, both from `acceleration(*conditions(n, rates))`; η = 0 is AD-PSGD.
+        eta: η per second, and alpha: α̃; "auto" takes both from the meetings, `acceleration(*conditions(n, rates))`, once they
+            are known. η = 0 is AD-PSGD.
     Cost: one model each way per meeting; x̃ kept (1 P).
     Source: Nabli, Belilovsky, Oyallon, arXiv 2306.08289.
     Differs: both ends mix to the time of the meeting before they tell; the authors' code tells before it mixes, which keeps the
@@ -47,6 +48,10 @@ def a2cid2(eta: float, alpha: float = 0.5) -> PairRule:
     >>> a2cid2(0.1).state_copies
     1
     """
+    if eta == "auto":
+        return a2cid2(0.0)._replace(
+            options={"eta": "auto"}, settle=lambda chi1, chi2: a2cid2(*acceleration(chi1, chi2))
+        )
     within("a2cid2", "eta", eta, 0.0, math.inf)
     within("a2cid2", "alpha", alpha, 0.0, math.inf, low_open=True)
 

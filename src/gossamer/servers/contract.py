@@ -83,3 +83,7 @@ class PairRule(NamedTuple):
     meet: Callable[[Tensor, Tree, Tensor, Tensor], tuple[Tensor, Tree]]
     state_copies: int = 0
     """Tensors of the size of `x` that a worker holds beside it."""
+    settle: "Callable[[float, float], PairRule] | None" = None
+    """The same rule with what it takes from χ₁ and χ₂ of the meetings; None where nothing is open."""
+    any_phase: bool = True
+    """Whether a local phase may be any training; False where it must be exactly one gradient step."""

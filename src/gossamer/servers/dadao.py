@@ -99,4 +99,4 @@ def dadao(strong_convexity: float, smoothness: float, chi1: float) -> PairRule:
         return x, s._replace(z=s.z - beta * p, z_=s.z_ - beta_ * p)
 
     options = {"strong_convexity": strong_convexity, "smoothness": smoothness, "chi1": chi1}
-    return PairRule("dadao", options, init, advance, learn, tell, meet, state_copies=5)
+    return PairRule("dadao", options, init, advance, learn, tell, meet, state_copies=5, any_phase=False)

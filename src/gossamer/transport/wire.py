@@ -65,20 +65,21 @@ def encode(header: Header) -> bytes:
     return _LAYOUT.pack(MAGIC, VERSION, flags, run, *ticket, sender, crc or 0, payload_bytes)
 
 
-def decode(raw: bytes, sender: int) -> Header:
-    """Reads a header that came over the connection with `sender`.
+def decode(raw: bytes, sender: int | None) -> Header:
+    """Reads a header that came over the connection with `sender`, None before that one has said who it is.
 
     Raises: TransportError when the bytes are no header of this version.
     """
+    who = "a stranger" if sender is None else f"worker {sender}"
     magic, version, flags, run, round_, fragment, leg, said, crc, payload_bytes = _LAYOUT.unpack(raw)
     if magic != MAGIC:
         raise TransportError(
-            f"worker {sender} sent a message that starts with {magic!r} where {MAGIC!r} was expected; "
-            "something else than gossamer uses this process group"
+            f"{who} sent a message that starts with {magic!r} where {MAGIC!r} was expected; "
+            "something else than gossamer uses this connection"
         )
     if version != VERSION or flags & ~_CHECKED:
         raise PeerError(
-            f"worker {sender} speaks version {version} (flags {flags:#x}) of the wire format and this worker version {VERSION}; "
+            f"{who} speaks version {version} (flags {flags:#x}) of the wire format and this worker version {VERSION}; "
             "install the same gossamer on all machines"
         )
     return Header(run, Ticket(round_, fragment, leg), said, payload_bytes, crc if flags & _CHECKED else None)

@@ -1,0 +1,130 @@
+"""Frames over one TCP connection between a server and a worker, each announced by the header of `wire`.
+
+Both ends know what may come next and how large it is, so every header is compared with that before any memory is taken;
+what does not match ends the connection with a sentence. Nothing is ever unpickled.
+"""
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import PeerError, TransportError
+from gossamer.transport import Ticket, wire
+
+__all__ = ["GREET", "HELLO", "PUSH", "Stream", "connect"]
+
+HELLO, GREET, PUSH, _REFUSE = range(4)
+"""What a frame is, as the leg of its ticket: a worker's first word, a starting point, a pseudo-gradient, a refusal."""
+
+_LIMIT_REFUSAL_BYTES = 1000
+_PIECE_BYTES = 1 << 20
+
+
+class Stream:
+    """One end of a connection; one thread may use it at a time.
+
+    Args:
+        run: 64-bit digest of the run that both ends must be of.
+        me, peer: their numbers; the peer's is None until its first frame has said it.
+        name: what to call the other end in messages.
+        timeout_s: how long to wait for the next bytes.
+    """
+
+    def __init__(
+        self, sock: socket.socket, *, run: int, me: int, peer: int | None, name: str, timeout_s: float
+    ) -> None:  # fmt: skip
+        self.peer, self.name = peer, name
+        self._sock, self._run, self._me = sock, run, me
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.wait_at_most(timeout_s)
+
+    def wait_at_most(self, timeout_s: float) -> None:
+        """How long to wait for the next bytes from now on."""
+        self._timeout_s = timeout_s
+        self._sock.settimeout(timeout_s)
+
+    def send(self, ticket: Ticket, frames: Sequence[Tensor]) -> int:
+        """Sends one message; returns the bytes of its payload. Raises PeerError when the other end takes no more."""
+        payload = wire.pack([frame.cpu() for frame in frames])
+        header = wire.Header(self._run, ticket, self._me, payload.numel(), wire.checksum(payload))
+        try:
+            self._sock.sendall(wire.encode(header))
+            view = payload.numpy().data
+            for start in range(0, len(view), _PIECE_BYTES):  # so that the timeout is for progress, not for the whole
+                self._sock.sendall(view[start : start + _PIECE_BYTES])
+        except OSError as error:
+            raise self._lost(error) from None
+        return payload.numel()
+
+    def receive(self, ticket: Ticket, like: Sequence[Tensor]) -> list[Tensor]:
+        """The message of this ticket, with frames like these (which may be meta tensors).
+
+        Raises: PeerError and TransportError when anything else comes, or nothing in time.
+        """
+        header = wire.decode(self._exactly(wire.HEADER_BYTES).numpy().tobytes(), self.peer)
+        if header.ticket.leg == _REFUSE and header.payload_bytes <= _LIMIT_REFUSAL_BYTES:
+            text = self._exactly(header.payload_bytes).numpy().tobytes().decode("utf-8", "replace")
+            raise PeerError(f"{self.name} refused this process: {''.join(c for c in text if c.isprintable())}")
+        who = header.sender if self.peer is None else self.peer
+        wire.check(header, wire.Header(self._run, ticket, who, wire.packed_bytes(like), 0))
+        payload = self._exactly(header.payload_bytes)
+        if wire.checksum(payload) != header.checksum:
+            raise TransportError(
+                f"{self.name} sent {header.payload_bytes} bytes with checksum {header.checksum:08x} that arrived with "
+                f"{wire.checksum(payload):08x}; a network card or memory is faulty"
+            )
+        self.peer = who
+        return wire.unpack(payload, like)
+
+    def refuse(self, reason: str) -> None:
+        """Tells the other end why it is not served, if it still listens."""
+        text = torch.frombuffer(bytearray(reason.encode()[:_LIMIT_REFUSAL_BYTES] or b" "), dtype=torch.uint8)
+        with contextlib.suppress(TransportError):
+            self.send(Ticket(0, 0, _REFUSE), [text])
+
+    def close(self) -> None:
+        """Ends the connection, and what another thread waits for on it; may be called twice."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _exactly(self, size: int) -> Tensor:
+        """The next so many bytes."""
+        buffer = torch.empty(size, dtype=torch.uint8)
+        view, filled = buffer.numpy().data, 0
+        while filled < size:
+            try:
+                got = self._sock.recv_into(view[filled:])
+            except OSError as error:
+                raise self._lost(error) from None
+            if not got:
+                raise PeerError(f"{self.name} closed the connection after {filled} of {size} bytes; look at its log")
+            filled += got
+        return buffer
+
+    def _lost(self, error: OSError) -> PeerError:
+        if isinstance(error, TimeoutError):
+            return PeerError(
+                f"{self.name} did nothing for {self._timeout_s:g} s; look at its log, or raise run.timeout_s"
+            )
+        return PeerError(f"the connection with {self.name} was lost ({error}); look at its log")
+
+
+def connect(host: str, port: int, *, run: int, me: int, server: int, timeout_s: float) -> Stream:
+    """A connection with the server, which may come up within `timeout_s`. Raises PeerError when it does not."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock = socket.create_connection((host, port), timeout=timeout_s)
+        except OSError as error:
+            if time.monotonic() + 0.2 > deadline:
+                raise PeerError(
+                    f"worker {me} could not reach the server at {host}:{port} within {timeout_s:g} s ({error}); start it first"
+                ) from None
+            time.sleep(0.2)
+        else:
+            return Stream(sock, run=run, me=me, peer=server, name="the server", timeout_s=timeout_s)

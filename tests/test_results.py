@@ -1,0 +1,39 @@
+"""Results that are computed and not measured: what is committed is what the code gives."""
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+spec = importlib.util.spec_from_file_location("utilisation_page", ROOT / "benchmarks" / "utilisation.py")
+assert spec is not None and spec.loader is not None
+utilisation_page = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(utilisation_page)
+
+COMMITTED = (ROOT / "docs" / "results" / "utilisation.md").read_text(encoding="utf-8")
+
+
+def test_the_page_on_utilisation_is_what_the_code_computes() -> None:
+    assert utilisation_page.page() == COMMITTED, "run make results"
+
+
+def test_it_has_all_75_bandwidths_and_the_published_one_wherever_ours_differs() -> None:
+    rows = [line.split("|")[3:-1] for line in COMMITTED.splitlines() if line.startswith(("| 1b", "| 10b", "| 100b"))]
+    cells = [cell.strip() for row in rows for cell in row]
+    assert len(cells) == 75
+    assert sum("(" not in cell for cell in cells) == 69
+    assert all(cell.endswith(("+1)", "-1)")) for cell in cells if "(" in cell)
+
+
+def test_the_figure_beside_it_has_every_method_and_no_date() -> None:
+    figure = (ROOT / "docs" / "results" / utilisation_page.FIGURE).read_text(encoding="utf-8")
+    assert all(method in figure for method in utilisation_page.STRAGGLER_METHODS)
+    assert "<dc:date>" not in figure
+    assert len(figure) < 100_000
+
+
+def test_drawing_it_twice_gives_the_same_file(tmp_path: Path) -> None:
+    from gossamer.utilisation import plot_curves
+
+    for name in ("a.svg", "b.svg"):
+        plot_curves({"curve": [(1e9, 0.5), (1e10, 0.9)]}, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()

@@ -1,0 +1,397 @@
+"""A server and its workers over real sockets, and as real processes: as a user starts them, with deaths and forged frames."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+
+from gossamer import checkpoint
+from gossamer.cli import main
+from gossamer.config import digest, dump
+from gossamer.errors import ConfigError, PeerError, TransportError
+from gossamer.evaluate import evaluate
+from gossamer.eventlog import read_events
+from gossamer.launch import LISTENER
+from gossamer.record import read_metrics
+from gossamer.serve import serve, work
+from gossamer.transport import Ticket, wire
+from gossamer.transport.stream import GREET, HELLO, PUSH, Stream
+from gossamer.virtual import simulate_events
+from test_train import finish
+from test_virtual import EVEN, evals, timed
+
+
+def served(network=EVEN, **overrides):
+    """A tiny run with a server that both drivers can take."""
+    return timed(network, **{"run__timeout_s": 30.0, "run__threads": 1, **overrides})
+
+
+def model(folder, config, round=None):
+    return checkpoint.load(folder / "checkpoints", round or config.rounds, config.workers, digest(config))["x"]
+
+
+def events(folder, who=None):
+    name = "events.jsonl" if who is None else f"events-{who:03}.jsonl"
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+class Process(threading.Thread):
+    """Runs one side in a thread, and keeps what it raised."""
+
+    def __init__(self, fn, *args, **options):
+        super().__init__(daemon=True)
+        self._call, self.error = (fn, args, options), None
+        self.start()
+
+    def run(self):
+        fn, args, options = self._call
+        try:
+            fn(*args, **options)
+        except Exception as error:
+            self.error = error
+
+
+@contextmanager
+def a_server(config, folder, monkeypatch, **options):
+    """A server on a free port: its thread, and the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setenv(LISTENER, str(os.dup(listener.fileno())))
+        server = Process(serve, config, folder, "127.0.0.1", port, **options)
+        while server.is_alive() and not (folder / f"events-{config.workers:03}.jsonl").exists():
+            time.sleep(0.01)  # models draw from the one generator of this process: one after the other
+        yield server, port
+        server.join(60)
+        assert not server.is_alive()
+
+
+def together(config, folder, monkeypatch, workers=None):
+    """A whole run with all sides in this process; raises what any of them raised."""
+    with a_server(config, folder, monkeypatch) as (server, port):
+        sides = [Process(work, config, folder, "127.0.0.1", port, i) for i in workers or range(config.workers)]
+        for side in sides:
+            side.join(60)
+    for side in [server, *sides]:
+        if side.error is not None:
+            raise side.error
+
+
+ALONE = {
+    "heloco": {"server": {"name": "heloco"}},
+    "cgad in fragments, int8": {"server": {"name": "cgad"}, "events": {"fragments": 3}, "codec": {"name": "int8"}},
+    "delayed nesterov": {"server": {"name": "delayed_nesterov", "delay": 2}},
+    "a window": {"server": {"name": "decoupled_diloco"}, "codec": {"name": "randomk"}},
+}
+
+
+@pytest.mark.parametrize("method", ALONE.values(), ids=ALONE.keys())
+def test_one_worker_over_a_socket_computes_the_bits_of_virtual_time(method, tmp_path, monkeypatch):
+    config = served(workers=1, inner__warmup_steps=2, **method)
+    together(config, tmp_path / "real", monkeypatch)
+    simulate_events(config, tmp_path / "virtual")
+    assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))
+    figures = ("kind", "round", "step", "loss", "tokens")
+    for kind in ("eval", "train"):
+        ours, theirs = (
+            [[line.get(f) for f in figures] for line in read_metrics(tmp_path / where) if line["kind"] == kind]
+            for where in ("real", "virtual")
+        )
+        assert ours == theirs
+    assert read_events(tmp_path / "real").ages == read_events(tmp_path / "virtual").ages
+    sizes = [
+        [e["bytes"] for e in log if e["event"] == "push"]
+        for log in (events(tmp_path / "real", 1), events(tmp_path / "virtual"))
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def consistent(folder, config):
+    """Asserts that each age is the number of updates since the last starting point its worker was sent."""
+    updates, greeted = 0, dict.fromkeys(range(config.workers), 0)
+    for event in events(folder, config.workers):
+        if event["event"] == "return":
+            greeted[event["worker"]] = updates
+        if event["event"] == "update":
+            for worker, age in zip(event["workers"], event["ages"], strict=True):
+                assert age <= updates - greeted[worker]
+            updates += 1
+            greeted |= dict.fromkeys(event["workers"], updates)
+    return updates
+
+
+@pytest.mark.parametrize("name", ["heloco", "cgad", "decoupled_diloco"])
+def test_several_workers_take_all_steps_and_every_push_counts_with_its_age(name, tmp_path, monkeypatch):
+    options = {"quorum": 2, "grace_s": 0.01} if name == "decoupled_diloco" else {}
+    config = served(workers=3, server={"name": name, **options}, run__steps=16)
+    together(config, tmp_path, monkeypatch)
+    log = read_events(tmp_path)
+    phases = [e for i in range(3) for e in events(tmp_path, i) if e["event"] == "phase"]
+    assert sum(e["tokens"] for e in phases) == 3 * 16 * config.step_tokens
+    assert log.absorbed.tolist() == [sum(e["worker"] == i for e in phases) for i in range(3)]
+    assert len(log.ages) == 24 and max(log.ages) > 0
+    updates = consistent(tmp_path, config)
+    assert updates == 24 if name != "decoupled_diloco" else 8 <= updates < 24
+    scored = evals(tmp_path)
+    assert scored[-1]["tokens"] == 3 * 16 * config.step_tokens and scored[-1]["loss"] < 5.6
+    assert evaluate(tmp_path)[1].loss == scored[-1]["loss"]
+
+
+def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, monkeypatch, caplog):
+    config = served(workers=2, server__name="heloco", run__steps=12, run__checkpoint_every=2)
+    key = int(digest(config), 16)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        # A worker of which only the socket is real: it is greeted, and dies without a word.
+        mute = Stream(
+            socket.create_connection(("127.0.0.1", port)), run=key, me=1, peer=2, name="the server", timeout_s=20
+        )
+        mute.send(Ticket(0, 0, HELLO), [])
+        P = torch.empty(192_960, device="meta")
+        news, _ = mute.receive(Ticket(0, 0, GREET), [torch.empty(7, dtype=torch.int64), P])
+        assert news[2] == 1  # go
+        mute.close()
+        sides = [Process(work, config, tmp_path, "127.0.0.1", port, i) for i in range(2)]
+        for side in sides:
+            side.join(60)
+    assert [side.error for side in [server, *sides]] == [None] * 3
+    assert "worker 1 is gone" in caplog.text
+    kinds = [e["event"] for e in events(tmp_path, 2) if e["event"] in ("leave", "return")]
+    assert kinds == ["leave", "return"]
+    assert read_events(tmp_path).absorbed.sum() == 12  # the steps that were lost have been taken by somebody
+
+
+FORGED = {
+    "another protocol": (
+        b"GET / HTTP/1.1\r\nHost: here\r\nAccept: everything, and more than a header holds\r\n\r\n",
+        "GET",
+    ),
+    "another run": (lambda run: header(run + 1), "configuration"),
+    "a stranger": (lambda run: header(run, sender=7), "worker 7"),
+    "itself": (lambda run: header(run, sender=1), "worker 1"),
+    "a push before it was greeted": (lambda run: header(run, leg=PUSH), "leg=2"),
+    "a huge first word": (lambda run: header(run, size=1 << 40), str(1 << 40)),
+    "a later version": (lambda run: b"GOSS\x09\x00" + header(run)[6:], "version 9"),
+    "half a header": (lambda run: header(run)[:20], "closed the connection after 20"),
+    "a push of another size": (lambda run: (header(run), header(run, leg=PUSH, size=1 << 50)), str(1 << 50)),
+    "a push of another phase": (lambda run: (header(run), header(run, leg=PUSH, size=771_840, round=5)), "round=5"),
+    "a push that is cut": (lambda run: (header(run), header(run, leg=PUSH, size=771_840) + b"x"), "closed"),
+    "a push with another checksum": (
+        lambda run: (header(run), header(run, leg=PUSH, size=771_840) + bytes(771_840)),
+        "checksum",
+    ),
+    "a push of numbers that are none": (
+        lambda run: (header(run), header(run, PUSH, 771_840, crc=wire.checksum(NAN)) + NAN.numpy().tobytes()),
+        "not all finite",
+    ),
+}
+NAN = torch.full((192_960,), float("nan")).view(torch.uint8)
+
+
+def header(run, leg=HELLO, size=0, *, sender=0, round=0, crc=0):
+    return wire.encode(wire.Header(run, Ticket(round, 0, leg), sender, size, crc))
+
+
+def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+    config = served(workers=1, server__name="cgad", run__steps=4)
+    run = int(digest(config), 16)
+    greeting_bytes = wire.HEADER_BYTES + 64 + 771_840
+    with a_server(config, tmp_path, monkeypatch) as (server, port), caplog.at_level(logging.WARNING, "gossamer"):
+        for name, (made, part) in FORGED.items():
+            frames = made if isinstance(made, bytes) else made(run)
+            caplog.clear()
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as attacker:
+                first, *later = (frames,) if isinstance(frames, bytes) else frames
+                attacker.sendall(first)
+                for frame in later:
+                    got = 0
+                    while got < greeting_bytes:
+                        got += len(attacker.recv(1 << 20))
+                    attacker.sendall(frame)
+                with suppress(OSError):  # it may have hung up already
+                    attacker.shutdown(socket.SHUT_WR)
+                    while attacker.recv(1 << 20):
+                        pass
+            deadline = time.monotonic() + 10
+            while part not in caplog.text and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert part in caplog.text, (name, caplog.text)
+            assert all("\n" not in record.getMessage() for record in caplog.records)
+        assert server.is_alive()
+        worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
+        worker.join(60)
+    assert worker.error is None and server.error is None
+    simulate_events(config, tmp_path / "virtual")
+    assert torch.equal(model(tmp_path, config), model(tmp_path / "virtual", config))
+
+
+def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp_path, monkeypatch):
+    config = served(workers=1, server__name="cgad", run__steps=2)
+    with a_server(config, tmp_path / "a", monkeypatch) as (_, port):
+        with pytest.raises(PeerError, match=r"the server refused this process.*same run file"):
+            work(served(workers=1, server__name="cgad", run__steps=4), tmp_path / "b", "127.0.0.1", port, 0)
+        work(config, tmp_path / "a", "127.0.0.1", port, 0)
+    with pytest.raises(ConfigError, match="--worker got 3 but the run file says workers = 1"):
+        work(config, tmp_path / "b", "127.0.0.1", port, 3)
+
+    said = torch.tensor([0, -5, 1, 0, 0, 0, 0])
+
+    def lie(listener):
+        sock, _ = listener.accept()
+        liar = Stream(sock, run=int(digest(config), 16), me=1, peer=0, name="worker 0", timeout_s=10)
+        liar.receive(Ticket(0, 0, HELLO), [])
+        liar.send(Ticket(0, 0, GREET), [said, torch.zeros(192_960)])
+        liar.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        lying = Process(lie, listener)
+        with pytest.raises(TransportError, match="round=-5"):
+            work(config, tmp_path / "b", "127.0.0.1", listener.getsockname()[1], 0)
+        lying.join(10)
+
+
+def test_waits_are_bounded(tmp_path, monkeypatch):
+    config = served(workers=2, server__name="cgad", run__timeout_s=1.0)
+    with a_server(config, tmp_path, monkeypatch) as (server, _):
+        pass
+    assert isinstance(server.error, PeerError) and "no worker has been here for 1 s" in str(server.error)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with pytest.raises(PeerError, match=f"could not reach the server at 127.0.0.1:{port} within 1 s"):
+        work(config, tmp_path, "127.0.0.1", port, 0)
+
+
+def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
+    config = served(workers=2, server__name="cgad", run__steps=6, run__timeout_s=1.5)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        mute = Stream(
+            socket.create_connection(("127.0.0.1", port)),
+            run=int(digest(config), 16),
+            me=1,
+            peer=2,
+            name="",
+            timeout_s=9,
+        )
+        mute.send(Ticket(0, 0, HELLO), [])
+        worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
+        worker.join(60)
+    mute.close()
+    assert worker.error is None and server.error is None
+    assert "worker 1 is gone (worker 1 did nothing for 1.5 s" in caplog.text
+
+
+def start(config, folder, *words):
+    """`gossamer train --local N` in the background."""
+    (folder.parent / "run.toml").write_text(dump(config))
+    target = words or (str(folder.parent / "run.toml"), "--out", str(folder))
+    command = [sys.executable, "-m", "gossamer", "train", *target, "--local", str(config.workers)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def processes(launcher, n, deadline_s=60):
+    """The process ids of the workers by their number, and the words that the server was started with."""
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        found, words = {}, []
+        listing = ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(launcher.pid)]
+        for line in subprocess.run(listing, capture_output=True, text=True).stdout.splitlines():
+            pid, *args = line.split()
+            if "--worker" in args:
+                found[int(args[args.index("--worker") + 1])] = int(pid)
+            elif "--server" in args:
+                words = args
+        if len(found) == n and words:
+            return found, words
+        time.sleep(0.05)
+    launcher.kill()
+    raise AssertionError(f"they did not come up: {launcher.communicate()[0]}")
+
+
+def absorbs(launcher, folder, n, updates, deadline_s=60):
+    """Waits until the server has made so many updates."""
+    path = folder / f"events-{n:03}.jsonl"
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text().count('"update"') >= updates:
+            return
+        time.sleep(0.02)
+    launcher.kill()
+    raise AssertionError(f"the server did not get there: {launcher.communicate()[0]}")
+
+
+def test_a_killed_worker_leaves_the_others_to_the_end_and_a_new_process_takes_its_place(tmp_path):
+    config = served(
+        workers=2,
+        server__name="heloco",
+        run__steps=360,
+        run__checkpoint_every=20,
+        run__eval_every=180,
+        run__pace_s=0.02,
+    )
+    waits = (
+        "import sys, gossamer.serve; from gossamer.cli import main; print(flush=True); sys.exit(main(input().split()))"
+    )
+    spare = subprocess.Popen(
+        [sys.executable, "-c", waits],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with spare:
+        spare.stdout.readline()  # its imports take longer than the run may
+        launcher = start(config, tmp_path / "real")
+        pids, words = processes(launcher, 2)
+        absorbs(launcher, tmp_path / "real", 2, 12)
+        os.kill(pids[1], signal.SIGKILL)
+        said, _ = spare.communicate(" ".join([*words[words.index("train") :], "--worker", "1"]), timeout=100)
+    code, output = finish(launcher)
+    assert code == 0, output
+    assert spare.returncode == 0, said
+    assert "worker 1 ended with code -9; the others go on" in output and "Traceback" not in output + said
+    log = read_events(tmp_path / "real")
+    kinds = [e["event"] for e in events(tmp_path / "real", 2) if e["event"] in ("leave", "return")]
+    assert kinds == ["leave", "return"]
+    assert log.absorbed.sum() == 2 * 180 and (log.absorbed > 0).all()
+    consistent(tmp_path / "real", config)
+    assert evals(tmp_path / "real")[-1]["loss"] < 4.0
+
+
+def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bits(tmp_path, capsys):
+    config = served(workers=1, server__name="cgad", run__steps=120, run__checkpoint_every=4)
+    launcher = start(config, tmp_path / "real")
+    processes(launcher, 1)
+    absorbs(launcher, tmp_path / "real", 1, 6)
+    os.kill(launcher.pid, signal.SIGKILL)
+    finish(launcher)
+    time.sleep(1.5)  # what its children need to notice
+    code, output = finish(start(config, tmp_path / "real", "--resume", str(tmp_path / "real")))
+    assert code == 0, output
+    simulate_events(config, tmp_path / "virtual")
+    assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))
+    ours, theirs = ([(e["round"], e["loss"]) for e in evals(tmp_path / where)] for where in ("real", "virtual"))
+    assert ours == theirs
+
+
+def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    for overrides, words, part in [
+        ({"pair__name": "ad_psgd"}, ["--local", "3"], "use gossamer simulate"),
+        ({"run__wait": False}, ["--local", "3"], "use gossamer simulate"),
+        ({"server__name": "cgad"}, ["--local", "2"], "workers = 3"),
+        ({"server__name": "cgad"}, [], "--server HOST:PORT"),
+        ({"server__name": "cgad"}, ["--server", "here"], "'here'"),
+        ({"server__name": "cgad", "events": {"fragments": 2, "overlap": True}}, ["--server", "127.0.0.1:1"], "overlap"),
+        ({}, ["--server", "127.0.0.1:1"], "has a rule"),
+    ]:
+        path.write_text(dump(timed(**overrides)))
+        assert main(["train", str(path), "--out", str(tmp_path / "run"), *words]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and part in told, told
