@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test parity bench results
+.PHONY: help demo test parity bench methods results
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -22,6 +22,9 @@ parity: .venv/.installed  ## simulator against real processes, bit for bit, over
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; slow_links takes root and half an hour, by hand
 	set -e; for name in simulator update exchange memory codecs; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+
+methods: .venv/.installed  ## write docs/methods.md from the code
+	$(BIN)/gossamer list --markdown > docs/methods.md
 
 results: .venv/.installed  ## write the results that are computed, not measured: docs/results/utilisation.md and its figure
 	$(BIN)/python benchmarks/utilisation.py

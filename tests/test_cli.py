@@ -185,13 +185,17 @@ def test_topology_shows_gap_condition_stability_and_the_graph(capsys):
 
 
 def test_list_shows_every_row(capsys):
+    from gossamer.catalogue import markdown
     from gossamer.codecs import CODECS
+    from gossamer.methods import recipes
     from gossamer.rules import RULES
     from gossamer.topology import TOPOLOGIES
 
     code, out, _ = run(["list"], capsys)
     assert code == 0
-    assert all(name in out for name in [*RULES, *TOPOLOGIES, *CODECS])
+    for name in [*RULES, *TOPOLOGIES, *CODECS, *recipes()]:
+        assert name in out, name
+    assert run(["list", "--markdown"], capsys) == (0, markdown(), "")
 
 
 def test_help_answers_without_importing_torch():

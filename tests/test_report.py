@@ -15,8 +15,9 @@ from rich.console import Console
 
 from gossamer.errors import ConfigError, DataError
 from gossamer.network import Network
+from gossamer.panels import MANY
 from gossamer.record import RecordConfig, RunFolder
-from gossamer.report import markdown_table, render_table, summary_rows, write_report
+from gossamer.report import markdown_table, pictures, render_table, summary_rows, write_report
 from gossamer.trace import Entry, Operation
 
 PLAIN = RecordConfig(tensorboard=False)
@@ -226,3 +227,36 @@ def test_a_table_in_markdown_has_a_line_per_run_and_cannot_be_broken_by_a_label(
     rows = summary_rows({"a | b": make_run(tmp_path / "a")}, {})
     text = markdown_table(rows)
     assert len(text.splitlines()) == 3 and "a \\| b" in text
+
+
+def many_runs(folder: Path) -> dict[str, Path]:
+    """As many runs as are shown one by one: the first is the worst but for one that diverged, and one without evaluations."""
+    runs = {f"run {k}": make_run(folder / str(k), loss=3.0 - 0.1 * k) for k in range(MANY)}
+    runs["diverged"] = make_run(folder / "diverged", loss=math.nan)
+    with RunFolder(folder / "begun", "", PLAIN):
+        runs["begun"] = folder / "begun"
+    return runs
+
+
+def test_many_runs_are_ranked_by_where_they_ended_and_few_stay_in_their_order(tmp_path: Path) -> None:
+    runs = many_runs(tmp_path)
+    lines = markdown_table(summary_rows(runs, {})).splitlines()[2:]
+    expected = [*reversed(list(runs)[:MANY]), "diverged", "begun"]
+    assert [line.split("|")[1].strip() for line in lines] == expected
+    page = Outline(page_of(runs, tmp_path))
+    assert [text for text in page.texts if text in runs] == expected
+    few = dict(list(runs.items())[:3])
+    assert [line.split("|")[1].strip() for line in markdown_table(summary_rows(few, {})).splitlines()[2:]] == list(few)
+
+
+def test_many_runs_have_a_picture_of_their_ranks_and_a_small_chart_each_and_few_have_none(tmp_path: Path) -> None:
+    runs = many_runs(tmp_path)
+    images = pictures(runs)
+    assert sorted(images) == ["curves.png", "ranking.png"]
+    assert all(image.startswith(b"\x89PNG") and 1000 < len(image) < 500_000 for image in images.values())
+    assert images == pictures(runs)
+    assert pictures(dict(list(runs.items())[:3])) == {}
+    page = page_of(runs, tmp_path)
+    titles = re.findall("<figcaption>(.*?)</figcaption>", page)
+    assert titles == ["Where each ended", "Validation loss of the mean model", "Disagreement of the workers (rms)"]
+    assert 'class="legend"' not in page

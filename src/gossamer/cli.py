@@ -159,7 +159,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("folders", type=Path, nargs="+", metavar="RUN")
     sub.add_argument("--out", type=Path, default=Path("report.html"))
 
-    command("list", _list, "List rules, topologies, codecs, servers and pairs.")
+    sub = command("list", _list, "List methods, rules, topologies, codecs, servers and pairs.")
+    sub.add_argument(
+        "--markdown", action="store_true", help="the methods with what they send, keep and need: docs/methods.md"
+    )
     return parser
 
 
@@ -319,12 +322,14 @@ def _tell(runs: dict[str, Path], page: Path, networks: "Mapping[str, Network]") 
     from rich.console import Console
 
     from gossamer.record import atomic_write
-    from gossamer.report import markdown_table, over_seeds, render_table, summary_rows, write_report
+    from gossamer.report import markdown_table, over_seeds, pictures, render_table, summary_rows, write_report
 
     page.parent.mkdir(parents=True, exist_ok=True)
     write_report(runs, page, networks)
     rows = summary_rows(runs, networks)
     atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
+    for name, image in pictures(runs).items():
+        atomic_write(page.with_name(name), image)
     console = Console()
     Console(width=None if console.is_terminal else 120).print(render_table(rows))
     for method, losses, mean, deviation in over_seeds(rows):
@@ -556,10 +561,16 @@ def _list(args: argparse.Namespace) -> None:
     from rich.table import Table
 
     from gossamer.codecs import CODECS
+    from gossamer.methods import first_sentence, made_of, recipes
     from gossamer.rules import RULES
     from gossamer.servers import PAIRS, SERVERS
     from gossamer.topology import TOPOLOGIES
 
+    if args.markdown:
+        from gossamer.catalogue import markdown
+
+        print(markdown(), end="")
+        return
     tables: dict[str, Any] = {
         "rules": RULES, "topologies": TOPOLOGIES, "codecs": CODECS, "servers": SERVERS, "pairs": PAIRS,
     }  # fmt: skip
@@ -576,3 +587,9 @@ def _list(args: argparse.Namespace) -> None:
             )
             view.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)
         Console().print(view)
+    view = Table(title="methods", title_justify="left")
+    for heading in ("name", "made of", "source"):
+        view.add_column(heading, no_wrap=heading == "name")
+    for name, recipe in recipes().items():
+        view.add_row(name, made_of(recipe.settings).replace("`", ""), first_sentence(recipe.source))
+    Console().print(view)

@@ -22,9 +22,10 @@ from gossamer.errors import ConfigError, PairingError, choose
 from gossamer.events import Away, EventsConfig
 from gossamer.figures import Figure
 from gossamer.inner import InnerConfig
+from gossamer.methods import recipe
 from gossamer.network import Network, from_options, to_options
 from gossamer.record import RecordConfig
-from gossamer.rules import RULES
+from gossamer.rules import RULES, WRAPPERS
 from gossamer.schedule import Schedule
 from gossamer.servers import PAIRS, SERVERS
 from gossamer.shapes import ModelConfig
@@ -264,9 +265,17 @@ def settings(words: list[str]) -> dict[str, Any]:
 def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one.
 
-    Naming a server drops the rule and the topology of the document, and so on: a run has one kind of method.
+    Naming a server drops the rule and the topology of the document, and so on: a run has one kind of method. `method` stands for
+    the settings of a recipe, which give way to what is said beside it.
     """
     result = copy.deepcopy(dict(document))
+    if "method" in result:
+        base = with_settings({}, recipe(result.pop("method")).settings)
+        beside = _flat({key: result.pop(key) for key in [*result] if key in base})
+        result |= with_settings(base, beside)
+    if "method" in overrides:
+        own = {key: value for key, value in overrides.items() if key != "method"}
+        overrides = {**recipe(overrides["method"]).settings, **own}
     given = {key.partition(".")[0] for key in overrides}
     for kind, others in _INSTEAD.items():
         if kind in overrides or f"{kind}.name" in overrides:
@@ -320,7 +329,7 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
     for row in rows:
         own = _flat({key: value for key, value in row.items() if key not in ("label", "sweep", "scale")})
         own |= _flat(row.get("scale", {}).get(scale, {}))
-        method = str(row.get("label", base.get("name", "run")))
+        method = str(row.get("label", row.get("method", base.get("name", "run"))))
         grid = _grid(row.get("sweep", document.get("sweep", {})), seeds)
         for values in itertools.product(*grid.values()):
             here = dict(zip(grid, values, strict=True))
@@ -357,12 +366,16 @@ def _word(value: Any) -> str:
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+        table_below = isinstance(value, dict) and (
+            value or not prefix
+        )  # an empty one inside another may mean something
+        flat.update(_flat(value, f"{prefix}{key}.") if table_below else {prefix + key: value})
     return flat
 
 
 def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
+    document = with_settings(document, {})
     for kind, others in _INSTEAD.items():
         if kind in document and (unused := [other for other in others if other in document]):
             raise PairingError(
@@ -439,17 +452,26 @@ def _choice(table: Any, where: str) -> Choice:
     name = table["name"]
     if name not in _TABLES[where]:
         raise ConfigError(choose(where, name, _TABLES[where]) + "; correct the name")
-    allowed = [p for p in inspect.signature(_TABLES[where][name]).parameters if p not in ("n", "seed")]
     options = {key: value for key, value in table.items() if key != "name"}
-    for key in options:
-        if key not in allowed:
-            known = choose("option", key, allowed) if allowed else f"unknown option '{key}'; it has none"
-            raise ConfigError(f"{where} '{name}' got an {known}; correct or remove it")
+    wrappers = WRAPPERS if where == "rule" else {}
+    own = [p for p in inspect.signature(_TABLES[where][name]).parameters if p not in ("n", "seed")]
+    _check_options(f"{where} '{name}'", options, [*own, *wrappers])
+    for key in options.keys() & wrappers.keys():
+        if not isinstance(options[key], Mapping):
+            raise ConfigError(f"{where}.{key} is {options[key]!r}; write its options as a table, which may be empty")
+        _check_options(f"{where}.{key}", options[key], [*inspect.signature(wrappers[key]).parameters][1:])
     parameters = inspect.signature(_TABLES[where][name]).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.name not in ("n", "seed", *options)]
     if needed:
         raise ConfigError(f"{where} '{name}' needs {', '.join(needed)} and got {options}; add what is missing")
     return Choice(name, options)
+
+
+def _check_options(who: str, options: Mapping[str, Any], allowed: list[str]) -> None:
+    for key in options:
+        if key not in allowed:
+            known = choose("option", key, allowed) if allowed else f"unknown option '{key}'; it has none"
+            raise ConfigError(f"{who} got an {known}; correct or remove it")
 
 
 def dump(config: RunConfig) -> str:

@@ -21,6 +21,7 @@ from rich.text import Text
 from gossamer.errors import DataError
 from gossamer.eventlog import EventLog, read_events
 from gossamer.network import Network, to_toml
+from gossamer.panels import MANY, grid, ranking
 from gossamer.pricing import Timeline, price
 from gossamer.record import atomic_write, read_metrics
 from gossamer.trace import read_trace, trace_files
@@ -30,7 +31,9 @@ __all__ = [
     "line_style",
     "markdown_table",
     "over_seeds",
+    "pictures",
     "plain",
+    "ranked",
     "render_table",
     "summary_rows",
     "svg",
@@ -85,9 +88,14 @@ def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> l
     return [_row(run) for run in _load(runs, networks)]
 
 
+def ranked(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows as they are to be shown: in the order given, or, of many, the lowest loss first."""
+    return list(rows) if len(rows) < MANY else sorted(rows, key=lambda row: _rank(row["loss"]))
+
+
 def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The rows of `summary_rows` as a table for the terminal."""
-    headings, cells = _table(rows)
+    headings, cells = _table(ranked(rows))
     table = Table(header_style="bold")
     for place, heading in enumerate(headings):
         table.add_column(Text(heading), justify="right" if place else "left")
@@ -98,7 +106,7 @@ def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows of `summary_rows` as a Markdown table, for a page that quotes them."""
-    headings, cells = _table(rows)
+    headings, cells = _table(ranked(rows))
     lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *cells]
     return "".join(
         "| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in line) + " |\n" for line in lines
@@ -130,12 +138,15 @@ def write_report(runs: Mapping[str, Path], out_html: Path, networks: Mapping[str
     """
     networks = networks or {}
     loaded = _load(runs, networks)
+    many = len(loaded) >= MANY
+    if many:
+        loaded.sort(key=lambda run: _rank(_row(run)["loss"]))
     title = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs compared"
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
         _html_table([_row(run) for run in loaded]),
-        _html_legend(loaded),
-        f'<section class="charts">{"".join(_charts(loaded, networks))}</section>',
+        _html_picture("Where each ended", ranking([_row(run) for run in loaded])) if many else _html_legend(loaded),
+        f'<section class="{"panels" if many else "charts"}">{"".join(_charts(loaded, networks))}</section>',
         *(_html_details(f"Network {name}", to_toml(network)) for name, network in networks.items()),
         *(_html_details(f"Configuration of {run.label}", run.config) for run in loaded if run.config is not None),
         *(_html_details(f"Text sample of {run.label}", run.sample) for run in loaded if run.sample is not None),
@@ -149,6 +160,27 @@ def write_report(runs: Mapping[str, Path], out_html: Path, networks: Mapping[str
         ]
     )
     atomic_write(Path(out_html), page.encode())
+
+
+def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
+    """PNG pictures of many runs by file name, to stand beside a table: where each ended, and how it went there; none of few.
+
+    Raises: DataError as `summary_rows` does.
+    """
+    loaded = sorted(_load(runs, {}), key=lambda run: _rank(_row(run)["loss"]))
+    if len(loaded) < MANY:
+        return {}
+    x_label, curves = _loss_curves(loaded)
+    with drawing():
+        figures = {
+            "ranking.png": ranking([_row(run) for run in loaded]),
+            "curves.png": grid([run.label for run in loaded], curves, x_label),
+        }
+        return {name: _image(figure, "png") for name, figure in figures.items()}
+
+
+def _rank(loss: float | None) -> float:
+    return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def _load(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[_Run]:
@@ -284,6 +316,7 @@ def _seconds(number: float) -> str:
 
 
 def _html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    rows = ranked(rows)
     headings, cells = _table(rows)
     best = min((row["loss"] for row in rows if row["loss"] is not None and math.isfinite(row["loss"])), default=None)
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
@@ -312,12 +345,8 @@ def _html_details(title: str, text: str) -> str:
 
 def _charts(runs: Sequence[_Run], networks: Mapping[str, Network]) -> list[str]:
     """The charts that have something to show, as HTML."""
-    evals = [line for run in runs for line in run.evals]
-    key, label = next(
-        choice for choice in _PROGRESS if choice[0] == "round" or all(choice[0] in line for line in evals)
-    )
     loss = "Validation loss of the mean model"
-    charts = [_Chart(loss, label, [_curve((_number(e, key), _number(e, "loss")) for e in run.evals) for run in runs])]
+    charts = [_Chart(loss, *_loss_curves(runs))]
     for name in networks:
         slowest = max((run.timelines[name].total_s for run in runs if name in run.timelines), default=0.0)
         unit_s, unit = next((size, unit) for size, unit in _CLOCKS if slowest >= 2 * size or size == 1)
@@ -327,7 +356,20 @@ def _charts(runs: Sequence[_Run], networks: Mapping[str, Network]) -> list[str]:
     disagreement = [_curve((float(e["round"]), _number(e, "disagreement")) for e in run.evals) for run in runs]
     charts.append(_Chart("Disagreement of the workers (rms)", "round", disagreement, log=True))
     charts.append(_Chart("Training loss, mean over workers", "round", [_training_curve(run) for run in runs]))
-    return [_html_chart(chart) for chart in charts if any(x for x, _ in chart.curves)]
+    shown = [chart for chart in charts if any(x for x, _ in chart.curves)]
+    if len(runs) < MANY:
+        return [_html_chart(chart) for chart in shown]
+    labels, first_of_many = [run.label for run in runs], (charts[0], charts[1 + len(networks)])
+    return [_html_picture(c.title, grid(labels, c.curves, c.x_label, log=c.log)) for c in first_of_many if c in shown]
+
+
+def _loss_curves(runs: Sequence[_Run]) -> tuple[str, list[_Curve]]:
+    """Validation losses against how far each run was, and how that is measured."""
+    evals = [line for run in runs for line in run.evals]
+    key, label = next(
+        choice for choice in _PROGRESS if choice[0] == "round" or all(choice[0] in line for line in evals)
+    )
+    return label, [_curve((_number(e, key), _number(e, "loss")) for e in run.evals) for run in runs]
 
 
 def _curve(points: Iterable[tuple[float | None, float | None]]) -> _Curve:
@@ -373,10 +415,14 @@ def _html_chart(chart: _Chart) -> str:
             axes.set_ylim(low - 0.05 * (high - low or 1.0), high + 0.05 * (high - low or 1.0))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         plain(axes, chart.x_label)
-        image = svg(figure)
-    alt = escape(f"{chart.title}, against {chart.x_label}", quote=True)
-    image_tag = f'<img alt="{alt}" src="data:image/svg+xml;base64,{base64.b64encode(image).decode()}">'
-    return f"<figure><figcaption>{escape(chart.title)}</figcaption>{image_tag}</figure>"
+        return _html_picture(chart.title, figure, f"{chart.title}, against {chart.x_label}")
+
+
+def _html_picture(title: str, figure: Any, alt: str = "") -> str:
+    """A matplotlib figure that the page carries inside itself."""
+    data = base64.b64encode(svg(figure)).decode()
+    image_tag = f'<img alt="{escape(alt or title, quote=True)}" src="data:image/svg+xml;base64,{data}">'
+    return f"<figure><figcaption>{escape(title)}</figcaption>{image_tag}</figure>"
 
 
 @contextlib.contextmanager
@@ -402,8 +448,13 @@ def plain(axes: Any, x_label: str, *, grid: bool = True) -> None:
 
 def svg(figure: Any) -> bytes:
     """A matplotlib figure as SVG, without the date."""
+    return _image(figure, "svg")
+
+
+def _image(figure: Any, form: str) -> bytes:
+    """The bytes of a figure; the same for equal runs where `drawing` is in force."""
     image = io.BytesIO()
-    figure.savefig(image, format="svg", metadata={"Date": None})
+    figure.savefig(image, format=form, dpi=100, metadata={"Date": None} if form == "svg" else {"Software": None})
     return image.getvalue()
 
 
@@ -429,6 +480,7 @@ tbody tr > * { border-top: 1px solid #ecece8; }
 .legend svg { margin-right: .5rem; vertical-align: middle; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
 .charts { margin-bottom: 1.6rem; }
+.panels figure { margin: 1rem 0; }
 figure { margin: 0; padding: .8rem; }
 figcaption { font-weight: 600; font-size: .9rem; margin-bottom: .4rem; }
 img { width: 100%; height: auto; display: block; }

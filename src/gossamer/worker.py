@@ -20,14 +20,14 @@ from gossamer.optimizers import GPA
 from gossamer.outer import Method, OuterLoop
 from gossamer.pacing import Note, Pacer, first_leg_bytes
 from gossamer.record import RunFolder
-from gossamer.rules import RULES, weighted
+from gossamer.rules import make_rule, weighted
 from gossamer.schedule import Stop
 from gossamer.topology import make_topology
 from gossamer.trace import Entry, Operation
 from gossamer.transport import Ticket, Transport
 from gossamer.tree import leaves
 
-__all__ = ["LocalPhase", "Worker", "joined", "method"]
+__all__ = ["LocalPhase", "Worker", "joined", "method", "twice"]
 
 
 def method(config: RunConfig) -> Method:
@@ -36,7 +36,7 @@ def method(config: RunConfig) -> Method:
     Raises: ConfigError and PairingError.
     """
     topology = make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
-    rule = RULES[config.rule.name](**config.rule.options)
+    rule = make_rule(config.rule.name, **config.rule.options)
     if config.run.weigh_steps:
         rule = weighted(stability.settle(rule, topology))
     if config.run.weigh_steps and config.run.adapt and rule.delay_rounds:
@@ -65,7 +65,7 @@ class LocalPhase(NamedTuple):
         return math.fsum(self.losses) / len(self.losses)
 
 
-def _twice(layout: Layout) -> Layout:
+def twice(layout: Layout) -> Layout:
     """The layout of two such vectors, one after the other."""
     n = layout.numel
     return Layout(
@@ -128,7 +128,7 @@ class Worker:
             x = self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
         parts = [(x[a:b], self.layout.slice(a, b)) for a, b in self.spans]
         if self.averaged is not None and m.rule.site == "parameters":
-            parts = [(self.averaged, _twice(self.layout))]  # mixing the parameters alone would part them from these two
+            parts = [(self.averaged, twice(self.layout))]  # mixing the parameters alone would part them from these two
         parts += [(moments, self.layout) for moments in self.moments or ()]
         self.loop = OuterLoop(
             m, transport, parts, workers=self.config.workers, local_steps=self.local_steps,

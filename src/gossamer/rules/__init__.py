@@ -1,6 +1,7 @@
 """Every rule in one table; adding one touches its own file and one row here."""
 
 from collections.abc import Callable
+from typing import Any
 
 from gossamer.rules.anchored import anchored, anchored_gasloc
 from gossamer.rules.choco import choco
@@ -25,6 +26,7 @@ from gossamer.rules.weighted import weighted
 
 __all__ = [
     "RULES",
+    "WRAPPERS",
     "Consensus",
     "Context",
     "OuterSGD",
@@ -42,6 +44,7 @@ __all__ = [
     "gasloc",
     "gossip",
     "local_sgd",
+    "make_rule",
     "noloco",
     "omr",
     "relaysum",
@@ -73,3 +76,24 @@ RULES: dict[str, Callable[..., Rule]] = {
     "sparseloco": sparseloco,
     "sparta": sparta,
 }
+
+WRAPPERS: dict[str, Callable[..., Rule]] = {
+    "anchored": anchored,
+    "error_feedback": error_feedback,
+    "restarted": restarted,
+}
+"""Functions from rule to rule, for `make_rule`."""
+
+
+def make_rule(name: str, **options: Any) -> Rule:
+    """A row of `RULES` with its options; one that is named like a wrapper has the wrapper's own options, and puts it around.
+
+    >>> make_rule("gasloc", lr=1.0, restarted={"every": 3}).name
+    'restarted_gasloc'
+
+    Raises: ConfigError for options that cannot work.
+    """
+    rule = RULES[name](**{key: value for key, value in options.items() if key not in WRAPPERS})
+    for key in (key for key in options if key in WRAPPERS):
+        rule = WRAPPERS[key](rule, **options[key])
+    return rule

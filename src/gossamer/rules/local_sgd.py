@@ -18,7 +18,8 @@ def local_sgd() -> Rule:
 
     Cost: 2(n-1)/n models per worker and round; nothing kept.
     Source: Stich, arXiv 1805.09767; McMahan et al., arXiv 1602.05629.
-    Differs: any inner optimizer; its state stays local.
+    Differs: any inner optimizer; its state stays local. A lossy codec meets the parameters themselves, so that what it drops is
+        lost: compress what `diloco` with `lr = 1` sends instead.
     Fails when: the local phase is long and the shards differ: the workers' optima are averaged, not the common one found.
 
     >>> local_sgd().needs
@@ -36,5 +37,5 @@ def local_sgd() -> Rule:
 
     return Rule(
         "local_sgd", {}, init, send, mean, recv,
-        needs="everyone", n1_limit="inner", mean_preserving=True, identical=True,
+        needs="everyone", n1_limit="inner", identical=True,
     )  # fmt: skip

@@ -1,0 +1,159 @@
+"""Every method by its name: it is what its row says, the page about it is counted from the code, and it trains."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gossamer.catalogue import markdown, traffic
+from gossamer.config import load, parse, variants, with_settings
+from gossamer.data import open_corpus
+from gossamer.errors import ConfigError
+from gossamer.methods import FACTORIES, METHODS, missing, recipe, recipes, said
+from gossamer.rules import RULES, WRAPPERS, make_rule
+from gossamer.servers import PAIRS, SERVERS
+from gossamer.simulate import simulate
+from gossamer.trace import read_trace
+from gossamer.virtual import simulate_events
+from gossamer.worker import Worker, method
+from tiny import document, tiny
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "methods.md"
+every_method = pytest.mark.parametrize("name", recipes())
+
+
+def test_the_page_about_the_methods_is_what_the_code_makes():
+    assert PAGE.read_text(encoding="utf-8") == markdown(), "run `make methods`"
+
+
+def test_every_row_of_every_table_is_a_method():
+    assert set(recipes()) == {name for name in FACTORIES if not missing(FACTORIES[name])} | set(METHODS)
+    assert not [*RULES.keys() & SERVERS.keys(), *SERVERS.keys() & PAIRS.keys(), *RULES.keys() & PAIRS.keys()]
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    assert all(any(line.startswith(f"| `{name}` |") for line in lines) for name in recipes())
+
+
+@every_method
+def test_a_method_names_its_source_and_when_it_fails(name):
+    row = recipe(name)
+    assert row.source and row.fails and not row.differs.endswith("."), row
+    assert sum(f"{kind}.name" in row.settings for kind in ("rule", "server", "pair")) == 1
+
+
+def test_what_is_said_under_a_label_is_the_whole_paragraph():
+    def factory():
+        """A sentence.
+
+        Cost: one
+            and two.
+        Source: three.
+        """
+
+    assert (said(factory, "Cost"), said(factory, "Source"), said(factory, "Differs")) == ("one and two.", "three.", "")
+
+
+def test_a_method_gives_way_to_what_is_said_beside_it_and_not_to_what_is_said_below_it():
+    file = {"method": "muloco", "rule": {"lr": 0.5}, "network": {"a.b": {"uplink_bps": 1}}}
+    run = with_settings(file, {"workers": 4})
+    assert run["rule"] == {"name": "diloco", "momentum": 0.6, "lr": 0.5}
+    assert (run["inner"]["optimizer"], run["workers"], [*run["network"]]) == ("muon", 4, ["a.b"])
+    other = with_settings(run, {"method": "gasloc_restarted", "rule.restarted.every": 5, "topology.peers": 2})
+    assert other["rule"] == {"name": "gasloc", "restarted": {"every": 5}}
+    assert other["topology"] == {"name": "random", "peers": 2}
+    assert parse(file | {"network": {}}).rule.options == {"momentum": 0.6, "lr": 0.5}
+
+
+def test_an_unknown_method_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'muloco'"):
+        parse({"method": "mulocco"})
+    with pytest.raises(ConfigError, match="unknown method '3'"):
+        parse({"method": 3})
+
+
+def test_a_variant_is_labelled_with_its_method():
+    rows = [{"method": "gossip"}, {"label": "mine", "method": "gossip"}]
+    assert [label for label, _ in variants({**document(), "variant": rows})] == ["gossip", "mine"]
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapper_stands_in_a_run_file_under_its_name_and_its_options_are_checked(wrapper):
+    inside = {"error_feedback": "diloco"}.get(wrapper, "gasloc")
+    run = tiny(rule={"name": inside, wrapper: {}}, topology__name="complete")
+    assert method(run).rule.name == f"{wrapper}_{inside}" == make_rule(inside, **{wrapper: {}}).name
+    option = [*inspect.signature(WRAPPERS[wrapper]).parameters][1:]
+    for wrong, word in ((3, "as a table"), ({"evry": 1}, "evry"), ({"rule": 1}, "rule")):
+        with pytest.raises(ConfigError, match=f"{wrapper}.*{word}"):
+            tiny(rule={"name": inside, wrapper: wrong})
+    assert all(name in str(inspect.getdoc(WRAPPERS[wrapper])) for name in option)
+    with pytest.raises(ConfigError, match=wrapper):
+        tiny(topology={"name": "ring", wrapper: {}})
+
+
+def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
+    rows = [{"label": "a", "rule": {"name": "gasloc", "anchored": {}}}]
+    ((_, run),) = variants({**document(), "variant": rows})
+    assert run.rule.options == {"anchored": {}}
+
+
+COMPARISON = load(ROOT / "configs" / "methods.toml")
+TINY = {
+    "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64,
+    "data.seq_len": 16, "data.batch_size": 2, "run.steps": 18, "run.local_steps": 6, "run.eval_every": 0,
+    "run.eval_batches": 2, "run.threads": 1,
+}  # fmt: skip
+SMALL = dict(
+    variants(with_settings({**COMPARISON, "network": {"straggler": {"step_s": 0.1, "downlink_bps": 1e6}}}, TINY))
+)
+
+
+def test_the_comparison_trains_every_method_once():
+    assert sorted(SMALL) == sorted(recipes())
+
+
+def tokens_of(run):
+    """On how many tokens a run trains."""
+    return run.workers * run.run.steps * run.step_tokens
+
+
+def test_the_methods_are_compared_on_the_same_tokens_and_equal_inner_learning_rates():
+    runs = dict(variants(COMPARISON))
+    assert len({tokens_of(run) for run in runs.values()}) == 1
+    rates: dict[str, set[float]] = {}
+    for run in runs.values():
+        rates.setdefault(run.inner.optimizer, set()).add(run.inner.lr)
+    assert all(len(own) == 1 for own in rates.values()), rates
+
+
+@every_method
+def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path):
+    run = SMALL[name]
+    if run.event_driven:
+        sends_after_a_phase_what_the_page_counts(run, tmp_path)
+        return
+    result = simulate(run, tmp_path)
+    assert 0 < result.final.loss < 5.6
+    worker = Worker(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu"))
+    counted = traffic(run, worker.layout, run.rounds)
+    trace = read_trace(tmp_path)
+    assert counted.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds)
+    assert counted.most_bytes == pytest.approx(trace.sent_bytes.max() / run.rounds)
+    legs = 2 if "mean" in counted.kinds else 1
+    assert len(trace.messages.bytes) == pytest.approx(counted.messages / legs * run.rounds * run.workers)
+    rule = method(run).rule
+    wide = 2 if run.inner.averaging is not None and rule.site == "parameters" else 1
+    most_peers = max(len(method(run).topology.mixing(0).hears_from(i)) for i in range(run.workers))
+    copies = rule.state_copies + most_peers * rule.copies_per_peer
+    assert counted.state_copies == pytest.approx(wide * copies, abs=1e-4)
+
+
+def sends_after_a_phase_what_the_page_counts(run, folder):
+    assert 0 < simulate_events(run, folder).loss < 5.6
+    counted = traffic(run, Worker(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu")).layout)
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    sizes = {line["fragment"]: line["bytes"] for line in lines if line.get("source", -1) >= 0}  # -1 is the server
+    if sizes or run.server is not None or run.pair is not None:  # what is published for whoever reads it is no transfer
+        assert len(sizes) == run.events.fragments
+        assert counted.sent_bytes == sum(sizes.values()) / len(sizes)
