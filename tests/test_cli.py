@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import tomli_w
@@ -130,6 +131,36 @@ def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsy
     for name in ("run.toml", "trace.jsonl", "metrics.jsonl", "sample.txt", "model", "checkpoints"):
         assert (tmp_path / "out" / "pairs-lr=0.001" / name).exists(), name
     refused(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys, "is there already")
+
+
+def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_was_stopped(tmp_path, capsys):
+    experiment = document(run__steps=4) | {
+        "sweep": {"run.local_steps": [1, 2]},
+        "scale": {"long": {"run": {"steps": 8}}},
+        "figure": {"x": "run.local_steps"},
+        "variant": [
+            {"label": "pairs", "scale": {"long": {"rule.momentum": 0.5}}},
+            {"label": "wild", "inner": {"optimizer": "sgd", "lr": 1e18, "warmup_steps": 0}},
+        ],
+    }
+    (tmp_path / "experiment.toml").write_text(tomli_w.dumps(experiment))
+    words = ["compare", tmp_path / "experiment.toml", "--seeds", "0,1", "--scale", "long", "--out", tmp_path / "out"]
+    code, _, told = run(words, capsys)
+    assert code == 0 and "wild local_steps=1 seed=0: the loss of worker" in told, "a run that diverges ends only itself"
+    pairs = tmp_path / "out" / "pairs-local_steps=2-seed=1"
+    resolved = tomllib.loads((pairs / "run.toml").read_text())
+    assert resolved["run"]["steps"] == 8 and resolved["rule"]["momentum"] == 0.5
+    made = {name: (tmp_path / "out" / name).read_bytes() for name in ("figure.svg", "figure.md", "outcomes.jsonl")}
+    assert b"| wild | \xe2\x80\x93 |" in made["figure.md"] and len(made["outcomes.jsonl"].splitlines()) == 8
+    metrics = (pairs / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (pairs / "metrics.jsonl").write_text("".join(metrics[: len(metrics) // 2]))  # as if stopped in this run
+    others = (tmp_path / "out" / "pairs-local_steps=1-seed=0" / "metrics.jsonl").stat().st_mtime_ns
+    code, _, _ = run([*words, "--resume"], capsys)
+    assert code == 0 and {name: (tmp_path / "out" / name).read_bytes() for name in made} == made
+    assert (tmp_path / "out" / "pairs-local_steps=1-seed=0" / "metrics.jsonl").stat().st_mtime_ns == others
+    refused([*words, "--resume", "--set", "inner.lr=0.5"], capsys, "other settings")
+    refused([*words[:-4], "--scale", "lomg"], capsys, "did you mean 'long'")
+    refused(["compare", tmp_path / "experiment.toml", "--seeds", "0,x"], capsys, "--seeds got '0,x'")
 
 
 def test_price_and_report_read_what_was_recorded(tmp_path, capsys):

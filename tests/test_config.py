@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer.config import RunConfig, digest, dump, load, parse, variants, with_settings
+from gossamer.config import RunConfig, digest, dump, load, parse, points, variants, with_settings
 from gossamer.config import settings as overrides
 from gossamer.errors import ConfigError
+from gossamer.inner import InnerConfig
 from gossamer.rules import RULES
 from gossamer.topology import TOPOLOGIES
 from tiny import document, tiny
@@ -72,6 +73,35 @@ def test_an_experiment_is_its_variants_times_its_grid():
         variants({**document(), "variant": [{"label": "a"}, {"label": "a"}]})
 
 
+def test_a_variant_may_sweep_keys_of_its_own():
+    experiment = {**document(), "sweep": {"inner.lr": [0.1, 0.2]}}
+    experiment["variant"] = [{"label": "a"}, {"label": "b", "sweep": {"run.local_steps": [1, 3]}}]
+    found = points(experiment, seeds=[4, 5])
+    assert [dict(p.at) for p in found[::2]] == [
+        {"inner.lr": 0.1},
+        {"inner.lr": 0.2},
+        *({"run.local_steps": h} for h in (1, 3)),
+    ]
+    assert [p.seed for p in found] == [4, 5] * 4 and all(p.config.seed == p.seed for p in found)
+    assert found[-1].label == "b local_steps=3 seed=5" and found[-1].config.inner.lr == InnerConfig().lr
+    with pytest.raises(ConfigError, match="lists of values"):
+        points({**document(), "variant": [{"label": "a", "sweep": {"inner.lr": 0.1}}]})
+
+
+def test_a_scale_changes_the_base_and_a_variants_own_scale_what_it_says():
+    experiment = {**document(run__steps=12), "scale": {"large": {"run.steps": 24, "model": {"layers": 1}}}}
+    experiment["variant"] = [
+        {"label": "a"},
+        {"label": "b", "run": {"steps": 6}},
+        {"label": "c", "run": {"steps": 6}, "scale": {"large": {"run": {"steps": 48}}}},
+    ]
+    assert [p.config.run.steps for p in points(experiment)] == [12, 6, 6]
+    large = points(experiment, scale="large")
+    assert [p.config.run.steps for p in large] == [24, 6, 48] and all(p.config.model.layers == 1 for p in large)
+    with pytest.raises(ConfigError, match="did you mean 'large'"):
+        points(experiment, scale="larg")
+
+
 def test_dotted_settings_are_toml_or_text():
     assert overrides(["a.b=1", "c=true", "d=text", "e=[1,2]"]) == {"a.b": 1, "c": True, "d": "text", "e": [1, 2]}
 
@@ -79,7 +109,7 @@ def test_dotted_settings_are_toml_or_text():
 def test_every_committed_config_is_a_run_that_starts():
     from pathlib import Path
 
-    files = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+    files = sorted(f for f in (Path(__file__).parents[1] / "configs").rglob("*.toml") if f.parent.name != "networks")
     assert files
     for path in files:
         assert all(isinstance(config, RunConfig) for _, config in variants(load(path)))

@@ -655,25 +655,17 @@ def test_a_topology_of_other_workers_is_refused():
 # Real models
 
 
-class Clocked(WorkerLearner):
-    """A real replica whose learning rate goes by its own phases."""
-
-    def local_phase(self, round):
-        self.round = round
-        return super().local_phase(round)
-
-
 def workers_of(config):
-    """Real replicas, all with the same start."""
+    """Real replicas, all with the same start, and their data."""
     corpus = open_corpus(config.data, config.workers, config.seed)
-    return corpus, [Clocked(i, config, corpus, torch.device("cpu")) for i in range(config.workers)]
+    return [WorkerLearner(i, config, corpus, torch.device("cpu")) for i in range(config.workers)], corpus
 
 
 def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last_bit(tmp_path):
     config = tiny()
     simulate(config, tmp_path)
     chosen = method(config)
-    run = GossipRun(chosen.rule, chosen.topology, workers_of(config)[1], network())
+    run = GossipRun(chosen.rule, chosen.topology, workers_of(config)[0], network())
     for _ in run.run(config.rounds * 2.0):
         pass
     for worker, x in enumerate(run.models()):
@@ -694,7 +686,7 @@ def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last
 )
 def test_real_models_learn_without_waiting_for_each_other(make):
     config = tiny()
-    corpus, workers = workers_of(config)
+    workers, corpus = workers_of(config)
     probe = Probe(config, corpus, torch.device("cpu"))
     run = make(workers)
     before = probe.loss(models(run)[0])

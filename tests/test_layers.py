@@ -24,8 +24,9 @@ LAYERS = (  # a unit (a module, or a package of modules) imports from the layers
     "checks optimizers",
     "codecs fluid fragment matching mixing schedule shapes trace transport utilisation",
     "data inner network record rules topology",
-    "checkpoint eventlog launch model panels pricing servers stability sync",
+    "checkpoint eventlog launch model pacing panels pricing servers stability sync",
     "events methods outer plan probe report",
+    "figures",
     "config library",
     "diary evaluate worker",
     "learner simulate train",
@@ -44,6 +45,7 @@ LIGHT = [
     "network",
     "fluid",
     "matching",
+    "pacing",
     "pricing",
     "schedule",
     "shapes",
@@ -52,6 +54,7 @@ LIGHT = [
     "panels",
     "record",
     "report",
+    "figures",
     "cli",
 ]  # work without torch
 LATE = {"transformers", "tokenizers", "datasets", "pyarrow", "matplotlib", "tensorboard", "wandb"}  # slow, or optional

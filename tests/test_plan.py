@@ -56,6 +56,21 @@ def test_a_slow_computer_takes_fewer_steps_and_a_shared_uplink_counts_in_parts()
     assert matched_steps(links_of(shared, 4), 30, 1e6) == (21, 21, 30, 30)
 
 
+def test_somebody_takes_all_steps_where_the_fastest_computer_has_not_the_fastest_link() -> None:
+    crossed = Network(uplink_bps=(8e5, 8e6), downlink_bps=8e6, step_s=(1.0, 1.2))
+    assert matched_steps(links_of(crossed, 2), 30, 1e6) == (27, 30)
+
+
+def test_a_planned_run_may_follow_the_clock_and_weigh_its_workers(tmp_path: Path) -> None:
+    made = plan(SLOW_UPLINK, TINY, local_steps=[60])
+    text = run_toml(made, of(made, "GASLoC 1-Peer", 60), adapt=True, weigh_steps=True)
+    config = parse(tomllib.loads(text))
+    assert config.run.adapt is True and config.run.weigh_steps and config.local_steps(7) == 55
+    parallel = parse(tomllib.loads(run_toml(made, of(made, "data parallel", 1), adapt=True, weigh_steps=True)))
+    assert not parallel.run.adapt and not parallel.run.weigh_steps
+    assert parse(tomllib.loads(run_toml(made))).run.adapt is False
+
+
 def test_fewest_local_steps_that_keep_the_workers_computing_are_taken() -> None:
     assert plan(EVEN, TINY, workers=8, target=0.9).best.full_steps == 15
     assert plan(EVEN, TINY, workers=8, target=0.01).best.method == "data parallel"
@@ -132,6 +147,10 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
         in said
     )
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4
+    assert main([*words, "--adapt", "--weigh-steps", "--out", str(tmp_path / "adaptive.toml")]) == 0
+    followed = parse(tomllib.loads((tmp_path / "adaptive.toml").read_text())).run
+    assert followed.adapt is True and followed.weigh_steps
+    capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "run.toml")]) == 2
     assert "is there already" in capsys.readouterr().err
     for wrong in (["--codec", "int9"], ["--local-steps", "a"], ["--model", "7b"]):

@@ -35,6 +35,7 @@ from gossamer.rules import (
     slowmo,
     sparseloco,
     sparta,
+    weighted,
 )
 from gossamer.stability import stability
 from gossamer.topology import TOPOLOGIES, make_topology
@@ -57,6 +58,8 @@ ROWS = {
     "noloco-anchored": anchored(noloco()),
     "gasloc-restarted": restarted(gasloc()),
     "sparta-halves": sparta(one_in=2),
+    "gasloc-weighted": weighted(gasloc()),
+    "sgp-weighted": weighted(sgp()),
 }
 GOSSIPED = [name for name in TOPOLOGIES if make_topology(name, 8).doubly_stochastic]
 every_rule = pytest.mark.parametrize("rule", ROWS.values(), ids=ROWS.keys())

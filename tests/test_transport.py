@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -214,6 +215,50 @@ def test_nonsense_on_the_board_counts_as_nothing():
     assert board.look([1, 2]) == {1: Note(0, ()), 2: Note(0, ())}
 
 
+def circulated(board: Board, text: str, wanted: set[int]) -> dict[int, bytes]:
+    """What a board knows once it knows the notes of these."""
+    deadline = time.monotonic() + 5.0
+    while (known := board.circulate(text)).keys() != wanted and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return known
+
+
+def test_a_note_goes_round_and_one_that_is_missing_holds_up_nobody():
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    boards = [Board(TCPStore("127.0.0.1", server.port), i, 3, patience_s=5.0) for i in range(3)]
+    assert boards[0].circulate("zero") == {}
+    assert circulated(boards[0], "zero", {0}) == {0: b"zero"}
+    assert circulated(boards[1], "one", {0, 1}) == {0: b"zero", 1: b"one"}
+    assert circulated(boards[2], "two", {0, 1, 2}) == {0: b"zero", 1: b"one", 2: b"two"}
+    assert circulated(boards[0], "new", {0, 1, 2})[2] == b"two"
+    assert not any(board.gone for board in boards)
+
+
+class Stuck(HashStore):
+    """A store that does not answer until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = 0, threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.asked += 1
+        self.go.wait(10)
+        raise RuntimeError("the store is gone")
+
+
+def test_nobody_waits_for_a_board_that_does_not_answer_or_asks_it_twice():
+    board = Board(HashStore(), 0, 3, patience_s=5.0)
+    stuck = board._store = Stuck()
+    assert [board.circulate("note") for _ in range(100)] == [{}] * 100
+    assert stuck.asked == 1 and not board.gone
+    stuck.go.set()
+    deadline = time.monotonic() + 5.0
+    while not board.gone and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert board.circulate("note") == {} and board.gone and stuck.asked == 1
+
+
 # --- processes -------------------------------------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -404,6 +449,24 @@ def early_expect(member: Member) -> bool:
 
 def test_what_was_announced_early_arrives_while_the_receiver_trains(crew: Crew):
     assert crew.values(early_expect) == [True] * 3
+
+
+def late_message(member: Member) -> list[tuple[Ticket, int, int, bool]]:
+    """Worker 0 lets worker 1 wait, and what comes then comes at once."""
+    transport, ticket, like = transport_of(member, "late"), Ticket(7, 2), [torch.empty(1 << 18)]
+    if member.worker == 0:
+        time.sleep(1.0)
+        transport.post(ticket, 1, [torch.zeros(1 << 18)])
+    elif member.worker == 1:
+        transport.expect(ticket, 0, like)
+    transport.wait(ticket)
+    came = [(a.ticket, a.peer, a.payload_bytes, 0.0 <= a.seconds < 0.8) for a in transport.arrivals()]
+    assert transport.arrivals() == []
+    return came
+
+
+def test_an_arrival_tells_how_long_bytes_took_and_not_how_long_they_were_waited_for(crew: Crew):
+    assert crew.values(late_message) == [[], [(Ticket(7, 2), 0, 4 << 18, True)], []]
 
 
 def held_memory(member: Member) -> tuple[bool, bool]:

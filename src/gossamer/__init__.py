@@ -38,6 +38,7 @@ _HOMES = {
     "slowmo": "gossamer.rules",
     "sparseloco": "gossamer.rules",
     "sparta": "gossamer.rules",
+    "weighted": "gossamer.rules",
 }
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -9,16 +9,17 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from gossamer import __version__
-from gossamer.errors import ConfigError, GossamerError
+from gossamer.errors import ConfigError, GossamerError, TrainingError
 
 if TYPE_CHECKING:
     from gossamer.config import RunConfig
+    from gossamer.network import Network
 
 __all__ = ["main"]
 
@@ -83,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     sub = command("compare", _compare, "Simulate every variant of an experiment file and write one table and report.")
     run_file(sub)
     sub.add_argument("--seeds", default="", metavar="0,1,2", help="run every variant with each of these seeds")
+    sub.add_argument("--scale", default="", metavar="NAME", help="take the sizes of the file's [scale.NAME]")
+    sub.add_argument("--resume", action="store_true", help="keep the runs that have ended, and train the others")
 
     sub = command(
         "evaluate", _evaluate, "Form the mean model of a run from snapshots of one round, score and export it."
@@ -135,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--codec", action="append", default=[], metavar="NAME", help="codec to try besides exact")
     sub.add_argument("--target", type=float, default=0.9, help="utilisation to reach (default: 0.9)")
     sub.add_argument("--out", type=Path, help="write a run file with the chosen settings")
+    sub.add_argument("--adapt", action="store_true", help="let its local steps follow the clock (run.adapt)")
+    sub.add_argument("--weigh-steps", action="store_true", help="let its workers count alike (run.weigh_steps)")
 
     sub = command("utilisation", _utilisation, "How much of a run is computing, at which bandwidth; published models.")
     sub.add_argument("--model", default="1b", help="1b, 10b, 70b or 100b (default: 1b)")
@@ -184,7 +189,7 @@ def _simulate(args: argparse.Namespace) -> None:
             f"'{folder}' looks at the clock, and what was under way when it stopped is not kept; start it anew in another folder"
         )
     _drive(config, folder, resume=args.resume is not None)
-    _tell({config.name: folder}, folder / "report.html")
+    _tell({config.name: folder}, folder / "report.html", config.network)
 
 
 def _drive(config: "RunConfig", folder: Path, *, resume: bool = False) -> None:
@@ -259,39 +264,66 @@ def _compare(args: argparse.Namespace) -> None:
         raise ConfigError(
             "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
         )
-    from gossamer.config import load, settings, variants
+    from gossamer.config import figure, load, points, settings
+    from gossamer.figures import Outcome, draw, lines, table
+    from gossamer.record import atomic_write
 
     document = load(args.file, settings(args.set))
-    if args.seeds:
-        try:
-            document.setdefault("sweep", {})["seed"] = [int(seed) for seed in args.seeds.split(",")]
-        except ValueError:
-            raise ConfigError(f"--seeds got '{args.seeds}'; write whole numbers with commas, such as 0,1,2") from None
-    out = args.out or Path("runs") / args.file.stem
-    runs = variants(document)
-    folders = {label: out / _file_name(label) for label, _ in runs}
-    for label, folder in folders.items():
-        if folder.exists():
+    seeds = _whole_numbers("--seeds", args.seeds) if args.seeds else []
+    out = args.out or Path("runs") / "-".join([args.file.stem, *([args.scale] if args.scale else [])])
+    asked, runs = figure(document), points(document, seeds=seeds, scale=args.scale)
+    folders = {run.label: out / _file_name(run.label) for run in runs}
+    for run in runs:
+        if not args.resume and folders[run.label].exists():
             raise ConfigError(
-                f"'{folder}' of variant '{label}' is there already; name another folder with --out, or remove it"
+                f"'{folders[run.label]}' of variant '{run.label}' is there already; "
+                "name another folder with --out, remove it, or continue with --resume"
             )
-    for label, config in runs:
-        _drive(config, folders[label])
-    _tell(folders, out / "report.html")
+    for run in runs:
+        if not (args.resume and _finished(run.config, folders[run.label])):
+            try:
+                _drive(run.config, folders[run.label])
+            except TrainingError as error:  # that a setting diverges is a result of a comparison, not its end
+                print(f"gossamer: {run.label}: {error}", file=sys.stderr)
+    rows = _tell(folders, out / "report.html", runs[0].config.network)
+    outcomes = [Outcome(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
+    atomic_write(out / "outcomes.jsonl", lines(outcomes).encode())
+    if asked is not None:
+        atomic_write(out / "figure.md", table(outcomes, asked).encode())
+        atomic_write(out / "figure.svg", draw(outcomes, asked))
+        print(f"figure: {out / 'figure.svg'}, its numbers: {out / 'figure.md'}")
+
+
+def _finished(config: "RunConfig", folder: Path) -> bool:
+    """Whether this very run has ended in its folder; what a stopped one left there is removed, to start it again."""
+    import shutil
+
+    from gossamer.config import digest, load, parse
+    from gossamer.record import read_metrics
+
+    if not (folder / "run.toml").exists():
+        return False
+    if digest(parse(load(folder / "run.toml"))) != digest(config):
+        raise ConfigError(
+            f"'{folder}' holds a run with other settings than the file's; name another folder with --out, or remove it"
+        )
+    if any(line["kind"] == "eval" and line["round"] == config.rounds - 1 for line in read_metrics(folder)):
+        return True
+    shutil.rmtree(folder)
+    return False
 
 
 def _file_name(label: str) -> str:
     return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
 
 
-def _tell(runs: dict[str, Path], page: Path) -> None:
-    """The table on the terminal and the report beside the runs."""
+def _tell(runs: dict[str, Path], page: Path, networks: "Mapping[str, Network]") -> list[dict[str, Any]]:
+    """The table on the terminal and the report beside the runs, priced on the networks; returns the table's rows."""
     from rich.console import Console
 
     from gossamer.record import atomic_write
     from gossamer.report import markdown_table, over_seeds, pictures, render_table, summary_rows, write_report
 
-    networks = _networks(next(iter(runs.values())))
     page.parent.mkdir(parents=True, exist_ok=True)
     write_report(runs, page, networks)
     rows = summary_rows(runs, networks)
@@ -305,13 +337,14 @@ def _tell(runs: dict[str, Path], page: Path) -> None:
             each = ", ".join(f"{loss:.4f}" for loss in losses)
             print(f"{method}: {mean:.4f} ± {deviation:.4f} over {len(losses)} seeds ({each})")
     print(f"report: {page}")
+    return rows
 
 
-def _networks(folder: Path) -> dict[str, Any]:
+def _networks(folder: Path) -> "Mapping[str, Network]":
     """The networks that a run file names."""
     from gossamer.config import load, parse
 
-    return dict(parse(load(folder / "run.toml")).network)
+    return parse(load(folder / "run.toml")).network
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -411,7 +444,8 @@ def _plan(args: argparse.Namespace) -> None:
     if args.out is not None:
         if args.out.exists():
             raise ConfigError(f"'{args.out}' is there already; name another file with --out, or remove it")
-        args.out.write_text(run_toml(made, name=args.out.stem), encoding="utf-8")
+        text = run_toml(made, name=args.out.stem, adapt=args.adapt, weigh_steps=args.weigh_steps)
+        args.out.write_text(text, encoding="utf-8")
         print(f"run file: {args.out}")
 
 
@@ -517,7 +551,7 @@ def _tell_stragglers(options: dict[str, Any]) -> "dict[str, list[tuple[float, fl
 
 
 def _report(args: argparse.Namespace) -> None:
-    _tell({folder.name: folder for folder in args.folders}, args.out)
+    _tell({folder.name: folder for folder in args.folders}, args.out, _networks(args.folders[0]))
 
 
 def _list(args: argparse.Namespace) -> None:

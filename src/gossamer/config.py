@@ -9,10 +9,10 @@ import json
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tomli_w
 
@@ -20,6 +20,7 @@ from gossamer.codecs import CODECS
 from gossamer.data import DataConfig
 from gossamer.errors import ConfigError, PairingError, choose
 from gossamer.events import Away, EventsConfig
+from gossamer.figures import Figure
 from gossamer.inner import InnerConfig
 from gossamer.methods import recipe
 from gossamer.network import Network, from_options, to_options
@@ -33,11 +34,14 @@ from gossamer.topology import TOPOLOGIES
 __all__ = [
     "Choice",
     "LoopConfig",
+    "Point",
     "RunConfig",
     "digest",
     "dump",
+    "figure",
     "load",
     "parse",
+    "points",
     "settings",
     "variants",
     "with_settings",
@@ -63,6 +67,12 @@ class LoopConfig:
     virtual time of `events.network`."""
     local_steps: int | tuple[int, ...] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
+    adapt: bool | str = False
+    """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
+    local_steps is what it begins with, and the largest of them the most that any takes. In place of true, the simulator
+    takes the name of the network whose seconds count."""
+    weigh_steps: bool = False
+    """Whether a worker that took fewer local steps has its drift scaled to as many as the others took (H / H_i)."""
     eval_every: int = 60
     """Inner steps between two validations, each after the first round that gets there; 0 validates only at the end."""
     eval_batches: int = 8
@@ -81,9 +91,9 @@ class LoopConfig:
     """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
     timeout_s: float = 300.0
     """How long a worker waits for a peer before it gives up."""
-    pace_s: float = 0.0
-    """Seconds that an inner step takes at least: a worker that is faster sleeps, to stand for a larger model. Sleeping counts
-    as computing in the trace."""
+    pace_s: float | tuple[float, ...] = 0.0
+    """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
+    stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""
 
     def __post_init__(self) -> None:
         steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
@@ -97,9 +107,15 @@ class LoopConfig:
             )
         if self.timeout_s <= 0:
             raise ConfigError(f"run.timeout_s is {self.timeout_s}; it must be above 0 seconds")
+        if self.adapt and max(steps) == 1:
+            raise ConfigError(
+                f"run.adapt is set and run.local_steps is {self.local_steps}, of which none can be left out; raise "
+                "run.local_steps to the most that a worker shall take"
+            )
         for name in ("eval_every", "checkpoint_every", "threads", "pace_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"run.{name} is {getattr(self, name)}; it must be 0 or more")
+            value = getattr(self, name)
+            if min(value if isinstance(value, tuple) else (value,)) < 0:
+                raise ConfigError(f"run.{name} is {value}; it must be 0 or more")
         if self.eval_batches < 1:
             raise ConfigError(f"run.eval_batches is {self.eval_batches}; it must be at least 1")
 
@@ -131,21 +147,32 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.workers < 1:
             raise ConfigError(f"workers is {self.workers}; it must be at least 1")
-        h = self.run.local_steps
-        if isinstance(h, tuple) and len(h) != self.workers:
+        for name in ("local_steps", "pace_s"):
+            value = getattr(self.run, name)
+            if isinstance(value, tuple) and len(value) != self.workers:
+                raise ConfigError(
+                    f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
+                )
+        if isinstance(self.run.adapt, str) and self.run.adapt not in self.network:
+            known = (
+                choose("network", self.run.adapt, self.network) if self.network else "the run file declares no network"
+            )
             raise ConfigError(
-                f"run.local_steps has {len(h)} entries for {self.workers} workers; give one number, or one per worker"
+                f"run.adapt is '{self.run.adapt}': {known}; name a [network.NAME] of this file, or write true"
             )
         if self.run.mean == "all_reduce" and self.schedule.overlap_steps:
             raise ConfigError(
                 f"run.mean is 'all_reduce', which blocks, and schedule.overlap_steps is {self.schedule.overlap_steps}; set "
                 "run.mean = 'ordered' to train while a mean is under way"
             )
-        if self.event_driven and not (self.schedule.plain and self.inner.averaging is None):
-            given = "a [schedule]" if self.inner.averaging is None else f"inner.averaging = '{self.inner.averaging}'"
+        rounds_only = {
+            "[schedule]": not self.schedule.plain, "inner.averaging": self.inner.averaging is not None,
+            "run.adapt": bool(self.run.adapt), "run.weigh_steps": self.run.weigh_steps,
+        }  # fmt: skip
+        if self.event_driven and any(rounds_only.values()):
             raise PairingError(
-                f"the run looks at the clock and has {given}, which is for rounds; leave it out (events.fragments and "
-                "events.overlap are a server's own)"
+                f"the run looks at the clock and has {', '.join(key for key, given in rounds_only.items() if given)}, which is "
+                "for rounds; leave it out (events.fragments, events.overlap and events.dylu are a server's own)"
             )
         if self.inner.averaging is not None and self.schedule.fragments > 1:
             raise ConfigError(
@@ -154,7 +181,7 @@ class RunConfig:
             )
 
     def local_steps(self, worker: int) -> int:
-        """Inner steps per round of one worker (H_i)."""
+        """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
         h = self.run.local_steps
         return h[worker] if isinstance(h, tuple) else h
 
@@ -163,6 +190,11 @@ class RunConfig:
         """Inner steps per round of the worker that takes most (H)."""
         h = self.run.local_steps
         return max(h) if isinstance(h, tuple) else h
+
+    def pace_s(self, worker: int) -> float:
+        """Seconds that an inner step of one worker takes at least."""
+        pace_s = self.run.pace_s
+        return pace_s[worker] if isinstance(pace_s, tuple) else pace_s
 
     @property
     def rounds(self) -> int:
@@ -262,31 +294,73 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     return result
 
 
-def variants(document: Mapping[str, Any]) -> list[tuple[str, RunConfig]]:
+class Point(NamedTuple):
+    """One run of an experiment file: whose it is, where it stands on the grid, and the run itself."""
+
+    method: str
+    """The label of its variant."""
+    at: Mapping[str, Any]
+    """The swept keys and their values here, the seed not among them."""
+    seed: int
+    label: str
+    """The method with all that was swept: the run's own name."""
+    config: RunConfig
+
+
+def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Point]:
     """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
 
-    A variant is a table of dotted overrides with a `label`; `[sweep]` maps dotted keys to lists of values. A file with
-    neither is one run, labelled with its name.
+    A variant is a table of dotted overrides with a `label`; `[sweep]` maps dotted keys to lists of values, and a variant
+    may have a `[variant.sweep]` of its own instead. A file with neither is one run, labelled with its name.
+    `[scale.NAME]` has dotted overrides for another size of the same experiment, `[variant.scale.NAME]` those of a variant.
+
+    Args:
+        seeds: run every point with each of them.
+        scale: the name of the size to take; empty for the file as it is.
     """
-    base = {key: value for key, value in document.items() if key not in ("variant", "sweep")}
+    base = {key: value for key, value in document.items() if key not in ("variant", "sweep", "scale", "figure")}
     rows = document.get("variant", [{}])
-    grid = document.get("sweep", {})
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"variant is {type(rows).__name__}; write each variant as a [[variant]] table")
-    if not isinstance(grid, dict) or not all(isinstance(values, list) and values for values in grid.values()):
-        raise ConfigError(f"sweep is {grid!r}; write it as a [sweep] table of dotted keys with lists of values")
-    runs: list[tuple[str, RunConfig]] = []
+    if scale and scale not in document.get("scale", {}):
+        raise ConfigError(choose("scale", scale, document.get("scale", {})) + "; name one that the file has")
+    base = with_settings(base, _flat(document.get("scale", {}).get(scale, {})))
+    runs: list[Point] = []
     for row in rows:
-        own = {key: value for key, value in _flat(row).items() if key != "label"}
+        own = _flat({key: value for key, value in row.items() if key not in ("label", "sweep", "scale")})
+        own |= _flat(row.get("scale", {}).get(scale, {}))
+        method = str(row.get("label", row.get("method", base.get("name", "run"))))
+        grid = _grid(row.get("sweep", document.get("sweep", {})), seeds)
         for values in itertools.product(*grid.values()):
-            point = dict(zip(grid, values, strict=True))
-            label = str(row.get("label", row.get("method", base.get("name", "run"))))
-            label += "".join(f" {key.rpartition('.')[2]}={value}" for key, value in point.items())
-            runs.append((label, parse(with_settings(base, {**own, **point, "name": label}))))
-    labels = [label for label, _ in runs]
+            here = dict(zip(grid, values, strict=True))
+            label = method + "".join(f" {key.rpartition('.')[2]}={_word(value)}" for key, value in here.items())
+            config = parse(with_settings(base, {**own, **here, "name": label}))
+            runs.append(Point(method, {k: v for k, v in here.items() if k != "seed"}, config.seed, label, config))
+    labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")
     return runs
+
+
+def variants(document: Mapping[str, Any]) -> list[tuple[str, RunConfig]]:
+    """The runs of `points`, each with its label only."""
+    return [(run.label, run.config) for run in points(document)]
+
+
+def figure(document: Mapping[str, Any]) -> Figure | None:
+    """What the `[figure]` table of an experiment file asks for. Raises ConfigError when it asks for the impossible."""
+    return _build(Figure, document["figure"], "figure") if "figure" in document else None
+
+
+def _grid(sweep: Any, seeds: Sequence[int]) -> dict[str, list[Any]]:
+    """The swept keys with their values; the seed comes last, so that labels differ by their end."""
+    if not isinstance(sweep, Mapping) or not all(isinstance(values, list) and values for values in sweep.values()):
+        raise ConfigError(f"sweep is {sweep!r}; write it as a [sweep] table of dotted keys with lists of values")
+    return {**sweep, "seed": list(seeds)} if seeds else dict(sweep)
+
+
+def _word(value: Any) -> str:
+    return str(value["name"]) if isinstance(value, Mapping) and "name" in value else str(value)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -433,7 +507,7 @@ def digest(config: RunConfig) -> str:
     """Sixteen hex digits of everything that decides the numbers of a run; equal on all workers of one run."""
     document = _document(config)
     networks = document["network"]
-    for key in ("name", "record", "network"):
+    for key in ("name", "record", *(() if config.run.adapt else ("network",))):
         document.pop(key)
     if config.event_driven:
         document["network"] = networks.get(config.events.network, networks)  # whose seconds decide the numbers

@@ -110,14 +110,17 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
             f"'{folder}' has no round with snapshots of {whose} (owned: {short}); "
             "bring the checkpoint folders of all machines together, or train past the first checkpoint"
         )
-    vectors = [checkpoint.load(store, newest, owner, key)["x"] for owner in owners]
+    states = [checkpoint.load(store, newest, owner, key) for owner in owners]
+    vectors = [state["x"] for state in states]
     corpus = open_corpus(config.data, config.workers, config.seed)
     probe = Probe(config, corpus, torch.device("cpu"))
     result = assess(vectors, lambda models: [probe.loss(x) for x in models])
     if not any(
         line["kind"] == "eval" and line["round"] == newest - 1 and "loss" in line for line in read_metrics(folder)
     ):
-        tokens = newest * config.step_tokens * sum(map(config.local_steps, range(config.workers)))
+        per_round = sum(map(config.local_steps, range(config.workers)))
+        steps = newest * per_round if config.event_driven else sum(state["steps_taken"] for state in states)
+        tokens = config.step_tokens * steps
         with (folder / "metrics-evaluated.jsonl").open("a", encoding="utf-8") as file:
             step = newest * config.full_steps
             file.write(metrics_line("eval", round=newest - 1, step=step, tokens=tokens, **result._asdict()))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gossamer.config import RunConfig
 from gossamer.data import Corpus
+from gossamer.errors import CheckpointError
 from gossamer.fragment import Layout
 from gossamer.worker import LocalPhase, Worker
 
@@ -18,8 +19,9 @@ class WorkerLearner:
 
     def __init__(self, index: int, config: RunConfig, corpus: Corpus, device: torch.device) -> None:
         self._worker = Worker(index, config, corpus, device)
-        self.round = 0
-        """Rounds of the run that are over: the learning rate goes by it, so that fast workers do not run out of schedule."""
+        self.round: int | None = None
+        """Rounds of the run that are over, by which the learning rate goes: fast workers do not run out of their schedule.
+        None takes this worker's own count of phases."""
 
     @property
     def x(self) -> Tensor:
@@ -39,12 +41,21 @@ class WorkerLearner:
     def local_phase(self, round: int) -> LocalPhase:
         """The inner steps of this worker's phase of that number, which also decides the batches."""
         self._worker.steps_taken = round * self.local_steps
-        return self._worker.local_phase(self.round, 0, self.local_steps)
+        return self._worker.local_phase(round if self.round is None else self.round, 0, self.local_steps)
 
     def state(self) -> dict[str, Any]:
-        """Everything a snapshot needs to continue bit for bit."""
-        return self._worker.state()
+        """What a worker needs to go on from where a server sends it: inner optimizer, place in the data, random numbers."""
+        worker = self._worker
+        return {"inner": worker.optimizer.state_dict(), "data": worker.corpus.state(), "rng": torch.get_rng_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Takes a snapshot back. Raises CheckpointError when it does not fit."""
-        self._worker.restore(state)
+        try:
+            self._worker.optimizer.load_state_dict(state["inner"])
+            self._worker.corpus.restore(state["data"])
+            torch.set_rng_state(state["rng"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the snapshot of worker {self._worker.index} does not fit this model and inner optimizer: {error}; remove it, "
+                "and the worker starts its inner optimizer anew"
+            ) from None

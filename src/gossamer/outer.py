@@ -73,7 +73,8 @@ class OuterLoop:
         parts: the flat vector of each fragment and its layout: of the parameters, or the gradients for a rule of that site,
             and beyond the schedule's fragments the moments of the inner optimizer, which are averaged exactly. Updated in
             place.
-        local_steps, full_steps: inner steps per round, of this worker and of the one that takes most.
+        local_steps, full_steps: inner steps per round, of this worker and of the one that takes most. Those of this worker may
+            be set anew between two rounds.
         reduce: see `sync.begin`.
     """
 
@@ -156,7 +157,7 @@ class OuterLoop:
     def state_under_way(self) -> list[dict[str, Any]]:
         """What a checkpoint needs of the exchanges that are under way."""
         return [
-            {"round": round, "fragment": p, "sent": leaves(exchange.sent)}
+            {"round": round, "fragment": p, "local_steps": exchange.local_steps, "sent": leaves(exchange.sent)}
             for (round, p), exchange in self.under_way.items()
             if exchange.sent is not None
         ]
@@ -171,8 +172,11 @@ class OuterLoop:
             round, p, tensors = int(one["round"]), int(one["fragment"]), list(one["sent"])
             if not 0 <= p < len(self.fragments) or round < 0 or (round, p) in self.under_way:
                 raise ValueError(f"an exchange of fragment {p} in round {round} is under way")
-            mixing = self.method.topology.mixing(round)
-            self.under_way[round, p] = self._begin(round, p, mixing, self._sent(p, round, mixing, tensors))
+            mixing, local_steps = self.method.topology.mixing(round), int(one.get("local_steps", self.local_steps))
+            if not 1 <= local_steps <= self.full_steps:
+                raise ValueError(f"an exchange after {local_steps} of {self.full_steps} local steps is under way")
+            sent = self._sent(p, round, mixing, tensors)
+            self.under_way[round, p] = self._begin(round, p, mixing, sent, local_steps)
         for exchange in self.under_way.values():
             exchange.post()
 
@@ -191,17 +195,19 @@ class OuterLoop:
         """Round and fragment of what is heard at a stop."""
         return [(round - lag, p) for p, lag in stop.hears]
 
-    def _context(self, round: int, part: Part, mixing: Mixing) -> Context:
-        i = self.transport.worker
-        ctx = Context(i, self.workers, round, self.local_steps, mixing.weight(i), part.layout, self.full_steps)
+    def _context(self, round: int, part: Part, mixing: Mixing, local_steps: int | None = None) -> Context:
+        i, steps = self.transport.worker, local_steps or self.local_steps
+        ctx = Context(i, self.workers, round, steps, mixing.weight(i), part.layout, self.full_steps)
         return sync.informed(ctx, mixing)
 
-    def _begin(self, round: int, p: int, mixing: Mixing, sent: Sent | None = None) -> Exchange:
+    def _begin(
+        self, round: int, p: int, mixing: Mixing, sent: Sent | None = None, local_steps: int | None = None
+    ) -> Exchange:
         rule, codec, part = self.fragments[p]
         schedule = self.method.schedule
         own = p < schedule.fragments
         return sync.begin(
-            rule, codec, mixing, self.transport, part, self._context(round, part, mixing), seed=self.seed,
+            rule, codec, mixing, self.transport, part, self._context(round, part, mixing, local_steps), seed=self.seed,
             kernel=self.method.kernel, reduce=self.reduce, sent=sent,
             overlap_steps=rule.delay_rounds * self.full_steps + schedule.overlap_steps if own else 0,
             merge=schedule.merge if own else "keep",

@@ -16,10 +16,11 @@ import tomli_w
 from gossamer.errors import ConfigError
 from gossamer.matching import random_matchings
 from gossamer.network import Links, Network, links_of, to_options
+from gossamer.pacing import Pace, fitting_steps, uplinks_bps, whole_steps
 from gossamer.pricing import price
 from gossamer.shapes import ModelConfig, parameter_count
 from gossamer.trace import Integers, Trace, from_targets
-from gossamer.utilisation import matched_local_steps, step_seconds
+from gossamer.utilisation import step_seconds
 
 __all__ = ["EXACT", "Candidate", "Plan", "matched_steps", "plan", "run_toml"]
 
@@ -171,7 +172,7 @@ def plan(
 def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int, ...]:
     """How many inner steps each worker takes so that all are done sending together, as far as one step allows.
 
-    A worker that computes as fast as the fastest and sends as fast takes `full_steps`. The link of a site counts in even
+    The worker that would be done first with `full_steps` takes that many (`gossamer.pacing`). The link of a site counts in even
     parts. A slow downlink is not made up for: what comes late through it is sent by somebody else.
 
     Raises: ConfigError when no worker needs any time for a step.
@@ -185,24 +186,22 @@ def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int
         raise ConfigError(
             f"step_s goes down to {links.step_s.min()} but must be above 0 to match workers by it; give seconds of a step"
         )
-    together = np.bincount(links.site, minlength=len(links.site_uplink_bps))
-    uplink_bps = np.minimum(links.uplink_bps, (links.site_uplink_bps / together)[links.site])
-    exchange_s = 8 * sent_bytes / uplink_bps
-    fastest_s, shortest_s = links.step_s.min(), exchange_s.min()
-    steps = []
-    for own_step_s, own_exchange_s in zip(links.step_s.tolist(), exchange_s.tolist(), strict=True):
-        at_own_pace = max(1, math.floor(full_steps * fastest_s / own_step_s + 1e-9))
-        share = shortest_s / own_exchange_s if own_exchange_s > 0 else 1.0
-        steps.append(matched_local_steps(at_own_pace, share, shortest_s / own_step_s) if share > 0 else 1)
-    return tuple(steps)
+    exchange_s = 8 * sent_bytes / uplinks_bps(links)
+    paces = [Pace(*pace) for pace in zip(links.step_s.tolist(), exchange_s.tolist(), strict=True)]
+    return tuple(whole_steps(fitting_steps(pace, paces, full_steps), full_steps) for pace in paces)
 
 
-def run_toml(plan: Plan, candidate: Candidate | None = None, *, name: str = "planned", steps: int = 300) -> str:
+def run_toml(
+    plan: Plan, candidate: Candidate | None = None, *, name: str = "planned", steps: int = 300, adapt: bool = False,
+    weigh_steps: bool = False,
+) -> str:  # fmt: skip
     """A run file that trains as planned, on this machine's Python sources read as bytes until `data` names something else.
 
     Args:
         candidate: the best one unless given.
         steps: inner steps; raised to whole rounds.
+        adapt, weigh_steps: as in `gossamer.config.LoopConfig`; the planned local steps are then those to begin with. Data
+            parallelism has none, and is written without.
     """
     chosen = plan.best if candidate is None else candidate
     rule, peers = _METHODS[chosen.method]
@@ -221,6 +220,8 @@ def run_toml(plan: Plan, candidate: Candidate | None = None, *, name: str = "pla
         "run": {
             "steps": -(-steps // chosen.full_steps) * chosen.full_steps,
             "local_steps": own[0] if len(set(own)) == 1 else list(own),
+            **({"adapt": True} if adapt and chosen.full_steps > 1 else {}),
+            **({"weigh_steps": True} if weigh_steps and rule != "data_parallel" else {}),
         },
         "network": {"planned": to_options(plan.network)},
     }

@@ -34,7 +34,7 @@ from rich.progress import Progress as Bars
 from gossamer.errors import ConfigError, DataError
 from gossamer.trace import Entry, json_line, json_lines, line_of
 
-__all__ = ["Progress", "RecordConfig", "RunFolder", "atomic_write", "metrics_line", "read_metrics"]
+__all__ = ["Progress", "RecordConfig", "RunFolder", "atomic_write", "finite", "metrics_line", "read_metrics"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,7 +189,7 @@ class RunFolder:
 def metrics_line(kind: str, **fields: Any) -> str:
     """One line of a metrics file; a number that is not finite becomes null."""
     assert isinstance(fields.get("round"), int), fields
-    return json_line(_finite({"kind": kind, **fields}))
+    return json_line(finite({"kind": kind, **fields}))
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
@@ -260,13 +260,13 @@ def _cut(path: Path, round: int) -> int:
     return max([0, *(value["step"] + 1 for value in kept if isinstance(value.get("step"), int))])
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """The same value with null for every number that JSON has no word for."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: finite(part) for key, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _scalars(kind: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

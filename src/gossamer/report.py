@@ -5,10 +5,11 @@ What a run does not have is a dash; a number that was not finite is "not finite"
 """
 
 import base64
+import contextlib
 import io
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,19 @@ from gossamer.pricing import Timeline, price
 from gossamer.record import atomic_write, read_metrics
 from gossamer.trace import read_trace, trace_files
 
-__all__ = ["markdown_table", "over_seeds", "pictures", "ranked", "render_table", "summary_rows", "write_report"]
+__all__ = [
+    "drawing",
+    "line_style",
+    "markdown_table",
+    "over_seeds",
+    "pictures",
+    "plain",
+    "ranked",
+    "render_table",
+    "summary_rows",
+    "svg",
+    "write_report",
+]
 
 _DASH = "–"
 _PROGRESS = (("tokens", "tokens"), ("step", "inner steps"), ("round", "round"))
@@ -66,8 +79,9 @@ def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> l
     """One row per run: how good it ended, what it sent and how long it would have taken on each network.
 
     Keys: `method`; `loss`, `worst_loss` and `disagreement` of the last evaluation; `sent_bytes`, the mean over the
-    workers; `wall_s` and `utilisation`, each by name of network. A value is None where the run does not tell, and NaN
-    where it was not finite.
+    workers; `wall_s` and `utilisation`, each by name of network; `loss_at_s`, by name of network the seconds at which the
+    last worker had ended an evaluated round, with the loss. A value is None where the run does not tell, and NaN where it
+    was not finite.
 
     Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
     """
@@ -161,7 +175,14 @@ def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
         "ranking.png": ranking([_row(run) for run in loaded]),
         "curves.png": grid([run.label for run in loaded], curves, x_label),
     }
-    return {name: _image(figure, "png") for name, figure in figures.items()}
+    return {name: _png(figure) for name, figure in figures.items()}
+
+
+def _png(figure: Any) -> bytes:
+    image = io.BytesIO()
+    with drawing():
+        figure.savefig(image, format="png", dpi=100, metadata={"Software": None})
+    return image.getvalue()
 
 
 def _rank(loss: float | None) -> float:
@@ -185,7 +206,8 @@ def _load_one(label: str, folder: Path, networks: Mapping[str, Network]) -> _Run
     elif any(path.stat().st_size for path in trace_files(folder)):  # without bytes, the run has only just started
         trace = read_trace(folder)
         sent_bytes = float(trace.sent_bytes.mean())
-        timelines = {name: price(trace, network) for name, network in networks.items()}
+        if trace.workers > 1:  # one that is alone is on no network
+            timelines = {name: price(trace, network) for name, network in networks.items()}
     return _Run(
         label,
         list(evals.values()),
@@ -240,6 +262,7 @@ def _row(run: _Run) -> dict[str, Any]:
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
+        "loss_at_s": {name: list(zip(*_priced_curve(run, name, 1.0), strict=True)) for name in run.timelines},
     }
 
 
@@ -316,7 +339,7 @@ def _html_legend(runs: Sequence[_Run]) -> str:
     """One legend for all charts, in HTML so that it stays readable however many runs there are."""
     entries = []
     for place, run in enumerate(runs):
-        colour, dashes = _style(place)
+        colour, dashes = line_style(place)
         pattern = f' stroke-dasharray="{" ".join(str(2 * part) for part in dashes)}"' if dashes else ""
         line = f'<path d="M0 4H30" stroke="{colour}" stroke-width="2.5"{pattern}/>'
         entries.append(f'<li><svg width="30" height="8">{line}</svg>{escape(run.label)}</li>')
@@ -380,18 +403,14 @@ def _training_curve(run: _Run) -> _Curve:
 
 def _html_chart(chart: _Chart) -> str:
     """The chart as an image that the page carries inside itself."""
-    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    # A fixed salt makes equal runs give equal pages.
-    with matplotlib.rc_context(
-        {"svg.hashsalt": "gossamer", "font.family": "DejaVu Sans", "font.size": 9, "text.color": _INK}
-    ):
+    with drawing():
         figure = Figure(figsize=(5.6, 3.4), layout="constrained")
         axes = figure.add_subplot()
         for place, (x, y) in enumerate(chart.curves):
-            colour, dashes = _style(place)
+            colour, dashes = line_style(place)
             marker = "o" if len(x) <= 25 else None
             axes.plot(x, y, color=colour, linewidth=1.6, dashes=dashes or (None, None), marker=marker, markersize=3)
         if chart.log and any(value > 0 for _, y in chart.curves for value in y):
@@ -402,32 +421,47 @@ def _html_chart(chart: _Chart) -> str:
             low, high = min(late, default=0.0), max(late, default=1.0)
             axes.set_ylim(low - 0.05 * (high - low or 1.0), high + 0.05 * (high - low or 1.0))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set_xlabel(chart.x_label, color=_INK)
-        axes.grid(which="both", color=_FAINT, linewidth=0.6)
-        axes.tick_params(which="both", colors=_INK, length=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color(_FAINT)
+        plain(axes, chart.x_label)
     return _html_picture(chart.title, figure, f"{chart.title}, against {chart.x_label}")
 
 
 def _html_picture(title: str, figure: Any, alt: str = "") -> str:
     """A matplotlib figure that the page carries inside itself."""
-    data = base64.b64encode(_image(figure, "svg")).decode()
+    with drawing():
+        data = base64.b64encode(svg(figure)).decode()
     image_tag = f'<img alt="{escape(alt or title, quote=True)}" src="data:image/svg+xml;base64,{data}">'
     return f"<figure><figcaption>{escape(title)}</figcaption>{image_tag}</figure>"
 
 
-def _image(figure: Any, form: str) -> bytes:
-    """The bytes of a figure; the same for equal runs."""
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """Settings under which a figure is made and written; a fixed salt makes equal figures equal bytes."""
     import matplotlib
 
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "gossamer", "font.family": "DejaVu Sans", "font.size": 9, "text.color": _INK}
+    ):
+        yield
+
+
+def plain(axes: Any, x_label: str, *, grid: bool = True) -> None:
+    """Leaves to axes only what is read."""
+    axes.set_xlabel(x_label, color=_INK)
+    if grid:
+        axes.grid(which="both", color=_FAINT, linewidth=0.6)
+    axes.tick_params(which="both", colors=_INK, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_FAINT)
+
+
+def svg(figure: Any) -> bytes:
+    """A matplotlib figure as SVG, without the date."""
     image = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "gossamer", "font.family": "DejaVu Sans"}):
-        figure.savefig(image, format=form, dpi=100, metadata={"Date": None} if form == "svg" else {"Software": None})
+    figure.savefig(image, format="svg", metadata={"Date": None})
     return image.getvalue()
 
 
-def _style(place: int) -> tuple[str, tuple[float, ...]]:
+def line_style(place: int) -> tuple[str, tuple[float, ...]]:
     """Colour and dashes of the run at this place: colours first, then the same colours dashed."""
     return _COLOURS[place % len(_COLOURS)], _DASHES[place // len(_COLOURS) % len(_DASHES)]
 

@@ -72,6 +72,10 @@ class Schedule:
         """Whether a round is its local phase and then one exchange of everything, heard at once."""
         return self == Schedule()
 
+    def hidden(self, full_steps: int) -> float:
+        """Share of a round's inner steps during which some fragment is under way, if the fragments follow one another."""
+        return min(1.0, self.fragments * self.overlap_steps / full_steps)
+
     def check(self, full_steps: int) -> None:
         """Raises ConfigError when a round of so many inner steps cannot be divided like this."""
         if self.fragments > full_steps:

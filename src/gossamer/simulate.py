@@ -7,6 +7,7 @@ each worker computes exactly what its own process would.
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -21,16 +22,21 @@ from torch import Tensor
 from gossamer import checkpoint, sync
 from gossamer.config import RunConfig, digest, dump
 from gossamer.data import open_corpus
-from gossamer.errors import CheckpointError
+from gossamer.errors import CheckpointError, ConfigError
 from gossamer.evaluate import Assessment, Probe, assess, mean_of, publish
 from gossamer.launch import available_cores
+from gossamer.network import Network, jitter_factors, links_of
+from gossamer.pacing import Note, links_at, uplinks_bps
 from gossamer.record import Progress, RunFolder
+from gossamer.trace import Operation
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.worker import Worker, joined, method
+from gossamer.worker import LocalPhase, Worker, joined, method
 
 __all__ = ["Result", "simulate"]
 
 log = logging.getLogger("gossamer")
+
+Told = tuple[list[LocalPhase], list[list[Operation]]]  # what a worker did in a round: between its stops, and at them
 
 
 class Result(NamedTuple):
@@ -82,13 +88,15 @@ def simulate(
 ) -> Result:
     """Trains all workers of a run and records it in `folder`; bitwise what `gossamer train` computes on real processes.
 
+    Only where local steps adapt (`run.adapt`) they follow the clock there, and here the seconds of the declared network.
+
     Args:
         resume: continue from the newest checkpoint in the folder.
         until: stop after this many rounds, as if killed there.
     Raises: ConfigError, DataError, CheckpointError; TrainingError when a loss is not finite.
     Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
     """
-    m = method(config)
+    m, network = method(config), _paced_by(config)
     device = torch.device(
         "cuda" if config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available()) else "cpu"
     )
@@ -97,9 +105,9 @@ def simulate(
     probe = Probe(config, corpus, device)
     stacked = torch.empty(n, probe.x.numel(), dtype=probe.x.dtype, device=device)
     workers = [Worker(i, config, corpus, device, stacked[i]) for i in range(n)]
-    network = MemoryNetwork(n)
+    mailboxes = MemoryNetwork(n)
     for worker in workers:
-        worker.join(m, network.transport(worker.index))
+        worker.join(m, mailboxes.transport(worker.index))
     start, busy_s = 0, 0.0
 
     if resume:
@@ -135,7 +143,7 @@ def simulate(
         before, final = tokens(), None
         for round in range(start, config.rounds):
             began = time.perf_counter()
-            told = [([], []) for _ in workers]
+            told: list[Told] = [([], []) for _ in workers]
             for stops in zip(*(worker.segments(round) for worker in workers), strict=True):
 
                 def train(worker: Worker) -> None:
@@ -162,6 +170,8 @@ def simulate(
             busy_s += time.perf_counter() - began
             for worker, (phases, operations) in zip(workers, told, strict=True):
                 worker.tell(record, round, phases, operations)
+            if network is not None and finished < config.rounds:
+                _pace(network, workers, round, told)
             if config.due(config.run.eval_every, finished):
                 final = assess([w.evaluated for w in workers], lambda models: each(score, models))
                 step = finished * config.full_steps
@@ -179,3 +189,41 @@ def simulate(
         if until is None and config.record.export:
             publish(config, corpus, mean_of([w.evaluated for w in workers]), folder)
     return Result(final, tokens(), (tokens() - before) / busy_s if busy_s else 0.0)
+
+
+def _paced_by(config: RunConfig) -> Network | None:
+    """The network in whose seconds local steps adapt; None where they do not.
+
+    Raises: ConfigError when it is not clear which, or its seconds are not all there.
+    """
+    adapt, declared = config.run.adapt, config.network
+    if not adapt:
+        return None
+    if not isinstance(adapt, str) and len(declared) != 1:
+        raise ConfigError(
+            f"run.adapt is true and the run file declares {len(declared)} networks ({', '.join(declared) or 'none'}), where a "
+            "simulation takes the seconds of one; declare one as [network.NAME], or name one in run.adapt"
+        )
+    network = declared[adapt] if isinstance(adapt, str) else next(iter(declared.values()))
+    step_s = links_of(network, config.workers).step_s
+    if step_s is None or not step_s.min() > 0:
+        raise ConfigError(
+            f"run.adapt needs the seconds of an inner step and the network gives step_s = {network.step_s}; set it above 0"
+        )
+    return network
+
+
+def _pace(network: Network, workers: list[Worker], round: int, told: list[Told]) -> None:
+    """Local steps for the next round, as seconds measured on this network would have them."""
+    n, notes = len(workers), dict[int, Note]()
+    links = links_at(network, n, max(worker.pacer.clock_s for worker in workers if worker.pacer is not None))
+    assert links.step_s is not None
+    step_s = (links.step_s * jitter_factors(network, round, n)).tolist()
+    uplink_bps = uplinks_bps(links).tolist()
+    for i, (worker, (phases, operations)) in enumerate(zip(workers, told, strict=True)):
+        assert worker.pacer is not None
+        seen = {i: uplink_bps[i] / 8} if math.isfinite(uplink_bps[i]) else {}
+        notes[i] = worker.measured(joined(phases), operations, seen, step_s[i])
+    for worker in workers:
+        assert worker.pacer is not None
+        worker.take(worker.pacer.decided(notes, n))

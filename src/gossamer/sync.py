@@ -122,8 +122,10 @@ _Legs = Generator[Ticket | _Posted | _Heard | None, None, None]
 class Exchange:
     """One worker's end of an exchange; made by `begin`, which announces what will be received."""
 
-    def __init__(self, legs: _Legs, transport: Transport):
+    def __init__(self, legs: _Legs, transport: Transport, local_steps: int = 1):
         self._legs, self._transport = legs, transport
+        self.local_steps = local_steps
+        """Inner steps of this worker in the round that it belongs to."""
         self.sent: Sent | None = None
         """Known once it is posted."""
         self.waits_for: Ticket | None = None
@@ -257,7 +259,7 @@ def begin(
         legs = _through_owners(job)
     else:
         legs = _reduced(job, reduce)
-    return Exchange(legs, transport)
+    return Exchange(legs, transport, ctx.local_steps)
 
 
 def hear_nothing(rule: Rule, part: Part, ctx: Context, kernel: Kernel | None = None) -> None:

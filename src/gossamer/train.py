@@ -6,6 +6,7 @@ such as the mean model, is formed afterwards by `gossamer evaluate`.
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from gossamer import checkpoint
@@ -14,7 +15,10 @@ from gossamer.data import open_corpus
 from gossamer.errors import CheckpointError, GossamerError
 from gossamer.evaluate import Probe
 from gossamer.launch import Member, agree, join, leave
+from gossamer.pacing import note_of
 from gossamer.record import RunFolder
+from gossamer.topology import Topology
+from gossamer.transport import Arrival
 from gossamer.transport.board import Board
 from gossamer.transport.group import GroupTransport, all_reduce
 from gossamer.worker import Worker, joined, method
@@ -43,7 +47,7 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
 
 
 def train_member(config: RunConfig, folder: Path, member: Member, *, resume: bool = False) -> None:
-    """Trains the worker that this process is; bitwise what the simulator computes for it.
+    """Trains the worker that this process is; bitwise what the simulator computes for it, unless local steps adapt to the clock.
 
     Args: `resume` continues from the newest round of which every worker has its snapshot.
     Cost: one model, its gradients and states, the message in flight and those it hears.
@@ -91,6 +95,11 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
                 worker.take_in()
             worker.tell(record, round, phases, operations)
             phase = joined(phases)
+            if worker.pacer is not None and finished < config.rounds:
+                mine = worker.measured(phase, operations, _uplinks(transport.arrivals(), m.topology))
+                told = {i: note_of(text, member.n) for i, text in board.circulate(mine.text).items()}
+                notes = {i: note for i, note in told.items() if note is not None}
+                worker.take(worker.pacer.decided({**notes, worker.index: mine}, member.n))
             step, tokens = worker.steps_taken, worker.steps_taken * config.step_tokens
             if config.due(config.run.eval_every, finished):
                 own = probe.loss(worker.evaluated)
@@ -104,3 +113,14 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
                 checkpoint.save(store, finished, worker.index, worker.state(), digest=key, since=since)
                 newest = finished
     transport.close()
+
+
+def _uplinks(arrivals: Sequence[Arrival], topology: Topology) -> dict[int, float]:
+    """The bytes per second that each peer's link can send, by the messages that came; those it sent at once share its link."""
+    sent, seconds = dict[int, float](), dict[int, float]()
+    for ticket, peer, payload_bytes, took_s in arrivals:
+        if ticket.leg == 0:
+            at_once = len(topology.mixing(ticket.round).sends_to(peer))
+            sent[peer] = sent.get(peer, 0.0) + at_once * payload_bytes
+            seconds[peer] = seconds.get(peer, 0.0) + took_s
+    return {peer: size / max(seconds[peer], 1e-6) for peer, size in sent.items()}

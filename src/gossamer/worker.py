@@ -2,24 +2,25 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gossamer import outer
+from gossamer import outer, stability
 from gossamer.codecs import CODECS
 from gossamer.config import RunConfig, digest
 from gossamer.data import Corpus
-from gossamer.errors import CheckpointError, TrainingError
+from gossamer.errors import CheckpointError, PairingError, TrainingError
 from gossamer.fragment import Layout, arrange, attach, flat_gradients, layout_of, views
 from gossamer.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.model import build_model, loss
 from gossamer.optimizers import GPA
 from gossamer.outer import Method, OuterLoop
+from gossamer.pacing import Note, Pacer, first_leg_bytes
 from gossamer.record import RunFolder
-from gossamer.rules import make_rule
+from gossamer.rules import make_rule, weighted
 from gossamer.schedule import Stop
 from gossamer.topology import make_topology
 from gossamer.trace import Entry, Operation
@@ -36,6 +37,13 @@ def method(config: RunConfig) -> Method:
     """
     topology = make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
     rule = make_rule(config.rule.name, **config.rule.options)
+    if config.run.weigh_steps:
+        rule = weighted(stability.settle(rule, topology))
+    if config.run.weigh_steps and config.run.adapt and rule.delay_rounds:
+        raise PairingError(
+            f"run.adapt and run.weigh_steps are set for rule '{rule.name}', which hears {rule.delay_rounds} round late, when its "
+            "local steps may be others than those it sent; leave one of the two out"
+        )
     codec = CODECS[config.codec.name](**config.codec.options)
     return outer.method(
         rule, topology, codec, config.schedule, local_steps=config.run.local_steps, compile=config.run.compile
@@ -78,6 +86,8 @@ class Worker:
     published is `evaluated`: `x` itself, or the average of an optimizer that keeps one.
     """
 
+    loop: OuterLoop
+
     def __init__(
         self, index: int, config: RunConfig, corpus: Corpus, device: torch.device, buffer: Tensor | None = None
     ):
@@ -105,14 +115,9 @@ class Worker:
             self.moments = share_moments(self.optimizer, self.model, self.layout)
         self.gradient: Tensor | None = None
         self.local_steps = config.local_steps(index)
+        self.pacer: Pacer | None = None
+        """Decides on the local steps of the next round, where they adapt."""
         self.steps_taken = 0
-        self._loop: OuterLoop | None = None
-
-    @property
-    def loop(self) -> OuterLoop:
-        """The outer loop it has joined."""
-        assert self._loop is not None, "join first"
-        return self._loop
 
     def join(
         self, m: Method, transport: Transport, reduce: Callable[[Sequence[Tensor], Ticket], None] | None = None
@@ -125,10 +130,17 @@ class Worker:
         if self.averaged is not None and m.rule.site == "parameters":
             parts = [(self.averaged, twice(self.layout))]  # mixing the parameters alone would part them from these two
         parts += [(moments, self.layout) for moments in self.moments or ()]
-        self._loop = OuterLoop(
+        self.loop = OuterLoop(
             m, transport, parts, workers=self.config.workers, local_steps=self.local_steps,
             full_steps=self.config.full_steps, seed=self.config.seed, reduce=reduce,
         )  # fmt: skip
+        if self.config.run.adapt:
+            hidden = 1.0 if m.rule.delay_rounds else m.schedule.hidden(self.config.full_steps)
+            self.pacer = Pacer(self.index, self.local_steps, self.config.full_steps, hidden)
+
+    def take(self, local_steps: int) -> None:
+        """From the next round on, takes so many inner steps in each."""
+        self.local_steps = self.loop.local_steps = local_steps
 
     def local_phase(self, round: int, start: int, stop: int, between: Callable[[], None] | None = None) -> LocalPhase:
         """The inner steps `start` to `stop` of a round; for a rule on gradients without the optimizer step, which `apply` takes.
@@ -150,8 +162,8 @@ class Worker:
             self.steps_taken += 1
             if self.gradient is None:
                 self._step(round, h)
-            if self.config.run.pace_s:
-                time.sleep(max(0.0, began + len(losses) * self.config.run.pace_s - time.perf_counter()))
+            if pace_s := self.config.pace_s(self.index):
+                time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
             if between is not None:
                 between()
         lr = self.optimizer.param_groups[0]["lr"]
@@ -219,13 +231,24 @@ class Worker:
                 record.log_trace(Entry(entry, self.index, len(part.losses), part.compute_s, tuple(sent)))
                 entry, gathered = entry + 1, []
 
+    def measured(
+        self, phase: LocalPhase, operations: Sequence[Sequence[Operation]], uplinks_bytes_per_s: Mapping[int, float],
+        step_s: float | None = None,
+    ) -> Note:  # fmt: skip
+        """Tells the pacer how the round went, and returns what the others should know; `step_s` in place of the measured one."""
+        assert self.pacer is not None
+        own_s = phase.compute_s / len(phase.losses) if step_s is None else step_s
+        sent_bytes = first_leg_bytes(operation for some in operations for operation in some)
+        return self.pacer.measured(own_s, sent_bytes, uplinks_bytes_per_s)
+
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position, RNG."""
         return {
             "x": self.evaluated,
-            "outer": [] if self._loop is None else leaves(self._loop.state),
-            "under_way": [] if self._loop is None else self._loop.state_under_way(),
+            "outer": leaves(self.loop.state),
+            "under_way": self.loop.state_under_way(),
             "steps_taken": self.steps_taken,
+            "pace": None if self.pacer is None else self.pacer.state(),
             "inner": self.optimizer.state_dict(),
             "data": self.corpus.state(),
             "rng": torch.get_rng_state(),
@@ -234,8 +257,7 @@ class Worker:
     def restore(self, state: dict[str, Any]) -> None:
         """Takes a checkpoint back. Raises CheckpointError when it does not fit this model or rule."""
         try:
-            outer = () if self._loop is None else self._loop.state
-            mine, theirs = [self.evaluated, *leaves(outer)], [state["x"], *state["outer"]]
+            mine, theirs = [self.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
             for own, saved in zip(mine, theirs, strict=True):
                 if own.shape != saved.shape or own.dtype != saved.dtype:
                     raise ValueError(
@@ -244,11 +266,13 @@ class Worker:
             for own, saved in zip(mine, theirs, strict=True):
                 own.copy_(saved)
             self.steps_taken = int(state["steps_taken"])
+            if self.pacer is not None:
+                self.pacer.restore(state["pace"])
+                self.take(self.pacer.steps)
             self.optimizer.load_state_dict(state["inner"])
             if self.moments:
                 share_moments(self.optimizer, self.model, self.layout, self.moments)
-            if self._loop is not None:
-                self._loop.restore_under_way(state["under_way"])
+            self.loop.restore_under_way(state["under_way"])
             self.corpus.restore(state["data"])
             torch.set_rng_state(state["rng"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:

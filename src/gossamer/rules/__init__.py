@@ -22,6 +22,7 @@ from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.sgp import sgp
 from gossamer.rules.slowmo import slowmo
 from gossamer.rules.sparta import sparta
+from gossamer.rules.weighted import weighted
 
 __all__ = [
     "RULES",
@@ -52,6 +53,7 @@ __all__ = [
     "slowmo",
     "sparseloco",
     "sparta",
+    "weighted",
 ]
 
 RULES: dict[str, Callable[..., Rule]] = {

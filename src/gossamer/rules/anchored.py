@@ -44,7 +44,7 @@ def anchored(rule: Rule) -> Rule:
             f"an anchor cancels in gossip only, and rule '{rule.name}' does not gossip whole parameters; allowed are rules such "
             "as 'gasloc': for averaged pseudo-gradients use error_feedback"
         )
-    reset = rule.reset
+    reset, start = rule.reset, rule.start
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(rule.init(x, ctx), x.clone())
@@ -61,6 +61,7 @@ def anchored(rule: Rule) -> Rule:
         name=f"anchored_{rule.name}", init=init, send=send, hear=_pull_and_mean, recv=recv,
         state_copies=rule.state_copies + 1,
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
+        start=None if start is None else lambda s: start(s.inner),
     )  # fmt: skip
 
 

@@ -69,4 +69,5 @@ def diloco(
         mean_preserving=True, identical=True,
         state_copies=1 if optimizer == "sgd" else 2,
         reset=None if optimizer == "sgd" else lambda x, s: s._replace(b=torch.zeros_like(s.b)),
+        start=lambda s: s.anchor,
     )  # fmt: skip

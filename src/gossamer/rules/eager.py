@@ -62,4 +62,5 @@ def eager(lr: float = 0.4, momentum: float = 0.9, fresh: bool = True) -> Rule:
         needs="everyone", n1_limit=OuterSGD(lr, momentum, momentum > 0.0) if fresh else "outer optimizer",
         identical=not fresh, state_copies=2, delay_rounds=1,
         reset=lambda x, s: s._replace(b=torch.zeros_like(s.b)),
+        start=lambda s: s.anchor,
     )  # fmt: skip

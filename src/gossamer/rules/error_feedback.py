@@ -46,7 +46,7 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
             f"error feedback needs a rule whose pseudo-gradients are averaged, and got '{rule.name}'; allowed are rules such "
             "as 'diloco': for compressed gossip use 'choco' on a static graph or 'anchored_gasloc' on any"
         )
-    reset = rule.reset
+    reset, start = rule.reset, rule.start
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(rule.init(x, ctx), torch.zeros_like(x))
@@ -63,6 +63,7 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
         name=f"error_feedback_{rule.name}", options={**rule.options, "decay": decay}, init=init, send=send, recv=recv,
         state_copies=rule.state_copies + 1,
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
+        start=None if start is None else lambda s: start(s.inner),
     )  # fmt: skip
 
 

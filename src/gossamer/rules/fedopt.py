@@ -85,4 +85,5 @@ def fedopt(
         init, send, mean, recv,
         needs="everyone", n1_limit="outer optimizer", mean_preserving=True, identical=True, state_copies=3,
         reset=lambda x, s: s._replace(m=torch.zeros_like(s.m)),
+        start=lambda s: s.anchor,
     )  # fmt: skip

@@ -92,4 +92,5 @@ def gasloc(
         consensus=Consensus(a, gamma, "post" if form == "post" and optimizer == "nesterov" else "pre"),
         state_copies=keeps_anchor + (optimizer != "sgd"),
         reset=None if optimizer == "sgd" else lambda x, s: s._replace(prev=x),
+        start=(lambda s: s.anchor) if keeps_anchor else None,
     )  # fmt: skip

@@ -102,3 +102,5 @@ class Rule(NamedTuple):
     earlier round, and zeros in the first rounds, when there is nothing to hear yet."""
     reset: Callable[[Tensor, Tree], Tree] | None = None
     """`reset(x, s) -> s` forgets the outer momentum after a round that ended at `x`; None for rules without one."""
+    start: Callable[[Tree], Tensor] | None = None
+    """`start(s)` is where the round began, a tensor of the state; None for rules that do not keep it."""

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Ticket", "Transport"]
+__all__ = ["Arrival", "Ticket", "Transport"]
 
 
 class Ticket(NamedTuple):
@@ -18,6 +18,16 @@ class Ticket(NamedTuple):
     fragment: int = 0
     leg: int = 0
     """0 for a plain exchange and for the way to the chunk owners of a mean, 1 for the way back."""
+
+
+class Arrival(NamedTuple):
+    """How long the bytes of one message took to come through, apart from how long it was waited for."""
+
+    ticket: Ticket
+    peer: int
+    payload_bytes: int
+    seconds: float
+    """From the arrival of its header to that of its last byte."""
 
 
 class Transport(Protocol):

@@ -1,8 +1,9 @@
 """The notice board of a run, in the store of its launcher: who waits for whom, and who failed first.
 
 A worker only sees its own connections, yet the worker that failed may be two hops away. So whoever waits for long pins up
-for whom, again and again, and whoever fails pins up why, which only the first can do. The board is read and written on
-long waits and on errors alone, and each use is bounded in time: a store that is gone costs the blame, never the run's end.
+for whom, again and again, and whoever fails pins up why, which only the first can do. For that the board is read and written
+on long waits and on errors alone. Beside it hang small notes of each worker: what it has saved, and how fast it is. Each use
+is bounded in time: a store that is gone costs the blame and the news, never the run's end.
 """
 
 import json
@@ -12,8 +13,10 @@ from typing import Literal, NamedTuple, TypeVar
 
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-__all__ = ["Board", "Failure", "Note", "blame"]
+__all__ = ["THREADS", "Board", "Failure", "Note", "blame"]
 
+THREADS = "gossamer transfer"
+"""The name of all threads that may be inside torch when a run ends: those that follow transfers, and that of a board."""
 T = TypeVar("T")
 
 
@@ -70,6 +73,8 @@ class Board:
         self._patience_s = patience_s
         self._store = PrefixStore("gossamer/board", store)
         self._beat = 0
+        self._errand: threading.Thread | None = None
+        self._circulated: dict[int, bytes] = {}
 
     def waits_for(self, peers: Iterable[int]) -> None:
         """Pins up, with a new beat, for whom this worker waits."""
@@ -106,6 +111,26 @@ class Board:
         self._ask(lambda: self._store.set(f"saved/{self.worker}", str(round)))
         said = [self._read(f"saved/{worker}") for worker in range(self._n)]
         return min(int(text) if text is not None and text.isdigit() else 0 for text in said)
+
+    def circulate(self, text: str) -> dict[int, bytes]:
+        """Pins up a note for all in the background, and returns the notes of all that the last time found; never waits.
+
+        While the store has not answered yet, nothing more is asked of it.
+        """
+        if not self.gone and (self._errand is None or not self._errand.is_alive()):
+            self._errand = threading.Thread(target=self._circulate, args=(text,), name=THREADS, daemon=True)
+            self._errand.start()
+        return self._circulated
+
+    def _circulate(self, text: str) -> None:
+        keys = {worker: f"circular/{worker}" for worker in range(self._n)}
+        try:
+            self._store.set(keys[self.worker], text)
+            if not self._store.check(list(keys.values())):  # a store waits for what is not there
+                keys = {worker: key for worker, key in keys.items() if self._store.check([key])}
+            self._circulated = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
+        except RuntimeError:
+            self.gone = True
 
     def _read(self, name: str) -> bytes | None:
         return self._ask(lambda: self._store.get(name) if self._store.check([name]) else None)

@@ -26,6 +26,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -39,8 +40,8 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.rng import key
-from gossamer.transport import Ticket, wire
-from gossamer.transport.board import Board, Failure, Note, blame
+from gossamer.transport import Arrival, Ticket, wire
+from gossamer.transport.board import THREADS, Board, Failure, Note, blame
 
 __all__ = ["GroupTransport", "Traffic", "all_reduce", "hang_up"]
 
@@ -49,8 +50,6 @@ LIFELINE = key(0, "lifeline") >> 32
 """The tag of the receive that nobody answers."""
 GRACE_S = 0.25
 """How long after its connection a transfer that had ended well may be noticed to have done so."""
-THREADS = "gossamer transfer"
-"""The name of all threads that follow transfers."""
 Way = Literal["from", "to"]
 
 
@@ -162,6 +161,7 @@ class GroupTransport:
         self._board = Board(store, self.worker, self._n, patience_s=min(2.0, timeout_s / 4))
         self._memory = _Memory()
         self._exchanges: dict[Ticket, _Exchange] = {}
+        self._arrivals: deque[Arrival] = deque(maxlen=1 << 14)  # nobody may ask for them
         self._lifelines: set[int] = set()
         self._news = threading.Condition()
 
@@ -236,6 +236,13 @@ class GroupTransport:
             frames[peer] = wire.unpack(landing.payload.to(self._device), landing.like)
         return frames
 
+    def arrivals(self) -> list[Arrival]:
+        """The messages that have come since this was last asked; none on NCCL, where header and payload come together."""
+        with self._news:
+            arrived = list(self._arrivals)
+            self._arrivals.clear()
+        return arrived
+
     def close(self) -> None:
         """Forgets all tickets; what is under way ends with the process group (`hang_up`), which others may still use."""
         self._exchanges.clear()
@@ -294,8 +301,14 @@ class GroupTransport:
             for work in works[:before]:
                 self._finish(work)
             headers = [landing.check_header() for landing in landings]
+            began = time.perf_counter()
             for work in works[before:]:
                 self._finish(work)
+            if before < len(works):
+                seconds = time.perf_counter() - began
+                came = [Arrival(h.ticket, h.sender, h.payload_bytes, seconds) for h in headers]
+                with self._news:
+                    self._arrivals.extend(came)
             for landing, header in zip(landings, headers, strict=True):
                 landing.check_payload(header)
         except (RuntimeError, TransportError) as error:

@@ -1,0 +1,77 @@
+"""Weighting by local steps: how far a worker went counts per inner step, however many it took."""
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gossamer.errors import ConfigError
+from gossamer.rules.rule import Context, Rule
+from gossamer.tree import Tree
+
+__all__ = ["weighted"]
+
+
+class _State(NamedTuple):
+    """The state of the rule inside, and where the round began (absent where that state has it)."""
+
+    inner: Tree
+    start: Tree
+
+
+def weighted(rule: Rule) -> Rule:
+    """The same rule, in which the drift of a worker that took fewer local steps is scaled to as many as the others took.
+
+    θ_i(end) ← θ_i(start) + (H / H_i) (θ_i(end) - θ_i(start)),   and on as in the rule
+
+    With unequal local steps the mean drift is an average over steps, in which a worker with few of them, and the data only it
+    has, hardly counts. Scaled, the mean drift is H times the mean over workers of the drift per step. A worker with H_i = H is
+    left as it is, to the last bit.
+
+    Args:
+        rule: one that acts on parameters.
+    Cost: that of the rule, and where it does not keep where the round began, 1 P more of state.
+    Source: ours; akin to the normalised averaging of FedNova (arXiv 2007.07481), with plain sums of steps.
+    Fails when: H_i is much smaller than H: the noise of a few steps is multiplied as well. In `gossamer.Outer` every worker
+        knows its own steps only, and the rule is itself.
+    Raises: ConfigError for rules on gradients, and while the rule's gossip step is still to be settled.
+
+    >>> from gossamer.rules.gasloc import gasloc
+    >>> weighted(gasloc()).state_copies == gasloc().state_copies
+    True
+    """
+    if rule.site != "parameters":
+        raise ConfigError(
+            f"rule '{rule.name}' acts on {rule.site} and has no local steps to weigh by; allowed are rules with a local phase, "
+            "such as 'diloco': leave run.weigh_steps out"
+        )
+    if rule.consensus is not None and math.isnan(rule.consensus.alpha):
+        raise ConfigError(
+            f"rule '{rule.name}' still has alpha = 'auto'; settle it with gossamer.stability.settle(rule, topology) first, or "
+            "give a number"
+        )
+    kept, reset = rule.start, rule.reset
+
+    def whole(x: Tensor, s: _State, ctx: Context) -> Tensor:
+        """The parameters as if this worker had taken all steps."""
+        if ctx.local_steps >= ctx.full_steps:
+            return x
+        start = s.start if kept is None else kept(s.inner)
+        return start + ctx.full_steps / ctx.local_steps * (x - start)
+
+    def init(x: Tensor, ctx: Context) -> _State:
+        return _State(rule.init(x, ctx), x.clone() if kept is None else ())
+
+    def send(x: Tensor, s: _State, ctx: Context) -> Tree:
+        return rule.send(whole(x, s, ctx), s.inner, ctx)
+
+    def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
+        x, inner = rule.recv(whole(x, s, ctx), s.inner, told, heard, ctx)
+        return x, _State(inner, x if kept is None else ())
+
+    return rule._replace(
+        name=f"weighted_{rule.name}", init=init, send=send, recv=recv,
+        state_copies=rule.state_copies + (kept is None),
+        start=(lambda s: s.start) if kept is None else lambda s: kept(s.inner),
+        reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
+    )  # fmt: skip

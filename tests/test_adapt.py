@@ -1,0 +1,196 @@
+"""Runs whose local steps follow the clock: simulated on a declared network, and real ones on slow machines and slow links."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tomli_w
+import torch
+
+from gossamer import checkpoint
+from gossamer.config import digest, dump, parse
+from gossamer.errors import ConfigError, PairingError
+from gossamer.evaluate import evaluate
+from gossamer.record import read_metrics
+from gossamer.shapes import ModelConfig, parameter_count
+from gossamer.simulate import simulate
+from gossamer.trace import read_trace
+from gossamer.worker import method
+from tiny import document, tiny
+
+SMALL = {"hidden_size": 8, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 8}
+PAYLOAD_BYTES = 4 * parameter_count(ModelConfig(**SMALL), 256)
+
+
+def declared(share, step_s=1.0, **options):
+    """A network on which one exchange lasts 5/3 steps, and the last worker has this share of the others' uplink."""
+    bps = 8 * PAYLOAD_BYTES / (5 / 3 * step_s)
+    return {"uplink_bps": [bps, bps, bps, share * bps], "downlink_bps": bps, "step_s": step_s, **options}
+
+
+def adaptive(network, **overrides):
+    """A run of four workers that adapt from at most 30 steps."""
+    quick = {
+        "workers": 4, "run__adapt": True, "run__steps": 120, "run__local_steps": 30, "run__eval_every": 0,
+        "run__checkpoint_every": 0, "data__seq_len": 4, "data__batch_size": 1, "data__max_bytes": 50_000,
+        **{f"model__{name}": value for name, value in SMALL.items()},
+    }  # fmt: skip
+    return parse({**document(**quick | overrides), "network": network})
+
+
+def last_states(folder, config):
+    return [checkpoint.load(folder / "checkpoints", config.rounds, w, digest(config)) for w in range(config.workers)]
+
+
+@pytest.mark.parametrize(
+    ("share", "peers", "steps"), [(0.1, 1, 15), (0.1, 2, 1), (0.2, 1, 23), (0.2, 2, 16), (1.0, 1, 30)]
+)
+def test_a_slow_uplink_settles_on_the_published_steps_within_three_rounds(share, peers, steps, tmp_path):
+    config = adaptive({"slow": declared(share)}, topology__peers=peers, run__steps=90)
+    simulate(config, tmp_path / "run")
+    assert read_trace(tmp_path / "run").steps.tolist() == [[30] * 4, [30] * 4, [30, 30, 30, steps]]
+
+
+def test_steps_follow_a_link_that_changes_and_a_slow_computer(tmp_path):
+    later = {"at_s": 60.0, "factor": 0.2, "worker": 1}
+    network = declared(1.0, changes=[later]) | {"step_s": [1.0, 1.0, 2.0, 1.0]}
+    config = adaptive({"one": network}, run__local_steps=10, run__steps=180)
+    simulate(config, tmp_path / "run")
+    steps = read_trace(tmp_path / "run").steps
+    assert steps[4].tolist() == [10, 10, 5, 10]
+    assert steps[-1].tolist() == [10, 3, 5, 10]
+
+
+def test_jitter_moves_no_steps_back_and_forth(tmp_path):
+    config = adaptive({"one": declared(0.2, jitter=0.05)}, run__steps=360)
+    simulate(config, tmp_path / "run")
+    steps = read_trace(tmp_path / "run").steps
+    changes = (steps[4:] != steps[3:-1]).sum(axis=0)
+    assert changes.max() <= 2
+    assert all(abs(own - wanted) <= 3 for own, wanted in zip(steps[-1], (30, 30, 30, 23), strict=True))
+
+
+@pytest.mark.parametrize(
+    "schedule", [{}, {"schedule__fragments": 2, "schedule__overlap_steps": 3}], ids=["plain", "streaming"]
+)
+def test_a_resumed_run_goes_on_with_the_steps_in_force_and_to_the_same_bits(schedule, tmp_path):
+    config = adaptive(
+        {"slow": declared(0.1)}, run__checkpoint_every=30, run__weigh_steps=True, model__layers=2, **schedule
+    )
+    simulate(config, tmp_path / "whole")
+    simulate(config, tmp_path / "parts", until=3)
+    simulate(config, tmp_path / "parts", resume=True)
+    steps = [read_trace(tmp_path / name).steps.tolist() for name in ("whole", "parts")]
+    assert steps[0] == steps[1] and min(steps[0][-1]) < 30
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "parts")
+    states = [last_states(tmp_path / name, config) for name in ("whole", "parts")]
+    assert all(torch.equal(a["x"], b["x"]) for a, b in zip(*states, strict=True))
+    fragments = config.schedule.fragments  # each has a round of its own in the trace
+    assert [state["pace"]["steps"] for state in states[0]] == np.sum(steps[0][-fragments:], axis=0).tolist()
+
+
+def test_tokens_are_those_that_were_trained_on(tmp_path):
+    config = adaptive({"slow": declared(0.1)})
+    result = simulate(config, tmp_path / "run")
+    steps = int(read_trace(tmp_path / "run").steps.sum())
+    assert result.tokens == steps * config.step_tokens < 120 * 4 * config.step_tokens
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    evaluate(tmp_path / "run")
+    assert read_metrics(tmp_path / "run")[-1]["tokens"] == result.tokens
+
+
+def test_declared_steps_are_what_a_run_begins_with_and_the_largest_the_most(tmp_path):
+    config = adaptive({"slow": declared(0.1)}, run__local_steps=[30, 30, 30, 15])
+    simulate(config, tmp_path / "run")
+    assert read_trace(tmp_path / "run").steps.tolist() == [[30, 30, 30, 15]] * 4
+
+
+@pytest.mark.parametrize(
+    ("networks", "overrides", "sentence"),
+    [
+        ({}, {}, r"run\.adapt is true and the run file declares 0 networks \(none\)"),
+        ({"a": declared(1.0), "b": declared(1.0)}, {}, r"declares 2 networks \(a, b\)"),
+        ({"a": declared(1.0)}, {"run__adapt": "c"}, "run.adapt is 'c': unknown network 'c'"),
+        ({}, {"run__adapt": "c"}, "run.adapt is 'c': the run file declares no network"),
+        ({"a": declared(1.0) | {"step_s": 0.0}}, {}, "gives step_s = 0"),
+        ({"a": {"uplink_bps": 1e6, "downlink_bps": 1e6}}, {}, "gives step_s = None"),
+        ({"a": {"uplink_bps": [1e6, 1e6], "downlink_bps": 1e6, "step_s": 1}}, {}, "lists 2 workers but the run has 4"),
+        ({"a": declared(1.0)}, {"run__local_steps": 1, "run__steps": 2}, "of which none can be left out"),
+    ],
+)
+def test_what_cannot_adapt_is_refused_in_a_sentence(networks, overrides, sentence, tmp_path):
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        simulate(adaptive(networks, **overrides), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_one_of_several_networks_can_be_named(tmp_path):
+    both = {"even": declared(1.0), "slow": declared(0.1)}
+    for name, steps in (("even", 30), ("slow", 15)):
+        simulate(adaptive(both, run__adapt=name, run__steps=90), tmp_path / name)
+        assert read_trace(tmp_path / name).steps[-1, 3] == steps
+
+
+def test_a_rule_that_hears_late_is_weighed_with_steps_that_stay_or_not_at_all():
+    eager = {"rule__name": "eager", "topology__name": "complete"}
+    method(tiny(**eager, run__weigh_steps=True))
+    method(tiny(**eager, run__adapt=True))
+    with pytest.raises(PairingError, match="hears 1 round late"):
+        method(tiny(**eager, run__weigh_steps=True, run__adapt=True))
+
+
+# --- real processes -------------------------------------------------------------------------------------------------
+
+
+def train(config, folder, *words):
+    """`gossamer train --local N` to its end."""
+    (folder.parent / "run.toml").write_text(dump(config))
+    target = words or (str(folder.parent / "run.toml"), "--out", str(folder))
+    command = [sys.executable, "-m", "gossamer", "train", *target, "--local", str(config.workers)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resumed(tmp_path):
+    config = tiny(
+        run__local_steps=8, run__steps=64, run__adapt=True, run__pace_s=[0.08, 0.08, 0.4], run__eval_every=0,
+        run__checkpoint_every=32, run__timeout_s=60,
+    )  # fmt: skip
+    train(config, tmp_path / "run")
+    steps = read_trace(tmp_path / "run").steps
+    assert steps[0].tolist() == [8, 8, 8]
+    assert steps[-1, 2] <= 4 and steps[-1, :2].min() >= 6, steps
+    for worker in range(3):  # as if all had been killed in the last rounds
+        checkpoint.rewind(tmp_path / "run" / "checkpoints", 4, worker)
+    train(config, tmp_path / "run", "--resume", str(tmp_path / "run"))
+    resumed = read_trace(tmp_path / "run").steps
+    assert (resumed[:4] == steps[:4]).all() and resumed[4].tolist() == steps[4].tolist()
+
+
+@pytest.mark.netns
+@pytest.mark.timeout(300)
+def test_a_slow_uplink_settles_on_fewer_steps(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("needs root to limit links")
+    path = Path(__file__).parents[1] / "benchmarks" / "slow_links.py"
+    spec = importlib.util.spec_from_file_location("slow_links", path)
+    assert spec is not None and spec.loader is not None
+    links = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(links)
+    scale = links.QUICK._replace(workers=3, rate_bps=20e6)
+    config = tiny(
+        run__local_steps=20, run__steps=160, run__adapt=True, run__pace_s=0.1, run__eval_every=0, run__checkpoint_every=0,
+        run__timeout_s=60, run__device="cpu",
+    )  # fmt: skip
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(tomllib.loads(dump(config))))
+    with links.namespaces(scale, 0.2, "uplink") as names:
+        links.train(names, tmp_path / "run.toml", tmp_path / "run")
+    steps = read_trace(tmp_path / "run").steps
+    # 0.31 s and 1.54 s for the 772 kB of a model: 20 steps, and 7 on the slow uplink.
+    assert steps[-1, 2] <= 11 and steps[-1, :2].min() >= 16, steps

@@ -1,0 +1,78 @@
+"""The experiments in configs/paper: each starts at both of its scales, runs in small, and draws what its file asks for."""
+
+import dataclasses
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from gossamer.config import Point, RunConfig, figure, load, points
+from gossamer.figures import Outcome, draw, reach, table
+from gossamer.report import summary_rows
+from gossamer.shapes import parameter_count
+from gossamer.simulate import simulate
+
+FILES = sorted((Path(__file__).parents[1] / "configs" / "paper").glob("*.toml"))
+VOCABULARY = {"bytes": 256, "hf-internal-testing/llama-tokenizer": 32_000}
+
+
+def small(config: RunConfig) -> RunConfig:
+    """The same methods in the same proportions, on next to nothing: two rounds of at most two local steps."""
+    h = config.run.local_steps
+    local_steps = tuple(min(2, own) for own in h) if isinstance(h, tuple) else min(2, h)
+    steps = 2 * (max(local_steps) if isinstance(local_steps, tuple) else local_steps)
+    model = dataclasses.replace(config.model, hidden_size=8, layers=1, heads=2, kv_heads=2, intermediate_size=8)
+    return dataclasses.replace(
+        config,
+        workers=min(config.workers, 8),
+        model=model,
+        data=dataclasses.replace(config.data, seq_len=8, batch_size=1, max_bytes=200_000),
+        run=dataclasses.replace(config.run, steps=steps, local_steps=local_steps, eval_every=1, eval_batches=1),
+    )
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_experiment_runs_in_small_and_draws_its_figure(file: Path, tmp_path: Path) -> None:
+    document = load(file)
+    asked = figure(document)
+    first: dict[str, Point] = {}
+    for point in points(document):
+        first.setdefault(point.method, point)
+    folders = {point.label: tmp_path / str(place) for place, point in enumerate(first.values())}
+    for point in first.values():
+        simulate(small(point.config), folders[point.label])
+    rows = summary_rows(folders, next(iter(first.values())).config.network)
+    outcomes = [Outcome(p.method, p.at, p.seed, row) for p, row in zip(first.values(), rows, strict=True)]
+    assert asked is not None
+    assert all(method in table(outcomes, asked) for method in first)
+    assert xml.etree.ElementTree.fromstring(draw(outcomes, asked)).tag.endswith("svg")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_experiment_has_the_size_of_the_paper_or_only_tunes(file: Path) -> None:
+    document = load(file)
+    if "scale" not in document:
+        assert file.stem.endswith("_lr")
+        return
+    for here, there in zip(points(document), points(document, scale="paper"), strict=True):
+        assert (here.method, here.at) == (there.method, there.at)
+        assert there.config.rule == here.config.rule and there.config.run.local_steps == here.config.run.local_steps
+        assert parameter_count(there.config.model, VOCABULARY[there.config.data.tokenizer]) == 134_105_856
+
+
+@pytest.mark.parametrize("scale", ["", "paper"])
+@pytest.mark.parametrize("file", [file for file in FILES if "straggler" in file.stem], ids=lambda file: file.stem)
+def test_a_model_leaves_a_full_link_in_five_thirds_of_an_inner_step(file: Path, scale: str) -> None:
+    for point in points(load(file), scale=scale):
+        config = point.config
+        model_bits = 32 * parameter_count(config.model, VOCABULARY[config.data.tokenizer])
+        for name, network in config.network.items():
+            assert isinstance(network.uplink_bps, tuple) and isinstance(network.step_s, float)
+            assert model_bits / network.uplink_bps[0] == pytest.approx(5 / 3 * network.step_s)
+            assert network.uplink_bps[-1] / network.uplink_bps[0] == pytest.approx(int(name[-2:]) / 100)
+
+
+def test_gasloc_that_equals_its_target_reaches_it_at_the_targets_end() -> None:
+    curve = [(1.0, 3.0), (2.0, 2.0)]
+    runs = [Outcome(name, {}, 0, {"loss_at_s": {"lan": curve}}) for name in ("target", "twin")]
+    assert [(one.ratio, one.behind) for one in reach(runs, "target")] == [(1.0, 0.0)] * 2

@@ -1,0 +1,83 @@
+"""Figures of an experiment: what their table says, what they refuse, and that equal outcomes give equal pictures."""
+
+import json
+import math
+
+import pytest
+
+from gossamer.errors import ConfigError
+from gossamer.figures import Figure, Outcome, draw, lines, reach, table
+
+
+def outcome(method: str, loss: float | None, seed: int = 0, **at: object) -> Outcome:
+    return Outcome(method, at, seed, {"loss": loss})
+
+
+def timed(method: str, *curve: tuple[float, float], seed: int = 0) -> Outcome:
+    return Outcome(method, {}, seed, {"loss": curve[-1][1] if curve else None, "loss_at_s": {"wan": list(curve)}})
+
+
+def test_each_cell_is_the_mean_over_seeds_of_its_own_point():
+    runs = [outcome(m, loss + s, s, h=h) for m, loss in (("a", 1.0), ("b", 5.0)) for h in (1, 2) for s in (0, 1)]
+    assert table(runs, Figure(x="h")).splitlines()[2:] == [
+        "| a | 1.5000 ± 0.7071 | 1.5000 ± 0.7071 |",
+        "| b | 5.5000 ± 0.7071 | 5.5000 ± 0.7071 |",
+    ]
+
+
+def test_a_run_that_diverged_leaves_its_cell_empty_and_the_figure_whole():
+    runs = [outcome("a", 1.0, h=1), outcome("a", None, h=2), outcome("a", math.nan, h=3)]
+    assert table(runs, Figure(x="h")).splitlines()[2] == "| a | 1.0000 | – | – |"
+    assert b"<svg" in draw(runs, Figure(x="h"))
+    grid = [outcome("a", loss, x=x, y=y) for x, y, loss in [(1, 1, 2.0), (2, 1, math.nan), (1, 2, 90.0), (2, 2, 2.5)]]
+    assert b"<svg" in draw(grid, Figure(x="x", y="y")) and "| 1 | 2.0000 | – |" in table(grid, Figure(x="x", y="y"))
+
+
+def test_variants_that_sweep_different_keys_share_an_axis():
+    runs = [outcome("a", 1.0, **{"topology.name": "ring"}), outcome("b", 2.0, **{"topology.graph": "ring"})]
+    wanted = Figure(x=("topology.name", "topology.graph"))
+    assert table(runs, wanted).splitlines()[2:] == ["| a | 1.0000 |", "| b | 2.0000 |"]
+    with pytest.raises(ConfigError, match=r"'b' sweeps topology\.graph"):
+        table(runs, Figure(x="topology.name"))
+
+
+def test_the_first_evaluation_that_is_as_good_counts_and_none_is_interpolated():
+    runs = [
+        timed("slow", (10, 3.0), (20, 2.0)),
+        timed("fast", (5, 2.5), (9, 1.9), (12, 2.1)),
+        timed("never", (40, 2.5)),
+    ]
+    assert [one.ratio for one in reach(runs, "slow")] == [1.0, 0.45, None]
+    behind = [one.behind for one in reach(runs, "slow")]
+    assert behind == [0.0, pytest.approx(0.1), None], "of the last evaluation in the target's time"
+    assert "| never | 0 of 1 runs | – | – |" in table(runs, Figure(target="slow"))
+
+
+def test_each_seed_is_held_against_its_own_target():
+    runs = [timed(m, (s, 3.0 - seed), seed=seed) for m, s in (("slow", 8), ("fast", 4)) for seed in (0, 1)]
+    assert [one.ratio for one in reach(runs, "slow")] == [1.0, 1.0, 0.5, 0.5]
+    with pytest.raises(ConfigError, match="did you mean 'slow'"):
+        reach(runs, "slo")
+
+
+@pytest.mark.parametrize(
+    "wanted", [Figure(x="h", log_x=True), Figure(x="name"), Figure(x="h", y="name"), Figure(target="a")]
+)
+def test_equal_outcomes_give_equal_bytes(wanted: Figure):
+    runs = [
+        Outcome(m, {"h": h, "name": g}, s, {"loss": h + s, "loss_at_s": {"wan": [(1.0, 2.0), (2.0, 1.0)]}})
+        for m in ("a", "b") for h in (1, 10) for g in ("ring", "star") for s in (0, 1)
+    ]  # fmt: skip
+    assert draw(runs, wanted) == draw(runs, wanted) and draw(runs, wanted).startswith(b"<?xml")
+
+
+def test_the_lines_hold_all_that_the_figure_is_made_of():
+    runs = [timed("a", (1.0, 2.0), (2.0, math.nan)), timed("b", (1.0, 1.5))]
+    read = [json.loads(line) for line in lines(runs).splitlines()]
+    assert [one["row"]["loss_at_s"] for one in read] == [{"wan": [[1.0, 2.0], [2.0, None]]}, {"wan": [[1.0, 1.5]]}]
+
+
+@pytest.mark.parametrize("options", [{}, {"x": "h", "target": "a"}, {"y": "h", "target": "a"}])
+def test_a_figure_without_one_subject_is_refused(options: dict[str, str]):
+    with pytest.raises(ConfigError, match=r"needs one of the two|without an x"):
+        Figure(**options)
