@@ -62,6 +62,11 @@ METHODS: dict[str, Recipe] = {
     "gasloc_streaming": Recipe(
         {"rule.name": "gasloc", "schedule.fragments": 3, **_OVERLAP}, source="ours, after arXiv 2501.18512"
     ),
+    "gasloc_adaptive": Recipe(
+        {"rule.name": "gasloc", "run.adapt": True},
+        source="arXiv 2606.11081, figures 2 and 3",
+        differs="how many steps a straggler takes is inferred; `run.weigh_steps`, with which they count as many, is ours",
+    ),
     # Around DiLoCo.
     "fedavg_momentum": Recipe(
         {"rule.name": "diloco", "rule.lr": 1.0, "rule.momentum": 0.5, "rule.optimizer": "heavy_ball"},
@@ -130,7 +135,7 @@ METHODS: dict[str, Recipe] = {
     "gpa_data_parallel": Recipe({"rule.name": "data_parallel", **_GPA}, source="arXiv 2512.17131", differs="as in `gpa`"),
     "gpa_gossip": Recipe(
         {"rule.name": "gossip", **_GPA}, source="arXiv 2512.17131 for one worker; with gossip ours",
-        differs="the parameters, which lie between average and iterate, are made anew from the two"
+        differs="the parameters, which lie between average and iterate, are made anew from the two; any rule will do"
     ),
     "schedule_free": Recipe(
         {
