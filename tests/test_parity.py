@@ -100,7 +100,7 @@ def covered(found):
 
 
 def scheduled():
-    """Fragments and overlap, with equal and unequal steps."""
+    """Fragments and overlap, with equal and unequal steps, and workers that are weighed by their steps."""
     found = {}
     for name, (rule, topology, codec, schedule) in SCHEDULES.items():
         for steps in [4, [4, 2, 4, 3]]:
@@ -115,6 +115,8 @@ def scheduled():
                 "run": {"steps": ROUNDS * 4, "local_steps": steps, "threads": 1, "eval_every": 0},
                 "record": {"tensorboard": False, "export": False},
             }
+    for name in ("streaming-gasloc-uneven", "overlapped-gossip-uneven"):
+        found[f"{name}-weighed"] = {**found[name], "run": {**found[name]["run"], "weigh_steps": True}}
     return found
 
 
