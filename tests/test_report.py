@@ -259,4 +259,12 @@ def test_many_runs_have_a_picture_of_their_ranks_and_a_small_chart_each_and_few_
     page = page_of(runs, tmp_path)
     titles = re.findall("<figcaption>(.*?)</figcaption>", page)
     assert titles == ["Where each ended", "Validation loss of the mean model", "Disagreement of the workers (rms)"]
-    assert 'class="legend"' not in page
+    assert 'class="legend"' not in page and page == page_of(runs, tmp_path)
+
+
+def test_a_worker_that_was_alone_is_on_no_network_of_others(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "alone", "", PLAIN) as run:
+        run.log_trace(Entry(0, 0, 9, 0.1, ()))
+    networks = {"two": Network(uplink_bps=(8e6, 8e6), downlink_bps=8e6, step_s=1)}
+    alone, pair = summary_rows({"alone": tmp_path / "alone", "pair": make_run(tmp_path / "pair")}, networks)
+    assert alone["wall_s"] == {} and list(pair["wall_s"]) == ["two"]
