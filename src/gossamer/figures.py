@@ -217,8 +217,10 @@ def _draw_curves(outcomes: Sequence[Outcome], figure: Figure) -> Any:
     place_of: Callable[[Any], float] = float if numeric else lambda x: float(x_values.index(x))
     canvas = Canvas(figsize=(6.4, 4.0), layout="constrained")
     axes = canvas.add_subplot()
-    for place, method in enumerate(dict.fromkeys(name for name, _, _ in losses)):
-        points = [(place_of(x), own) for (name, x, _), own in losses.items() if name == method and own]
+    methods = list(dict.fromkeys(name for name, _, _ in losses))
+    for place, method in enumerate(methods):
+        aside = 0.0 if numeric else 0.08 * (place - (len(methods) - 1) / 2)  # else one mark would hide another
+        points = [(place_of(x) + aside, own) for (name, x, _), own in losses.items() if name == method and own]
         colour, dashes = line_style(place)
         axes.errorbar(
             [x for x, _ in points],
