@@ -171,12 +171,18 @@ def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
     if len(loaded) < MANY:
         return {}
     x_label, curves = _loss_curves(loaded)
+    figures = {
+        "ranking.png": ranking([_row(run) for run in loaded]),
+        "curves.png": grid([run.label for run in loaded], curves, x_label),
+    }
+    return {name: _png(figure) for name, figure in figures.items()}
+
+
+def _png(figure: Any) -> bytes:
+    image = io.BytesIO()
     with drawing():
-        figures = {
-            "ranking.png": ranking([_row(run) for run in loaded]),
-            "curves.png": grid([run.label for run in loaded], curves, x_label),
-        }
-        return {name: _image(figure, "png") for name, figure in figures.items()}
+        figure.savefig(image, format="png", dpi=100, metadata={"Software": None})
+    return image.getvalue()
 
 
 def _rank(loss: float | None) -> float:
@@ -416,12 +422,13 @@ def _html_chart(chart: _Chart) -> str:
             axes.set_ylim(low - 0.05 * (high - low or 1.0), high + 0.05 * (high - low or 1.0))
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         plain(axes, chart.x_label)
-        return _html_picture(chart.title, figure, f"{chart.title}, against {chart.x_label}")
+    return _html_picture(chart.title, figure, f"{chart.title}, against {chart.x_label}")
 
 
 def _html_picture(title: str, figure: Any, alt: str = "") -> str:
     """A matplotlib figure that the page carries inside itself."""
-    data = base64.b64encode(svg(figure)).decode()
+    with drawing():
+        data = base64.b64encode(svg(figure)).decode()
     image_tag = f'<img alt="{escape(alt or title, quote=True)}" src="data:image/svg+xml;base64,{data}">'
     return f"<figure><figcaption>{escape(title)}</figcaption>{image_tag}</figure>"
 
@@ -449,14 +456,8 @@ def plain(axes: Any, x_label: str, *, grid: bool = True) -> None:
 
 def svg(figure: Any) -> bytes:
     """A matplotlib figure as SVG, without the date."""
-    return _image(figure, "svg")
-
-
-def _image(figure: Any, form: str) -> bytes:
-    """The bytes of a figure; the same for equal runs."""
     image = io.BytesIO()
-    with drawing():
-        figure.savefig(image, format=form, dpi=100, metadata={"Date": None} if form == "svg" else {"Software": None})
+    figure.savefig(image, format="svg", metadata={"Date": None})
     return image.getvalue()
 
 
