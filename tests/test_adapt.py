@@ -183,7 +183,7 @@ def test_a_slow_uplink_settles_on_fewer_steps(tmp_path):
     assert spec is not None and spec.loader is not None
     links = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(links)
-    scale = links.QUICK._replace(workers=3, rate_bps=20e6)
+    scale = links.QUICK._replace(workers=3, pace_s=0.19)  # links of 20 Mbit/s
     config = tiny(
         run__local_steps=20, run__steps=160, run__adapt=True, run__pace_s=0.1, run__eval_every=0, run__checkpoint_every=0,
         run__timeout_s=60, run__device="cpu",

@@ -137,7 +137,8 @@ def test_several_workers_take_all_steps_and_every_push_counts_with_its_age(name,
     phases = [e for i in range(3) for e in events(tmp_path, i) if e["event"] == "phase"]
     assert sum(e["tokens"] for e in phases) == 3 * 16 * config.step_tokens
     assert log.absorbed.tolist() == [sum(e["worker"] == i for e in phases) for i in range(3)]
-    assert len(log.ages) == 24 and max(log.ages) > 0
+    assert len(log.ages) == 24
+    assert name == "decoupled_diloco" or max(log.ages) > 0  # its grace may take all of them in together
     updates = consistent(tmp_path, config)
     assert updates == 24 if name != "decoupled_diloco" else 8 <= updates < 24
     scored = evals(tmp_path)
