@@ -62,6 +62,7 @@ def test_a_method_gives_way_to_what_is_said_beside_it_and_not_to_what_is_said_be
     assert (run["inner"]["optimizer"], run["workers"], [*run["network"]]) == ("muon", 4, ["a.b"])
     other = with_settings(run, {"method": "gasloc_restarted", "rule.restarted.every": 5, "topology.peers": 2})
     assert other["rule"] == {"name": "gasloc", "restarted": {"every": 5}}
+    assert recipes()["gasloc_restarted"].settings["rule.restarted"] == {"every": 3}
     assert other["topology"] == {"name": "random", "peers": 2}
     assert parse(file | {"network": {}}).rule.options == {"momentum": 0.6, "lr": 0.5}
 

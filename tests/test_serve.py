@@ -369,14 +369,19 @@ def test_a_killed_worker_leaves_the_others_to_the_end_and_a_new_process_takes_it
 @pytest.mark.timeout(240)
 def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bits(tmp_path, capsys):
     config = served(
-        workers=1, server__name="cgad", run__steps=40, run__checkpoint_every=4, run__eval_every=20, run__pace_s=0.05
+        workers=1, server__name="cgad", run__steps=40, run__checkpoint_every=8, run__eval_every=20, run__pace_s=0.1
     )
     launcher = start(config, tmp_path / "real")
     processes(launcher, 1)
-    absorbs(launcher, tmp_path / "real", 1, 6)
-    os.kill(launcher.pid, signal.SIGKILL)
+    listing = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True).stdout
+    store, deadline = tmp_path / "real" / "checkpoints", time.monotonic() + 120
+    # The worker's snapshot comes just after the server's, and the next ones in 0.8 s: cut between, both are of one round.
+    while not checkpoint.rounds(store, 0) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for pid in (launcher.pid, *map(int, listing.split())):
+        os.kill(pid, signal.SIGKILL)
     finish(launcher)
-    time.sleep(1.5)  # what its children need to notice
+    assert checkpoint.rounds(store, 0) == checkpoint.rounds(store, 1) != []
     code, output = finish(start(config, tmp_path / "real", "--resume", str(tmp_path / "real")))
     assert code == 0, output
     simulate_events(config, tmp_path / "virtual")

@@ -17,6 +17,7 @@ from gossamer.fragment import Layout, Leaf, arrange, layout_of
 from gossamer.methods import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
 from gossamer.model import build_model
 from gossamer.outer import Method, OuterLoop
+from gossamer.report import markdown_lines
 from gossamer.rules import Context
 from gossamer.servers import pack
 from gossamer.shapes import parameter_count
@@ -24,7 +25,7 @@ from gossamer.trace import Operation
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, nbytes
 from gossamer.virtual import pair_rule, server_rule
-from gossamer.worker import method, twice
+from gossamer.worker import method, parts_of
 
 __all__ = ["Row", "Traffic", "markdown", "rows", "traffic"]
 
@@ -81,10 +82,8 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
     network, schedule, size = MemoryNetwork(n), config.schedule, layout.numel
     layout, spans = arrange(layout, schedule.fragments, schedule.pattern)
     x = torch.empty(size, device="meta")
-    parts = [(x[a:b], layout.slice(a, b)) for a, b in spans]
-    if config.inner.averaging is not None and m.rule.site == "parameters":
-        parts = [(torch.cat([x, x]), twice(layout))]
-    parts += [(x, layout)] * len(schedule.inner_every)
+    averages = config.inner.averaging is not None and m.rule.site == "parameters"
+    parts = parts_of(x, layout, spans, torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every))
     loops = [
         OuterLoop(
             m, network.transport(i), parts, workers=n, local_steps=config.local_steps(i), full_steps=config.full_steps,
@@ -148,7 +147,7 @@ def markdown() -> str:
     headings = [field.replace("_", " ") for field in Row._fields]
     lines = [headings, ["---"] * len(headings)]
     lines += [[f"`{row.method}`", *(_linked(cell) for cell in row[1:])] for row in rows()]
-    table = "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    table = markdown_lines(lines)
     differing = {
         name: recipe.differs or said(FACTORIES[name], "Differs") for name, recipe in recipes().items() if _own(name)
     }

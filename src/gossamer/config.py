@@ -290,7 +290,7 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
                 raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; check the dots")
         if last == "name" and path and path[-1] in _TABLES and node.get("name") != value:
             node.clear()
-        node[last] = value
+        node[last] = copy.deepcopy(value)  # a recipe's own table must not be what the next override is written into
     return result
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, choose
 from gossamer.record import finite
-from gossamer.report import drawing, line_style, plain, svg
+from gossamer.report import drawing, line_style, markdown_lines, plain, svg
 from gossamer.trace import json_line
 
 __all__ = ["Figure", "Outcome", "Reach", "draw", "lines", "reach", "table"]
@@ -187,8 +187,7 @@ def _spread(values: Sequence[float], form: str = ".4f") -> str:
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *rows])
 
 
 def _reach_table(outcomes: Sequence[Outcome], target: str) -> str:

@@ -21,7 +21,18 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.group import hang_up
 
-__all__ = ["Member", "agree", "available_cores", "end_with_launcher", "join", "leave", "run_local", "run_served"]
+__all__ = [
+    "Member",
+    "agree",
+    "available_cores",
+    "device_of",
+    "end_with_launcher",
+    "join",
+    "leave",
+    "one_device",
+    "run_local",
+    "run_served",
+]
 
 LIMIT_BYTES = 1 << 20
 """What one worker may publish of itself in `agree`."""
@@ -63,7 +74,7 @@ def join(n: int, *, backend: str = "auto", device: str = "auto", threads: int = 
     if worker >= n:
         raise ConfigError(f"RANK is {worker}; with {n} workers it must be between 0 and {n - 1}")
     end_with_launcher()
-    where = _device(device)
+    where = device_of(device)
     backend = _backend(backend, where, n)
     if threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads or max(1, available_cores() // _number("LOCAL_WORLD_SIZE", default=n)))
@@ -353,7 +364,8 @@ def _statement(worker: int, raw: bytes) -> tuple[str, Any]:
     )
 
 
-def _device(device: str) -> torch.device:
+def device_of(device: str, turn: int | None = None) -> torch.device:
+    """Where a process computes: on the GPU of its turn, LOCAL_RANK unless given. Raises ConfigError when it cannot."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"run.device is '{device}'; allowed: auto, cpu, cuda")
     gpus = torch.cuda.device_count()
@@ -361,7 +373,12 @@ def _device(device: str) -> torch.device:
         return torch.device("cpu")
     if gpus == 0:
         raise ConfigError("run.device = 'cuda' but torch sees 0 GPUs; install a CUDA build and a driver, or use 'cpu'")
-    return torch.device("cuda", _number("LOCAL_RANK") % gpus)
+    return torch.device("cuda", (_number("LOCAL_RANK") if turn is None else turn) % gpus)
+
+
+def one_device(device: str) -> torch.device:
+    """Where one process computes for all workers."""
+    return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
 def _backend(backend: str, device: torch.device, n: int) -> str:

@@ -20,7 +20,7 @@ from gossamer.sync import Exchange, Kernel, Part, Sent
 from gossamer.topology import Topology
 from gossamer.trace import Operation
 from gossamer.transport import Ticket, Transport
-from gossamer.tree import Tree, leaves, map_leaves
+from gossamer.tree import Tree, leaves, refill
 
 __all__ = ["Method", "OuterLoop", "method"]
 
@@ -126,19 +126,21 @@ class OuterLoop:
 
     def hear_nothing(self, round: int, stop: Stop) -> None:
         """The updates of a rule that hears late, in the first rounds, when nothing was sent yet."""
-        mixing = self.method.topology.mixing(round)
         for sent_round, p in self._heard(round, stop):
             rule, _, part = self.fragments[p]
             if sent_round < 0 and rule.delay_rounds:
-                sync.hear_nothing(rule, part, self._context(round, part, mixing), self.method.kernel)
+                ctx = self._context(round, part, self.method.topology.mixing(round))
+                sync.hear_nothing(rule, part, ctx, self.method.kernel)
 
     def rest(self) -> list[Exchange]:
         """What is under way after the last round and still to be finished, oldest first; the caller's now.
 
         What a rule that hears late by itself has under way then is left: hearing it would be another outer step.
         """
-        left = [] if self.method.rule.delay_rounds else list(self.under_way.values())
-        self.under_way = {} if left else self.under_way
+        if self.method.rule.delay_rounds:
+            return []
+        left = list(self.under_way.values())
+        self.under_way.clear()
         return left
 
     def end(self) -> None:
@@ -188,8 +190,7 @@ class OuterLoop:
         kinds, wanted = ([(t.shape, t.dtype) for t in those] for those in (tensors, leaves(like)))
         if kinds != wanted:
             raise ValueError(f"tensors {kinds} for what fragment {p} sends, {wanted}")
-        supply = iter(tensors)
-        return map_leaves(lambda t: next(supply).to(t.device), like)
+        return refill(like, [saved.to(part.x.device) for saved in tensors])
 
     def _heard(self, round: int, stop: Stop) -> list[tuple[int, int]]:
         """Round and fragment of what is heard at a stop."""

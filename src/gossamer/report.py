@@ -29,6 +29,7 @@ from gossamer.trace import read_trace, trace_files
 __all__ = [
     "drawing",
     "line_style",
+    "markdown_lines",
     "markdown_table",
     "over_seeds",
     "pictures",
@@ -107,7 +108,17 @@ def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows of `summary_rows` as a Markdown table, for a page that quotes them."""
     headings, cells = _table(ranked(rows))
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *cells]
+    return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *cells])
+
+
+def markdown_lines(lines: Iterable[Sequence[str]]) -> str:
+    r"""Lines of cells as those of a Markdown table; the first is the headings, the second their dashes.
+
+    >>> print(markdown_lines([["a", "b"], ["---", "---"], ["1", "2"]]), end="")
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
     return "".join(
         "| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in line) + " |\n" for line in lines
     )

@@ -4,7 +4,8 @@
 `gossamer.events`, as the simulator does over virtual time; with one worker both compute the same bits.
 
 A worker may die, hang or come late: its connection ends, its unfinished steps are left to the others, and when it comes back
-it is greeted with the server's model and goes on from its own last snapshot of the inner optimizer.
+it is greeted with the server's model and goes on from its own last snapshot of the inner optimizer. That may be older than
+the server's, which is written first: nobody waits for the other to have written.
 """
 
 import logging
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gossamer import checkpoint
-from gossamer.codecs import CODECS, Codec
+from gossamer.codecs import Codec, make_codec
 from gossamer.config import RunConfig, digest, dump
 from gossamer.data import open_corpus
 from gossamer.diary import Diary
@@ -34,7 +35,7 @@ from gossamer.events import SERVER, Absence, Transfer, Update
 from gossamer.events.agenda import Budget
 from gossamer.events.desk import Desk, Greeting, Push, Seat
 from gossamer.fragment import layout_of
-from gossamer.launch import LISTENER, end_with_launcher
+from gossamer.launch import LISTENER, device_of, end_with_launcher
 from gossamer.learner import WorkerLearner
 from gossamer.record import RunFolder
 from gossamer.rng import key as random_key
@@ -42,7 +43,7 @@ from gossamer.servers import Fragment, pack
 from gossamer.servers.fragments import put, take
 from gossamer.transport import Ticket
 from gossamer.transport.stream import GREET, HELLO, PUSH, Stream, connect
-from gossamer.tree import Tree, leaves, map_leaves, nbytes
+from gossamer.tree import Tree, leaves, nbytes, refill
 from gossamer.virtual import clock, paced, server_rule
 from gossamer.worker import LocalPhase
 
@@ -212,7 +213,7 @@ def _restore(desks: Sequence[Desk], guests: Sequence[_Guest], saved: Any) -> Non
                 )
         supply = iter(saved["outer"])
         for desk, updates in zip(desks, saved["updates"], strict=True):
-            desk.state, desk.updates = map_leaves(lambda _: next(supply), desk.state), int(updates)
+            desk.state, desk.updates = refill(desk.state, supply), int(updates)
         for guest, phases, came in zip(guests, saved["phases"], saved["came"], strict=True):
             guest.phases, guest.came = int(phases), int(came)
         assert float(saved["time_s"]) >= 0 and int(saved["steps"]) >= 0
@@ -231,7 +232,7 @@ class _Server:
     ) -> None:  # fmt: skip
         self._config, self._fragments, self._desks, self._guests = config, fragments, desks, guests
         self._rule = desks[0].rule
-        self._codec: Codec = CODECS[config.codec.name](**config.codec.options)
+        self._codec = make_codec(config.codec.name, **config.codec.options)
         self._key = int(digest(config), 16)
         self._queues = [_Queue() for _ in fragments]
         self._events: queue.SimpleQueue[_Joined | _Pushed | _Gone] = queue.SimpleQueue()
@@ -466,8 +467,7 @@ def _payload_like(codec: Codec, like: Tensor) -> Tree:
 def _decoded(codec: Codec, frames: Sequence[Tensor], like: Tensor, worker: int) -> Tensor:
     """The pseudo-gradient in these frames. Raises TransportError when there is none."""
     try:
-        supply = iter(frames)
-        message = codec.decode(map_leaves(lambda _: next(supply), _payload_like(codec, like)), like)
+        message = codec.decode(refill(_payload_like(codec, like), frames), like)
     except (RuntimeError, ValueError, IndexError) as error:
         raise TransportError(
             f"worker {worker} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
@@ -504,10 +504,10 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
         raise ConfigError(
             f"--worker got {worker} but the run file says workers = {config.workers}; give 0 to {config.workers - 1}"
         )
-    settled, codec = _settled(config), CODECS[config.codec.name](**config.codec.options)
+    settled, codec = _settled(config), make_codec(config.codec.name, **config.codec.options)
     store, key = folder / "checkpoints", digest(config)
     corpus = open_corpus(config.data, config.workers, config.seed)
-    learner = WorkerLearner(worker, settled, corpus, _device(config, worker))
+    learner = WorkerLearner(worker, settled, corpus, device_of(config.run.device, worker))
     fragments = pack(learner.layout, config.events.fragments)
     stream = connect(
         host, port, run=int(digest(settled), 16), me=worker, server=config.workers, timeout_s=config.run.timeout_s
@@ -578,11 +578,3 @@ def _use_threads(config: RunConfig) -> None:
     """As many intra-op threads as the run file says; those of the environment where it says nothing."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
-
-
-def _device(config: RunConfig, worker: int) -> torch.device:
-    """Where a worker trains: the GPU of its turn if it is to have one."""
-    gpus = torch.cuda.device_count() if config.run.device != "cpu" else 0
-    if config.run.device == "cuda" and not gpus:
-        raise ConfigError("run.device = 'cuda' but torch sees 0 GPUs; install a CUDA build and a driver, or use 'cpu'")
-    return torch.device("cuda", worker % gpus) if gpus else torch.device("cpu")

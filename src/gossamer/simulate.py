@@ -24,7 +24,7 @@ from gossamer.config import RunConfig, digest, dump
 from gossamer.data import open_corpus
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.evaluate import Assessment, Probe, assess, mean_of, publish
-from gossamer.launch import available_cores
+from gossamer.launch import available_cores, one_device
 from gossamer.network import Network, jitter_factors, links_of
 from gossamer.pacing import Note, links_at, uplinks_bps
 from gossamer.record import Progress, RunFolder
@@ -97,9 +97,7 @@ def simulate(
     Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
     """
     m, network = method(config), _paced_by(config)
-    device = torch.device(
-        "cuda" if config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available()) else "cpu"
-    )
+    device = one_device(config.run.device)
     corpus = open_corpus(config.data, config.workers, config.seed)
     n, key, store = config.workers, digest(config), folder / "checkpoints"
     probe = Probe(config, corpus, device)
@@ -154,12 +152,15 @@ def simulate(
                 def post(worker: Worker) -> None:
                     told[worker.index][1].append(worker.loop.post(round, stops[worker.index][0]))
 
+                def take_in(worker: Worker) -> None:
+                    worker.loop.hear_nothing(round, stops[worker.index][0])
+                    worker.take_in()
+
                 each(train, workers)
                 each(post, workers)
                 for due in zip(*(w.loop.due(round, stops[w.index][0]) for w in workers), strict=True):
                     sync.settle(due, each)
-                each(lambda w: w.loop.hear_nothing(round, stops[w.index][0]), workers)
-                each(Worker.take_in, workers)
+                each(take_in, workers)
             each(lambda w: w.apply(round), workers)
 
             finished = round + 1

@@ -35,7 +35,7 @@ from gossamer.schedule import Schedule
 from gossamer.topology import Topology
 from gossamer.trace import Operation
 from gossamer.transport import Ticket, Transport
-from gossamer.tree import Tree, leaves, map_leaves, nbytes, shares_storage
+from gossamer.tree import Tree, leaves, map_leaves, nbytes, refill, shares_storage
 
 __all__ = [
     "PLAIN",
@@ -48,7 +48,9 @@ __all__ = [
     "begin",
     "check",
     "compiled",
+    "decode",
     "drive",
+    "encode",
     "hear_and_recv",
     "hear_nothing",
     "informed",
@@ -339,14 +341,14 @@ def _directly(job: _Job) -> _Legs:
     rule, codec, mixing, transport, part, ctx = job[:6]
     i, ticket = ctx.worker, Ticket(ctx.round, part.fragment)
     sources, targets = mixing.hears_from(i), mixing.sends_to(i)
-    template = _encode(codec, _message_template(rule, part, ctx), 0)
+    template = encode(codec, _message_template(rule, part, ctx), 0)
     for j in sources:
         transport.expect(ticket, j, leaves(template))
     yield None
 
     sent = _sent(job)
     message = sent.message
-    payload = _encode(codec, message, rng.key(job.seed, i, ctx.round, part.fragment, "codec"))
+    payload = encode(codec, message, rng.key(job.seed, i, ctx.round, part.fragment, "codec"))
     for j in targets:
         transport.post(ticket, j, leaves(payload))
     size = nbytes(payload)
@@ -354,9 +356,9 @@ def _directly(job: _Job) -> _Legs:
     yield _Posted(sent, Operation("exchange", part.fragment, sends, receives, job.overlap_steps))
     yield ticket
 
-    arrived = {j: _refill(payload, frames) for j, frames in transport.collect(ticket).items()}
-    told = _decode(codec, payload, message)
-    others = tuple(_decode(codec, arrived[j], message) for j in sources)
+    arrived = {j: refill(payload, frames) for j, frames in transport.collect(ticket).items()}
+    told = decode(codec, payload, message)
+    others = tuple(decode(codec, arrived[j], message) for j in sources)
     yield _Heard()
 
     # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
@@ -459,7 +461,7 @@ def _take_mean(
         pieces = [[torch.cat(parts) for parts in zip(*pieces, strict=True)]]
     start = 0
     for piece in pieces:
-        heard, stop = _refill(message, piece), start + piece[0].numel()
+        heard, stop = refill(message, piece), start + piece[0].numel()
         for a, b in _spans(rule, kernel.chunk, start, stop):
             own = part.x[a:b], _cut(rule, part.s, a, b), _cut(rule, message, a, b)
             kernel.run(rule, _carried, *own, (_cut(rule, heard, a - start, b - start),), 0, ((0, 0.0), (1, 1.0)), ctx)
@@ -504,21 +506,15 @@ def _message_template(rule: Rule, part: Part, ctx: Context) -> Tree:
     return rule.send(x, s, ctx)
 
 
-def _encode(codec: Codec, message: Tree, key: int) -> Tree:
+def encode(codec: Codec, message: Tree, key: int) -> Tree:
     """The payload of each tensor of a message, in a tuple parallel to its leaves."""
     return tuple(codec.encode(leaf, key + place) for place, leaf in enumerate(leaves(message)))
 
 
-def _decode(codec: Codec, payload: Tree, like: Tree) -> Tree:
+def decode(codec: Codec, payload: Tree, like: Tree) -> Tree:
     """The message whose tensors were encoded into this payload."""
     decoded = [codec.decode(part, leaf) for part, leaf in zip(payload, leaves(like), strict=True)]
-    return _refill(like, decoded)
-
-
-def _refill(like: Tree, tensors: Sequence[Tensor]) -> Tree:
-    """The tree of this form with these tensors as its leaves."""
-    supply = iter(tensors)
-    return map_leaves(lambda _: next(supply), like)
+    return refill(like, decoded)
 
 
 def _cut(rule: Rule, tree: Tree, a: int, b: int) -> Tree:

@@ -1,11 +1,11 @@
 """Nested tuples of tensors: messages on the wire and the state of rules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Tree", "leaves", "map_leaves", "nbytes", "shares_storage"]
+__all__ = ["Tree", "leaves", "map_leaves", "nbytes", "refill", "shares_storage"]
 
 Tree = Any
 """A tensor, or a (named) tuple of trees; `()` is the tree without tensors."""
@@ -34,6 +34,17 @@ def map_leaves(fn: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
         return fn(tree, *others)
     parts = [map_leaves(fn, *row) for row in zip(tree, *others, strict=True)]
     return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+
+
+def refill(like: Tree, tensors: Iterable[Tensor]) -> Tree:
+    """The tree of this form with these tensors as its leaves.
+
+    >>> import torch
+    >>> refill((torch.tensor(1), ()), [torch.tensor(5)])
+    (tensor(5), ())
+    """
+    supply = iter(tensors)
+    return map_leaves(lambda _: next(supply), like)
 
 
 def nbytes(tree: Tree) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.codecs import CODECS
+from gossamer.codecs import make_codec
 from gossamer.config import RunConfig, dump
 from gossamer.data import Corpus, open_corpus
 from gossamer.diary import Diary
@@ -26,14 +26,13 @@ from gossamer.evaluate import Probe, assess, mean_of, publish
 from gossamer.eventlog import EventWriter
 from gossamer.events import Absence, GossipRun, PairRun, ServerRun
 from gossamer.events.agenda import Links
-from gossamer.launch import available_cores
+from gossamer.launch import available_cores, one_device
 from gossamer.learner import WorkerLearner
 from gossamer.network import Network
 from gossamer.record import Progress, RunFolder
 from gossamer.servers import PAIRS, SERVERS, PairRule, ServerRule, conditions, dylu_steps, meeting_rates
-from gossamer.topology import make_topology
 from gossamer.tree import leaves
-from gossamer.worker import LocalPhase, method
+from gossamer.worker import LocalPhase, method, topology_of
 
 __all__ = ["Outcome", "clock", "paced", "pair_rule", "server_rule", "simulate_events"]
 
@@ -57,9 +56,7 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
     """
     name, network = clock(config)
     settled = paced(config, network)
-    device = torch.device(
-        "cuda" if config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available()) else "cpu"
-    )
+    device = one_device(config.run.device)
     make = _prepare(config)  # before the data: a mistake is better told at once
     corpus = open_corpus(config.data, config.workers, config.seed)
     with _lanes(settled, device) as pool:
@@ -148,7 +145,7 @@ _Prepared = Callable[[RunConfig, Network, "Sequence[_Learner]"], _Loop]
 
 def _prepare(config: RunConfig) -> _Prepared:
     """How the loop of this run is made; whatever can be wrong without data is found here."""
-    events, codec = config.events, CODECS[config.codec.name](**config.codec.options)
+    events, codec = config.events, make_codec(config.codec.name, **config.codec.options)
     absences = [Absence(away.leave_s, away.worker, "leave") for away in events.absences]
     absences += [Absence(away.return_s, away.worker, "return") for away in events.absences if away.return_s < math.inf]
     budget = config.workers * config.run.steps
@@ -159,10 +156,7 @@ def _prepare(config: RunConfig) -> _Prepared:
             seed=config.seed, budget=budget, begins=_begins(learners),
         )  # fmt: skip
     if config.pair is not None:
-        pair, topology = (
-            pair_rule(config),
-            make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options),
-        )
+        pair, topology = pair_rule(config), topology_of(config)
         if not topology.static:
             raise PairingError(
                 f"pair '{pair.name}' on topology '{topology.name}' cannot work: pairs meet at random along the edges of one "

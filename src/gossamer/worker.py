@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import outer, stability
-from gossamer.codecs import CODECS
+from gossamer.codecs import make_codec
 from gossamer.config import RunConfig, digest
 from gossamer.data import Corpus
 from gossamer.errors import CheckpointError, PairingError, TrainingError
@@ -22,12 +22,12 @@ from gossamer.pacing import Note, Pacer, first_leg_bytes
 from gossamer.record import RunFolder
 from gossamer.rules import make_rule, weighted
 from gossamer.schedule import Stop
-from gossamer.topology import make_topology
+from gossamer.topology import Topology, make_topology
 from gossamer.trace import Entry, Operation
 from gossamer.transport import Ticket, Transport
 from gossamer.tree import leaves
 
-__all__ = ["LocalPhase", "Worker", "joined", "method", "twice"]
+__all__ = ["LocalPhase", "Worker", "joined", "method", "parts_of", "topology_of"]
 
 
 def method(config: RunConfig) -> Method:
@@ -35,7 +35,7 @@ def method(config: RunConfig) -> Method:
 
     Raises: ConfigError and PairingError.
     """
-    topology = make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
+    topology = topology_of(config)
     rule = make_rule(config.rule.name, **config.rule.options)
     if config.run.weigh_steps:
         rule = weighted(stability.settle(rule, topology))
@@ -44,10 +44,15 @@ def method(config: RunConfig) -> Method:
             f"run.adapt and run.weigh_steps are set for rule '{rule.name}', which hears {rule.delay_rounds} round late, when its "
             "local steps may be others than those it sent; leave one of the two out"
         )
-    codec = CODECS[config.codec.name](**config.codec.options)
+    codec = make_codec(config.codec.name, **config.codec.options)
     return outer.method(
         rule, topology, codec, config.schedule, local_steps=config.run.local_steps, compile=config.run.compile
     )
+
+
+def topology_of(config: RunConfig) -> Topology:
+    """The topology of a run. Raises ConfigError for options that cannot work."""
+    return make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
 
 
 class LocalPhase(NamedTuple):
@@ -65,12 +70,17 @@ class LocalPhase(NamedTuple):
         return math.fsum(self.losses) / len(self.losses)
 
 
-def twice(layout: Layout) -> Layout:
-    """The layout of two such vectors, one after the other."""
-    n = layout.numel
-    return Layout(
-        (*layout.leaves, *(leaf._replace(start=leaf.start + n, stop=leaf.stop + n) for leaf in layout.leaves)), 2 * n
-    )
+def parts_of(
+    x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], averaged: Tensor | None, moments: Sequence[Tensor]
+) -> list[tuple[Tensor, Layout]]:
+    """What a worker exchanges, as `OuterLoop` takes it: the fragments of x, or average and iterate together, and moments."""
+    if averaged is None:
+        parts = [(x[a:b], layout.slice(a, b)) for a, b in spans]
+    else:  # mixing the parameters alone would part them from these two
+        n = layout.numel
+        again = (leaf._replace(start=leaf.start + n, stop=leaf.stop + n) for leaf in layout.leaves)
+        parts = [(averaged, Layout((*layout.leaves, *again), 2 * n))]
+    return [*parts, *((each, layout) for each in moments)]
 
 
 def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
@@ -126,10 +136,8 @@ class Worker:
         x = self.x
         if m.rule.site == "gradients":
             x = self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
-        parts = [(x[a:b], self.layout.slice(a, b)) for a, b in self.spans]
-        if self.averaged is not None and m.rule.site == "parameters":
-            parts = [(self.averaged, twice(self.layout))]  # mixing the parameters alone would part them from these two
-        parts += [(moments, self.layout) for moments in self.moments or ()]
+        averaged = self.averaged if m.rule.site == "parameters" else None
+        parts = parts_of(x, self.layout, self.spans, averaged, self.moments or ())
         self.loop = OuterLoop(
             m, transport, parts, workers=self.config.workers, local_steps=self.local_steps,
             full_steps=self.config.full_steps, seed=self.config.seed, reduce=reduce,

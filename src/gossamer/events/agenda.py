@@ -14,7 +14,8 @@ from gossamer.errors import ConfigError
 from gossamer.fragment import Layout
 from gossamer.network import Network, jitter_factors
 from gossamer.rng import key
-from gossamer.tree import Tree, leaves, map_leaves, nbytes
+from gossamer.sync import decode, encode
+from gossamer.tree import Tree, nbytes
 
 __all__ = [
     "ABSENCE",
@@ -176,10 +177,8 @@ def through(codec: Codec, message: Tree, *place: int) -> tuple[Tree, int]:
     """What arrives of a message behind a codec, and the bytes it took; `place` is seed, worker, phase and fragment."""
     if codec.exact:
         return message, nbytes(message)
-    base = key(*place, "codec")
-    payloads = [codec.encode(leaf, base + k) for k, leaf in enumerate(leaves(message))]
-    decoded = iter([codec.decode(payload, leaf) for payload, leaf in zip(payloads, leaves(message), strict=True)])
-    return map_leaves(lambda _: next(decoded), message), sum(map(nbytes, payloads))
+    payload = encode(codec, message, key(*place, "codec"))
+    return decode(codec, payload, message), nbytes(payload)
 
 
 class Links:
