@@ -44,6 +44,14 @@ SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, 
     "streaming-diloco-exact": ("diloco", "complete", "exact", {"fragments": 2, "overlap_steps": 3, "merge": 0.5}),
     "streaming-gasloc": ("gasloc", "random", "exact", {"fragments": 2, "pattern": "sequential", "overlap_steps": 2}),
     "overlapped-gossip": ("gossip", "ring", "int8", {"overlap_steps": 4}),
+    "diloco-both-ways": ("diloco", "complete", {"name": "int8", "back": "bf16"}, {}),
+    "streaming-diloco-both-ways": (
+        "diloco",
+        "complete",
+        {"name": "fp4", "back": "fp4"},
+        {"fragments": 2, "overlap_steps": 1},
+    ),
+    "drawn-both-ways": ("fedopt", "complete", {"name": "randomk", "back": {"name": "topk2bit"}}, {}),
     "des-loc": ("local_sgd", "complete", "exact", {"inner_every": [2, 3]}),
 }
 
@@ -108,7 +116,7 @@ def scheduled():
                 "workers": N,
                 "rule": {"name": rule},
                 "topology": {"name": topology},
-                "codec": {"name": codec},
+                "codec": codec if isinstance(codec, dict) else {"name": codec},
                 "schedule": schedule,
                 "model": {"size": "0.2m"},
                 "data": {"seq_len": 16, "batch_size": 2},

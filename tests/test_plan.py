@@ -81,11 +81,14 @@ def test_fewest_local_steps_that_keep_the_workers_computing_are_taken() -> None:
     assert crawling.best.utilisation < 0.9
 
 
-def test_bits_per_parameter_scale_the_bytes_and_a_lossy_mean_goes_to_everyone_whole() -> None:
-    made = plan(EVEN, TINY, workers=8, local_steps=[30], codecs={"exact": 32.0, "int8": 8.25})
+def test_bits_per_parameter_scale_the_bytes_and_lossy_sums_come_back_in_bf16_where_that_is_less() -> None:
+    made = plan(EVEN, TINY, workers=8, local_steps=[30], codecs={"exact": 32.0, "int8": 8.25, "topk2bit": 0.22})
     bytes_of = {(c.method, c.codec): c.round_bytes for c in made.candidates}
     assert bytes_of["GASLoC 1-Peer", "int8"] == pytest.approx(made.parameters * 8.25 / 8, abs=1)
-    assert bytes_of["DiLoCo", "int8"] == pytest.approx(7 * made.parameters * 8.25 / 8, abs=7)
+    assert bytes_of["DiLoCo", "int8"] == pytest.approx(7 / 8 * made.parameters * 24.25 / 8, abs=7)
+    assert bytes_of["DiLoCo", "topk2bit"] == pytest.approx(7 * made.parameters * 0.22 / 8, abs=7)
+    written = {c.codec: tomllib.loads(run_toml(made, c))["codec"] for c in made.candidates if c.method == "DiLoCo"}
+    assert written["int8"] == {"name": "int8", "back": "bf16"} and written["topk2bit"] == {"name": "topk2bit"}
     assert ("data parallel", "int8") not in bytes_of
 
 

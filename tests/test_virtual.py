@@ -12,7 +12,7 @@ import torch
 from gossamer import checkpoint
 from gossamer.cli import main
 from gossamer.config import digest, dump, parse
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import ConfigError, DataError, PairingError
 from gossamer.evaluate import evaluate
 from gossamer.eventlog import read_events
 from gossamer.record import read_metrics
@@ -279,6 +279,13 @@ def test_what_cannot_work_is_said_in_one_sentence_before_anything_is_written(ove
     assert all(part in str(told.value) for part in parts), str(told.value)
     assert "\n" not in str(told.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_is_for_rounds_is_refused_on_a_clock():
+    for given in ({"codec__back": "bf16"}, {"run__weigh_steps": True}, {"schedule__fragments": 2}):
+        key = next(iter(given)).replace("schedule__fragments", r"\[schedule\]").replace("__", ".")
+        with pytest.raises(PairingError, match=f"looks at the clock and has {key}, which is for rounds"):
+            timed(server__name="cgad", codec__name="int8", **given)
 
 
 def test_resuming_and_pricing_a_run_that_looks_at_the_clock_are_refused(tmp_path, capsys):

@@ -431,8 +431,9 @@ def _plan(args: argparse.Namespace) -> None:
         view.add_column(heading, justify="left" if heading in ("method", "codec") else "right", no_wrap=True)
     for one in made.candidates:
         steps, fewest = str(one.full_steps), min(one.local_steps)
+        codec = f"{one.codec}, {one.back} back" if one.back else one.codec
         view.add_row(
-            one.method, one.codec, steps if fewest == one.full_steps else f"{fewest}-{steps}",
+            one.method, codec, steps if fewest == one.full_steps else f"{fewest}-{steps}",
             f"{one.round_bytes / 1e6:.4g}", f"{one.round_s:.4g}", f"{one.utilisation:.1%}",
             f"{one.seconds_per_token * 1e9 / 3600:.4g}", style="bold" if one is made.best else None,
         )  # fmt: skip

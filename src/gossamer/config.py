@@ -168,6 +168,7 @@ class RunConfig:
         rounds_only = {
             "[schedule]": not self.schedule.plain, "inner.averaging": self.inner.averaging is not None,
             "run.adapt": bool(self.run.adapt), "run.weigh_steps": self.run.weigh_steps,
+            "codec.back": "back" in self.codec.options,
         }  # fmt: skip
         if self.event_driven and any(rounds_only.values()):
             raise PairingError(
@@ -455,7 +456,9 @@ def _choice(table: Any, where: str) -> Choice:
     options = {key: value for key, value in table.items() if key != "name"}
     wrappers = WRAPPERS if where == "rule" else {}
     own = [p for p in inspect.signature(_TABLES[where][name]).parameters if p not in ("n", "seed")]
-    _check_options(f"{where} '{name}'", options, [*own, *wrappers])
+    _check_options(f"{where} '{name}'", options, [*own, *wrappers, *(["back"] if where == "codec" else [])])
+    if where == "codec" and "back" in options:
+        _choice(options["back"], "codec")
     for key in options.keys() & wrappers.keys():
         if not isinstance(options[key], Mapping):
             raise ConfigError(f"{where}.{key} is {options[key]!r}; write its options as a table, which may be empty")

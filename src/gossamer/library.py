@@ -176,7 +176,8 @@ class Outer:
         store = dist.distributed_c10d._get_default_store()  # it has no public name
         m = self.method
         common = (
-            self.layout, m.rule.name, m.rule.options, m.topology.name, m.topology.options, m.codec.name, m.schedule,
+            self.layout, m.rule.name, m.rule.options, m.topology.name, m.topology.options, m.codec.name,
+            m.codec.back and m.codec.back.name, m.schedule,
             self.local_steps if m.schedule.overlap_steps or m.rule.delay_rounds else None, self.seed,
         )  # fmt: skip
         digest = hashlib.sha256(repr(common).encode()).hexdigest()[:16]

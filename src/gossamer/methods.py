@@ -91,9 +91,14 @@ METHODS: dict[str, Recipe] = {
         fails="a worker leaves: its leftovers are lost with it.",
     ),
     "opendiloco": Recipe(
-        {"rule.name": "diloco", "codec.name": "fp16"},
+        {"rule.name": "diloco", "codec.name": "fp16", "codec.back": "fp16"},
         source="arXiv 2407.07852",
-        differs="everyone gets the fp16 payloads of all others whole: for n > 4 more bytes than exact messages by chunk owners",
+        differs="sums are taken in fp32",
+    ),
+    "intellect_1": Recipe(
+        {"rule.name": "diloco", "codec.name": "int8_statistical", "codec.back": "int8_statistical"},
+        source="arXiv 2412.01152",
+        differs="quantised once on each of two ways, not at every hop of a ring",
     ),
     "snoo": Recipe(
         {"rule.name": "diloco", "workers": 1},
@@ -102,11 +107,11 @@ METHODS: dict[str, Recipe] = {
     ),
     "streaming_diloco": Recipe(
         {
-            "rule.name": "diloco", "rule.lr": 0.4, "codec.name": "fp4",
+            "rule.name": "diloco", "rule.lr": 0.4, "codec.name": "fp4", "codec.back": "bf16",
             "schedule.fragments": 3, "schedule.overlap_steps": 2, "schedule.merge": 0.5,
         },
         source="arXiv 2501.18512",
-        differs="everyone gets the fp4 payloads of all others whole, n - 1 of them, where an all-reduce would send about two",
+        differs="how sums travel back is not said there; `codec.back` may be fp4 as well",
         fails="the overlap is long: the paper recommends at most 5 inner steps.",
     ),
     "naive_delayed": Recipe(

@@ -35,6 +35,8 @@ _METHODS: dict[str, tuple[str, int | None]] = {
 }
 """Rule and peers of each method (None for everyone), those first that mix more."""
 
+_BACK_BITS = 16.0
+"""Of the sum of a lossy mean, in bf16."""
 _LIMIT_WORKERS = 2000
 _LIMIT_MESSAGES = 10**7
 """A mean has a message for each pair of workers: more of them would take gigabytes to write down."""
@@ -45,6 +47,8 @@ class Candidate(NamedTuple):
 
     method: str
     codec: str
+    back: str | None
+    """What sums travel back in from their owners; None where there are none, or they do so in fp32."""
     local_steps: tuple[int, ...]
     """Inner steps of each worker in a round."""
     round_s: float
@@ -105,7 +109,8 @@ def plan(
     Args:
         workers: needed where the network describes any number of them.
         seq_len, batch_size: of one worker's inner step; their product is its tokens.
-        codecs: bits per parameter by name, for DiLoCo and GASLoC. A mean of what a lossy codec made goes to everyone whole.
+        codecs: bits per parameter by name, for DiLoCo and GASLoC. Sums of what a lossy one made travel back in bf16 where that
+            is less to send, and else its payloads go to everyone whole.
         step_s: seconds of an inner step where the network gives none; or else `6·N·tokens / (peak_flops·mfu)`.
         rounds: how many to price, fewer where everyone hears everyone and rounds are all alike; a network that changes
             after these is priced as it is until then.
@@ -149,13 +154,16 @@ def plan(
                 payload_bytes = math.ceil(parameters * bits / 8)
                 own = (steps,) * n if peers is None else matched_steps(links, steps, peers * payload_bytes)
                 some = rounds if peers is not None else _rounds_of_means(network, n, rounds)
-                trace = _trace(n, peers, payload_bytes, codec in EXACT, own, some, seed)
+                back = "bf16" if peers is None and codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
+                mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
+                trace = _trace(n, peers, payload_bytes, mean_bytes if back or codec in EXACT else None, own, some, seed)
                 timeline = price(trace, network)
                 tokens = seq_len * batch_size * int(trace.steps.sum())
                 candidates.append(
                     Candidate(
                         method=method,
                         codec=codec,
+                        back=back,
                         local_steps=own,
                         round_s=timeline.total_s / trace.rounds,
                         round_bytes=float(trace.sent_bytes.mean()) / trace.rounds,
@@ -212,7 +220,7 @@ def run_toml(
         "seed": plan.seed,
         "rule": {"name": rule},
         "topology": {"name": "complete"} if peers is None else {"name": "random", "peers": peers},
-        "codec": {"name": chosen.codec},
+        "codec": {"name": chosen.codec, **({"back": chosen.back} if chosen.back else {})},
         "model": {
             key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
         },
@@ -239,15 +247,21 @@ def _rounds_of_means(network: Network, n: int, rounds: int) -> int:
 
 
 def _trace(
-    n: int, peers: int | None, payload_bytes: int, exact: bool, steps: tuple[int, ...], rounds: int, seed: int
+    n: int,
+    peers: int | None,
+    payload_bytes: int,
+    mean_bytes: int | None,
+    steps: tuple[int, ...],
+    rounds: int,
+    seed: int,
 ) -> Trace:
-    """What a run of so many rounds would leave."""
+    """What a run of so many rounds would leave; `mean_bytes` go through chunk owners there and back, if that is how it is."""
     if peers is not None:
         return from_targets(_gossip_targets(n, peers, rounds, seed), payload_bytes, steps)
     everyone = np.array([[j for j in range(n) if j != i] for i in range(n)])
     targets = np.broadcast_to(everyone, (rounds, *everyone.shape))
-    if exact:
-        return from_targets(targets, round(2 * payload_bytes / n), steps, kind="mean")
+    if mean_bytes is not None:
+        return from_targets(targets, round(mean_bytes / n), steps, kind="mean")
     return from_targets(targets, payload_bytes, steps)
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.codecs import Codec
+from gossamer.codecs import Codec, exact
 from gossamer.errors import ConfigError, PairingError
 from gossamer.fragment import Layout
 from gossamer.mixing import Hear, Mixing, Row, mean, pull
@@ -207,6 +207,11 @@ def check(
             f"{got} cannot work: '{rule.name}' would drift, as the weights that workers give and get do not all sum to one; "
             "use a topology whose weights are doubly stochastic, such as 'random', or the rule 'sgp', which corrects for it"
         )
+    if codec.back is not None and not (rule.hear is mean and rule.needs == "everyone"):
+        raise PairingError(
+            f"codec '{codec.name}' has back = '{codec.back.name}', the way back of a mean over everyone, and rule '{rule.name}' "
+            "takes none; leave codec.back out, or take a rule such as 'diloco'"
+        )
     if rule.site == "gradients" and local_steps != 1:
         raise PairingError(
             f"rule '{rule.name}' exchanges gradients in every inner step and got local_steps = {local_steps}; "
@@ -249,15 +254,17 @@ def begin(
         merge: what becomes of them, as in `Schedule.merge`.
         sent: of an exchange that was under way when a checkpoint was written, to send the same again.
     Raises: TransportError and PeerError from the transport, wherever it is taken further.
-    Cost: one payload to each hearer. Only a `mean` over everyone with an exact codec goes through chunk owners, 2(n-1)/n
-        messages per worker. With overlap or a merge one more copy of x while it is under way.
+    Cost: one payload to each hearer. Only a `mean` over everyone with an exact codec, or with one that has a way back, goes
+        through chunk owners, (n-1)/n payloads there and (n-1)/n back per worker. With overlap or a merge one more copy of x
+        while it is under way.
     """
     job = _Job(
         rule, codec, mixing, transport, part, informed(ctx, mixing), seed, kernel or PLAIN, overlap_steps, merge, sent
     )
-    if rule.hear is not mean or rule.needs != "everyone" or not codec.exact or ctx.n == 1:
+    owned = codec.exact or codec.back is not None
+    if rule.hear is not mean or rule.needs != "everyone" or not owned or ctx.n == 1:
         legs = _directly(job)
-    elif reduce is None:
+    elif reduce is None or codec.back is not None:
         legs = _through_owners(job)
     else:
         legs = _reduced(job, reduce)
@@ -374,36 +381,46 @@ def _directly(job: _Job) -> _Legs:
 
 def _through_owners(job: _Job) -> _Legs:
     """A mean as reduce-scatter and gather: worker k owns chunk k, sums it in worker order and sends the sum to everyone."""
-    rule, _, mixing, transport, part, ctx = job[:6]
-    i, n = ctx.worker, ctx.n
-    there, back = Ticket(ctx.round, part.fragment, 0), Ticket(ctx.round, part.fragment, 1)
-    template = leaves(_message_template(rule, part, ctx))
+    rule, codec, mixing, transport, part, ctx = job[:6]
+    i, n, back = ctx.worker, ctx.n, codec.back or exact()
+    there, gather = Ticket(ctx.round, part.fragment, 0), Ticket(ctx.round, part.fragment, 1)
+    template = _chunks(_message_template(rule, part, ctx), n, codec)
+    shares, sums = ([encode(c, chunk, 0) for chunk in template] for c in (codec, back))
     others = mixing.hears_from(i)
     for j in others:
-        transport.expect(there, j, _chunk(template, i, n))
-        transport.expect(back, j, _chunk(template, j, n))
+        transport.expect(there, j, leaves(shares[i]))
+        transport.expect(gather, j, leaves(sums[j]))
     yield None
 
     sent = _sent(job)
-    message = sent.message
-    frames = leaves(message)
+    message = _chunks(sent.message, n, codec)
+    keys = [rng.key(job.seed, i, ctx.round, part.fragment, "codec", k) for k in range(n)]
+    payloads = [encode(codec, chunk, key) for chunk, key in zip(message, keys, strict=True)]
     for j in others:
-        transport.post(there, j, _chunk(frames, j, n))
-    yield _Posted(sent, _mean_operation(job, frames))
+        transport.post(there, j, leaves(payloads[j]))
+    sends = tuple((j, nbytes(shares[j]) + nbytes(sums[i])) for j in others)
+    receives = tuple((j, nbytes(shares[i]) + nbytes(sums[j])) for j in others)
+    yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.overlap_steps))
     yield there
 
-    shares = {j: tuple(frames) for j, frames in transport.collect(there).items()}
-    total = rule.hear(tuple(_chunk(frames, i, n)), shares, i, mixing.rows[i])
-    del shares
+    told = [decode(codec, payload, chunk) for payload, chunk in zip(payloads, message, strict=True)]
+    arrived = {
+        j: decode(codec, refill(shares[i], frames), message[i]) for j, frames in transport.collect(there).items()
+    }
+    total = rule.hear(told[i], arrived, i, mixing.rows[i])
+    del arrived
+    own = encode(back, total, rng.key(job.seed, i, ctx.round, part.fragment, "back"))
     for j in others:
-        transport.post(back, j, total)
-    yield back
+        transport.post(gather, j, leaves(own))
+    yield gather
 
-    totals = {**transport.collect(back), i: list(total)}
+    arrived = {j: refill(sums[j], frames) for j, frames in transport.collect(gather).items()} | {i: own}
+    pieces = [leaves(decode(back, arrived[j], message[j])) for j in range(n)]
+    whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, told), strict=True)))
     yield _Heard()
 
     with _merging(job, sent.x):
-        _take_mean(rule, part, message, [totals[j] for j in range(n)], ctx, job.kernel)
+        _take_mean(rule, part, whole, pieces, ctx, job.kernel)
 
 
 def _reduced(job: _Job, reduce: Callable[[Sequence[Tensor], Ticket], None]) -> _Legs:
@@ -411,7 +428,10 @@ def _reduced(job: _Job, reduce: Callable[[Sequence[Tensor], Ticket], None]) -> _
     yield None
     sent = _sent(job)
     message = sent.message
-    yield _Posted(sent, _mean_operation(job, leaves(message)))
+    chunks = [nbytes(chunk) for chunk in _chunks(message, job.ctx.n, job.codec)]
+    own = job.ctx.worker
+    moved = tuple((j, size + chunks[own]) for j, size in enumerate(chunks) if j != own)
+    yield _Posted(sent, Operation("mean", job.part.fragment, moved, moved, job.overlap_steps))
     yield _Heard()
     heard = [job.ctx.weight * leaf for leaf in leaves(message)]
     reduce(heard, Ticket(job.ctx.round, job.part.fragment))
@@ -468,17 +488,14 @@ def _take_mean(
         start = stop
 
 
-def _chunk(frames: Sequence[Tensor], owner: int, n: int) -> list[Tensor]:
-    """The part of each flat tensor that one of n owners sums."""
-    return [t[t.numel() * owner // n : t.numel() * (owner + 1) // n] for t in frames]
+def _chunks(tree: Tree, n: int, codec: Codec) -> list[Tree]:
+    """The part of each flat tensor that each of n owners sums; they begin where the codec may be cut."""
+    block = codec.blockwise or 1
 
+    def cut(t: Tensor, k: int) -> int:
+        return t.numel() * k // n // block * block if k < n else t.numel()
 
-def _mean_operation(job: _Job, frames: Sequence[Tensor]) -> Operation:
-    """What a mean moves: each owner gets my share of its chunk and sends me its sum, and the reverse for the chunk I own."""
-    i, n = job.ctx.worker, job.ctx.n
-    own = nbytes(tuple(_chunk(frames, i, n)))
-    moved = tuple((j, nbytes(tuple(_chunk(frames, j, n))) + own) for j in range(n) if j != i)
-    return Operation("mean", job.part.fragment, moved, moved, job.overlap_steps)
+    return [map_leaves(lambda t, k=k: t[cut(t, k) : cut(t, k + 1)], tree) for k in range(n)]
 
 
 def drive(exchanges: Sequence[Exchange], each: Each) -> list[Operation]:

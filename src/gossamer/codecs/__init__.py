@@ -1,11 +1,11 @@
 """Every codec in one table; adding one touches its own file and one row here."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gossamer.codecs.cast import bf16, fp16
-from gossamer.codecs.codec import Codec
+from gossamer.codecs.codec import Codec, both_ways
 from gossamer.codecs.dct import dct_topk
 from gossamer.codecs.exact import exact
 from gossamer.codecs.quantize import fp4, int4, int8, sign
@@ -18,7 +18,9 @@ __all__ = [
     "CODECS",
     "Codec",
     "bf16",
+    "both_ways",
     "cocktail",
+    "codec_of",
     "dct_topk",
     "exact",
     "fp4",
@@ -51,19 +53,35 @@ CODECS: dict[str, Callable[..., Codec]] = {
 
 
 def make_codec(name: str, **options: Any) -> Codec:
-    """The codec of that name in `CODECS`, with its own options.
+    """The codec of that name in `CODECS`, with its own options, and `back`, the codec of the way back (`both_ways`).
 
     Raises: ConfigError when the name or an option is unknown, or a value cannot work.
 
-    >>> make_codec("topk", k=8).name
-    'topk'
+    >>> make_codec("topk", k=8).name, make_codec("fp4", back="bf16").back.name
+    ('topk', 'bf16')
     """
     if name not in CODECS:
         raise ConfigError(choose("codec", name, CODECS))
-    allowed = inspect.signature(CODECS[name]).parameters
-    for option, value in options.items():
-        if not allowed:
-            raise ConfigError(f"codec '{name}' takes no options, and got {option} = {value!r}: leave it out")
+    allowed = [*inspect.signature(CODECS[name]).parameters, "back"]
+    for option in options:
         if option not in allowed:
             raise ConfigError(choose(f"option of codec '{name}'", option, allowed))
-    return CODECS[name](**options)
+    back = options.pop("back", None)
+    codec = CODECS[name](**options)
+    return codec if back is None else both_ways(codec, codec_of(back))
+
+
+def codec_of(spec: object) -> Codec:
+    """A codec by its name, or by a table with its name and options. Raises ConfigError for anything else.
+
+    >>> codec_of({"name": "topk", "k": 8}).name
+    'topk'
+    """
+    table = {"name": spec} if isinstance(spec, str) else spec
+    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
+        raise ConfigError(
+            f"back is {spec!r}; allowed are a codec's name, or a table with its name and options: give one"
+        )
+    if "back" in table:
+        raise ConfigError(f"back is {spec!r}, which has a back of its own; there are two ways only: leave it out")
+    return make_codec(**table)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.codecs import Codec, make_codec
-from gossamer.errors import ConfigError
+from gossamer.codecs import codec_of
 from gossamer.mixing import mean
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
@@ -43,7 +42,7 @@ def cocktail(back: str | Mapping[str, Any] = "int4") -> Rule:
     >>> cocktail(back="exact").mean_preserving, cocktail().mean_preserving
     (True, False)
     """
-    c2 = _codec(back)
+    c2 = codec_of(back)
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x))
@@ -63,12 +62,3 @@ def cocktail(back: str | Mapping[str, Any] = "int4") -> Rule:
         needs="everyone", n1_limit="inner" if c2.exact else "outer optimizer", elementwise=c2.exact,
         mean_preserving=c2.exact, state_copies=2,
     )  # fmt: skip
-
-
-def _codec(back: object) -> Codec:
-    spec = {"name": back} if isinstance(back, str) else back
-    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
-        raise ConfigError(
-            f"cocktail got back = {back!r}; allowed are a codec's name, or a table with its name and options: give one"
-        )
-    return make_codec(**spec)
