@@ -18,6 +18,7 @@ from gossamer.rules import (
     error_feedback,
     fedopt,
     gasloc,
+    jacobi,
     local_sgd,
     noloco,
     omr,
@@ -38,7 +39,7 @@ ODD = 2 * sync.PLAIN.chunk + 17
 UPDATES = [
     gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco(), anchored_gasloc(), choco(),
     easgd(), error_feedback(diloco(), 0.9), fedopt(), fedopt(optimizer="yogi"), omr(every=2), sgp(), sparta(3),
-    relaysum(), cocktail(), cocktail("exact"),
+    relaysum(), cocktail(), cocktail("exact"), jacobi(every=2),
 ]  # fmt: skip
 
 

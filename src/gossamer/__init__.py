@@ -26,6 +26,7 @@ _HOMES = {
     "fedopt": "gossamer.rules",
     "gasloc": "gossamer.rules",
     "gossip": "gossamer.rules",
+    "jacobi": "gossamer.rules",
     "local_sgd": "gossamer.rules",
     "make_topology": "gossamer.topology",
     "noloco": "gossamer.rules",

@@ -14,6 +14,7 @@ from gossamer.rules.error_feedback import error_feedback, sparseloco
 from gossamer.rules.fedopt import fedopt
 from gossamer.rules.gasloc import gasloc
 from gossamer.rules.gossip import gossip
+from gossamer.rules.jacobi import jacobi
 from gossamer.rules.local_sgd import local_sgd
 from gossamer.rules.noloco import noloco
 from gossamer.rules.relaysum import relaysum
@@ -43,6 +44,7 @@ __all__ = [
     "fedopt",
     "gasloc",
     "gossip",
+    "jacobi",
     "local_sgd",
     "make_rule",
     "noloco",
@@ -67,6 +69,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "fedopt": fedopt,
     "gasloc": gasloc,
     "gossip": gossip,
+    "jacobi": jacobi,
     "local_sgd": local_sgd,
     "noloco": noloco,
     "omr": omr,
