@@ -51,6 +51,8 @@ EXCHANGE_STEPS = 5 / 3
 """Inner steps that a model takes between two healthy workers."""
 GOODPUT = 1448 / 1514
 """Bytes of a message per byte that the limiter counts: Ethernet, IP and TCP headers of full packets are the rest."""
+QUEUE_BYTES = 1000 * 1514
+"""What waits before a limiter: the thousand packets of a Linux device. In a short queue, packets that many send at once get lost."""
 FEW_STEPS = 6
 """Steps of data parallelism that are measured."""
 METHODS: dict[str, tuple[dict[str, Any], int | None]] = {
@@ -228,7 +230,7 @@ def namespaces(setting: Setting, share: float, way: str) -> Iterator[list[str]]:
             sh("ip", "-n", name, "link", "set", "eth0", "up")
             for where, device, bps in ((name, "eth0", up_bps), (hub, port, down_bps)):
                 burst = str(max(8_000, int(bps / 8 / 250)))
-                limit = ("rate", f"{bps:.0f}bit", "burst", burst, "latency", "200ms")
+                limit = ("rate", f"{bps:.0f}bit", "burst", burst, "limit", str(QUEUE_BYTES))
                 sh("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *limit)
         yield workers
     finally:

@@ -24,8 +24,8 @@ def jacobi(dimension: float = 1.0, every: int = 8) -> Rule:
 
     m_i ← a_t Σ_j w_ij (θ_j - θ_i) + c_t m_i;   θ_i ← θ_i + m_i;   t = round mod K
 
-    While nobody trains it is x_{t+1} = (a_t W + b_t) x_t - c_t x_{t-1} with a_t + b_t - c_t = 1, the recursion of the Jacobi polynomials.
-    What is trained meanwhile is no part of m, so it enters once and the mean of all follows the inner optimizers.
+    While nobody trains it is x_{t+1} = (a_t W + b_t) x_t - c_t x_{t-1} with a_t + b_t - c_t = 1, the recursion of the Jacobi
+    polynomials. What is trained meanwhile is no part of m, so it enters once and the mean of all follows the inner optimizers.
 
     Args:
         dimension: d of the graph, 1 for a ring, 2 for a torus: how its spectrum thins out towards one.
