@@ -52,7 +52,7 @@ EXCHANGE_STEPS = 5 / 3
 GOODPUT = 1448 / 1514
 """Bytes of a message per byte that the limiter counts: Ethernet, IP and TCP headers of full packets are the rest."""
 QUEUE_BYTES = 1000 * 1514
-"""What waits before a limiter: the thousand packets of a Linux device. In a short queue, packets that many send at once get lost."""
+"""What may wait before a limiter: the thousand packets of a Linux device; a short queue drops what many send at once."""
 FEW_STEPS = 6
 """Steps of data parallelism that are measured."""
 METHODS: dict[str, tuple[dict[str, Any], int | None]] = {
