@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.tree import leaves, map_leaves, nbytes, shares_storage
+from gossamer.tree import leaves, map_leaves, must_fit, nbytes, refill, shares_storage
 
 
 class State(NamedTuple):
@@ -66,3 +66,27 @@ def test_a_view_shares_storage_and_a_copy_does_not() -> None:
     assert shares_storage((torch.ones(1), (x[2:],)), x)
     assert not shares_storage((torch.ones(1), x.clone()), x)
     assert not shares_storage((), x)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape=shapes)
+def test_a_tree_refilled_with_its_own_leaves_is_the_same(shape: Any) -> None:
+    tree = grown(shape)
+    again = refill(tree, leaves(tree))
+    assert numbers(shape) == [leaf.numel() for leaf in leaves(again)]
+    assert all(a is b for a, b in zip(leaves(tree), leaves(again), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        ([], "0 tensors for 1"),
+        ([3], "int for a tensor"),
+        ([torch.zeros(3)], r"a tensor of \(3,\) torch.float32 for \(2,\) torch.float32"),
+        ([torch.zeros(2).double()], "torch.float64 for"),
+    ],
+)
+def test_what_was_saved_and_cannot_take_the_place_is_named(saved: list[Any], said: str) -> None:
+    must_fit([torch.ones(2)], [torch.zeros(2)])
+    with pytest.raises(ValueError, match=said):
+        must_fit(saved, [torch.zeros(2)])

@@ -20,7 +20,7 @@ from gossamer.sync import Exchange, Kernel, Part, Sent
 from gossamer.topology import Topology
 from gossamer.trace import Operation
 from gossamer.transport import Ticket, Transport
-from gossamer.tree import Tree, leaves, refill
+from gossamer.tree import Tree, leaves, must_fit, refill
 
 __all__ = ["Method", "OuterLoop", "method"]
 
@@ -187,9 +187,7 @@ class OuterLoop:
         rule, _, part = self.fragments[p]
         message = rule.send(part.x, part.s, self._context(round, part, mixing))
         like = Sent(message, part.x if len(tensors) > len(leaves(message)) else ())
-        kinds, wanted = ([(t.shape, t.dtype) for t in those] for those in (tensors, leaves(like)))
-        if kinds != wanted:
-            raise ValueError(f"tensors {kinds} for what fragment {p} sends, {wanted}")
+        must_fit(tensors, leaves(like))
         return refill(like, [saved.to(part.x.device) for saved in tensors])
 
     def _heard(self, round: int, stop: Stop) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ from gossamer.servers import Fragment, pack
 from gossamer.servers.fragments import put, take
 from gossamer.transport import Ticket
 from gossamer.transport.stream import GREET, HELLO, PUSH, Stream, connect
-from gossamer.tree import Tree, leaves, nbytes, refill
+from gossamer.tree import Tree, leaves, must_fit, nbytes, refill
 from gossamer.virtual import clock, paced, server_rule
 from gossamer.worker import LocalPhase
 
@@ -205,12 +205,7 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
 def _restore(desks: Sequence[Desk], guests: Sequence[_Guest], saved: Any) -> None:
     """Puts a snapshot of the server back. Raises CheckpointError when it does not fit."""
     try:
-        own = [leaf for desk in desks for leaf in leaves(desk.state)]
-        for mine, theirs in zip(own, saved["outer"], strict=True):
-            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                raise ValueError(
-                    f"a tensor of {tuple(theirs.shape)} {theirs.dtype} for {tuple(mine.shape)} {mine.dtype}"
-                )
+        must_fit(saved["outer"], [leaf for desk in desks for leaf in leaves(desk.state)])
         supply = iter(saved["outer"])
         for desk, updates in zip(desks, saved["updates"], strict=True):
             desk.state, desk.updates = refill(desk.state, supply), int(updates)

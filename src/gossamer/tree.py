@@ -1,11 +1,11 @@
 """Nested tuples of tensors: messages on the wire and the state of rules."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Tree", "leaves", "map_leaves", "nbytes", "refill", "shares_storage"]
+__all__ = ["Tree", "leaves", "map_leaves", "must_fit", "nbytes", "refill", "shares_storage"]
 
 Tree = Any
 """A tensor, or a (named) tuple of trees; `()` is the tree without tensors."""
@@ -45,6 +45,24 @@ def refill(like: Tree, tensors: Iterable[Tensor]) -> Tree:
     """
     supply = iter(tensors)
     return map_leaves(lambda _: next(supply), like)
+
+
+def must_fit(saved: Sequence[Any], own: Sequence[Tensor]) -> None:
+    """Raises ValueError unless what was saved are tensors that can take the places of one's own, one by one.
+
+    >>> import torch
+    >>> must_fit([torch.zeros(2)], [torch.zeros(3)])
+    Traceback (most recent call last):
+        ...
+    ValueError: a tensor of (2,) torch.float32 for (3,) torch.float32
+    """
+    if len(saved) != len(own):
+        raise ValueError(f"{len(saved)} tensors for {len(own)}")
+    for theirs, mine in zip(saved, own, strict=True):
+        if not isinstance(theirs, Tensor):
+            raise ValueError(f"{type(theirs).__name__} for a tensor")
+        if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+            raise ValueError(f"a tensor of {tuple(theirs.shape)} {theirs.dtype} for {tuple(mine.shape)} {mine.dtype}")
 
 
 def nbytes(tree: Tree) -> int:

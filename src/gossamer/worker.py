@@ -25,7 +25,7 @@ from gossamer.schedule import Stop
 from gossamer.topology import Topology, make_topology
 from gossamer.trace import Entry, Operation
 from gossamer.transport import Ticket, Transport
-from gossamer.tree import leaves
+from gossamer.tree import leaves, must_fit
 
 __all__ = ["LocalPhase", "Worker", "joined", "method", "parts_of", "topology_of"]
 
@@ -266,11 +266,7 @@ class Worker:
         """Takes a checkpoint back. Raises CheckpointError when it does not fit this model or rule."""
         try:
             mine, theirs = [self.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
-            for own, saved in zip(mine, theirs, strict=True):
-                if own.shape != saved.shape or own.dtype != saved.dtype:
-                    raise ValueError(
-                        f"a tensor of {tuple(saved.shape)} {saved.dtype} for {tuple(own.shape)} {own.dtype}"
-                    )
+            must_fit(theirs, mine)
             for own, saved in zip(mine, theirs, strict=True):
                 own.copy_(saved)
             self.steps_taken = int(state["steps_taken"])
