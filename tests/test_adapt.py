@@ -129,6 +129,19 @@ def test_what_cannot_adapt_is_refused_in_a_sentence(networks, overrides, sentenc
     assert "\n" not in str(caught.value)
 
 
+def test_what_the_sums_come_back_in_takes_no_step_from_whom_they_are_slow_for(tmp_path):
+    network = {"slow": {"uplink_bps": [1e6, 1e6, 1e5], "downlink_bps": 1e7, "step_s": 1.0}}
+    steps = []
+    for back in ("fp4", "bf16"):
+        config = tiny(
+            rule={"name": "diloco"}, topology={"name": "complete"}, codec={"name": "fp4", "back": back}, network=network,
+            run__adapt=True, run__local_steps=20, run__steps=80, run__checkpoint_every=0, run__eval_every=0,
+        )  # fmt: skip
+        simulate(config, tmp_path / back)
+        steps.append(read_trace(tmp_path / back).steps[-1].tolist())
+    assert steps == [[20, 20, 15]] * 2
+
+
 def test_one_of_several_networks_can_be_named(tmp_path):
     both = {"even": declared(1.0), "slow": declared(0.1)}
     for name, steps in (("even", 30), ("slow", 15)):

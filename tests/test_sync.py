@@ -104,6 +104,28 @@ def test_whatever_is_lost_on_both_ways_all_workers_hear_the_same(codec, rule, si
     assert all(torch.equal(got[0], x) for x in got) and got[0].isfinite().all() and not torch.equal(got[0], xs[0])
 
 
+@pytest.mark.parametrize(
+    "codec", [exact(), both_ways(exact(), bf16()), both_ways(int8(), exact()), both_ways(topk(8, 64), int8())]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rule", [diloco(), local_sgd()], ids=lambda rule: rule.name)
+def test_a_mean_of_half_precision_comes_back_in_what_it_was_taken_in(codec, dtype, rule):
+    xs, drift = random_vectors(1, 1000, dtype=dtype) * 3, random_drift(1000, dtype=dtype)
+    got, _ = play(rule, make_topology("complete", 3), xs, 2, drift, codec=codec)
+    assert got[0].dtype == dtype and all(torch.equal(got[0], x) for x in got) and not torch.equal(got[0], xs[0])
+    wide = [x.float() for x in xs]
+    plain, _ = play(rule, make_topology("complete", 3), wide, 2, lambda i, t, x: drift(i, t, x).float(), codec=codec)
+    assert codec.name == "topk" or float((got[0].float() - plain[0]).norm() / plain[0].norm()) < 0.02
+
+
+def test_a_rule_whose_numbers_change_is_not_compiled_and_computes_the_same():
+    start, drift = random_vectors(4, 3000, dtype=torch.float32), random_drift(3000, dtype=torch.float32)
+    rule, ring = jacobi(every=8), make_topology("ring", 4)
+    expected, _ = play(rule, ring, start, 20, drift)
+    got, _ = play(rule, ring, start, 20, drift, kernel=sync.compiled())
+    assert not rule.compiles and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
 def test_a_way_back_without_a_mean_over_everyone_is_refused():
     codec = both_ways(int8(), int8())
     for rule, topology in [(gasloc(), "random"), (gasloc(), "complete"), (noloco(), "random"), (sgp(), "random_push")]:

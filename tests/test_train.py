@@ -15,11 +15,13 @@ import torch
 
 from gossamer import checkpoint
 from gossamer.config import digest, dump
+from gossamer.errors import PairingError
 from gossamer.evaluate import evaluate
 from gossamer.launch import run_local
 from gossamer.record import read_metrics
 from gossamer.simulate import simulate
 from gossamer.trace import read_trace
+from gossamer.worker import method
 from tiny import tiny
 
 
@@ -124,6 +126,16 @@ def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
     ours, theirs = parameters(tmp_path / "reduced", config), parameters(tmp_path / "ordered", tiny(**options))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert all(torch.equal(ours[0], x) for x in ours)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rule__name": "diloco", "topology__name": "complete", "codec": {"name": "int8"}},
+     {"rule__name": "diloco", "topology__name": "complete", "codec": {"name": "exact", "back": "bf16"}}],
+)  # fmt: skip
+def test_an_all_reduce_that_nothing_would_use_is_refused(options):
+    with pytest.raises(PairingError, match="takes no mean that a backend could"):
+        method(tiny(**options, run__mean="all_reduce"))
 
 
 STREAMING = {"run__local_steps": 4, "schedule__fragments": 2, "schedule__overlap_steps": 3}

@@ -28,6 +28,7 @@ __all__ = [
     "metropolis",
     "pull",
     "spectral_gap",
+    "widen",
 ]
 
 Row = tuple[tuple[int, float], ...]
@@ -151,7 +152,7 @@ def laplacian_condition(w: NDArray[np.float64]) -> float:
     return float(values[-1] / values[1]) if values[1] > 1e-12 else float("inf")
 
 
-def _widen(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """Sums are taken in at least fp32: a bf16 accumulator loses the mean within a few rounds."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
@@ -160,7 +161,7 @@ def _added(terms: Iterator[Tensor], like: Tensor) -> Tensor:
     """The terms added one after the other; zeros where there are none."""
     total = next(terms, None)
     if total is None:
-        return torch.zeros_like(_widen(like))
+        return torch.zeros_like(widen(like))
     for term in terms:
         total = total + term  # no alpha=, lerp or addcmul anywhere: eager code fuses those and compiled code does not
     return total
@@ -174,8 +175,8 @@ def pull(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
     """
 
     def one(mine: Tensor, *theirs: Tensor) -> Tensor:
-        me = _widen(mine)
-        return _added((w * (_widen(other) - me) for w, other in zip(weights, theirs, strict=True)), me)
+        me = widen(mine)
+        return _added((w * (widen(other) - me) for w, other in zip(weights, theirs, strict=True)), me)
 
     peers = [j for j, _ in row if j != i]
     weights = [w for j, w in row if j != i]
@@ -189,7 +190,7 @@ def mean(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
     """
 
     def one(*messages: Tensor) -> Tensor:
-        return _added((w * _widen(message) for (_, w), message in zip(row, messages, strict=True)), messages[0])
+        return _added((w * widen(message) for (_, w), message in zip(row, messages, strict=True)), messages[0])
 
     return map_leaves(one, *(told if j == i else heard[j] for j, _ in row))
 

@@ -151,6 +151,14 @@ class OuterLoop:
             exchange.hear()
         self.under_way.clear()
 
+    def share_there(self, fragment: int) -> float:
+        """Which share of what a mean sends goes to the owners of its chunks; the rest are their sums."""
+        codec = self.fragments[fragment].codec
+        there, back = (c.payload_bytes or exact().payload_bytes for c in (codec, codec.back or exact()))
+        assert there is not None and back is not None
+        numel = self.fragments[fragment].part.x.numel()
+        return there(numel) / (there(numel) + back(numel))
+
     @property
     def state(self) -> Tree:
         """The outer state of all fragments, one after the other."""

@@ -17,7 +17,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,11 +108,16 @@ def uplinks_bps(links: Links) -> Floats:
     return np.minimum(links.uplink_bps, (links.site_uplink_bps / np.maximum(together, 1))[links.site])
 
 
-def first_leg_bytes(operations: Iterable[Operation]) -> float:
-    """Bytes that a worker sends as soon as it is ready; the sums that the owners of a mean send back come later, to all alike."""
+def first_leg_bytes(operations: Iterable[Operation], there: Callable[[int], float] = lambda fragment: 0.5) -> float:
+    """Bytes that a worker sends as soon as it is ready; the sums that the owners of a mean send back come later, to all alike.
+
+    Args: `there` is which share of a mean's bytes goes to the owners, by its fragment; half where both ways are alike.
+    """
     sent = 0.0
     for operation in operations:
-        sent += sum(size for _, size in operation.sends) / (2 if operation.kind == "mean" else 1)
+        sent += sum(size for _, size in operation.sends) * (
+            there(operation.fragment) if operation.kind == "mean" else 1
+        )
     return sent
 
 

@@ -29,7 +29,7 @@ from gossamer import rng
 from gossamer.codecs import Codec, exact
 from gossamer.errors import ConfigError, PairingError
 from gossamer.fragment import Layout
-from gossamer.mixing import Hear, Mixing, Row, mean, pull
+from gossamer.mixing import Hear, Mixing, Row, pull, widen
 from gossamer.rules import Context, Rule
 from gossamer.schedule import Schedule
 from gossamer.topology import Topology
@@ -207,7 +207,7 @@ def check(
             f"{got} cannot work: '{rule.name}' would drift, as the weights that workers give and get do not all sum to one; "
             "use a topology whose weights are doubly stochastic, such as 'random', or the rule 'sgp', which corrects for it"
         )
-    if codec.back is not None and not (rule.hear is mean and rule.needs == "everyone"):
+    if codec.back is not None and not rule.averages:
         raise PairingError(
             f"codec '{codec.name}' has back = '{codec.back.name}', the way back of a mean over everyone, and rule '{rule.name}' "
             "takes none; leave codec.back out, or take a rule such as 'diloco'"
@@ -262,7 +262,7 @@ def begin(
         rule, codec, mixing, transport, part, informed(ctx, mixing), seed, kernel or PLAIN, overlap_steps, merge, sent
     )
     owned = codec.exact or codec.back is not None
-    if rule.hear is not mean or rule.needs != "everyone" or not owned or ctx.n == 1:
+    if not rule.averages or not owned or ctx.n == 1:
         legs = _directly(job)
     elif reduce is None or codec.back is not None:
         legs = _through_owners(job)
@@ -329,7 +329,7 @@ def compiled() -> Kernel:
     in_one_pass = torch.compile(fused, dynamic=True)
 
     def run(rule: Rule, *rest: Any) -> None:
-        if rule.elementwise:
+        if rule.elementwise and rule.compiles:
             *others, ctx = rest
             in_one_pass(rule, *others, ctx._replace(layout=Layout((), 0)))  # names in a layout would be compiled in
         else:
@@ -385,7 +385,8 @@ def _through_owners(job: _Job) -> _Legs:
     i, n, back = ctx.worker, ctx.n, codec.back or exact()
     there, gather = Ticket(ctx.round, part.fragment, 0), Ticket(ctx.round, part.fragment, 1)
     template = _chunks(_message_template(rule, part, ctx), n, codec)
-    shares, sums = ([encode(c, chunk, 0) for chunk in template] for c in (codec, back))
+    shares = [encode(codec, chunk, 0) for chunk in template]
+    sums = [encode(back, map_leaves(widen, chunk), 0) for chunk in template]
     others = mixing.hears_from(i)
     for j in others:
         transport.expect(there, j, leaves(shares[i]))
@@ -415,7 +416,7 @@ def _through_owners(job: _Job) -> _Legs:
     yield gather
 
     arrived = {j: refill(sums[j], frames) for j, frames in transport.collect(gather).items()} | {i: own}
-    pieces = [leaves(decode(back, arrived[j], message[j])) for j in range(n)]
+    pieces = [leaves(decode(back, arrived[j], map_leaves(widen, message[j]))) for j in range(n)]
     whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, told), strict=True)))
     yield _Heard()
 

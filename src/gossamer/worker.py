@@ -45,6 +45,11 @@ def method(config: RunConfig) -> Method:
             "local steps may be others than those it sent; leave one of the two out"
         )
     codec = make_codec(config.codec.name, **config.codec.options)
+    if config.run.mean == "all_reduce" and not (rule.averages and codec.exact and codec.back is None):
+        raise PairingError(
+            f"run.mean is 'all_reduce' and rule '{rule.name}' with codec '{codec.name}' takes no mean that a backend could; set "
+            "run.mean = 'ordered', or take a rule such as 'diloco' with the codec 'exact'"
+        )
     return outer.method(
         rule, topology, codec, config.schedule, local_steps=config.run.local_steps, compile=config.run.compile
     )
@@ -246,7 +251,7 @@ class Worker:
         """Tells the pacer how the round went, and returns what the others should know; `step_s` in place of the measured one."""
         assert self.pacer is not None
         own_s = phase.compute_s / len(phase.losses) if step_s is None else step_s
-        sent_bytes = first_leg_bytes(operation for some in operations for operation in some)
+        sent_bytes = first_leg_bytes((operation for some in operations for operation in some), self.loop.share_there)
         return self.pacer.measured(own_s, sent_bytes, uplinks_bytes_per_s)
 
     def state(self) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from gossamer.checks import within
 from gossamer.errors import ConfigError
-from gossamer.mixing import mean
 from gossamer.rules.diloco import diloco
 from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
@@ -41,7 +40,9 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
     3
     """
     within("error_feedback", "decay", decay, 0.0, 1.0, low_open=True, high_closed=True)
-    if rule.hear is not mean or rule.needs != "everyone" or rule.site != "parameters":
+    in_time = rule.site == "parameters" and not rule.delay_rounds
+    # Replicas that are equal after each round, and know where it began, are told of nothing but what was trained since.
+    if not (rule.averages and in_time and rule.identical and rule.start is not None):
         raise ConfigError(
             f"error feedback needs a rule whose pseudo-gradients are averaged, and got '{rule.name}'; allowed are rules such "
             "as 'diloco': for compressed gossip use 'choco' on a static graph or 'anchored_gasloc' on any"

@@ -55,7 +55,7 @@ def jacobi(dimension: float = 1.0, every: int = 8) -> Rule:
 
     return Rule(
         "jacobi", {"dimension": dimension, "every": every}, init, send, pull, recv,
-        needs="static", n1_limit="inner", mean_preserving=True, state_copies=1,
+        needs="static", n1_limit="inner", compiles=False, mean_preserving=True, state_copies=1,
     )  # fmt: skip
 
 

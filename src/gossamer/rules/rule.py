@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from gossamer.fragment import Layout
-from gossamer.mixing import Hear
+from gossamer.mixing import Hear, mean
 from gossamer.tree import Tree
 
 __all__ = ["Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule", "Site"]
@@ -86,6 +86,8 @@ class Rule(NamedTuple):
     """On what it acts: the parameters after the local phase, or the gradients before an inner step."""
     elementwise: bool = True
     """Whether halves may be updated one by one: safe on shards and in cache-sized chunks."""
+    compiles: bool = True
+    """Whether an elementwise update may be compiled: the numbers beside its tensors are the same in every round."""
     mean_preserving: bool = False
     """Whether workers that stand still keep their mean under any doubly stochastic mixing and any codec."""
     consensus: Consensus | None = None
@@ -104,3 +106,8 @@ class Rule(NamedTuple):
     """`reset(x, s) -> s` forgets the outer momentum after a round that ended at `x`; None for rules without one."""
     start: Callable[[Tree], Tensor] | None = None
     """`start(s)` is where the round began, a tensor of the state; None for rules that do not keep it."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether every worker hears the mean of all messages, which chunk owners may then take for the others."""
+        return self.hear is mean and self.needs == "everyone"
