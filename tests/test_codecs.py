@@ -13,9 +13,9 @@ from torch import Tensor
 from gossamer.codecs import (
     CODECS,
     Codec,
-    cocktail,
     bf16,
     both_ways,
+    cocktail,
     dct_topk,
     fp4,
     int4,
