@@ -43,7 +43,7 @@ class Outer:
         local_steps: inner steps of a round; workers may differ where the schedule has no overlap.
         schedule: fragments that are exchanged one after the other, and overlap with training; by default neither.
         timeout_s: how long an exchange waits for a peer.
-    Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule or topology.
+    Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology or codec.
     Cost: the rule's state, one message, and what is heard of the peers; the exchange blocks, with the receives posted a whole
         local phase before. Buffers such as batch-norm statistics stay each worker's own.
 
