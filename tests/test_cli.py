@@ -65,6 +65,14 @@ WRONG = {
         ["uplink_bps", "from 1"],
     ),
     "a table where a value belongs": (["seed.x=1"], ["seed"]),
+    "an endless wait": (["run.timeout_s=inf"], ["run.timeout_s is inf", "at most 1e+06"]),
+    "a wait that is no number": (["run.timeout_s=nan"], ["run.timeout_s is nan"]),
+    "a wait beyond what a socket takes": (["run.timeout_s=1e15"], ["run.timeout_s is 1000000000000000.0"]),
+    "an endless pace": (["run.pace_s=[0.0,inf,0.0]"], ["run.pace_s is inf", "from 0 to 1e+06"]),
+    "a pace that is no number": (["run.pace_s=nan"], ["run.pace_s is nan"]),
+    "a negative pace": (["run.pace_s=-1"], ["run.pace_s is -1"]),
+    "no local steps": (["run.local_steps=[]"], ["run.local_steps is an empty list"]),
+    "no pace": (["run.pace_s=[]"], ["run.pace_s is an empty list"]),
 }
 
 
@@ -158,9 +166,18 @@ def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_wa
     code, _, _ = run([*words, "--resume"], capsys)
     assert code == 0 and {name: (tmp_path / "out" / name).read_bytes() for name in made} == made
     assert (tmp_path / "out" / "pairs-local_steps=1-seed=0" / "metrics.jsonl").stat().st_mtime_ns == others
-    refused([*words, "--resume", "--set", "inner.lr=0.5"], capsys, "other settings")
+    for other in ("inner.lr=0.5", "run.eval_batches=3", "run.eval_every=2"):
+        refused([*words, "--resume", "--set", other], capsys, "other settings")
     refused([*words[:-4], "--scale", "lomg"], capsys, "did you mean 'long'")
     refused(["compare", tmp_path / "experiment.toml", "--seeds", "0,x"], capsys, "--seeds got '0,x'")
+
+
+def test_labels_that_share_a_folder_are_refused_before_anything_is_trained(tmp_path, capsys):
+    experiment = document(run__steps=4) | {"variant": [{"label": "A b"}, {"label": "c"}, {"label": "A-B"}]}
+    (tmp_path / "experiment.toml").write_text(tomli_w.dumps(experiment))
+    for words in ([], ["--resume"]):
+        refused(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out", *words], capsys, "['A b', 'A-B']")
+    assert not (tmp_path / "out").exists()
 
 
 def test_price_and_report_read_what_was_recorded(tmp_path, capsys):

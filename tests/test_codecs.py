@@ -1,5 +1,6 @@
 """Every codec does what its tags claim, and its payload is what its formula says, to the byte."""
 
+import inspect
 import itertools
 import math
 
@@ -12,12 +13,15 @@ from torch import Tensor
 from gossamer.codecs import (
     CODECS,
     Codec,
+    bf16,
+    both_ways,
     cocktail,
     dct_topk,
     fp4,
     int4,
     int8,
     int8_statistical,
+    make_codec,
     randomk,
     sign,
     topk,
@@ -605,3 +609,16 @@ def test_gossip_keeps_the_mean_of_the_workers_under_every_codec(name):
     xs, _ = play(gasloc(), make_topology("random", 5), start, 3, codec=CODECS[name]())
     torch.testing.assert_close(sum(xs) / 5, sum(start) / 5, rtol=0, atol=1e-5)
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(xs))
+
+
+OTHER = {"block": 16, "rounding": "stochastic", "k": 3, "chunk": 32, "values": "bf16", "one_in": 7, "scaled": True}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_says_all_its_options_and_those_of_its_way_back(name: str) -> None:
+    parameters = inspect.signature(CODECS[name]).parameters
+    assert make_codec(name).options == {option: p.default for option, p in parameters.items()}
+    given = {option: OTHER[option] for option in parameters}
+    assert make_codec(name, **given).options == given
+    back = both_ways(bf16(), make_codec(name, **given))
+    assert back.options == {} and back.back is not None and back.back.options == given

@@ -1,5 +1,6 @@
 """Gossamer in someone else's loop: any model, any optimizer, alone or under torchrun."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -50,24 +51,97 @@ def test_alone_gossip_changes_nothing_and_gasloc_is_an_outer_momentum():
     assert not torch.equal(flat(plain), flat(outer))
 
 
-@pytest.mark.parametrize(
-    "schedule", [None, gossamer.Schedule(fragments=2, overlap_steps=2)], ids=["plain", "streaming"]
-)
-def test_saved_and_loaded_between_two_rounds_it_continues_to_the_same_bits(schedule):
-    whole = net()
-    loop = gossamer.Outer(whole, gossamer.gasloc(), local_steps=3, schedule=schedule)
-    train(whole, loop, 6)
-    saved = {"model": {k: v.clone() for k, v in whole.state_dict().items()}, "outer": loop.state_dict()}
-    train(whole, loop, 6, seed=1)
+SCHEDULES = {
+    "plain": gossamer.Schedule(),
+    "fragments": gossamer.Schedule(fragments=2),
+    "overlap": gossamer.Schedule(overlap_steps=2),
+    "streaming": gossamer.Schedule(fragments=2, overlap_steps=3),
+}
 
-    again = net()
-    second = gossamer.Outer(again, gossamer.gasloc(), local_steps=3, schedule=schedule)
+
+RESUMED = {
+    **{name: (gossamer.gasloc, schedule) for name, schedule in SCHEDULES.items()},
+    "late": (gossamer.eager, None),
+}
+
+
+@pytest.mark.parametrize(("rule", "schedule"), RESUMED.values(), ids=RESUMED.keys())
+@pytest.mark.parametrize("steps", range(6, 12))
+def test_saved_and_loaded_after_any_step_it_continues_to_the_same_bits(rule, schedule, steps):
+    def start():
+        model = net()
+        return model, gossamer.Outer(model, rule(), local_steps=6, schedule=schedule)
+
+    (whole, loop), (again, second) = start(), start()
+    train(whole, loop, steps)
+    saved = copy.deepcopy({"model": whole.state_dict(), "outer": loop.state_dict()})
+    train(whole, loop, 15, seed=1)
+
     again.load_state_dict(saved["model"])
     second.load_state_dict(saved["outer"])
-    train(again, second, 6, seed=1)
+    train(again, second, 15, seed=1)
+    assert (second.rounds, second.steps) == (loop.rounds, loop.steps) == divmod(steps + 15, 6)
     assert torch.equal(flat(whole), flat(again))
-    with pytest.raises(CheckpointError, match="load it with the rule"):
-        gossamer.Outer(net(), gossamer.gossip()).load_state_dict(saved["outer"])
+
+
+def test_a_state_goes_into_a_loop_that_has_ended_a_round_and_into_none_that_is_within_one():
+    model = net()
+    loop = gossamer.Outer(model, gossamer.gasloc(), local_steps=3)
+    train(model, loop, 3)
+    saved = loop.state_dict()
+    train(model, loop, 3)
+    loop.load_state_dict(saved)
+    assert loop.rounds == 1
+    train(model, loop, 2)
+    with pytest.raises(
+        CheckpointError, match="2 steps of round 1, with 1 exchanges under way; load it into a new Outer"
+    ):
+        loop.load_state_dict(saved)
+    train(model, loop, 1)
+    assert loop.rounds == 2
+
+
+def test_a_state_that_does_not_fit_is_refused_in_a_sentence_whatever_is_wrong_with_it():
+    def start(rule=gossamer.gasloc, **options):
+        model = net()
+        return model, gossamer.Outer(model, rule(), **{"local_steps": 6, **options})
+
+    model, loop = start(schedule=SCHEDULES["streaming"])
+    train(model, loop, 10)
+    good = loop.state_dict()
+    start(schedule=SCHEDULES["streaming"])[1].load_state_dict(good)
+    one = good["under_way"][0]
+    wrong = [
+        {},
+        [],
+        None,
+        *({key: value for key, value in good.items() if key != left} for left in good),
+        *({**good, "steps": steps} for steps in (6, 7, -1, 1.5, "x", True, None)),
+        *({**good, "rounds": rounds} for rounds in (-1, 2.5, "x", None, 1 << 40)),
+        *({**good, "outer": outer} for outer in (3, None, [3], [], [t.double() for t in good["outer"]])),
+        *(
+            {**good, "under_way": under_way}
+            for under_way in (3, [3], [{"round": 0}], [one, one], [{**one, "sent": [3]}])
+        ),
+        *(
+            {**good, "under_way": [{**one, key: value}]}
+            for key in ("round", "fragment")
+            for value in (99, -1, "x", [1])
+        ),
+        {**good, "under_way": [{**one, "local_steps": 99}]},
+    ]
+    for state in wrong:
+        model, fresh = start(schedule=SCHEDULES["streaming"])
+        with pytest.raises(CheckpointError, match="load it with the rule"):
+            fresh.load_state_dict(state)
+    for options in (
+        {"rule": gossamer.gossip},
+        {"schedule": None},
+        {"schedule": SCHEDULES["overlap"]},
+        {"local_steps": 3},
+    ):
+        with pytest.raises(CheckpointError, match="load it with the rule"):
+            start(**options)[1].load_state_dict(good)
 
 
 def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
@@ -111,3 +185,76 @@ def test_the_example_trains_alone_and_under_torchrun(processes):
     for rank in range(processes):
         assert f"worker {rank} of {processes}, step 20: loss" in result.stdout
     assert len(EXAMPLE.read_text().splitlines()) < 60
+
+
+TWO = """
+import copy, torch, torch.distributed as dist
+import gossamer
+from gossamer.codecs import bf16, both_ways, topk
+from gossamer.errors import PeerError
+from test_library import SCHEDULES, flat, net, train
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def start(rule=gossamer.gasloc, **options):
+    model = net()
+    return model, gossamer.Outer(model, rule(), local_steps=6, timeout_s=20, **options)
+"""
+
+RESUME = """
+whole, loop = start(schedule=SCHEDULES["streaming"])
+train(whole, loop, 10, seed=rank)
+saved = copy.deepcopy({"model": whole.state_dict(), "outer": loop.state_dict()})
+train(whole, loop, 14, seed=rank + 2)
+loop.finish()
+loop.close()
+dist.barrier()
+again, loop = start(schedule=SCHEDULES["streaming"])
+again.load_state_dict(saved["model"])
+loop.load_state_dict(saved["outer"])
+train(again, loop, 14, seed=rank + 2)
+loop.finish()
+loop.close()
+print("worker", rank, "ended with the same bits:", torch.equal(flat(whole), flat(again)))
+"""
+
+DIFFER = """
+codec = [{first}, {second}][rank]
+try:
+    start(gossamer.diloco, codec=codec)
+    print("worker", rank, "was let in")
+except PeerError as error:
+    print("worker", rank, "is told:", error)
+"""
+
+
+def two(text, folder):
+    """What two processes print that run this after `TWO`."""
+    (folder / "own_loop.py").write_text(TWO + text)
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        folder / "own_loop.py",
+    ]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_two_workers_stopped_within_a_round_continue_to_the_same_bits(tmp_path):
+    said = two(RESUME, tmp_path)
+    assert said.count("ended with the same bits: True") == 2, said
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("topk(k=64)", "topk(k=32)"), ("both_ways(bf16(), topk(k=64))", "both_ways(bf16(), topk(k=32))")],
+    ids=["there", "back"],
+)
+def test_workers_whose_codecs_differ_in_an_option_are_not_let_in(first, second, tmp_path):
+    said = two(DIFFER.format(first=first, second=second), tmp_path)
+    assert said.count("is told: worker") == 2, said

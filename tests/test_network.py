@@ -91,6 +91,11 @@ SITES = "sites.a.workers = [0]\nsites.b.workers = [1]\nsites.c.workers = [2]\n"
         (LINKS + "[[changes]]\nat_s = 1\nfactor = 0.1", "must name one of the two"),
         (LINKS + "[[changes]]\nat_s = 1\nfactor = 0.1\nsite = 'x'", "unknown site in changes 'x'"),
         (LINKS + "[[changes]]\nat_s = 1\nfactor = 0.1\nworker = -1", "changes.worker is -1"),
+        (LINKS + SITES + "[[changes]]\nat_s = 1\nfactor = 0.1\nsite = {a = 1}", "unknown site in changes"),
+        (LINKS + SITES + "[[routes]]\nbetween = [{a = 1}, 'b']", "must name two sites"),
+        (LINKS + SITES + "[[routes]]\nbetween = [['a'], 'b']", "must name two sites"),
+        ("uplink_bps = []\ndownlink_bps = 1e9", "uplink_bps is an empty list"),
+        (LINKS + "step_s = []", "step_s is an empty list"),
     ],
 )
 def test_a_network_that_cannot_be_is_refused_with_a_sentence(text: str, sentence: str) -> None:

@@ -204,3 +204,30 @@ def test_the_hours_of_a_run_are_printed_with_all_that_was_assumed(capsys: pytest
     ):
         assert main(["utilisation", "--analytic", *words]) == 2
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--seq-len", "0"], "seq_len is 0"),
+        (["--seq-len", "-5"], "seq_len is -5"),
+        (["--batch-size", "0"], "batch_size is 0"),
+        (["--vocab", "0"], "vocabulary is 0"),
+        (["--vocab", "-3", "--codec", "topk"], "vocabulary is -3"),
+        (["--peak-flops", "0"], "peak_flops is 0"),
+        (["--peak-flops", "inf"], "peak_flops is inf"),
+        (["--peak-flops", "nan"], "peak_flops is nan"),
+        (["--peak-flops", "1e15", "--mfu", "0"], "mfu is 0"),
+        (["--peak-flops", "1e15", "--mfu", "1.5"], "mfu is 1.5"),
+        (["--step-s", "0"], "step_s is 0"),
+        (["--step-s", "-1"], "step_s is -1"),
+        (["--step-s", "nan"], "step_s is nan"),
+        (["--step-s", "inf"], "step_s is inf"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_in_one_sentence(words, part, tmp_path, capsys) -> None:
+    (tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\n")
+    given = [] if {"--peak-flops", "--step-s"} & {*words} else ["--step-s", "0.5"]
+    assert main(["plan", str(tmp_path / "net.toml"), "--workers", "4", *given, *words]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and part in told, told

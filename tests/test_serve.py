@@ -17,12 +17,13 @@ import torch
 from gossamer import checkpoint
 from gossamer.cli import main
 from gossamer.config import digest, dump
+from gossamer.data import open_corpus
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.evaluate import evaluate
 from gossamer.eventlog import read_events
 from gossamer.launch import LISTENER
 from gossamer.record import read_metrics
-from gossamer.serve import serve, work
+from gossamer.serve import _common, serve, work
 from gossamer.transport import Ticket, wire
 from gossamer.transport.stream import GREET, HELLO, PUSH, Stream
 from gossamer.virtual import simulate_events
@@ -37,6 +38,11 @@ def served(network=EVEN, **overrides):
 
 def model(folder, config, round=None):
     return checkpoint.load(folder / "checkpoints", round or config.rounds, config.workers, digest(config))["x"]
+
+
+def common(config):
+    """What both ends of a connection must name."""
+    return _common(config, open_corpus(config.data, config.workers, config.seed))
 
 
 def events(folder, who=None):
@@ -148,7 +154,7 @@ def test_several_workers_take_all_steps_and_every_push_counts_with_its_age(name,
 
 def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, monkeypatch, caplog):
     config = served(workers=2, server__name="heloco", run__steps=12, run__checkpoint_every=2)
-    key = int(digest(config), 16)
+    key = common(config)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
         # A worker of which only the socket is real: it is greeted, and dies without a word.
         mute = Stream(
@@ -202,7 +208,7 @@ def header(run, leg=HELLO, size=0, *, sender=0, round=0, crc=0):
 
 def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
     config = served(workers=1, server__name="cgad", run__steps=4)
-    run = int(digest(config), 16)
+    run = common(config)
     greeting_bytes = wire.HEADER_BYTES + 64 + 771_840
     with a_server(config, tmp_path, monkeypatch) as (server, port), caplog.at_level(logging.WARNING, "gossamer"):
         for name, (made, part) in FORGED.items():
@@ -246,7 +252,7 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
 
     def lie(listener):
         sock, _ = listener.accept()
-        liar = Stream(sock, run=int(digest(config), 16), me=1, peer=0, name="worker 0", timeout_s=10)
+        liar = Stream(sock, run=common(config), me=1, peer=0, name="worker 0", timeout_s=10)
         liar.receive(Ticket(0, 0, HELLO), [])
         liar.send(Ticket(0, 0, GREET), [said, torch.zeros(192_960)])
         liar.close()
@@ -256,6 +262,19 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
         with pytest.raises(TransportError, match="round=-5"):
             work(config, tmp_path / "b", "127.0.0.1", listener.getsockname()[1], 0)
         lying.join(10)
+
+
+def test_a_worker_with_other_text_than_the_server_is_refused(tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_text("a line of text\n" * 1000)
+    config = served(workers=1, server__name="cgad", run__steps=2, data__source=str(text))
+    with a_server(config, tmp_path / "a", monkeypatch) as (server, port):
+        text.write_text("a line of next\n" * 1000)
+        with pytest.raises(PeerError, match=r"the server refused this process.*same run file, data"):
+            work(config, tmp_path / "b", "127.0.0.1", port, 0)
+        text.write_text("a line of text\n" * 1000)
+        work(config, tmp_path / "a", "127.0.0.1", port, 0)
+    assert server.error is None
 
 
 def test_waits_are_bounded(tmp_path, monkeypatch):
@@ -274,7 +293,7 @@ def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
     with a_server(config, tmp_path, monkeypatch) as (server, port):
         mute = Stream(
             socket.create_connection(("127.0.0.1", port)),
-            run=int(digest(config), 16),
+            run=common(config),
             me=1,
             peer=2,
             name="",

@@ -178,12 +178,19 @@ def test_a_worker_that_hangs_ends_the_others_within_the_timeout(tmp_path):
     assert not os.path.exists(f"/proc/{pids[1]}")
 
 
-def test_workers_with_different_run_files_are_refused_at_the_start(tmp_path):
-    for worker, seed in enumerate((0, 1)):
-        (tmp_path / f"{worker}.toml").write_text(dump(tiny(workers=2, seed=seed, run__timeout_s=30)))
+DIFFERENT = {"run files": ((0, 1), ("text", "text")), "text under one name": ((0, 0), ("text", "next"))}
+
+
+@pytest.mark.parametrize(("seeds", "words"), DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_workers_with_different_run_files_or_text_are_refused_at_the_start(seeds, words, tmp_path):
+    for worker, (seed, word) in enumerate(zip(seeds, words, strict=True)):
+        (tmp_path / f"{worker}").mkdir()
+        (tmp_path / f"{worker}" / "text.txt").write_text(f"a line of {word}\n" * 1000)
+        config = tiny(workers=2, seed=seed, data__source="text.txt", run__timeout_s=30)
+        (tmp_path / f"{worker}" / "run.toml").write_text(dump(config))
     code = (
-        "import os, sys; from gossamer.cli import main; "
-        f"sys.exit(main(['train', r'{tmp_path}/' + os.environ['RANK'] + '.toml', '--out', r'{tmp_path}/run']))"
+        f"import os, sys; from gossamer.cli import main; os.chdir(r'{tmp_path}/' + os.environ['RANK']); "
+        f"sys.exit(main(['train', 'run.toml', '--out', r'{tmp_path}/run']))"
     )
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):

@@ -273,6 +273,10 @@ def _compare(args: argparse.Namespace) -> None:
     out = args.out or Path("runs") / "-".join([args.file.stem, *([args.scale] if args.scale else [])])
     asked, runs = figure(document), points(document, seeds=seeds, scale=args.scale)
     folders = {run.label: out / _file_name(run.label) for run in runs}
+    if alike := [run.label for run in runs if [*folders.values()].count(folders[run.label]) > 1]:
+        raise ConfigError(
+            f"the labels {alike} would share the folder '{folders[alike[0]]}'; set labels that differ in a letter"
+        )
     for run in runs:
         if not args.resume and folders[run.label].exists():
             raise ConfigError(
@@ -303,7 +307,9 @@ def _finished(config: "RunConfig", folder: Path) -> bool:
 
     if not (folder / "run.toml").exists():
         return False
-    if digest(parse(load(folder / "run.toml"))) != digest(config):
+    there = parse(load(folder / "run.toml"))
+    measured = [(run.eval_every, run.eval_batches, run.pace_s) for run in (there.run, config.run)]
+    if digest(there) != digest(config) or measured[0] != measured[1]:
         raise ConfigError(
             f"'{folder}' holds a run with other settings than the file's; name another folder with --out, or remove it"
         )

@@ -47,6 +47,8 @@ __all__ = [
     "with_settings",
 ]
 
+_LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -96,6 +98,9 @@ class LoopConfig:
     stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""
 
     def __post_init__(self) -> None:
+        for name in ("local_steps", "pace_s"):
+            if getattr(self, name) == ():
+                raise ConfigError(f"run.{name} is an empty list; give one number, or one per worker")
         steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
         for name, value, low in [("steps", self.steps, 1), *(("local_steps", h, 1) for h in steps)]:
             if value < low:
@@ -105,17 +110,21 @@ class LoopConfig:
                 f"run.steps is {self.steps}, which is not a multiple of run.local_steps = {max(steps)}; "
                 f"take {self.steps // max(steps) * max(steps) or max(steps)}"
             )
-        if self.timeout_s <= 0:
-            raise ConfigError(f"run.timeout_s is {self.timeout_s}; it must be above 0 seconds")
+        if not 0 < self.timeout_s <= _LONGEST_S:
+            raise ConfigError(
+                f"run.timeout_s is {self.timeout_s}; it must be above 0 and at most {_LONGEST_S:g} seconds"
+            )
         if self.adapt and max(steps) == 1:
             raise ConfigError(
                 f"run.adapt is set and run.local_steps is {self.local_steps}, of which none can be left out; raise "
                 "run.local_steps to the most that a worker shall take"
             )
-        for name in ("eval_every", "checkpoint_every", "threads", "pace_s"):
-            value = getattr(self, name)
-            if min(value if isinstance(value, tuple) else (value,)) < 0:
-                raise ConfigError(f"run.{name} is {value}; it must be 0 or more")
+        for name in ("eval_every", "checkpoint_every", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"run.{name} is {getattr(self, name)}; it must be 0 or more")
+        for pace_s in self.pace_s if isinstance(self.pace_s, tuple) else (self.pace_s,):
+            if not 0 <= pace_s <= _LONGEST_S:
+                raise ConfigError(f"run.pace_s is {pace_s}; it must be from 0 to {_LONGEST_S:g} seconds")
         if self.eval_batches < 1:
             raise ConfigError(f"run.eval_batches is {self.eval_batches}; it must be at least 1")
 

@@ -36,6 +36,7 @@ __all__ = [
     "StreamCorpus",
     "Tokenizer",
     "Tokens",
+    "fingerprint",
     "load_tokenizer",
     "open_corpus",
 ]
@@ -139,6 +140,11 @@ def open_corpus(config: DataConfig, workers: int, seed: int) -> Corpus:
     if config.sources[0].startswith("hf:"):
         return StreamCorpus(config, tokenizer, workers)
     return FileCorpus(config, tokenizer, workers, seed)
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """What workers compare to know that they have the same text; nothing of a stream, which nobody has read yet."""
+    return str(corpus.state().get("fingerprint", ""))
 
 
 # Tokenizers

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gossamer.checks import whole
 from gossamer.codecs import Codec, exact
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.fragment import arrange, attach, layout_of
@@ -19,7 +20,7 @@ from gossamer.topology import Topology, make_topology
 from gossamer.transport import Transport
 from gossamer.transport.group import GroupTransport, hang_up
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.tree import leaves
+from gossamer.tree import leaves, must_fit
 
 __all__ = ["Outer"]
 
@@ -42,7 +43,7 @@ class Outer:
         local_steps: inner steps of a round; workers may differ where the schedule has no overlap.
         schedule: fragments that are exchanged one after the other, and overlap with training; by default neither.
         timeout_s: how long an exchange waits for a peer.
-    Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule or topology.
+    Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology or codec.
     Cost: the rule's state, one message, and what is heard of the peers; the exchange blocks, with the receives posted a whole
         local phase before. Buffers such as batch-norm statistics stay each worker's own.
 
@@ -109,7 +110,7 @@ class Outer:
         Call it after `optimizer.step()`. Raises: PeerError naming the worker that failed first.
         """
         if not self._stops:  # not before there is a step to follow: nothing is announced after the last exchange
-            self._stops = list(self._loop.stops(self.rounds))
+            self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
             self._loop.announce(self.rounds, self._stops[0])
         self.steps += 1
         with torch.no_grad():
@@ -131,7 +132,10 @@ class Outer:
             self._loop.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer state to save beside your model's and optimizer's; call it right after a step that ended a round."""
+        """The outer state to save beside your model's and optimizer's, after any step, the same on all workers.
+
+        What is under way is in it, and is sent again when it is loaded.
+        """
         return {
             "outer": [leaf.clone() for leaf in leaves(self._loop.state)],
             "under_way": self._loop.state_under_way(),
@@ -140,17 +144,45 @@ class Outer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes a saved outer state back, after the model's parameters were loaded. Raises CheckpointError if it does not fit."""
-        mine, saved = leaves(self._loop.state), state.get("outer", [])
-        if [t.shape for t in mine] != [t.shape for t in saved]:
+        """Takes a saved outer state back, after the model's parameters were loaded; training goes on from that very step.
+
+        Raises: CheckpointError if it does not fit rule, model, schedule and local steps, lacks something, or would end
+            exchanges that are under way: load it before the first step of a round.
+        """
+        if self._loop.under_way:
             raise CheckpointError(
-                f"the outer state has tensors of {[tuple(t.shape) for t in saved]} where rule '{self.method.rule.name}' keeps "
-                f"{[tuple(t.shape) for t in mine]}; load it with the rule and the model it was saved with"
+                f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.under_way)} exchanges "
+                "under way; load it into a new Outer"
             )
+        mine = leaves(self._loop.state)
+        try:
+            rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
+            whole("a saved outer state", "rounds", rounds, 0, (1 << 31) - 1)
+            whole("a saved outer state", "steps", steps, 0, self.local_steps - 1)
+            must_fit(saved, mine)
+            under_way = {(one["round"], one["fragment"]) for one in state["under_way"]}
+            if under_way and under_way != (expected := self._sent_by(rounds, steps)):  # none after `finish`
+                raise ValueError(f"{sorted(under_way)} are under way where the schedule has {sorted(expected)}")
+            self._loop.restore_under_way(state["under_way"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            self._loop.under_way.clear()
+            raise CheckpointError(
+                f"the outer state does not fit rule '{self.method.rule.name}' with {self.local_steps} local steps on this model "
+                f"({error!r:.200}); load it with the rule, the model, the schedule and the local steps it was saved with"
+            ) from None
         for own, other in zip(mine, saved, strict=True):
             own.copy_(other)
-        self.rounds, self.steps = state["rounds"], state["steps"]
-        self._loop.restore_under_way(state["under_way"])
+        self.rounds, self.steps, self._stops = rounds, steps, []
+
+    def _sent_by(self, rounds: int, steps: int) -> set[tuple[int, int]]:
+        """Round and fragment of what has been sent and not heard after so many steps of this round."""
+        sent = set[tuple[int, int]]()
+        for round in range(max(0, rounds - self.method.rule.delay_rounds - 2), rounds + 1):
+            for stop in self._loop.stops(round):
+                if round < rounds or stop.step <= steps:
+                    sent |= {(round, p) for p in stop.sends}
+                    sent -= {(round - lag, p) for p, lag in stop.hears}
+        return sent
 
     def close(self) -> None:
         """Ends the outer loop and its connections; the process group you made stays yours."""
@@ -176,8 +208,8 @@ class Outer:
         store = dist.distributed_c10d._get_default_store()  # it has no public name
         m = self.method
         common = (
-            self.layout, m.rule.name, m.rule.options, m.topology.name, m.topology.options, m.codec.name,
-            m.codec.back and m.codec.back.name, m.schedule,
+            self.layout, m.rule.name, m.rule.options, m.topology.name, m.topology.options, *_told(m.codec),
+            m.codec.back and _told(m.codec.back), m.schedule,
             self.local_steps if m.schedule.overlap_steps or m.rule.delay_rounds else None, self.seed,
         )  # fmt: skip
         digest = hashlib.sha256(repr(common).encode()).hexdigest()[:16]
@@ -189,3 +221,8 @@ class Outer:
         return GroupTransport(
             store, run=int(digest, 16), timeout_s=timeout_s, device=self.x.device, group=group
         )  # fmt: skip
+
+
+def _told(codec: Codec) -> tuple[str, dict[str, Any]]:
+    """What workers compare of a codec."""
+    return codec.name, dict(codec.options)

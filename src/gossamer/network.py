@@ -388,7 +388,8 @@ def _check_routes(network: Network) -> None:
     pairs: set[frozenset[str]] = set()
     for route in network.routes:
         ends = route.between
-        if not isinstance(ends, tuple) or len(ends) != 2 or ends[0] == ends[1]:
+        named = isinstance(ends, tuple) and all(isinstance(end, str) for end in ends)
+        if not named or len(ends) != 2 or ends[0] == ends[1]:
             raise ConfigError(f"network: routes.between is {ends!r:.60} but must name two sites; give their names")
         for end in ends:
             if end not in network.sites:
@@ -406,7 +407,7 @@ def _check_routes(network: Network) -> None:
 
 def _check_changes(network: Network) -> None:
     for change in network.changes:
-        if change.site is not None and change.site not in network.sites:
+        if change.site is not None and (not isinstance(change.site, str) or change.site not in network.sites):
             raise ConfigError(f"network: {choose('site in changes', str(change.site), network.sites)}")
         if change.worker is not None:
             _whole("changes.worker", change.worker, network.workers or 2**31)
@@ -421,6 +422,8 @@ def _as_floats(owner: Any, where: str, *names: str) -> None:
 def _per_worker(name: str, value: Any) -> PerWorker:
     """An option as floats. Raises ConfigError unless it is one number within bounds or a list of them."""
     if isinstance(value, list | tuple):
+        if not value:
+            raise ConfigError(f"network: {name} is an empty list; give one number for all workers, or one per worker")
         return tuple(_number(name, number) for number in value)
     return _number(name, value)
 

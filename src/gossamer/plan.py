@@ -130,6 +130,14 @@ def plan(
         raise ConfigError(f"the target utilisation is {target} but must be above 0 and at most 1; 0.9 is usual")
     if not local_steps or min(local_steps) < 1:
         raise ConfigError(f"the local steps to try are {list(local_steps)} but must be whole numbers from 1; give some")
+    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value} but must be at least 1; give that of a worker's inner step")
+    for name, value in (("step_s", step_s), ("peak_flops", peak_flops)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value} but must be a number above 0; correct it, or leave it out")
+    if not 0 < mfu <= 1:
+        raise ConfigError(f"mfu is {mfu} but must be above 0 and at most 1; 0.4 is usual")
     for name, bits in codecs.items():
         if not 0 < bits <= 64:
             raise ConfigError(

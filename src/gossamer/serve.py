@@ -8,6 +8,7 @@ it is greeted with the server's model and goes on from its own last snapshot of 
 the server's, which is written first: nobody waits for the other to have written.
 """
 
+import hashlib
 import logging
 import math
 import os
@@ -26,7 +27,7 @@ from torch import Tensor
 from gossamer import checkpoint
 from gossamer.codecs import Codec, make_codec
 from gossamer.config import RunConfig, digest, dump
-from gossamer.data import open_corpus
+from gossamer.data import Corpus, fingerprint, open_corpus
 from gossamer.diary import Diary
 from gossamer.errors import CheckpointError, ConfigError, GossamerError, PairingError, PeerError, TransportError
 from gossamer.evaluate import Probe
@@ -143,6 +144,12 @@ def address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _common(config: RunConfig, corpus: Corpus) -> int:
+    """64 bits of what a server and its workers must have in common: the run with its local steps, and the text."""
+    told = f"{digest(config)} {fingerprint(corpus)}"
+    return int(hashlib.sha256(told.encode()).hexdigest()[:16], 16)
+
+
 def _settled(config: RunConfig) -> RunConfig:
     """The run with the local steps of its workers. Raises ConfigError for what real processes do not do."""
     if config.events.overlap or config.events.absences:
@@ -194,7 +201,9 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
         ) as events,
         _listener(host, port) as listener,
     ):  # fmt: skip
-        server = _Server(run, fragments, desks, guests, saved, start if resume else config.rounds)
+        server = _Server(
+            run, fragments, desks, guests, saved, start if resume else config.rounds, common=_common(run, corpus)
+        )
         diary = Diary(
             config, folder, record, events, lambda: server.validate(probe), lambda: [(config.workers, server.state())],
             finished=start, steps=saved.get("steps", 0),
@@ -223,12 +232,12 @@ class _Server:
 
     def __init__(
         self, config: RunConfig, fragments: Sequence[Fragment], desks: Sequence[Desk], guests: Sequence[_Guest], saved: Any,
-        resumed_round: int,
+        resumed_round: int, *, common: int,
     ) -> None:  # fmt: skip
         self._config, self._fragments, self._desks, self._guests = config, fragments, desks, guests
         self._rule = desks[0].rule
         self._codec = make_codec(config.codec.name, **config.codec.options)
-        self._key = int(digest(config), 16)
+        self._common = common
         self._queues = [_Queue() for _ in fragments]
         self._events: queue.SimpleQueue[_Joined | _Pushed | _Gone] = queue.SimpleQueue()
         self._budget = Budget(config.workers * config.run.steps)
@@ -412,7 +421,9 @@ class _Server:
     def _attend(self, sock: socket.socket, who: str) -> None:
         """Carries the frames of one connection, each of which is checked before it counts."""
         n, slot, joined = self._config.workers, _Slot(), False
-        stream = Stream(sock, run=self._key, me=n, peer=None, name=f"the connection from {who}", timeout_s=HANDSHAKE_S)
+        stream = Stream(
+            sock, run=self._common, me=n, peer=None, name=f"the connection from {who}", timeout_s=HANDSHAKE_S
+        )
         worker, reply, epoch = -1, None, 0
         try:
             stream.receive(Ticket(0, 0, HELLO), [])
@@ -505,7 +516,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
     learner = WorkerLearner(worker, settled, corpus, device_of(config.run.device, worker))
     fragments = pack(learner.layout, config.events.fragments)
     stream = connect(
-        host, port, run=int(digest(settled), 16), me=worker, server=config.workers, timeout_s=config.run.timeout_s
+        host, port, run=_common(settled, corpus), me=worker, server=config.workers, timeout_s=config.run.timeout_s
     )
     try:
         stream.send(Ticket(0, 0, HELLO), [])

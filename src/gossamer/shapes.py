@@ -78,9 +78,13 @@ class ModelConfig:
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     """The number of parameters of `build_model(config, vocab_size, ...)`, without building it.
 
+    Raises: ConfigError for a vocabulary without tokens.
+
     >>> parameter_count(ModelConfig(size="134m"), 32_000)
     134105856
     """
+    if vocab_size < 1:
+        raise ConfigError(f"the vocabulary is {vocab_size} tokens but must be at least 1; 256 is that of bytes")
     hidden, layers, heads, kv_heads, intermediate = config.shape
     attention = 2 * hidden * hidden + 2 * hidden * (hidden // heads * kv_heads)
     layer = attention + 3 * hidden * intermediate + 2 * hidden

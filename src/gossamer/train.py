@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gossamer import checkpoint
 from gossamer.config import RunConfig, digest, dump
-from gossamer.data import open_corpus
+from gossamer.data import fingerprint, open_corpus
 from gossamer.errors import CheckpointError, GossamerError
 from gossamer.evaluate import Probe
 from gossamer.launch import Member, agree, join, leave
@@ -53,15 +53,16 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
     Cost: one model, its gradients and states, the message in flight and those it hears.
     """
     m = method(config)
+    corpus = open_corpus(config.data, config.workers, config.seed)
     key, store = digest(config), folder / "checkpoints"
     owned = checkpoint.rounds(store, member.worker, key) if resume else []
-    # The settled step is computed by every worker on its own, so it is part of what they must agree on.
-    facts = agree(member, f"{key} {m.rule.options}", owned, timeout_s=config.run.timeout_s)
+    # The settled step and the text are found by every worker on its own, so they are part of what they must agree on.
+    common = f"{key} {m.rule.options} {fingerprint(corpus)}"
+    facts = agree(member, common, owned, timeout_s=config.run.timeout_s)
     newest = checkpoint.newest_common(facts)
     if resume and newest is None:
         raise CheckpointError(f"no round has snapshots of all workers (they own {facts}); start without --resume")
 
-    corpus = open_corpus(config.data, config.workers, config.seed)
     worker = Worker(member.worker, config, corpus, member.device)
     transport = GroupTransport(member.store, run=int(key, 16), timeout_s=config.run.timeout_s, device=member.device)
     worker.join(m, transport, all_reduce(config.run.timeout_s) if config.run.mean == "all_reduce" else None)

@@ -1,7 +1,8 @@
 """What a codec is: a pure pair of functions between a tensor and the tensors that stand for it on the wire."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +39,8 @@ class Codec(NamedTuple):
     """A length such that cutting x at any multiple of it and encoding the pieces gives the same x'; None if there is none."""
     payload_bytes: Callable[[int], int] | None = None
     """Elements of an fp32 tensor to bytes of its payload; every row of `CODECS` has one."""
+    options: Mapping[str, Any] = MappingProxyType({})
+    """What its factory was given, by name, which workers must have in common; those of the way back are its own."""
     back: "Codec | None" = None
     """What the sums of a mean over everyone travel back in; None where everyone gets all payloads whole, see `both_ways`."""
 

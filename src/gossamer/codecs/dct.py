@@ -60,7 +60,8 @@ def dct_topk(k: int = 64, values: ValueFormat = "same") -> Codec:
         return inner.payload_bytes(num_blocks(numel, _TILE) * _TILE)
 
     return Codec(
-        "dct_topk", encode, decode, contraction=inner.contraction, blockwise=_TILE, payload_bytes=payload_bytes
+        "dct_topk", encode, decode, contraction=inner.contraction, blockwise=_TILE, payload_bytes=payload_bytes,
+        options={"k": k, "values": values},
     )  # fmt: skip
 
 

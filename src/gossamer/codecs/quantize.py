@@ -176,7 +176,8 @@ def sign(block: int = 1024) -> Codec:
         return lookup(packed, 1, (-1.0, 1.0))
 
     contraction = (1 - 2**-16) / block  # ||x - x'||² = ||x||² - block·s², and block·s >= ||x||; the rest rounds s
-    return _block_codec("sign", 1, block, mean_magnitude, code, level, "nearest", contraction)
+    codec = _block_codec("sign", 1, block, mean_magnitude, code, level, "nearest", contraction)
+    return codec._replace(options={"block": block})
 
 
 def _check(codec: str, block: int, rounding: Rounding) -> None:
@@ -258,4 +259,5 @@ def _block_codec(
     return Codec(
         name, encode, decode,
         draws=draws, unbiased=draws, contraction=contraction, blockwise=None if draws else block, payload_bytes=payload_bytes,
+        options={"block": block, "rounding": rounding},
     )  # fmt: skip

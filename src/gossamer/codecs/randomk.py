@@ -79,6 +79,7 @@ def randomk(one_in: int = 64, scaled: bool = False, values: ValueFormat = "same"
         linear=values in ("same", "fp32"),
         contraction=None if (scaled and one_in > 1) or values == "fp16" else (1 - 2**-16) / one_in,
         payload_bytes=lambda numel: _KEY_BYTES + num_blocks(numel, one_in) * value_bytes(values),
+        options={"one_in": one_in, "scaled": scaled, "values": values},
     )  # fmt: skip
 
 
@@ -142,6 +143,7 @@ def cocktail(one_in: int = 10, k: int = 256, chunk: int = 1280, block: int = 128
     return Codec(
         "cocktail", encode, decode,
         draws=one_in > 1, contraction=inner.contraction * k / chunk / one_in, payload_bytes=payload_bytes,
+        options={"one_in": one_in, "k": k, "chunk": chunk, "block": block},
     )  # fmt: skip
 
 

@@ -88,6 +88,7 @@ def topk(k: int = 64, chunk: int = 4096, values: ValueFormat = "same") -> Codec:
     return Codec(
         "topk", encode, decode,
         contraction=None if values == "fp16" else k / chunk * (1 - 2**-16), blockwise=chunk, payload_bytes=payload_bytes,
+        options={"k": k, "chunk": chunk, "values": values},
     )  # fmt: skip
 
 
@@ -138,6 +139,7 @@ def topk2bit(k: int = 64, chunk: int = 4096) -> Codec:
     return Codec(
         "topk2bit", encode, decode,
         contraction=min(k / chunk, 1 / k) * (1 - 2**-16), blockwise=chunk, payload_bytes=payload_bytes,
+        options={"k": k, "chunk": chunk},
     )  # fmt: skip
 
 
