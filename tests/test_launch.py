@@ -96,9 +96,18 @@ def test_a_worker_that_says_nothing_or_nonsense_is_named():
     member = Member(0, 2, torch.device("cpu"), store)
     with pytest.raises(PeerError, match=r"worker 1 said nothing for 0\.2 s"):
         agree(member, "a", timeout_s=0.2)
-    store.set("agree/1", "{}")
+    store.set("agree/1/2", "{}")
     with pytest.raises(PeerError, match="worker 1 published 2 bytes"):
         agree(member, "a", timeout_s=0.2)
+
+
+def test_a_second_agreement_hears_nothing_of_the_first():
+    store = HashStore()
+    members = [Member(i, 2, torch.device("cpu"), store) for i in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda member: agree(member, "old", timeout_s=10.0), members)] == [[None, None]] * 2
+        early = pool.submit(agree, members[0], "new", "early", timeout_s=10.0)
+        assert agree(members[1], "new", "late", timeout_s=10.0) == early.result() == ["early", "late"]
 
 
 def test_facts_beyond_the_limit_are_refused():

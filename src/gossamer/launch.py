@@ -128,7 +128,10 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
         raise TransportError(
             f"worker {member.worker} would publish {len(text)} bytes of itself; at most {LIMIT_BYTES} are allowed"
         )
-    keys = [f"agree/{i}" for i in range(member.n)]
+    turn = member.store.add(
+        f"agree/{member.worker}/turns", 1
+    )  # what was said in an earlier agreement is not heard again
+    keys = [f"agree/{i}/{turn}" for i in range(member.n)]
     member.store.set(keys[member.worker], text)
     if missing := _absent(member.store, keys, timeout_s):
         raise PeerError(
