@@ -35,11 +35,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gossamer: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("gossamer: stopped; resume with --resume and the run folder", file=sys.stderr)
+        print(f"gossamer: {_stopped(args)}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _stopped(args: argparse.Namespace) -> str:
+    """What is said of a command that was told to stop, with the way to go on if there is one."""
+    folder: Path | None = getattr(args, "resumable", None)
+    if args.run is _compare:
+        return "stopped; the same command with --resume keeps the runs that have ended"
+    if folder is None or not any(folder.glob("checkpoints/round-*/*.json")):
+        return "stopped"
+    return f"stopped; resume with --resume {folder}"
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -168,14 +178,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> "tuple[RunConfig, Path]":
     """The run and its folder from a run file with overrides, or from the folder to resume."""
-    from gossamer.config import load, parse, settings
+    from gossamer.config import load, load_run, parse, settings
 
     if args.resume is not None:
         if args.file is not None or args.set:
             raise ConfigError(
                 f"--resume got '{args.resume}' and a run file or --set; a run resumes as it is: give --resume alone"
             )
-        return parse(load(args.resume / "run.toml")), args.resume
+        return parse(load_run(args.resume)), args.resume
     if args.file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
     config = parse(load(args.file, settings(args.set)))
@@ -188,6 +198,7 @@ def _simulate(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"'{folder}' looks at the clock, and what was under way when it stopped is not kept; start it anew in another folder"
         )
+    args.resumable = None if config.event_driven else folder
     _drive(config, folder, resume=args.resume is not None)
     _tell({config.name: folder}, folder / "report.html", config.network)
 
@@ -212,11 +223,14 @@ def _train(args: argparse.Namespace) -> int:
     if config.event_driven and config.server is None:
         method = f"pair '{config.pair.name}'" if config.pair else "run.wait = false"
         raise ConfigError(f"gossamer train got {method}, which real processes do not run; use gossamer simulate")
+    args.resumable = folder
     if args.local is not None:
         from gossamer.launch import run_local, run_served
 
         if args.local != config.workers:
             raise ConfigError(f"--local {args.local} but the run file says workers = {config.workers}; make them equal")
+        if args.resume is not None and _ended(config, folder):
+            return 0
         if args.resume is not None:
             words = ["train", "--resume", str(folder)]
         else:
@@ -240,6 +254,17 @@ def _train(args: argparse.Namespace) -> int:
 
     train(config, folder, resume=args.resume is not None)
     return 0
+
+
+def _ended(config: "RunConfig", folder: Path) -> bool:
+    """Whether the last round of the run is whole in its folder; says so."""
+    from gossamer import checkpoint
+    from gossamer.config import digest
+
+    owned = [checkpoint.rounds(folder / "checkpoints", owner, digest(config)) for owner in config.owners]
+    if over := checkpoint.newest_common(owned) == config.rounds:
+        print(checkpoint.ended(folder, config.rounds))
+    return over
 
 
 def _train_served(config: "RunConfig", folder: Path, args: argparse.Namespace) -> int:
@@ -342,9 +367,9 @@ def _tell(runs: dict[str, Path], page: Path, networks: "Mapping[str, Network]") 
 
 def _networks(folder: Path) -> "Mapping[str, Network]":
     """The networks that a run file names."""
-    from gossamer.config import load, parse
+    from gossamer.config import load_run, parse
 
-    return parse(load(folder / "run.toml")).network
+    return parse(load_run(folder)).network
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -391,11 +416,13 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _price(args: argparse.Namespace) -> None:
+    from gossamer.config import load_run
     from gossamer.eventlog import event_files
     from gossamer.network import read_network
     from gossamer.pricing import price
     from gossamer.trace import read_trace
 
+    load_run(args.folder)
     if event_files(args.folder):
         raise ConfigError(
             f"'{args.folder}' looked at the clock, so its network decided what was computed; simulate it again with "
@@ -552,6 +579,10 @@ def _tell_stragglers(options: dict[str, Any]) -> "dict[str, list[tuple[float, fl
 
 
 def _report(args: argparse.Namespace) -> None:
+    from gossamer.config import load_run
+
+    for folder in args.folders:
+        load_run(folder)
     _tell({folder.name: folder for folder in args.folders}, args.out, _networks(args.folders[0]))
 
 
