@@ -238,6 +238,14 @@ def test_topology_shows_gap_condition_stability_and_the_graph(capsys):
     refused(["topology", "rnig"], capsys, "did you mean 'ring'")
 
 
+def test_a_table_says_what_it_is_for(tmp_path, capsys):
+    (tmp_path / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 1.0\n")
+    _, out, _ = run(["plan", tmp_path / "network.toml", "--workers", 2, "--local-steps", 15], capsys)
+    assert out.startswith("134m with a vocabulary of 256 (--vocab): 85,347,072 parameters, 2 workers"), out
+    _, out, _ = run(["utilisation", "--model", "10b", "--method", "diloco", "--set", "local_steps=30"], capsys)
+    assert out.startswith("10b (10e9 parameters in 48 layers), diloco: ") and "s a step, 30 local steps" in out, out
+
+
 def test_list_shows_every_row(capsys):
     from gossamer.catalogue import markdown
     from gossamer.codecs import CODECS
@@ -249,6 +257,7 @@ def test_list_shows_every_row(capsys):
     assert code == 0
     for name in [*RULES, *TOPOLOGIES, *CODECS, *recipes()]:
         assert name in out, name
+    assert "every codec takes back=NAME" in out
     assert run(["list", "--markdown"], capsys) == (0, markdown(), "")
 
 

@@ -67,6 +67,16 @@ def test_a_method_gives_way_to_what_is_said_beside_it_and_not_to_what_is_said_be
     assert parse(file | {"network": {}}).rule.options == {"momentum": 0.6, "lr": 0.5}
 
 
+def test_a_method_on_the_command_line_replaces_the_same_keys_of_the_file_and_leaves_the_rest():
+    file = {"rule": {"name": "gasloc", "form": "published", "restarted": {"every": 9}}, "codec": {"name": "int8"}}
+    run = with_settings(file, {"method": "gasloc_restarted"})
+    assert run["rule"] == {"name": "gasloc", "form": "published", "restarted": {"every": 3}}
+    assert run["codec"] == {"name": "int8"}
+    assert with_settings(file, {"method": "muloco"})["rule"] == {"name": "diloco", "momentum": 0.6}
+    assert with_settings({"method": "muloco"}, {"method": "diloco"})["inner"] == {"optimizer": "muon"}
+    assert "rule" not in with_settings(file, {"method": "heloco"})
+
+
 def test_an_unknown_method_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'muloco'"):
         parse({"method": "mulocco"})

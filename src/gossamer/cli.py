@@ -20,6 +20,7 @@ from gossamer.errors import ConfigError, GossamerError, TrainingError
 if TYPE_CHECKING:
     from gossamer.config import RunConfig
     from gossamer.network import Network
+    from gossamer.utilisation import Setting
 
 __all__ = ["main"]
 
@@ -464,7 +465,8 @@ def _plan(args: argparse.Namespace) -> None:
             f"{one.round_bytes / 1e6:.4g}", f"{one.round_s:.4g}", f"{one.utilisation:.1%}",
             f"{one.seconds_per_token * 1e9 / 3600:.4g}", style="bold" if one is made.best else None,
         )  # fmt: skip
-    print(f"{made.parameters:,} parameters, {len(made.best.local_steps)} workers, MB sent by one of them")
+    vocabulary = f"{args.model} with a vocabulary of {args.vocab:,} (--vocab)"
+    print(f"{vocabulary}: {made.parameters:,} parameters, {len(made.best.local_steps)} workers, MB sent by one of them")
     Console().print(view)
     reached = "the fewest local steps that compute" if made.best.utilisation >= args.target else "none computes"
     best = f"{made.best.method} with {made.best.full_steps} local steps and codec {made.best.codec}"
@@ -513,6 +515,7 @@ def _utilisation(args: argparse.Namespace) -> None:
         curves = _tell_stragglers(options)
     else:
         setting = setting_of(args.model, args.method, **options)
+        print(_assumed(args.model, args.method, setting))
         for row in bandwidth_table(setting):
             needed = "more than 1 Tbit/s" if row.bandwidth_bps is None else f"{row.bandwidth_bps / 1e9:.1f} Gbit/s"
             print(f"{row.utilisation:.0%} computing: {needed}")
@@ -520,6 +523,17 @@ def _utilisation(args: argparse.Namespace) -> None:
     if args.plot is not None:
         plot_curves(curves, args.plot)
         print(f"plot: {args.plot}")
+
+
+def _assumed(model: str, method: str, setting: "Setting") -> str:
+    """What the bandwidths that follow are for, in one line."""
+    fragments, overlap = len(setting.fragments), setting.overlap_steps
+    return (
+        f"{model} ({setting.parameters / 1e9:g}e9 parameters in {setting.layers} layers), {method}: {setting.step_s:g} s a step, "
+        f"{setting.local_steps} local step{'s' * (setting.local_steps != 1)}, {fragments} fragment{'s' * (fragments != 1)}, "
+        f"{overlap} step{'s' * (overlap != 1)} of overlap, {setting.bits_per_parameter:g} bits a parameter, of "
+        f"which a share of {setting.payload_factor:g} is sent, no latency"
+    )
 
 
 def _tell_hours(options: dict[str, Any]) -> None:
@@ -619,6 +633,8 @@ def _list(args: argparse.Namespace) -> None:
             )
             view.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)
         Console().print(view)
+        if title == "codecs":
+            print("every codec takes back=NAME, for rules that take a mean over everyone: what the sums travel back in")
     view = Table(title="methods", title_justify="left")
     for heading in ("name", "made of", "source"):
         view.add_column(heading, no_wrap=heading == "name")

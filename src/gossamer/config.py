@@ -484,6 +484,8 @@ def _choice(table: Any, where: str) -> Choice:
     wrappers = WRAPPERS if where == "rule" else {}
     own = [p for p in inspect.signature(_TABLES[where][name]).parameters if p not in ("n", "seed")]
     _check_options(f"{where} '{name}'", options, [*own, *wrappers, *(["back"] if where == "codec" else [])])
+    if where == "codec" and options.get("back") == "none":
+        del options["back"]  # as a run without says it, to which a method's own gives way
     if where == "codec" and "back" in options:
         _choice(options["back"], "codec")
     for key in options.keys() & wrappers.keys():
