@@ -113,7 +113,9 @@ def test_a_folder_of_runs_is_not_taken_for_a_run(tmp_path, capsys):
     (tmp_path / "network.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\n")
     for words in (["evaluate"], ["report"], ["price"], ["simulate", "--resume"], ["train", "--resume"]):
         more = [tmp_path / "network.toml"] if words == ["price"] else []
-        refused([*words, tmp_path / "runs", *more], capsys, "is no run folder (no run.toml); it holds runs: a, b; name one")
+        refused(
+            [*words, tmp_path / "runs", *more], capsys, "is no run folder (no run.toml); it holds runs: a, b; name one"
+        )
         refused([*words, tmp_path / "empty", *more], capsys, "is no run folder (no run.toml); name one")
 
 

@@ -43,6 +43,8 @@ def test_cost_source_and_failure_are_one_sentence_each(name, part):
 def test_the_cost_is_what_is_sent_and_then_what_is_kept(name):
     sent, _, kept = sections(METHODS[name]).get("Cost", "").partition("; ")
     copies = METHODS[name](**REQUIRED.get(name, {})).state_copies
-    assert sent and kept and ";" not in kept, f"write 'Cost: what is sent; what is kept (in P).' for {name}, or '; nothing kept.'"
+    assert sent and kept and ";" not in kept, (
+        f"write 'Cost: what is sent; what is kept (in P).' for {name}, or '; nothing kept.'"
+    )
     assert re.fullmatch(r"nothing kept\.|\S.* kept( at the \w+)? \(.*\bP\b.*\)\.", kept), kept
     assert kept.startswith("nothing kept") == (copies == 0)

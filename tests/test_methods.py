@@ -39,7 +39,9 @@ def test_every_row_of_every_table_is_a_method():
 @every_method
 def test_a_method_names_its_source_and_when_it_fails(name):
     row = recipe(name)
-    assert row.source and row.fails, f"the docstring of {name} lacks a line 'Source: ...' or 'Fails when: ...'; write it"
+    assert row.source and row.fails, (
+        f"the docstring of {name} lacks a line 'Source: ...' or 'Fails when: ...'; write it"
+    )
     assert not row.differs.endswith("."), row
     assert sum(f"{kind}.name" in row.settings for kind in ("rule", "server", "pair")) == 1
 

@@ -104,7 +104,9 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(None, 0), (1, None)])
 @pytest.mark.parametrize("kind", ["metrics", "trace"])
-def test_a_simulation_and_a_real_run_do_not_mix(kind: str, first: int | None, second: int | None, tmp_path: Path) -> None:
+def test_a_simulation_and_a_real_run_do_not_mix(
+    kind: str, first: int | None, second: int | None, tmp_path: Path
+) -> None:
     with RunFolder(tmp_path, "old", PLAIN, worker=first):
         pass
     for path in tmp_path.glob("*.jsonl"):

@@ -33,4 +33,6 @@ def within(
     if not is_number or not (low < got if low_open else low <= got) or not (got <= high if high_closed else got < high):
         span = f"{'(' if low_open else '['}{low:g}, {high:g}{']' if high_closed else ')'}"
         word = f' or "{other}"' if other else ""
-        raise ConfigError(f"{owner} got {option} = {got!r}; allowed is {span}{word}: choose a value in that range{word}")
+        raise ConfigError(
+            f"{owner} got {option} = {got!r}; allowed is {span}{word}: choose a value in that range{word}"
+        )

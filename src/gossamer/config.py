@@ -399,7 +399,9 @@ def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
     document = with_settings(document, {})
     if several := [key for key in _EXPERIMENT if key in document]:
-        raise ConfigError(f"the file has '{several[0]}', so it is an experiment with several runs; use gossamer compare")
+        raise ConfigError(
+            f"the file has '{several[0]}', so it is an experiment with several runs; use gossamer compare"
+        )
     if network := [key for key in ("uplink_bps", "downlink_bps") if key in document]:
         raise ConfigError(
             f"the file has '{network[0]}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
