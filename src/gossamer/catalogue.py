@@ -170,8 +170,8 @@ the rest, by a method of its own too, stays, with two exceptions: naming another
 options of the old one, and a server, pairs and a rule replace each other with all that belongs to them.
 
 A method stands for the settings under "made of". Some are a rule and nothing else; others are a rule of an older method on
-another topology, or with another codec, schedule or inner optimizer: a method has a rule of its own only where its equations differ.
-Those with a server or pairs, and those that do not wait, run over virtual time, on the clock of a network in the run file
+another topology, or with another codec, schedule or inner optimizer: a method has a rule of its own only where its equations
+differ. Those with a server or pairs, and those that do not wait, run over virtual time, on the clock of a network in the run file
 ([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). `gossamer compare configs/methods.toml` trains them all on
 the same data ([results](results/methods.md)); the documentation of each rule has its equation.
 
