@@ -50,9 +50,11 @@ WRONG = {
         ["local_steps = 2", "local_steps = 1"],
     ),
     "an option out of range": (["rule.momentum=1.5"], ["1.5", "[0, 1)"]),
+    "an option out of range that may be a word": (["rule.alpha=3.0"], ["3.0", '(0, 2) or "auto"']),
     "a value of another type": (["workers='three'"], ["workers is 'three'", "a whole number"]),
     "no workers": (["workers=0"], ["workers is 0", "at least 1"]),
-    "steps that do not divide": (["run.steps=13"], ["13", "not a multiple"]),
+    "steps that do not divide": (["run.steps=13"], ["13", "not a multiple", "set run.steps to 12 or 14"]),
+    "steps fewer than local steps": (["run.steps=1"], ["not a multiple", "set run.steps to 2"]),
     "local steps for other workers": (["run.local_steps=[1,2]"], ["2 entries for 3 workers"]),
     "a topology for other numbers": (["topology.name=hypercube"], ["hypercube", "3"]),
     "too many peers": (["topology.peers=3"], ["peers", "3"]),
@@ -91,11 +93,63 @@ def test_empty_data_and_text_that_is_too_short_are_refused(run_file, tmp_path, c
 
 
 def test_a_missing_or_broken_run_file_is_refused(tmp_path, capsys):
-    refused(["simulate", tmp_path / "none.toml"], capsys, "none.toml", "there is no run file")
+    refused(["simulate", tmp_path / "none.toml"], capsys, "none.toml", "there is no run file", "configs/gasloc.toml")
     (tmp_path / "broken.toml").write_text("workers = [")
     refused(["simulate", tmp_path / "broken.toml"], capsys, "broken.toml", "not TOML")
     refused(["simulate"], capsys, "no run file")
     refused(["train", tmp_path / "broken.toml", "--local", "3"], capsys, "not TOML")
+
+
+@pytest.mark.parametrize("key", ["variant", "sweep", "scale", "figure"])
+def test_an_experiment_file_is_not_taken_for_a_run(key, run_file, capsys):
+    run_file.write_text(tomli_w.dumps(document() | {key: [{"label": "a"}] if key == "variant" else {}}))
+    refused(["simulate", run_file], capsys, f"'{key}'", "use gossamer compare")
+
+
+def test_a_run_file_and_a_network_file_are_not_taken_for_each_other(run_file, tmp_path, capsys):
+    (tmp_path / "network.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\n")
+    refused(["plan", run_file], capsys, "run.toml", "it is a run file")
+    refused(["simulate", tmp_path / "network.toml"], capsys, "'uplink_bps'", "it is a network file")
+    refused(["plan", tmp_path / "network.toml", "--workers", 2], capsys, "give --step-s or --peak-flops, or step_s")
+
+
+def test_a_folder_of_runs_is_not_taken_for_a_run(tmp_path, capsys):
+    for name in "ba":
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.toml").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "network.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\n")
+    for words in (["evaluate"], ["report"], ["price"], ["simulate", "--resume"], ["train", "--resume"]):
+        more = [tmp_path / "network.toml"] if words == ["price"] else []
+        refused(
+            [*words, tmp_path / "runs", *more], capsys, "is no run folder (no run.toml); it holds runs: a, b; name one"
+        )
+        refused([*words, tmp_path / "empty", *more], capsys, "is no run folder (no run.toml); name one")
+
+
+def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):
+    simulate(tiny(run__steps=4), tmp_path / "run")
+    before = {path: path.read_bytes() for path in tmp_path.glob("run/*.jsonl")}
+    told = f"the run has ended after 2 rounds; gossamer evaluate {tmp_path / 'run'} scores it"
+    for words in (["simulate"], ["train", "--local", 3]):
+        code, out, err = run([*words, "--resume", tmp_path / "run"], capsys)
+        assert code == 0 and told in out.splitlines(), (out, err)
+    assert {path: path.read_bytes() for path in tmp_path.glob("run/*.jsonl")} == before
+    refused(["evaluate", tmp_path / "run", "--round", 7], capsys, "round 7 is not owned by all; these are: 1, 2;")
+    assert run(["evaluate", tmp_path / "run", "--round", 1], capsys)[1].startswith("round 1:")
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_a_run_that_is_stopped_says_how_to_go_on_if_it_can(finished, run_file, tmp_path, capsys, monkeypatch):
+    def stopped(config, folder, **options):
+        if finished:
+            simulate(config, folder, until=finished)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gossamer.cli._drive", stopped)
+    code, _, err = run(["simulate", run_file, "--out", tmp_path / "run"], capsys)
+    told = f"stopped; resume with --resume {tmp_path / 'run'}" if finished else "stopped"
+    assert code == 130 and err.splitlines()[-1] == f"gossamer: {told}"
 
 
 def test_local_workers_other_than_the_run_file_says_are_refused(run_file, capsys):
@@ -111,7 +165,7 @@ def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
         tensors.write_bytes(bytes(data))
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "worker-001.safetensors")
     (tmp_path / "run" / "run.toml").write_text(dump(tiny(run__steps=4, seed=7)))
-    refused(["simulate", "--resume", tmp_path / "run"], capsys, "checkpoint")
+    refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "put it back", "--out")
     refused(["evaluate", tmp_path / "run"], capsys, "snapshots of all 3 workers")
     refused(["evaluate", tmp_path / "nowhere"], capsys, "nowhere")
 
@@ -169,6 +223,8 @@ def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_wa
     for other in ("inner.lr=0.5", "run.eval_batches=3", "run.eval_every=2"):
         refused([*words, "--resume", "--set", other], capsys, "other settings")
     refused([*words[:-4], "--scale", "lomg"], capsys, "did you mean 'long'")
+    (tmp_path / "plain.toml").write_text(tomli_w.dumps(document()))
+    refused(["compare", tmp_path / "plain.toml", "--scale", "paper"], capsys, "the file has no [scale.NAME]")
     refused(["compare", tmp_path / "experiment.toml", "--seeds", "0,x"], capsys, "--seeds got '0,x'")
 
 
@@ -201,6 +257,14 @@ def test_topology_shows_gap_condition_stability_and_the_graph(capsys):
     refused(["topology", "rnig"], capsys, "did you mean 'ring'")
 
 
+def test_a_table_says_what_it_is_for(tmp_path, capsys):
+    (tmp_path / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 1.0\n")
+    _, out, _ = run(["plan", tmp_path / "network.toml", "--workers", 2, "--local-steps", 15], capsys)
+    assert out.startswith("134m with a vocabulary of 256 (--vocab): 85,347,072 parameters, 2 workers"), out
+    _, out, _ = run(["utilisation", "--model", "10b", "--method", "diloco", "--set", "local_steps=30"], capsys)
+    assert out.startswith("10b (10e9 parameters in 48 layers), diloco: ") and "s a step, 30 local steps" in out, out
+
+
 def test_list_shows_every_row(capsys):
     from gossamer.catalogue import markdown
     from gossamer.codecs import CODECS
@@ -212,6 +276,7 @@ def test_list_shows_every_row(capsys):
     assert code == 0
     for name in [*RULES, *TOPOLOGIES, *CODECS, *recipes()]:
         assert name in out, name
+    assert "every codec takes back=NAME" in out
     assert run(["list", "--markdown"], capsys) == (0, markdown(), "")
 
 

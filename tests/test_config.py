@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer.config import RunConfig, digest, dump, load, parse, points, variants, with_settings
+from gossamer.codecs import make_codec
+from gossamer.config import Choice, RunConfig, digest, dump, load, parse, points, variants, with_settings
 from gossamer.config import settings as overrides
 from gossamer.errors import ConfigError
 from gossamer.inner import InnerConfig
@@ -60,6 +61,12 @@ def test_the_digest_covers_what_decides_the_numbers_and_nothing_else():
 def test_naming_another_rule_drops_the_options_of_the_old_one():
     changed = with_settings({"rule": {"name": "gasloc", "form": "published"}}, {"rule.name": "diloco", "rule.lr": 0.5})
     assert changed["rule"] == {"name": "diloco", "lr": 0.5}
+
+
+def test_a_codec_without_a_way_back_is_said_with_none():
+    one_way = parse(with_settings({"method": "opendiloco"}, {"codec.back": "none"}))
+    assert one_way.codec == Choice("fp16") and make_codec("fp16", back="none").back is None
+    assert parse(with_settings({}, {"method": "opendiloco"})).codec == Choice("fp16", {"back": "fp16"})
 
 
 def test_an_experiment_is_its_variants_times_its_grid():

@@ -34,14 +34,17 @@ def sections(factory) -> dict[str, str]:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("part", ["Cost", "Source", "Fails when"])
 def test_cost_source_and_failure_are_one_sentence_each(name, part):
-    text = sections(METHODS[name])[part]
+    text = sections(METHODS[name]).get(part, "")
+    assert text, f"the docstring of {name} has no line that begins with '{part}: '; write one, of one sentence"
     assert text.endswith(".") and not re.search(r"[.!?]\s", text), text
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_cost_is_what_is_sent_and_then_what_is_kept(name):
-    sent, _, kept = sections(METHODS[name])["Cost"].partition("; ")
+    sent, _, kept = sections(METHODS[name]).get("Cost", "").partition("; ")
     copies = METHODS[name](**REQUIRED.get(name, {})).state_copies
-    assert sent and ";" not in kept
+    assert sent and kept and ";" not in kept, (
+        f"write 'Cost: what is sent; what is kept (in P).' for {name}, or '; nothing kept.'"
+    )
     assert re.fullmatch(r"nothing kept\.|\S.* kept( at the \w+)? \(.*\bP\b.*\)\.", kept), kept
     assert kept.startswith("nothing kept") == (copies == 0)

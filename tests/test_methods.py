@@ -39,7 +39,10 @@ def test_every_row_of_every_table_is_a_method():
 @every_method
 def test_a_method_names_its_source_and_when_it_fails(name):
     row = recipe(name)
-    assert row.source and row.fails and not row.differs.endswith("."), row
+    assert row.source and row.fails, (
+        f"the docstring of {name} lacks a line 'Source: ...' or 'Fails when: ...'; write it"
+    )
+    assert not row.differs.endswith("."), row
     assert sum(f"{kind}.name" in row.settings for kind in ("rule", "server", "pair")) == 1
 
 
@@ -65,6 +68,16 @@ def test_a_method_gives_way_to_what_is_said_beside_it_and_not_to_what_is_said_be
     assert recipes()["gasloc_restarted"].settings["rule.restarted"] == {"every": 3}
     assert other["topology"] == {"name": "random", "peers": 2}
     assert parse(file | {"network": {}}).rule.options == {"momentum": 0.6, "lr": 0.5}
+
+
+def test_a_method_on_the_command_line_replaces_the_same_keys_of_the_file_and_leaves_the_rest():
+    file = {"rule": {"name": "gasloc", "form": "published", "restarted": {"every": 9}}, "codec": {"name": "int8"}}
+    run = with_settings(file, {"method": "gasloc_restarted"})
+    assert run["rule"] == {"name": "gasloc", "form": "published", "restarted": {"every": 3}}
+    assert run["codec"] == {"name": "int8"}
+    assert with_settings(file, {"method": "muloco"})["rule"] == {"name": "diloco", "momentum": 0.6}
+    assert with_settings({"method": "muloco"}, {"method": "diloco"})["inner"] == {"optimizer": "muon"}
+    assert "rule" not in with_settings(file, {"method": "heloco"})
 
 
 def test_an_unknown_method_is_refused_with_the_nearest():

@@ -102,6 +102,23 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize(("first", "second"), [(None, 0), (1, None)])
+@pytest.mark.parametrize("kind", ["metrics", "trace"])
+def test_a_simulation_and_a_real_run_do_not_mix(
+    kind: str, first: int | None, second: int | None, tmp_path: Path
+) -> None:
+    with RunFolder(tmp_path, "old", PLAIN, worker=first):
+        pass
+    for path in tmp_path.glob("*.jsonl"):
+        if not path.name.startswith(kind):
+            path.unlink()
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError, match=f"already holds {kind}"):
+        RunFolder(tmp_path, "new", PLAIN, worker=second)
+    assert contents(tmp_path) == before
+    RunFolder(tmp_path, "old", PLAIN, worker=second, resume_round=0).close()
+
+
 def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path: Path) -> None:
     for name, attempts in {"whole": [range(5)], "broken": [range(4), range(2, 5)]}.items():
         for rounds in attempts:

@@ -120,6 +120,21 @@ def test_one_worker_over_a_socket_computes_the_bits_of_virtual_time(method, tmp_
     assert sizes[0] == sizes[1]
 
 
+def test_a_run_that_has_ended_is_not_served_again(tmp_path, monkeypatch, capsys):
+    config = served(workers=1, server__name="heloco")
+    together(config, tmp_path / "real", monkeypatch)
+    before = {path: path.read_bytes() for path in (tmp_path / "real").glob("*.jsonl")}
+    told = f"the run has ended after {config.rounds} rounds; gossamer evaluate {tmp_path / 'real'} scores it\n"
+    for words in (["--local", "1"], ["--server", "127.0.0.1:1"]):
+        capsys.readouterr()
+        assert main(["train", "--resume", str(tmp_path / "real"), *words]) == 0
+        assert capsys.readouterr().out == told
+    assert {path: path.read_bytes() for path in (tmp_path / "real").glob("*.jsonl")} == before
+    (tmp_path / "real" / "run.toml").write_text(dump(served(workers=1, server__name="heloco", seed=5)))
+    assert main(["train", "--resume", str(tmp_path / "real"), "--server", "127.0.0.1:1"]) == 2
+    assert "run.toml has changed" in capsys.readouterr().err
+
+
 def consistent(folder, config):
     """Asserts that each age is the number of updates since the last starting point its worker was sent."""
     updates, greeted = 0, dict.fromkeys(range(config.workers), 0)

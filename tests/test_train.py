@@ -117,6 +117,14 @@ def test_evaluate_forms_the_mean_model_that_the_simulator_scored(finished):
     assert sum(line["kind"] == "eval" for line in read_metrics(root / "real")) == 1
 
 
+def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it_is(finished, capfd):
+    root, config, _ = finished
+    before = {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")}
+    assert run_local(config.workers, ["train", "--resume", str(root / "real")], timeout_s=60) == 0
+    assert capfd.readouterr().out.count(f"the run has ended after {config.rounds} rounds; gossamer evaluate") == 1
+    assert {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")} == before
+
+
 def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
     options = {"rule__name": "diloco", "topology__name": "complete", "run__steps": 4, "run__timeout_s": 60}
     config = tiny(**options, run__mean="all_reduce")

@@ -160,13 +160,18 @@ def markdown() -> str:
 _HEAD = """<!-- Made by `make methods` from the code; a test compares the two. -->
 # The methods
 
-A method is run by its name, in a run file or on the command line, and whatever is said beside it goes first:
+A method is run by its name, in a run file or on the command line, and what is said beside it goes first, which is what stands
+in the same file, or in another `--set` of the same command:
 
     gossamer simulate configs/gasloc.toml --set method=muloco --set rule.lr=0.8
 
-It stands for the settings under "made of". Some are a rule and nothing else; others are a rule of an older method on another
-topology, or with another codec, schedule or inner optimizer: a method has a rule of its own only where its equations differ.
-Those with a server or pairs, and those that do not wait, run over virtual time, on the clock of a network in the run file
+On the command line a method replaces the same keys of the file. What else the file says of rule, topology, codec, schedule and
+the rest, by a method of its own too, stays, with two exceptions: naming another rule, topology, codec, server or pair drops the
+options of the old one, and a server, pairs and a rule replace each other with all that belongs to them.
+
+A method stands for the settings under "made of". Some are a rule and nothing else; others are a rule of an older method on
+another topology, or with another codec, schedule or inner optimizer: a method has a rule of its own only where its equations
+differ. Those with a server or pairs, and those that do not wait, run over virtual time, on the clock of a network in the run file
 ([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). `gossamer compare configs/methods.toml` trains them all on
 the same data ([results](results/methods.md)); the documentation of each rule has its equation.
 

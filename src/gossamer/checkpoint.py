@@ -15,7 +15,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from gossamer.errors import CheckpointError
 from gossamer.record import atomic_write
 
-__all__ = ["load", "newest_common", "rewind", "rounds", "save"]
+__all__ = ["ended", "load", "newest_common", "nothing_to_resume", "rewind", "rounds", "save"]
 
 FORMAT = "gossamer checkpoint 1"
 MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
@@ -150,6 +150,31 @@ def newest_common(lists: Sequence[Sequence[int]]) -> int | None:
     """
     common = set(lists[0]).intersection(*lists[1:]) if lists else set()
     return max(common, default=None)
+
+
+def nothing_to_resume(folder: Path, owners: Iterable[int], owned: Sequence[Sequence[int]]) -> CheckpointError:
+    """Why a run cannot be resumed from this folder, where no round of its configuration is owned by all.
+
+    Args:
+        owners: those whose snapshots should be here.
+        owned: the rounds of this configuration, one list per owner, those on other machines too.
+    """
+    if any(owned):
+        return CheckpointError(
+            f"no round has snapshots of all workers (they own {[*map(list, owned)]}); bring the files of '{folder}' back, or "
+            "start anew in another folder with --out"
+        )
+    if any(rounds(folder, owner) for owner in owners):
+        return CheckpointError(
+            f"run.toml has changed since the snapshots in '{folder}' were written; put it back, or start in a new folder "
+            "with --out"
+        )
+    return CheckpointError(f"'{folder}' has no snapshots to resume from; start anew in another folder with --out")
+
+
+def ended(folder: Path, rounds: int) -> str:
+    """What is said in place of resuming a run that is over."""
+    return f"the run has ended after {rounds} rounds; gossamer evaluate {folder} scores it"
 
 
 def rewind(folder: Path, round: int, worker: int) -> None:

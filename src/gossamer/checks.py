@@ -22,10 +22,17 @@ def whole(owner: str, option: str, got: object, low: int, high: int | None = Non
 
 
 def within(
-    owner: str, option: str, got: float, low: float, high: float, *, low_open: bool = False, high_closed: bool = False
-) -> None:
-    """Raises ConfigError unless `got` is a number in [low, high); without low if `low_open`, with high if `high_closed`."""
+    owner: str, option: str, got: float, low: float, high: float, *, low_open: bool = False, high_closed: bool = False,
+    other: str = "",
+) -> None:  # fmt: skip
+    """Raises ConfigError unless `got` is a number in [low, high); without low if `low_open`, with high if `high_closed`.
+
+    Args: `other` is a word that its owner takes as well.
+    """
     is_number = isinstance(got, (int, float)) and not isinstance(got, bool)
     if not is_number or not (low < got if low_open else low <= got) or not (got <= high if high_closed else got < high):
         span = f"{'(' if low_open else '['}{low:g}, {high:g}{']' if high_closed else ')'}"
-        raise ConfigError(f"{owner} got {option} = {got!r}; allowed is {span}: choose a value in that range")
+        word = f' or "{other}"' if other else ""
+        raise ConfigError(
+            f"{owner} got {option} = {got!r}; allowed is {span}{word}: choose a value in that range{word}"
+        )

@@ -20,6 +20,7 @@ from gossamer.errors import ConfigError, GossamerError, TrainingError
 if TYPE_CHECKING:
     from gossamer.config import RunConfig
     from gossamer.network import Network
+    from gossamer.utilisation import Setting
 
 __all__ = ["main"]
 
@@ -35,11 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gossamer: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("gossamer: stopped; resume with --resume and the run folder", file=sys.stderr)
+        print(f"gossamer: {_stopped(args)}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _stopped(args: argparse.Namespace) -> str:
+    """What is said of a command that was told to stop, with the way to go on if there is one."""
+    folder: Path | None = getattr(args, "resumable", None)
+    if args.run is _compare:
+        return "stopped; the same command with --resume keeps the runs that have ended"
+    if folder is None or not any(folder.glob("checkpoints/round-*/*.json")):
+        return "stopped"
+    return f"stopped; resume with --resume {folder}"
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
@@ -168,14 +179,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> "tuple[RunConfig, Path]":
     """The run and its folder from a run file with overrides, or from the folder to resume."""
-    from gossamer.config import load, parse, settings
+    from gossamer.config import load, load_run, parse, settings
 
     if args.resume is not None:
         if args.file is not None or args.set:
             raise ConfigError(
                 f"--resume got '{args.resume}' and a run file or --set; a run resumes as it is: give --resume alone"
             )
-        return parse(load(args.resume / "run.toml")), args.resume
+        return parse(load_run(args.resume)), args.resume
     if args.file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
     config = parse(load(args.file, settings(args.set)))
@@ -188,6 +199,7 @@ def _simulate(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"'{folder}' looks at the clock, and what was under way when it stopped is not kept; start it anew in another folder"
         )
+    args.resumable = None if config.event_driven else folder
     _drive(config, folder, resume=args.resume is not None)
     _tell({config.name: folder}, folder / "report.html", config.network)
 
@@ -212,11 +224,14 @@ def _train(args: argparse.Namespace) -> int:
     if config.event_driven and config.server is None:
         method = f"pair '{config.pair.name}'" if config.pair else "run.wait = false"
         raise ConfigError(f"gossamer train got {method}, which real processes do not run; use gossamer simulate")
+    args.resumable = folder
     if args.local is not None:
         from gossamer.launch import run_local, run_served
 
         if args.local != config.workers:
             raise ConfigError(f"--local {args.local} but the run file says workers = {config.workers}; make them equal")
+        if args.resume is not None and _ended(config, folder):
+            return 0
         if args.resume is not None:
             words = ["train", "--resume", str(folder)]
         else:
@@ -240,6 +255,17 @@ def _train(args: argparse.Namespace) -> int:
 
     train(config, folder, resume=args.resume is not None)
     return 0
+
+
+def _ended(config: "RunConfig", folder: Path) -> bool:
+    """Whether the last round of the run is whole in its folder; says so."""
+    from gossamer import checkpoint
+    from gossamer.config import digest
+
+    owned = [checkpoint.rounds(folder / "checkpoints", owner, digest(config)) for owner in config.owners]
+    if over := checkpoint.newest_common(owned) == config.rounds:
+        print(checkpoint.ended(folder, config.rounds))
+    return over
 
 
 def _train_served(config: "RunConfig", folder: Path, args: argparse.Namespace) -> int:
@@ -348,9 +374,9 @@ def _tell(runs: dict[str, Path], page: Path, networks: "Mapping[str, Network]") 
 
 def _networks(folder: Path) -> "Mapping[str, Network]":
     """The networks that a run file names."""
-    from gossamer.config import load, parse
+    from gossamer.config import load_run, parse
 
-    return parse(load(folder / "run.toml")).network
+    return parse(load_run(folder)).network
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -397,11 +423,13 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _price(args: argparse.Namespace) -> None:
+    from gossamer.config import load_run
     from gossamer.eventlog import event_files
     from gossamer.network import read_network
     from gossamer.pricing import price
     from gossamer.trace import read_trace
 
+    load_run(args.folder)
     if event_files(args.folder):
         raise ConfigError(
             f"'{args.folder}' looked at the clock, so its network decided what was computed; simulate it again with "
@@ -443,7 +471,8 @@ def _plan(args: argparse.Namespace) -> None:
             f"{one.round_bytes / 1e6:.4g}", f"{one.round_s:.4g}", f"{one.utilisation:.1%}",
             f"{one.seconds_per_token * 1e9 / 3600:.4g}", style="bold" if one is made.best else None,
         )  # fmt: skip
-    print(f"{made.parameters:,} parameters, {len(made.best.local_steps)} workers, MB sent by one of them")
+    vocabulary = f"{args.model} with a vocabulary of {args.vocab:,} (--vocab)"
+    print(f"{vocabulary}: {made.parameters:,} parameters, {len(made.best.local_steps)} workers, MB sent by one of them")
     Console().print(view)
     reached = "the fewest local steps that compute" if made.best.utilisation >= args.target else "none computes"
     best = f"{made.best.method} with {made.best.full_steps} local steps and codec {made.best.codec}"
@@ -492,6 +521,7 @@ def _utilisation(args: argparse.Namespace) -> None:
         curves = _tell_stragglers(options)
     else:
         setting = setting_of(args.model, args.method, **options)
+        print(_assumed(args.model, args.method, setting))
         for row in bandwidth_table(setting):
             needed = "more than 1 Tbit/s" if row.bandwidth_bps is None else f"{row.bandwidth_bps / 1e9:.1f} Gbit/s"
             print(f"{row.utilisation:.0%} computing: {needed}")
@@ -499,6 +529,17 @@ def _utilisation(args: argparse.Namespace) -> None:
     if args.plot is not None:
         plot_curves(curves, args.plot)
         print(f"plot: {args.plot}")
+
+
+def _assumed(model: str, method: str, setting: "Setting") -> str:
+    """What the bandwidths that follow are for, in one line."""
+    fragments, overlap = len(setting.fragments), setting.overlap_steps
+    return (
+        f"{model} ({setting.parameters / 1e9:g}e9 parameters in {setting.layers} layers), {method}: {setting.step_s:g} s a step, "
+        f"{setting.local_steps} local step{'s' * (setting.local_steps != 1)}, {fragments} fragment{'s' * (fragments != 1)}, "
+        f"{overlap} step{'s' * (overlap != 1)} of overlap, {setting.bits_per_parameter:g} bits a parameter, of "
+        f"which a share of {setting.payload_factor:g} is sent, no latency"
+    )
 
 
 def _tell_hours(options: dict[str, Any]) -> None:
@@ -558,6 +599,10 @@ def _tell_stragglers(options: dict[str, Any]) -> "dict[str, list[tuple[float, fl
 
 
 def _report(args: argparse.Namespace) -> None:
+    from gossamer.config import load_run
+
+    for folder in args.folders:
+        load_run(folder)
     _tell({folder.name: folder for folder in args.folders}, args.out, _networks(args.folders[0]))
 
 
@@ -594,6 +639,8 @@ def _list(args: argparse.Namespace) -> None:
             )
             view.add_row(name, (inspect.getdoc(factory) or "").partition("\n")[0], options)
         Console().print(view)
+        if title == "codecs":
+            print("every codec takes back=NAME, for rules that take a mean over everyone: what the sums travel back in")
     view = Table(title="methods", title_justify="left")
     for heading in ("name", "made of", "source"):
         view.add_column(heading, no_wrap=heading == "name")

@@ -40,6 +40,7 @@ __all__ = [
     "dump",
     "figure",
     "load",
+    "load_run",
     "parse",
     "points",
     "settings",
@@ -106,9 +107,10 @@ class LoopConfig:
             if value < low:
                 raise ConfigError(f"run.{name} is {value}; it must be at least {low}")
         if self.steps % max(steps):
+            fewer = self.steps // max(steps) * max(steps)
             raise ConfigError(
                 f"run.steps is {self.steps}, which is not a multiple of run.local_steps = {max(steps)}; "
-                f"take {self.steps // max(steps) * max(steps) or max(steps)}"
+                f"set run.steps to {f'{fewer} or ' if fewer else ''}{fewer + max(steps)}"
             )
         if not 0 < self.timeout_s <= _LONGEST_S:
             raise ConfigError(
@@ -212,6 +214,11 @@ class RunConfig:
         return self.run.steps // self.full_steps
 
     @property
+    def owners(self) -> range:
+        """Whose snapshots make a round whole: all workers', or the server's, which comes after its workers."""
+        return range(self.workers) if self.server is None else range(self.workers, self.workers + 1)
+
+    @property
     def event_driven(self) -> bool:
         """Whether it has no rounds: who was late decides what is computed."""
         return self.server is not None or self.pair is not None or not self.run.wait
@@ -234,6 +241,8 @@ _INSTEAD: dict[str, tuple[str, ...]] = {
     "server": ("rule", "pair", "topology"), "pair": ("rule", "server"), "rule": ("server", "pair"),
 }  # fmt: skip
 """What each of the three kinds of method has no use for."""
+_EXPERIMENT = ("variant", "sweep", "scale", "figure")
+"""What an experiment file has beside its base."""
 
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -242,7 +251,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, An
     Raises: ConfigError when the file is missing, too large to be a run file, or not TOML.
     """
     if not path.is_file():
-        raise ConfigError(f"there is no run file '{path}'; give the path of a TOML file, such as configs/demo.toml")
+        raise ConfigError(f"there is no run file '{path}'; give the path of a TOML file, such as configs/gasloc.toml")
     if path.stat().st_size > 1 << 20:
         raise ConfigError(
             f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: is it the right file?"
@@ -252,6 +261,16 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, An
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"'{path}' is not TOML: {error}; correct that line") from None
     return with_settings(document, overrides or {})
+
+
+def load_run(folder: Path) -> dict[str, Any]:
+    """The document of the run that a folder holds. Raises ConfigError, naming the runs inside it, when it holds none."""
+    if not (folder / "run.toml").is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/run.toml"))
+        names = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")
+        instead = f"it holds runs: {names}; name one of them" if inside else "name one that gossamer wrote"
+        raise ConfigError(f"'{folder}' is no run folder (no run.toml); {instead}")
+    return load(folder / "run.toml")
 
 
 def settings(words: list[str]) -> dict[str, Any]:
@@ -328,12 +347,14 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
         seeds: run every point with each of them.
         scale: the name of the size to take; empty for the file as it is.
     """
-    base = {key: value for key, value in document.items() if key not in ("variant", "sweep", "scale", "figure")}
+    base = {key: value for key, value in document.items() if key not in _EXPERIMENT}
     rows = document.get("variant", [{}])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"variant is {type(rows).__name__}; write each variant as a [[variant]] table")
-    if scale and scale not in document.get("scale", {}):
-        raise ConfigError(choose("scale", scale, document.get("scale", {})) + "; name one that the file has")
+    if scale and "scale" not in document:
+        raise ConfigError(f"--scale got '{scale}' and the file has no [scale.NAME]; leave --scale out, or write one")
+    if scale and scale not in document["scale"]:
+        raise ConfigError(choose("scale", scale, document["scale"]) + "; name one that the file has")
     base = with_settings(base, _flat(document.get("scale", {}).get(scale, {})))
     runs: list[Point] = []
     for row in rows:
@@ -386,6 +407,14 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
     document = with_settings(document, {})
+    if several := [key for key in _EXPERIMENT if key in document]:
+        raise ConfigError(
+            f"the file has '{several[0]}', so it is an experiment with several runs; use gossamer compare"
+        )
+    if network := [key for key in ("uplink_bps", "downlink_bps") if key in document]:
+        raise ConfigError(
+            f"the file has '{network[0]}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
+        )
     for kind, others in _INSTEAD.items():
         if kind in document and (unused := [other for other in others if other in document]):
             raise PairingError(
@@ -466,6 +495,8 @@ def _choice(table: Any, where: str) -> Choice:
     wrappers = WRAPPERS if where == "rule" else {}
     own = [p for p in inspect.signature(_TABLES[where][name]).parameters if p not in ("n", "seed")]
     _check_options(f"{where} '{name}'", options, [*own, *wrappers, *(["back"] if where == "codec" else [])])
+    if where == "codec" and options.get("back") == "none":
+        del options["back"]  # as a run without says it, to which a method's own gives way
     if where == "codec" and "back" in options:
         _choice(options["back"], "codec")
     for key in options.keys() & wrappers.keys():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import checkpoint
-from gossamer.config import RunConfig, digest, load, parse
+from gossamer.config import RunConfig, digest, load_run, parse
 from gossamer.data import Corpus, open_corpus
 from gossamer.errors import CheckpointError
 from gossamer.fragment import Layout, arrange, attach, layout_of
@@ -98,18 +98,21 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     Raises: CheckpointError when no round has the snapshots of all workers.
     Cost: holds one model per worker in memory.
     """
-    config = parse(load(folder / "run.toml"))
-    store, key = folder / "checkpoints", digest(config)
-    owners = range(config.workers) if config.server is None else (config.workers,)  # a server comes after its workers
+    config = parse(load_run(folder))
+    store, key, owners = folder / "checkpoints", digest(config), config.owners
     owned = [checkpoint.rounds(store, owner, key) for owner in owners]
-    newest = checkpoint.newest_common(owned) if round is None else round
-    if newest is None or not all(newest in rounds for rounds in owned):
-        whose = f"all {config.workers} workers" if config.server is None else "the server"
-        short = {owner: rounds for owner, rounds in zip(owners, owned, strict=True) if newest not in rounds}
+    whole = sorted(set(owned[0]).intersection(*owned[1:]))
+    if round is not None and whole and round not in whole:
         raise CheckpointError(
-            f"'{folder}' has no round with snapshots of {whose} (owned: {short}); "
+            f"round {round} is not owned by all; these are: {', '.join(map(str, whole))}; name one of them"
+        )
+    if not whole:
+        whose = f"all {config.workers} workers" if config.server is None else "the server"
+        raise CheckpointError(
+            f"'{folder}' has no round with snapshots of {whose} (owned: {dict(zip(owners, owned, strict=True))}); "
             "bring the checkpoint folders of all machines together, or train past the first checkpoint"
         )
+    newest = whole[-1] if round is None else round
     states = [checkpoint.load(store, newest, owner, key) for owner in owners]
     vectors = [state["x"] for state in states]
     corpus = open_corpus(config.data, config.workers, config.seed)

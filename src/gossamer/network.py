@@ -288,6 +288,11 @@ def from_toml(text: str, where: str = "network") -> Network:
         options = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not TOML: {error}; repair the file") from None
+    if of_a_run := [key for key in ("run", "rule", "model", "data", "network", "method", "variant") if key in options]:
+        raise ConfigError(
+            f"{where} has '{of_a_run[0]}', so it is a run file, and a network file is needed; give one such as "
+            "configs/networks/slow_uplink.toml"
+        )
     return from_options(options, where)
 
 

@@ -147,7 +147,8 @@ def plan(
     if network.step_s is None:
         if step_s is None and peak_flops is None:
             raise ConfigError(
-                f"step_s is {step_s}, peak_flops is {peak_flops} and the network gives no step_s; add one of the three"
+                f"the seconds of an inner step are {step_s} and the network gives no step_s; give --step-s or --peak-flops, "
+                "or step_s in the network file"
             )
         seconds = step_seconds(parameters, seq_len * batch_size, peak_flops, mfu) if peak_flops else step_s
         network = replace(network, step_s=seconds)

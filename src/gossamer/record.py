@@ -106,7 +106,10 @@ class RunFolder:
         suffix = "" if worker is None else f"-{worker:03}"
         self._metrics_path = self.path / f"metrics{suffix}.jsonl"
         self._trace_path = self.path / f"trace{suffix}.jsonl"
-        for old in (self._metrics_path, self._trace_path):
+        # Workers of one run start at different times, so the files of other workers may be there, those of a simulation not.
+        others = "-*" if worker is None else ""
+        foreign = [path for kind in ("metrics", "trace") for path in sorted(self.path.glob(f"{kind}{others}.jsonl"))]
+        for old in (self._metrics_path, self._trace_path, *foreign):
             if resume_round is None and old.exists():
                 raise ConfigError(
                     f"the run folder {self.path} already holds {old.name}; name a new folder, or resume that run"

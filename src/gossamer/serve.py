@@ -184,10 +184,11 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
     store, key, saved, start = folder / "checkpoints", digest(config), {}, 0
     if resume:
         start = max(checkpoint.rounds(store, config.workers, key), default=0)
-        if not 0 < start < config.rounds:
-            raise CheckpointError(
-                f"'{store}' has {start} of {config.rounds} rounds of the server to go on from; start without --resume"
-            )
+        if not start:
+            raise checkpoint.nothing_to_resume(store, config.owners, [])
+        if start == config.rounds:
+            print(checkpoint.ended(folder, start))
+            return
         saved = checkpoint.load(store, start, config.workers, key)
         checkpoint.rewind(store, start, config.workers)
         _restore(desks, guests, saved)

@@ -22,7 +22,7 @@ from torch import Tensor
 from gossamer import checkpoint, sync
 from gossamer.config import RunConfig, digest, dump
 from gossamer.data import open_corpus
-from gossamer.errors import CheckpointError, ConfigError
+from gossamer.errors import ConfigError
 from gossamer.evaluate import Assessment, Probe, assess, mean_of, publish
 from gossamer.launch import available_cores, one_device
 from gossamer.network import Network, jitter_factors, links_of
@@ -109,11 +109,12 @@ def simulate(
     start, busy_s = 0, 0.0
 
     if resume:
-        newest = checkpoint.newest_common([checkpoint.rounds(store, i, key) for i in range(n)])
+        owned = [checkpoint.rounds(store, i, key) for i in config.owners]
+        newest = checkpoint.newest_common(owned)
         if newest is None:
-            raise CheckpointError(
-                f"'{store}' has no checkpoint of all {n} workers to resume from; start without --resume"
-            )
+            raise checkpoint.nothing_to_resume(store, config.owners, owned)
+        if newest == config.rounds:
+            print(checkpoint.ended(folder, newest))
         for worker in workers:
             worker.restore(checkpoint.load(store, newest, worker.index, key))
             checkpoint.rewind(store, newest, worker.index)

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from gossamer import checkpoint
 from gossamer.config import RunConfig, digest, dump
 from gossamer.data import fingerprint, open_corpus
-from gossamer.errors import CheckpointError, GossamerError
+from gossamer.errors import GossamerError
 from gossamer.evaluate import Probe
 from gossamer.launch import Member, agree, join, leave
 from gossamer.pacing import note_of
@@ -61,7 +63,12 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
     facts = agree(member, common, owned, timeout_s=config.run.timeout_s)
     newest = checkpoint.newest_common(facts)
     if resume and newest is None:
-        raise CheckpointError(f"no round has snapshots of all workers (they own {facts}); start without --resume")
+        raise checkpoint.nothing_to_resume(store, [member.worker], facts)
+    if newest == config.rounds:
+        dist.barrier()  # whoever hosts the store must not leave while another still reads it
+        if member.worker == 0:
+            print(checkpoint.ended(folder, config.rounds))
+        return
 
     worker = Worker(member.worker, config, corpus, member.device)
     transport = GroupTransport(member.store, run=int(key, 16), timeout_s=config.run.timeout_s, device=member.device)

@@ -53,7 +53,7 @@ CODECS: dict[str, Callable[..., Codec]] = {
 
 
 def make_codec(name: str, **options: Any) -> Codec:
-    """The codec of that name in `CODECS`, with its own options, and `back`, the codec of the way back (`both_ways`).
+    """The codec of that name in `CODECS`, with its own options, and `back`, the codec of the way back (`both_ways`) or "none".
 
     Raises: ConfigError when the name or an option is unknown, or a value cannot work.
 
@@ -68,7 +68,7 @@ def make_codec(name: str, **options: Any) -> Codec:
             raise ConfigError(choose(f"option of codec '{name}'", option, allowed))
     back = options.pop("back", None)
     codec = CODECS[name](**options)
-    return codec if back is None else both_ways(codec, codec_of(back))
+    return codec if back in (None, "none") else both_ways(codec, codec_of(back))
 
 
 def codec_of(spec: object) -> Codec:

@@ -58,7 +58,7 @@ def gasloc(
     within("gasloc", "lr", lr, 0.0, math.inf, low_open=True)
     within("gasloc", "momentum", momentum, 0.0, 1.0)
     if alpha != "auto":
-        within("gasloc", "alpha", alpha, 0.0, 2.0, low_open=True)
+        within("gasloc", "alpha", alpha, 0.0, 2.0, low_open=True, other="auto")
     eta, a = lr, math.nan if alpha == "auto" else alpha
     gamma = 0.0 if optimizer == "sgd" else momentum
     keeps_anchor = eta != 1.0 or optimizer == "heavy_ball"
