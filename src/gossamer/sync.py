@@ -380,7 +380,10 @@ def _directly(job: _Job) -> _Legs:
 
 
 def _through_owners(job: _Job) -> _Legs:
-    """A mean as reduce-scatter and gather: worker k owns chunk k, sums it in worker order and sends the sum to everyone."""
+    """A mean as reduce-scatter and gather: worker k owns chunk k, sums it in worker order and sends the sum to everyone.
+
+    Both ways have a codec, exact or not; whoever made a payload also takes what decodes from it, so that all hear the same.
+    """
     rule, codec, mixing, transport, part, ctx = job[:6]
     i, n, back = ctx.worker, ctx.n, codec.back or exact()
     there, gather = Ticket(ctx.round, part.fragment, 0), Ticket(ctx.round, part.fragment, 1)
