@@ -166,6 +166,7 @@ def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "worker-001.safetensors")
     (tmp_path / "run" / "run.toml").write_text(dump(tiny(run__steps=4, seed=7)))
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "put it back", "--out")
+    refused(["evaluate", tmp_path / "run"], capsys, "run.toml has changed", "put it back")
     refused(["evaluate", tmp_path / "run"], capsys, "snapshots of all 3 workers")
     refused(["evaluate", tmp_path / "nowhere"], capsys, "nowhere")
 

@@ -156,7 +156,7 @@ def test_replicas_stay_bitwise_equal_through_a_lossy_codec_with_error_feedback()
 @pytest.mark.parametrize("name", RULES)
 def test_error_feedback_through_an_exact_codec_is_the_rule_to_the_last_bit_or_is_refused(name):
     rule = RULES[name]()
-    if name not in ("diloco", "fedopt", "omr", "slowmo", "sparseloco"):
+    if name not in ("diloco", "fedopt", "omr", "slowmo"):
         with pytest.raises(ConfigError, match=f"{rule.name}.*choco.*anchored_gasloc"):
             error_feedback(rule)
         return

@@ -106,6 +106,8 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
         raise CheckpointError(
             f"round {round} is not owned by all; these are: {', '.join(map(str, whole))}; name one of them"
         )
+    if not any(owned) and any(checkpoint.rounds(store, owner) for owner in owners):
+        raise checkpoint.nothing_to_resume(store, owners, owned)
     if not whole:
         whose = f"all {config.workers} workers" if config.server is None else "the server"
         raise CheckpointError(

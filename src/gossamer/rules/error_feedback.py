@@ -33,16 +33,17 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
         decay: β in (0, 1].
     Cost: that of the rule; its state and what was not sent kept (1 P more).
     Source: error feedback, Seide et al., INTERSPEECH 2014, and arXiv 1901.09847; the decay as in arXiv 2508.15706.
-    Raises: ConfigError for rules that hear anything but a mean: errors of gossiped parameters do not add up that way, and
-        `choco` or `anchored` take their place.
+    Raises: ConfigError for rules that hear anything but a mean of steps from a point that all share: errors of parameters do not
+        add up that way, and `choco` or `anchored` take their place. `eager` hears too late to know its errors, `cocktail` and
+        `sparseloco` keep them already.
 
     >>> error_feedback(diloco(0.7, 0.6), decay=0.95).state_copies
     3
     """
     within("error_feedback", "decay", decay, 0.0, 1.0, low_open=True, high_closed=True)
-    in_time = rule.site == "parameters" and not rule.delay_rounds
-    # Replicas that are equal after each round, and know where it began, are told of nothing but what was trained since.
-    if not (rule.averages and in_time and rule.identical and rule.start is not None):
+    # Replicas that are equal after each round, and know where it began, tell of nothing but what they trained since.
+    steps = rule.averages and rule.site == "parameters" and rule.identical and rule.start is not None
+    if not steps or rule.delay_rounds or rule.feeds_back:
         raise ConfigError(
             f"error feedback needs a rule whose pseudo-gradients are averaged, and got '{rule.name}'; allowed are rules such "
             "as 'diloco': for compressed gossip use 'choco' on a static graph or 'anchored_gasloc' on any"
@@ -62,7 +63,7 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
 
     return rule._replace(
         name=f"error_feedback_{rule.name}", options={**rule.options, "decay": decay}, init=init, send=send, recv=recv,
-        state_copies=rule.state_copies + 1,
+        feeds_back=True, state_copies=rule.state_copies + 1,
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
         start=None if start is None else lambda s: start(s.inner),
     )  # fmt: skip

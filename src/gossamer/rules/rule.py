@@ -95,6 +95,8 @@ class Rule(NamedTuple):
     such recursion."""
     identical: bool = False
     """Whether workers that hear everyone are bitwise equal after every round."""
+    feeds_back: bool = False
+    """Whether what a codec dropped is sent with the next message, as `error_feedback` does."""
     state_copies: int = 0
     """Tensors of the size of `x` that the outer state holds, whoever is heard."""
     copies_per_peer: int = 0
