@@ -1,6 +1,7 @@
 """The command line: one sentence and exit code 2 for whatever a user can get wrong, and no traceback."""
 
 import json
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -167,6 +168,7 @@ def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
     (tmp_path / "run" / "run.toml").write_text(dump(tiny(run__steps=4, seed=7)))
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "put it back", "--out")
     refused(["evaluate", tmp_path / "run"], capsys, "run.toml has changed", "put it back")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
     refused(["evaluate", tmp_path / "run"], capsys, "snapshots of all 3 workers")
     refused(["evaluate", tmp_path / "nowhere"], capsys, "nowhere")
 
