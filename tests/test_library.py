@@ -240,7 +240,8 @@ def two(text, folder):
         "--nproc-per-node=2",
         folder / "own_loop.py",
     ]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=110)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(words, capture_output=True, text=True, timeout=110, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -27,6 +27,7 @@ from gossamer.topology import TOPOLOGIES, make_topology
 from gossamer.tree import leaves
 
 N, ROUNDS = 4, 5
+pytestmark = pytest.mark.timeout(1800)  # all cases are trained for whichever test comes first
 VARIANTS = {  # options beside the defaults that take another path through the update
     "gasloc": [
         {},
@@ -150,7 +151,6 @@ def outcome(folder, config):
     return states, {(line["worker"], line["round"]): line["loss"] for line in lines}
 
 
-@pytest.mark.timeout(1800)
 def test_simulator_and_processes_agree_to_the_last_bit(trained):
     root, documents = trained
     different = []
