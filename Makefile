@@ -15,7 +15,7 @@ test: .venv/.installed  ## lint, format, types, tests and doctests: what CI runs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
-	$(BIN)/pytest
+	$(BIN)/pytest --hypothesis-profile=repeatable
 
 parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing
 	$(BIN)/pytest tests/test_parity.py --full-parity

@@ -7,8 +7,10 @@ import subprocess
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)  # tests run beside their own worker processes
+settings.register_profile("repeatable", derandomize=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
