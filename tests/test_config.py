@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.codecs import make_codec
-from gossamer.config import Choice, RunConfig, digest, dump, load, parse, points, variants, with_settings
+from gossamer.config import Choice, RunConfig, digest, dump, load, parse, points, with_settings
 from gossamer.config import settings as overrides
 from gossamer.errors import ConfigError
 from gossamer.inner import InnerConfig
@@ -73,11 +73,11 @@ def test_an_experiment_is_its_variants_times_its_grid():
     experiment = document()
     experiment["variant"] = [{"label": "a"}, {"label": "b", "rule": {"name": "gossip"}}]
     experiment["sweep"] = {"seed": [0, 1], "inner.lr": [0.1]}
-    runs = dict(variants(experiment))
+    runs = {run.label: run.config for run in points(experiment)}
     assert list(runs) == ["a seed=0 lr=0.1", "a seed=1 lr=0.1", "b seed=0 lr=0.1", "b seed=1 lr=0.1"]
     assert runs["b seed=1 lr=0.1"].rule.name == "gossip" and runs["b seed=1 lr=0.1"].seed == 1
     with pytest.raises(ConfigError, match="needs its own"):
-        variants({**document(), "variant": [{"label": "a"}, {"label": "a"}]})
+        points({**document(), "variant": [{"label": "a"}, {"label": "a"}]})
 
 
 def test_a_variant_may_sweep_keys_of_its_own():
@@ -119,4 +119,4 @@ def test_every_committed_config_is_a_run_that_starts():
     files = sorted(f for f in (Path(__file__).parents[1] / "configs").rglob("*.toml") if f.parent.name != "networks")
     assert files
     for path in files:
-        assert all(isinstance(config, RunConfig) for _, config in variants(load(path)))
+        assert all(isinstance(run.config, RunConfig) for run in points(load(path)))

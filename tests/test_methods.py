@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gossamer.catalogue import markdown, traffic
-from gossamer.config import load, parse, variants, with_settings
+from gossamer.config import load, parse, points, with_settings
 from gossamer.data import open_corpus
 from gossamer.errors import ConfigError
 from gossamer.methods import FACTORIES, METHODS, missing, recipe, recipes, said
@@ -89,7 +89,7 @@ def test_an_unknown_method_is_refused_with_the_nearest():
 
 def test_a_variant_is_labelled_with_its_method():
     rows = [{"method": "gossip"}, {"label": "mine", "method": "gossip"}]
-    assert [label for label, _ in variants({**document(), "variant": rows})] == ["gossip", "mine"]
+    assert [run.label for run in points({**document(), "variant": rows})] == ["gossip", "mine"]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -108,7 +108,7 @@ def test_a_wrapper_stands_in_a_run_file_under_its_name_and_its_options_are_check
 
 def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
     rows = [{"label": "a", "rule": {"name": "gasloc", "anchored": {}}}]
-    ((_, run),) = variants({**document(), "variant": rows})
+    (run,) = [point.config for point in points({**document(), "variant": rows})]
     assert run.rule.options == {"anchored": {}}
 
 
@@ -118,9 +118,12 @@ TINY = {
     "data.seq_len": 16, "data.batch_size": 2, "run.steps": 18, "run.local_steps": 6, "run.eval_every": 0,
     "run.eval_batches": 2, "run.threads": 1,
 }  # fmt: skip
-SMALL = dict(
-    variants(with_settings({**COMPARISON, "network": {"straggler": {"step_s": 0.1, "downlink_bps": 1e6}}}, TINY))
-)
+SMALL = {
+    run.label: run.config
+    for run in points(
+        with_settings({**COMPARISON, "network": {"straggler": {"step_s": 0.1, "downlink_bps": 1e6}}}, TINY)
+    )
+}
 
 
 def test_the_comparison_trains_every_method_once():
@@ -133,7 +136,7 @@ def tokens_of(run):
 
 
 def test_the_methods_are_compared_on_the_same_tokens_and_equal_inner_learning_rates():
-    runs = dict(variants(COMPARISON))
+    runs = {run.label: run.config for run in points(COMPARISON)}
     assert len({tokens_of(run) for run in runs.values()}) == 1
     rates: dict[str, set[float]] = {}
     for run in runs.values():

@@ -27,7 +27,7 @@ from torch import Tensor
 from gossamer.errors import CheckpointError
 from gossamer.record import atomic_write
 
-__all__ = ["ended", "load", "newest_common", "nothing_to_resume", "rewind", "rounds", "save"]
+__all__ = ["ended", "load", "newest_common", "nothing_to_resume", "owned", "rewind", "rounds", "save"]
 
 FORMAT = "gossamer checkpoint 1"
 MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
@@ -150,6 +150,11 @@ def newest_common(lists: Sequence[Sequence[int]]) -> int | None:
     """
     common = set(lists[0]).intersection(*lists[1:]) if lists else set()
     return max(common, default=None)
+
+
+def owned(folder: Path, owners: Iterable[int], digest: str) -> list[list[int]]:
+    """The rounds of this configuration that each owner has a complete generation of here, one list per owner."""
+    return [rounds(folder, owner, digest) for owner in owners]
 
 
 def nothing_to_resume(folder: Path, owners: Iterable[int], owned: Sequence[Sequence[int]]) -> CheckpointError:

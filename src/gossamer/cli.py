@@ -262,7 +262,7 @@ def _ended(config: "RunConfig", folder: Path) -> bool:
     from gossamer import checkpoint
     from gossamer.config import digest
 
-    owned = [checkpoint.rounds(folder / "checkpoints", owner, digest(config)) for owner in config.owners]
+    owned = checkpoint.owned(folder / "checkpoints", config.owners, digest(config))
     if over := checkpoint.newest_common(owned) == config.rounds:
         print(checkpoint.ended(folder, config.rounds))
     return over

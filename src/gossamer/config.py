@@ -44,7 +44,6 @@ __all__ = [
     "parse",
     "points",
     "settings",
-    "variants",
     "with_settings",
 ]
 
@@ -371,11 +370,6 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
     if len(set(labels)) < len(labels):
         raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")
     return runs
-
-
-def variants(document: Mapping[str, Any]) -> list[tuple[str, RunConfig]]:
-    """The runs of `points`, each with its label only."""
-    return [(run.label, run.config) for run in points(document)]
 
 
 def figure(document: Mapping[str, Any]) -> Figure | None:

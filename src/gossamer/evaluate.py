@@ -100,7 +100,7 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     """
     config = parse(load_run(folder))
     store, key, owners = folder / "checkpoints", digest(config), config.owners
-    owned = [checkpoint.rounds(store, owner, key) for owner in owners]
+    owned = checkpoint.owned(store, owners, key)
     whole = sorted(set(owned[0]).intersection(*owned[1:]))
     if round is not None and whole and round not in whole:
         raise CheckpointError(

@@ -109,7 +109,7 @@ def simulate(
     start, busy_s = 0, 0.0
 
     if resume:
-        owned = [checkpoint.rounds(store, i, key) for i in config.owners]
+        owned = checkpoint.owned(store, config.owners, key)
         newest = checkpoint.newest_common(owned)
         if newest is None:
             raise checkpoint.nothing_to_resume(store, config.owners, owned)

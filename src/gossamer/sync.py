@@ -388,11 +388,11 @@ def _through_owners(job: _Job) -> _Legs:
     i, n, back = ctx.worker, ctx.n, codec.back or exact()
     there, gather = Ticket(ctx.round, part.fragment, 0), Ticket(ctx.round, part.fragment, 1)
     template = _chunks(_message_template(rule, part, ctx), n, codec)
-    shares = [encode(codec, chunk, 0) for chunk in template]
+    share = encode(codec, template[i], 0)
     sums = [encode(back, map_leaves(widen, chunk), 0) for chunk in template]
     others = mixing.hears_from(i)
     for j in others:
-        transport.expect(there, j, leaves(shares[i]))
+        transport.expect(there, j, leaves(share))
         transport.expect(gather, j, leaves(sums[j]))
     yield None
 
@@ -402,15 +402,13 @@ def _through_owners(job: _Job) -> _Legs:
     payloads = [encode(codec, chunk, key) for chunk, key in zip(message, keys, strict=True)]
     for j in others:
         transport.post(there, j, leaves(payloads[j]))
-    sends = tuple((j, nbytes(shares[j]) + nbytes(sums[i])) for j in others)
-    receives = tuple((j, nbytes(shares[i]) + nbytes(sums[j])) for j in others)
+    sends = tuple((j, nbytes(payloads[j]) + nbytes(sums[i])) for j in others)
+    receives = tuple((j, nbytes(share) + nbytes(sums[j])) for j in others)
     yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.overlap_steps))
     yield there
 
     told = [decode(codec, payload, chunk) for payload, chunk in zip(payloads, message, strict=True)]
-    arrived = {
-        j: decode(codec, refill(shares[i], frames), message[i]) for j, frames in transport.collect(there).items()
-    }
+    arrived = {j: decode(codec, refill(share, frames), message[i]) for j, frames in transport.collect(there).items()}
     total = rule.hear(told[i], arrived, i, mixing.rows[i])
     del arrived
     own = encode(back, total, rng.key(job.seed, i, ctx.round, part.fragment, "back"))
