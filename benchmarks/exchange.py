@@ -15,9 +15,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from gossamer.launch import Member, join, leave, run_local
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
+from gossamer.transport.launch import Member, join, leave, run_local
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 

@@ -12,12 +12,12 @@ import gc
 
 import torch
 
-from gossamer import sync
 from gossamer.codecs import exact
-from gossamer.fragment import Layout
-from gossamer.mixing import mean
+from gossamer.layout import Layout
+from gossamer.rounds import exchange as sync
 from gossamer.rules import Context, Rule, diloco, gasloc, gossip, local_sgd, noloco
-from gossamer.topology import make_topology
+from gossamer.topologies import make_topology
+from gossamer.topologies.mixing import mean
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def config_of(size: str, workers: int, steps: int):
-    from gossamer.config import parse
+    from gossamer.run.config import parse
 
     return parse(
         {
@@ -48,7 +48,7 @@ def peak_bytes() -> int:
 
 def simulated(config) -> float:
     """Tokens per second of the rounds of a simulation, without what comes before and after them."""
-    from gossamer.simulate import simulate
+    from gossamer.run.simulate import simulate
 
     with tempfile.TemporaryDirectory() as folder:
         return simulate(config, Path(folder) / "run").tokens_per_s
@@ -58,9 +58,9 @@ def bare(config) -> float:
     """Tokens per second of a loop that trains the n models in turn on one thread."""
     import torch
 
-    from gossamer.data import open_corpus
-    from gossamer.inner import build_optimizer, clip_gradients
-    from gossamer.model import build_model, loss
+    from gossamer.data.corpus import open_corpus
+    from gossamer.models.llama import build_model, loss
+    from gossamer.optimizers.inner import build_optimizer, clip_gradients
 
     torch.set_num_threads(1)
     corpus = open_corpus(config.data, config.workers, config.seed)
@@ -93,9 +93,9 @@ def main() -> None:
     if args.side:
         import transformers.models.llama.modeling_llama  # noqa: F401 (its import is not what is measured)
 
-        import gossamer.simulate
+        import gossamer.run.simulate
 
-        assert gossamer.simulate
+        assert gossamer.run.simulate
         config, before = config_of(args.size, args.workers, args.steps), peak_bytes()
         rate = {"simulated": simulated, "bare": bare}[args.side](config)
         print(json.dumps([rate, peak_bytes() - before]))

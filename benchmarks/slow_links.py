@@ -37,13 +37,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import tomli_w
 
-from gossamer.config import parse
-from gossamer.network import Floats, Network, links_of
-from gossamer.plan import matched_steps
-from gossamer.pricing import price
-from gossamer.record import atomic_write, read_metrics
-from gossamer.shapes import ModelConfig, parameter_count
-from gossamer.trace import Trace, read_trace, trace_files
+from gossamer.models.sizes import ModelConfig, parameter_count
+from gossamer.network.links import Floats, Network, links_of
+from gossamer.network.plan import matched_steps
+from gossamer.network.pricing import price
+from gossamer.record.files import atomic_write
+from gossamer.record.folder import read_metrics
+from gossamer.record.trace import Trace, read_trace, trace_files
+from gossamer.run.config import parse
 
 SIZE = "0.2m"
 PAYLOAD_BYTES = 4 * parameter_count(ModelConfig(size=SIZE), 256)
@@ -303,7 +304,7 @@ class Simulated(NamedTuple):
 
 
 def simulate(setting: Setting, cell: Cell, rounds: int) -> Simulated:
-    from gossamer.simulate import simulate
+    from gossamer.run.simulate import simulate
 
     steps = steps_of(setting, cell)
     every = max(1, setting.local_steps // 3) if cell.method == "data parallel" else max(steps)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from timing import median_s
 
-from gossamer.fragment import Layout
-from gossamer.mixing import pull
+from gossamer.layout import Layout
+from gossamer.rounds.kernel import PLAIN, Kernel, compiled
 from gossamer.rules import Context, Rule, diloco, gasloc, gossip, local_sgd, noloco
-from gossamer.sync import PLAIN, Kernel, compiled
+from gossamer.topologies.mixing import pull
 from gossamer.tree import leaves, map_leaves
 
 ROWS = {

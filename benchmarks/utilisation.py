@@ -9,20 +9,11 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from gossamer.record import atomic_write
-from gossamer.utilisation import (
-    METHODS,
-    PUBLISHED_GBPS,
-    STRAGGLER_METHODS,
-    TARGETS,
-    bandwidth_table,
-    grid_steps_above_published,
-    matched_local_steps,
-    plot_curves,
-    setting_of,
-    straggler_table,
-    wall_clock_table,
-)
+from gossamer.network.published import PUBLISHED_GBPS, grid_steps_above_published
+from gossamer.network.straggler import STRAGGLER_METHODS, matched_local_steps, straggler_table
+from gossamer.network.utilisation import METHODS, TARGETS, bandwidth_table, plot_curves, setting_of
+from gossamer.network.wall_clock import wall_clock_table
+from gossamer.record.files import atomic_write
 
 PUBLISHED_STEPS = {(1, 0.1): 15, (2, 0.1): 1}
 """Local steps of a straggler by its peers and its share of the bandwidth, of 30: arXiv 2606.11081, figures 2 and 3."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gossamer import checkpoint
+from gossamer.record import checkpoint
 
 DIGEST = "a run"
 

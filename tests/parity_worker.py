@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gossamer.config import parse
-from gossamer.launch import join, leave
-from gossamer.train import train_member
+from gossamer.run.config import parse
+from gossamer.run.train import train_member
+from gossamer.transport.launch import join, leave
 
 
 def main() -> None:

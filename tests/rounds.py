@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gossamer import sync
 from gossamer.codecs import Codec, exact
-from gossamer.fragment import Layout, Leaf
-from gossamer.mixing import Mixing
-from gossamer.outer import Method, OuterLoop
+from gossamer.layout import Layout, Leaf
+from gossamer.rounds import exchange as sync
+from gossamer.rounds.loop import Method, OuterLoop
+from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, Rule
-from gossamer.schedule import Schedule
-from gossamer.topology import Topology
+from gossamer.topologies import Topology
+from gossamer.topologies.mixing import Mixing
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree
 

@@ -12,15 +12,15 @@ import pytest
 import tomli_w
 import torch
 
-from gossamer import checkpoint
-from gossamer.config import digest, dump, parse
 from gossamer.errors import ConfigError, PairingError
-from gossamer.evaluate import evaluate
-from gossamer.record import read_metrics
-from gossamer.shapes import ModelConfig, parameter_count
-from gossamer.simulate import simulate
-from gossamer.trace import read_trace
-from gossamer.worker import method
+from gossamer.models.sizes import ModelConfig, parameter_count
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.record.trace import read_trace
+from gossamer.run.config import digest, dump, parse
+from gossamer.run.evaluate import evaluate
+from gossamer.run.simulate import simulate
+from gossamer.run.worker import method
 from tiny import document, tiny
 
 SMALL = {"hidden_size": 8, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 8}

@@ -5,16 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer import checkpoint
-from gossamer.config import RunConfig, digest
-from gossamer.data import open_corpus
+from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError
-from gossamer.evaluate import Probe, evaluate
 from gossamer.optimizers import GPA
 from gossamer.optimizers.gpa import toward
-from gossamer.record import read_metrics
-from gossamer.simulate import simulate
-from gossamer.worker import Worker
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.run.config import RunConfig, digest
+from gossamer.run.evaluate import Probe, evaluate
+from gossamer.run.simulate import simulate
+from gossamer.run.worker import Worker
 from test_train import finish, parameters, start
 from tiny import tiny
 

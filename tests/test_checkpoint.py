@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dying_saver
-from gossamer import checkpoint
-from gossamer.checkpoint import load, newest_common, rewind, rounds, save
 from gossamer.errors import CheckpointError
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import load, newest_common, rewind, rounds, save
 
 DIGEST = "0123abcd"
 

@@ -10,8 +10,8 @@ import pytest
 import tomli_w
 
 from gossamer.cli import main
-from gossamer.config import dump
-from gossamer.simulate import simulate
+from gossamer.run.config import dump
+from gossamer.run.simulate import simulate
 from tiny import document, tiny
 
 
@@ -269,11 +269,11 @@ def test_a_table_says_what_it_is_for(tmp_path, capsys):
 
 
 def test_list_shows_every_row(capsys):
-    from gossamer.catalogue import markdown
+    from gossamer.cli.methods_page import markdown
     from gossamer.codecs import CODECS
-    from gossamer.methods import recipes
     from gossamer.rules import RULES
-    from gossamer.topology import TOPOLOGIES
+    from gossamer.run.methods import recipes
+    from gossamer.topologies import TOPOLOGIES
 
     code, out, _ = run(["list"], capsys)
     assert code == 0

@@ -7,10 +7,11 @@ import torch
 
 from gossamer import rng
 from gossamer.codecs import CODECS, int4, make_codec, topk
-from gossamer.config import dump, parse, settings, with_settings
 from gossamer.errors import ConfigError
 from gossamer.rules import anchored_gasloc, cocktail, local_sgd
-from gossamer.topology import make_topology
+from gossamer.run.config import dump, parse
+from gossamer.run.document import settings, with_settings
+from gossamer.topologies import make_topology
 from rounds import play, random_drift, random_vectors
 from tiny import document
 

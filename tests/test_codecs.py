@@ -33,7 +33,7 @@ from gossamer.codecs.packing import lookup, pack, pack_indices, packed_bytes, un
 from gossamer.codecs.topk import num_kept
 from gossamer.errors import ConfigError, TransportError
 from gossamer.rules import gasloc
-from gossamer.topology import make_topology
+from gossamer.topologies import make_topology
 from gossamer.tree import leaves, nbytes
 from rounds import play, random_vectors
 

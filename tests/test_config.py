@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.codecs import make_codec
-from gossamer.config import Choice, RunConfig, digest, dump, load, parse, points, with_settings
-from gossamer.config import settings as overrides
 from gossamer.errors import ConfigError
-from gossamer.inner import InnerConfig
+from gossamer.optimizers.inner import InnerConfig
 from gossamer.rules import RULES
-from gossamer.topology import TOPOLOGIES
+from gossamer.run.config import Choice, RunConfig, digest, dump, parse
+from gossamer.run.document import load, with_settings
+from gossamer.run.document import settings as overrides
+from gossamer.run.experiment import points
+from gossamer.topologies import TOPOLOGIES
 from tiny import document, tiny
 
 

@@ -18,7 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.data import PIECE_CHARS, DataConfig, FileCorpus, StreamCorpus, load_tokenizer, open_corpus
+from gossamer.data.corpus import open_corpus
+from gossamer.data.files import PIECE_CHARS, FileCorpus
+from gossamer.data.settings import DataConfig
+from gossamer.data.streams import StreamCorpus
+from gossamer.data.tokenizer import load_tokenizer
 from gossamer.errors import ConfigError, DataError
 
 WORDS = ["the", "model", "hears", "its", "neighbours", "and", "forgets", "what", "it", "told", "über", "Nacht", "中文"]
@@ -270,7 +274,7 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
 
 def test_reading_files_needs_neither_datasets_nor_transformers() -> None:
     program = (
-        "import sys; from gossamer.data import DataConfig, open_corpus\n"
+        "import sys; from gossamer.data.corpus import DataConfig, open_corpus\n"
         "open_corpus(DataConfig(max_bytes=100_000), workers=1, seed=0)\n"
         "sys.exit(any(name in sys.modules for name in ('datasets', 'transformers', 'tokenizers', 'pyarrow')))"
     )

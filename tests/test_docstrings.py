@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.rules import RULES
-from gossamer.servers import PAIRS, SERVERS
 
 METHODS = {**RULES, **SERVERS, **PAIRS}
 REQUIRED = {

@@ -11,17 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer import checkpoint
-from gossamer.config import digest
-from gossamer.data import open_corpus
-from gossamer.errors import ConfigError, PairingError
-from gossamer.evaluate import Probe
-from gossamer.events import SERVER, Absence, GossipRun, PairRun, Phase, ServerRun, Transfer, Update
-from gossamer.fragment import Layout, Leaf
-from gossamer.learner import WorkerLearner
-from gossamer.network import Network
-from gossamer.rules import RULES, diloco, gasloc, gossip
-from gossamer.servers import (
+from gossamer.asynchronous import (
     PAIRS,
     SERVERS,
     a2cid2,
@@ -35,10 +25,20 @@ from gossamer.servers import (
     heloco,
     meeting_rates,
 )
-from gossamer.servers.dadao import meetings_per_s
-from gossamer.simulate import simulate
-from gossamer.topology import make_topology, ring
-from gossamer.worker import method
+from gossamer.asynchronous.dadao import meetings_per_s
+from gossamer.clock import SERVER, Absence, GossipRun, PairRun, Phase, ServerRun, Transfer, Update
+from gossamer.data.corpus import open_corpus
+from gossamer.errors import ConfigError, PairingError
+from gossamer.layout import Layout, Leaf
+from gossamer.network.links import Network
+from gossamer.record import checkpoint
+from gossamer.rules import RULES, diloco, gasloc, gossip
+from gossamer.run.config import digest
+from gossamer.run.evaluate import Probe
+from gossamer.run.learner import WorkerLearner
+from gossamer.run.simulate import simulate
+from gossamer.run.worker import method
+from gossamer.topologies import make_topology, ring
 from rounds import play, random_vectors
 from tiny import tiny
 

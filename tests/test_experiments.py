@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.config import Point, RunConfig, figure, load, points
-from gossamer.figures import Outcome, draw, reach, table
-from gossamer.report import summary_rows
-from gossamer.shapes import parameter_count
-from gossamer.simulate import simulate
+from gossamer.models.sizes import parameter_count
+from gossamer.report.figures import Outcome, draw, reach, table
+from gossamer.report.page import summary_rows
+from gossamer.run.config import RunConfig
+from gossamer.run.document import load
+from gossamer.run.experiment import Point, figure, points
+from gossamer.run.simulate import simulate
 
 FILES = sorted((Path(__file__).parents[1] / "configs" / "paper").glob("*.toml"))
 VOCABULARY = {"bytes": 256, "hf-internal-testing/llama-tokenizer": 32_000}

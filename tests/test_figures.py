@@ -6,7 +6,7 @@ import math
 import pytest
 
 from gossamer.errors import ConfigError
-from gossamer.figures import Figure, Outcome, draw, lines, reach, table
+from gossamer.report.figures import Figure, Outcome, draw, lines, reach, table
 
 
 def outcome(method: str, loss: float | None, seed: int = 0, **at: object) -> Outcome:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
-from gossamer.fragment import Layout, Leaf, attach, flat_gradients, layout_of
+from gossamer.layout import Layout, Leaf, attach, flat_gradients, layout_of
 
 
 class Small(nn.Module):

@@ -6,15 +6,16 @@ In fp64 and within rounding, unless a name says "to the last bit".
 import pytest
 import torch
 
-from gossamer import checkpoint
-from gossamer.catalogue import traffic
+from gossamer.cli.methods_page import traffic
 from gossamer.codecs import fp16, topk
-from gossamer.config import digest, parse, with_settings
-from gossamer.fragment import Layout, Leaf
-from gossamer.methods import recipe
+from gossamer.layout import Layout, Leaf
+from gossamer.record import checkpoint
 from gossamer.rules import data_parallel, diloco, gasloc, gossip, local_sgd, noloco, slowmo, sparseloco
-from gossamer.simulate import simulate
-from gossamer.topology import make_topology
+from gossamer.run.config import digest, parse
+from gossamer.run.document import with_settings
+from gossamer.run.methods import recipe
+from gossamer.run.simulate import simulate
+from gossamer.topologies import make_topology
 from gossamer.tree import leaves
 from rounds import play, random_drift, random_vectors
 from test_rules import ROWS, context

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
-from gossamer.fragment import attach, layout_of
-from gossamer.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
-from gossamer.model import ModelConfig, build_model
+from gossamer.layout import attach, layout_of
+from gossamer.models.llama import ModelConfig, build_model
 from gossamer.optimizers import InnerOptimizer, Joined
+from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
 
 
 class Small(nn.Module):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gossamer.rules import gossip, jacobi
 from gossamer.rules.jacobi import weights
-from gossamer.topology import make_topology
+from gossamer.topologies import make_topology
 from rounds import play, random_drift, random_vectors
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import HashStore
 
 from gossamer.errors import ConfigError, PeerError, TransportError
-from gossamer.launch import LIMIT_BYTES, Member, agree, join, run_local
+from gossamer.transport.launch import LIMIT_BYTES, Member, agree, join, run_local
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -166,7 +166,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 MORTAL = """
 import os, signal, sys, torch
 from gossamer.errors import PeerError
-from gossamer.launch import join, leave
+from gossamer.transport.launch import join, leave
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
 member = join(3, device="cpu", threads=1, timeout_s=20)
@@ -207,7 +207,7 @@ def test_survivors_of_a_worker_lost_amid_its_message_end_cleanly(
 
 MANY = """
 import sys
-from gossamer.launch import run_local
+from gossamer.transport.launch import run_local
 sys.exit(run_local(2, [], command=[sys.executable, "-c", {worker!r}]))
 """
 
@@ -247,7 +247,7 @@ def test_an_interrupt_ends_all_workers():
 def test_no_worker_outlives_a_launcher_that_was_killed():
     launcher, pids = started("""
 import os, time
-from gossamer.launch import join
+from gossamer.transport.launch import join
 print(os.getpid(), flush=True)
 join(2, device="cpu", threads=1)
 time.sleep(60)

@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.catalogue import markdown, traffic
-from gossamer.config import load, parse, points, with_settings
-from gossamer.data import open_corpus
+from gossamer.asynchronous import PAIRS, SERVERS
+from gossamer.cli.methods_page import markdown, traffic
+from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError
-from gossamer.methods import FACTORIES, METHODS, missing, recipe, recipes, said
+from gossamer.record.trace import read_trace
 from gossamer.rules import RULES, WRAPPERS, make_rule
-from gossamer.servers import PAIRS, SERVERS
-from gossamer.simulate import simulate
-from gossamer.trace import read_trace
-from gossamer.virtual import simulate_events
-from gossamer.worker import Worker, method
+from gossamer.run.config import parse
+from gossamer.run.document import load, with_settings
+from gossamer.run.experiment import points
+from gossamer.run.methods import FACTORIES, METHODS, missing, recipe, recipes, said
+from gossamer.run.simulate import simulate
+from gossamer.run.virtual import simulate_events
+from gossamer.run.worker import Worker, method
 from tiny import document, tiny
 
 ROOT = Path(__file__).parents[1]

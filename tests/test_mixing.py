@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.mixing import (
+from gossamer.topologies import TOPOLOGIES, make_topology
+from gossamer.topologies.mixing import (
     Mixing,
     each,
     from_edges,
@@ -21,7 +22,6 @@ from gossamer.mixing import (
     pull,
     spectral_gap,
 )
-from gossamer.topology import TOPOLOGIES, make_topology
 
 DOUBLY_STOCHASTIC = [name for name in TOPOLOGIES if make_topology(name, 8).doubly_stochastic]
 

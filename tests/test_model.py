@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gossamer.data import load_tokenizer
+from gossamer.data.tokenizer import load_tokenizer
 from gossamer.errors import ConfigError
-from gossamer.fragment import attach, layout_of
-from gossamer.model import SIZES, ModelConfig, build_model, export, loss, parameter_count, sample
+from gossamer.layout import attach, layout_of
+from gossamer.models.llama import SIZES, ModelConfig, build_model, export, loss, parameter_count, sample
 
 TINY = ModelConfig(size="0.2m")
 

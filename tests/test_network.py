@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
-from gossamer.network import Change, Network, Route, Site, from_toml, links_of, read_network, to_toml
+from gossamer.network.links import Change, Network, Route, Site, from_toml, links_of, read_network, to_toml
 
 RATES, SECONDS = st.floats(1e3, 1e9), st.floats(0, 5)
 
@@ -111,9 +111,9 @@ def test_a_network_file_is_read_and_a_missing_one_is_refused(tmp_path: Path) -> 
 
 
 def test_the_documented_file_is_a_network() -> None:
-    import gossamer.network
+    import gossamer.network.links
 
-    _, _, example = (gossamer.network.__doc__ or "").partition("\n\n")
+    _, _, example = (gossamer.network.links.__doc__ or "").partition("\n\n")
     network = from_toml(example.rpartition("\n\n")[0])
     assert network.workers == 3
     assert network.sites["paris"] == Site(workers=(0, 1), uplink_bps=2e8, downlink_bps=2e8)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gossamer import checkpoint
 from gossamer.errors import ConfigError
-from gossamer.fragment import attach, layout_of, views
-from gossamer.inner import InnerConfig, build_optimizer, clip_gradients
+from gossamer.layout import attach, layout_of, views
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, mu_x_like_diloco, toward
+from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients
+from gossamer.record import checkpoint
 
 KINDS = ("accum_adamw", "adamw", "muon", "sgd")
 AVERAGINGS = ("gpa", "schedule_free")

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.matching import random_matchings
-from gossamer.network import Change, Network, Site
-from gossamer.pacing import (
+from gossamer.network.links import Change, Network, Site
+from gossamer.network.pacing import (
     Note,
     Pace,
     Pacer,
@@ -23,9 +22,10 @@ from gossamer.pacing import (
     uplinks_bps,
     whole_steps,
 )
-from gossamer.pricing import price
-from gossamer.trace import Operation, from_targets
-from gossamer.utilisation import matched_local_steps
+from gossamer.network.pricing import price
+from gossamer.network.straggler import matched_local_steps
+from gossamer.record.trace import Operation, from_targets
+from gossamer.topologies.matching import random_matchings
 
 PACES = st.lists(st.builds(Pace, st.floats(1e-3, 10.0), st.floats(0.0, 1e3)), min_size=1, max_size=8)
 HIDDEN = st.sampled_from([0.0, 0.25, 0.5, 1.0])

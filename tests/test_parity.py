@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer import checkpoint
 from gossamer.codecs import exact
-from gossamer.config import digest, parse
 from gossamer.errors import PairingError
-from gossamer.launch import run_local
-from gossamer.mixing import pull
-from gossamer.record import read_metrics
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.rounds.pairing import check
 from gossamer.rules import RULES
-from gossamer.simulate import simulate
-from gossamer.sync import check
-from gossamer.topology import TOPOLOGIES, make_topology
+from gossamer.run.config import digest, parse
+from gossamer.run.simulate import simulate
+from gossamer.topologies import TOPOLOGIES, make_topology
+from gossamer.topologies.mixing import pull
+from gossamer.transport.launch import run_local
 from gossamer.tree import leaves
 
 N, ROUNDS = 4, 5

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from gossamer.cli import main
-from gossamer.config import parse
 from gossamer.errors import ConfigError
-from gossamer.network import Network, Site, links_of
-from gossamer.plan import Plan, matched_steps, plan, run_toml
-from gossamer.shapes import ModelConfig
-from gossamer.simulate import simulate
-from gossamer.trace import read_trace
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import Network, Site, links_of
+from gossamer.network.plan import Plan, matched_steps, plan, run_toml
+from gossamer.record.trace import read_trace
+from gossamer.run.config import parse
+from gossamer.run.simulate import simulate
 
 TINY = ModelConfig(size="0.2m")
 EVEN = Network(uplink_bps=25e6, downlink_bps=25e6, step_s=0.5)

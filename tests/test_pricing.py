@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer import pricing
 from gossamer.errors import ConfigError
-from gossamer.fluid import max_min_rates
-from gossamer.network import Change, Network, Route, Site, jitter_factors
-from gossamer.pricing import Timeline, legs_of, price
-from gossamer.trace import KINDS, Entry, Kind, Operation, Trace, from_entries, from_targets
+from gossamer.network import pricing
+from gossamer.network.fluid import max_min_rates
+from gossamer.network.links import Change, Network, Route, Site, jitter_factors
+from gossamer.network.pricing import price
+from gossamer.network.timeline import Timeline, legs_of
+from gossamer.record.trace import KINDS, Entry, Kind, Operation, Trace, from_entries, from_targets
 
 N, PAYLOAD, STEP_S = 8, 1_000_000, 1.0
 FULL_BPS = 8 * PAYLOAD / (5 / 3)

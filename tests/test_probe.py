@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gossamer.errors import ConfigError, PeerError
-from gossamer.network import Route, read_network
-from gossamer.probe import Measured, network_of, probe
-from gossamer.probe import _measured as measured
+from gossamer.network.links import Route, read_network
+from gossamer.network.probe import Measured, network_of, probe
+from gossamer.network.probe import _measured as measured
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

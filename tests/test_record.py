@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gossamer.errors import ConfigError, DataError
-from gossamer.record import Progress, RecordConfig, RunFolder, atomic_write, read_metrics
-from gossamer.trace import Entry, Operation, read_trace
+from gossamer.record.files import atomic_write
+from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
+from gossamer.record.progress import Progress
+from gossamer.record.trace import Entry, Operation, read_trace
 
 PLAIN = RecordConfig(tensorboard=False)
 
@@ -142,7 +144,7 @@ def test_a_killed_writer_loses_at_most_its_last_line(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from gossamer.record import RecordConfig, RunFolder
+from gossamer.record.folder import RecordConfig, RunFolder
 run = RunFolder(Path(sys.argv[1]), "", RecordConfig(tensorboard=False))
 for r in range(10**9):
     run.log("train", round=r, worker=0, step=r, loss=1.0)

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer import sync
 from gossamer.codecs import CODECS, bf16, exact
 from gossamer.errors import PairingError
-from gossamer.mixing import from_edges, matrix, metropolis
+from gossamer.rounds import exchange as sync
 from gossamer.rules import local_sgd, relaysum
-from gossamer.topology import TOPOLOGIES, make_topology
+from gossamer.topologies import TOPOLOGIES, make_topology
+from gossamer.topologies.mixing import from_edges, matrix, metropolis
 from rounds import play, random_drift, random_vectors
 
 P = 7

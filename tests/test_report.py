@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from gossamer.errors import ConfigError, DataError
-from gossamer.network import Network
-from gossamer.panels import MANY
-from gossamer.record import RecordConfig, RunFolder
-from gossamer.report import markdown_table, pictures, render_table, summary_rows, write_report
-from gossamer.trace import Entry, Operation
+from gossamer.network.links import Network
+from gossamer.record.folder import RecordConfig, RunFolder
+from gossamer.record.trace import Entry, Operation
+from gossamer.report.page import markdown_table, pictures, render_table, summary_rows, write_report
+from gossamer.report.panels import MANY
 
 PLAIN = RecordConfig(tensorboard=False)
 FAST = Network(uplink_bps=8e6, downlink_bps=8e6, step_s=1)
@@ -211,8 +211,8 @@ def test_pricing_and_reporting_need_no_torch(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from gossamer.network import Network
-from gossamer.report import write_report
+from gossamer.network.links import Network
+from gossamer.report.page import write_report
 write_report({"a": Path(sys.argv[1])}, Path(sys.argv[2]), {"wan": Network(uplink_bps=1e6, downlink_bps=1e6)})
 assert not {"torch", "tensorboard", "wandb"} & set(sys.modules)
 """

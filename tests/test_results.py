@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.config import load, points
+from gossamer.run.document import load
+from gossamer.run.experiment import points
 
 ROOT = Path(__file__).parent.parent
 spec = importlib.util.spec_from_file_location("utilisation_page", ROOT / "benchmarks" / "utilisation.py")
@@ -38,7 +39,7 @@ def test_the_figure_beside_it_has_every_method_and_no_date() -> None:
 
 
 def test_drawing_it_twice_gives_the_same_file(tmp_path: Path) -> None:
-    from gossamer.utilisation import plot_curves
+    from gossamer.network.utilisation import plot_curves
 
     for name in ("a.svg", "b.svg"):
         plot_curves({"curve": [(1e9, 0.5), (1e10, 0.9)]}, tmp_path / name)

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer import sync
 from gossamer.codecs import CODECS, exact
 from gossamer.errors import ConfigError, PairingError
-from gossamer.mixing import matrix, pull
+from gossamer.rounds import exchange as sync
+from gossamer.rounds.stability import stability
 from gossamer.rules import (
     RULES,
     Context,
@@ -37,8 +37,8 @@ from gossamer.rules import (
     sparta,
     weighted,
 )
-from gossamer.stability import stability
-from gossamer.topology import TOPOLOGIES, make_topology
+from gossamer.topologies import TOPOLOGIES, make_topology
+from gossamer.topologies.mixing import matrix, pull
 from gossamer.tree import leaves, map_leaves
 from rounds import layout, play, random_drift, random_vectors
 

@@ -5,10 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer import sync
 from gossamer.codecs import CODECS, exact, int4, randomk, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
-from gossamer.mixing import mean, pull
+from gossamer.rounds import exchange as sync
 from gossamer.rules import (
     RULES,
     anchored,
@@ -27,7 +26,8 @@ from gossamer.rules import (
     sparseloco,
     sparta,
 )
-from gossamer.topology import make_topology
+from gossamer.topologies import make_topology
+from gossamer.topologies.mixing import mean, pull
 from gossamer.tree import leaves
 from rounds import play, random_drift, random_vectors
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer import sync
 from gossamer.codecs import exact, fp4
 from gossamer.errors import ConfigError, PairingError
-from gossamer.fragment import Layout, Leaf, arrange
+from gossamer.layout import Layout, Leaf, arrange
+from gossamer.rounds import exchange as sync
+from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, eager, gasloc, gossip, local_sgd
-from gossamer.schedule import Schedule
-from gossamer.topology import make_topology
+from gossamer.topologies import make_topology
 from gossamer.tree import leaves
 from rounds import play, random_drift, random_vectors
 

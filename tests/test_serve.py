@@ -14,19 +14,19 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 
-from gossamer import checkpoint
 from gossamer.cli import main
-from gossamer.config import digest, dump
-from gossamer.data import open_corpus
+from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError, PeerError, TransportError
-from gossamer.evaluate import evaluate
-from gossamer.eventlog import read_events
-from gossamer.launch import LISTENER
-from gossamer.record import read_metrics
-from gossamer.serve import _common, serve, work
+from gossamer.record import checkpoint
+from gossamer.record.events import read_events
+from gossamer.record.folder import read_metrics
+from gossamer.run.config import digest, dump
+from gossamer.run.evaluate import evaluate
+from gossamer.run.serve import _common, serve, work
+from gossamer.run.virtual import simulate_events
 from gossamer.transport import Ticket, wire
+from gossamer.transport.launch import LISTENER
 from gossamer.transport.stream import GREET, HELLO, PUSH, Stream
-from gossamer.virtual import simulate_events
 from test_train import finish
 from test_virtual import EVEN, evals, timed
 
@@ -371,9 +371,7 @@ def test_a_killed_worker_leaves_the_others_to_the_end_and_a_new_process_takes_it
         run__eval_every=180,
         run__pace_s=0.02,
     )
-    waits = (
-        "import sys, gossamer.serve; from gossamer.cli import main; print(flush=True); sys.exit(main(input().split()))"
-    )
+    waits = "import sys, gossamer.run.serve; from gossamer.cli import main; print(flush=True); sys.exit(main(input().split()))"
     spare = subprocess.Popen(
         [sys.executable, "-c", waits],
         stdin=subprocess.PIPE,

@@ -9,10 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer.errors import ConfigError
-from gossamer.fragment import Layout, Leaf
-from gossamer.rules import diloco
-from gossamer.servers import (
+from gossamer.asynchronous import (
     PAIRS,
     SERVERS,
     Arrival,
@@ -29,10 +26,13 @@ from gossamer.servers import (
     meeting_rates,
     pack,
 )
-from gossamer.servers.cgad import attenuation
-from gossamer.servers.decoupled_diloco import grace_s, radial_mean, token_weight, weighted_mean
-from gossamer.servers.fragments import put, take
-from gossamer.topology import ring
+from gossamer.asynchronous.cgad import attenuation
+from gossamer.asynchronous.decoupled_diloco import grace_s, radial_mean, token_weight, weighted_mean
+from gossamer.asynchronous.fragments import put, take
+from gossamer.errors import ConfigError
+from gossamer.layout import Layout, Leaf
+from gossamer.rules import diloco
+from gossamer.topologies import ring
 from gossamer.tree import leaves, map_leaves
 from rounds import random_vectors
 

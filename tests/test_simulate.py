@@ -10,14 +10,14 @@ import time
 import pytest
 import torch
 
-from gossamer import checkpoint
-from gossamer.config import digest, dump
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
-from gossamer.evaluate import mean_of
-from gossamer.record import read_metrics
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.record.trace import read_trace
 from gossamer.rules import RULES
-from gossamer.simulate import simulate
-from gossamer.trace import read_trace
+from gossamer.run.config import digest, dump
+from gossamer.run.evaluate import mean_of
+from gossamer.run.simulate import simulate
 from tiny import tiny
 
 

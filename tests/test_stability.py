@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
-from gossamer.mixing import from_edges, laplacian_condition, matrix
+from gossamer.rounds.stability import best_alpha, describe, largest_stable_gamma, settle, stability, warning
 from gossamer.rules import RULES, Consensus, gasloc
-from gossamer.stability import best_alpha, describe, largest_stable_gamma, settle, stability, warning
-from gossamer.topology import TOPOLOGIES, Topology, base, complete, exponential, make_topology, random, ring, star
+from gossamer.topologies import TOPOLOGIES, Topology, base, complete, exponential, make_topology, random, ring, star
+from gossamer.topologies.mixing import from_edges, laplacian_condition, matrix
 
 GOSSIPED = [name for name in TOPOLOGIES if make_topology(name, 8).doubly_stochastic]
 

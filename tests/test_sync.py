@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from gossamer import sync
 from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, make_codec, randomk, topk
 from gossamer.errors import ConfigError, PairingError
-from gossamer.mixing import from_edges, mean, pull
+from gossamer.rounds import exchange as sync
+from gossamer.rounds.exchange import drive
 from gossamer.rules import (
     RULES,
     Context,
@@ -27,8 +27,8 @@ from gossamer.rules import (
     sparta,
     weighted,
 )
-from gossamer.sync import drive
-from gossamer.topology import make_topology
+from gossamer.topologies import make_topology
+from gossamer.topologies.mixing import from_edges, mean, pull
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
 from rounds import layout, play, random_drift, random_vectors, serially

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
-from gossamer.mixing import Mixing, matrix
-from gossamer.topology import TOPOLOGIES, Topology, draw, make_topology
+from gossamer.topologies import TOPOLOGIES, Topology, make_topology
+from gossamer.topologies.draw import draw
+from gossamer.topologies.mixing import Mixing, matrix
 
 OPTIONS: dict[str, list[dict]] = {
     "base": [{}, {"peers": 2}, {"peers": 3}],

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import DataError
-from gossamer.trace import (
+from gossamer.record.jsonl import json_lines
+from gossamer.record.trace import (
     KINDS,
     Entry,
     Operation,
@@ -17,7 +18,6 @@ from gossamer.trace import (
     entry_from_json,
     from_entries,
     from_targets,
-    json_lines,
     line_of,
     read_trace,
 )

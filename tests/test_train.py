@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer import checkpoint
-from gossamer.config import digest, dump
 from gossamer.errors import PairingError
-from gossamer.evaluate import evaluate
-from gossamer.launch import run_local
-from gossamer.record import read_metrics
-from gossamer.simulate import simulate
-from gossamer.trace import read_trace
-from gossamer.worker import method
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.record.trace import read_trace
+from gossamer.run.config import digest, dump
+from gossamer.run.evaluate import evaluate
+from gossamer.run.simulate import simulate
+from gossamer.run.worker import method
+from gossamer.transport.launch import run_local
 from tiny import tiny
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from gossamer.errors import GossamerError, PeerError, TransportError
-from gossamer.launch import Member, join, leave
 from gossamer.transport import Ticket, wire
 from gossamer.transport.board import Board, Failure, Note, blame
 from gossamer.transport.group import GroupTransport
+from gossamer.transport.launch import Member, join, leave
 from gossamer.transport.memory import MemoryNetwork, Parcel
 
 RUN = 0x1234_5678_9ABC_DEF0
@@ -262,7 +262,7 @@ def test_nobody_waits_for_a_board_that_does_not_answer_or_asks_it_twice():
 # --- processes -------------------------------------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["gossamer.launch", "gossamer.transport.group", __name__])
+CONTEXT.set_forkserver_preload(["gossamer.transport.launch", "gossamer.transport.group", __name__])
 Outcome = tuple[str, Any, float]
 """Name of the error or "", value or message, and seconds it took."""
 

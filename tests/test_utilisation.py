@@ -12,32 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
-from gossamer.utilisation import (
-    LINKS,
+from gossamer.network.published import PUBLISHED_GBPS, grid_steps_above_published
+from gossamer.network.straggler import STRAGGLER_METHODS, matched_local_steps, straggler_table, straggler_utilisation
+from gossamer.network.utilisation import (
     METHODS,
     MODELS,
-    PUBLISHED_GBPS,
-    STRAGGLER_METHODS,
     TARGETS,
-    Link,
     Model,
     Setting,
+    bandwidth_needed,
+    bandwidth_table,
+    setting_of,
+    step_seconds,
+    utilisation,
+    utilisation_curve,
+)
+from gossamer.network.wall_clock import (
+    LINKS,
+    Link,
     WallClock,
     all_reduce_s,
     balanced_local_steps,
-    bandwidth_needed,
-    bandwidth_table,
     batch_tokens_fit,
-    grid_steps_above_published,
     inner_lr_fit,
     loss_fit,
-    matched_local_steps,
-    setting_of,
-    step_seconds,
-    straggler_table,
-    straggler_utilisation,
-    utilisation,
-    utilisation_curve,
     wall_clock,
     wall_clock_table,
 )
@@ -530,5 +528,5 @@ def test_what_cannot_be_is_refused_with_a_sentence(call: Callable[[], object], m
 
 
 def test_the_module_needs_no_torch():
-    code = "import sys, gossamer.utilisation; raise SystemExit('torch' in sys.modules)"
+    code = "import sys, gossamer.network.utilisation; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -9,17 +9,17 @@ import pytest
 import tomli_w
 import torch
 
-from gossamer import checkpoint
+from gossamer.asynchronous import PAIRS, SERVERS, a2cid2
 from gossamer.cli import main
-from gossamer.config import digest, dump, parse
 from gossamer.errors import ConfigError, DataError, PairingError
-from gossamer.evaluate import evaluate
-from gossamer.eventlog import read_events
-from gossamer.record import read_metrics
-from gossamer.report import summary_rows
-from gossamer.servers import PAIRS, SERVERS, a2cid2
-from gossamer.simulate import simulate
-from gossamer.virtual import simulate_events
+from gossamer.record import checkpoint
+from gossamer.record.events import read_events
+from gossamer.record.folder import read_metrics
+from gossamer.report.page import summary_rows
+from gossamer.run.config import digest, dump, parse
+from gossamer.run.evaluate import evaluate
+from gossamer.run.simulate import simulate
+from gossamer.run.virtual import simulate_events
 from tiny import document, tiny
 
 UNEVEN = {"step_s": [0.1, 0.25, 0.3], "uplink_bps": 1e8, "downlink_bps": 1e8, "latency_s": 0.01}

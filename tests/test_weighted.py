@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from gossamer import sync
 from gossamer.codecs import exact, int4
 from gossamer.errors import ConfigError
+from gossamer.rounds import exchange as sync
+from gossamer.rounds.schedule import Schedule
+from gossamer.rounds.stability import settle
 from gossamer.rules import RULES, anchored, diloco, eager, error_feedback, gasloc, gossip, noloco, restarted, weighted
-from gossamer.schedule import Schedule
-from gossamer.stability import settle
-from gossamer.topology import make_topology
+from gossamer.topologies import make_topology
 from gossamer.tree import leaves, map_leaves
 from rounds import context, play, random_drift, random_vectors
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from gossamer.config import RunConfig, parse, with_settings
+from gossamer.run.config import RunConfig, parse
+from gossamer.run.document import with_settings
 
 
 def document(**overrides: Any) -> dict[str, Any]:

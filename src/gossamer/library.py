@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gossamer.checks import whole
 from gossamer.codecs import Codec, exact
 from gossamer.errors import CheckpointError, ConfigError
-from gossamer.fragment import arrange, attach, layout_of
-from gossamer.launch import Member, agree
-from gossamer.outer import OuterLoop, method
+from gossamer.layout import arrange, attach, layout_of
+from gossamer.options import whole
+from gossamer.rounds.loop import OuterLoop, method
+from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
-from gossamer.schedule import Schedule, Stop
-from gossamer.topology import Topology, make_topology
+from gossamer.topologies import Topology, make_topology
 from gossamer.transport import Transport
 from gossamer.transport.group import GroupTransport, hang_up
+from gossamer.transport.launch import Member, agree
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, must_fit
 

@@ -1,9 +1,10 @@
 """Nested tuples of tensors: messages on the wire and the state of rules."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:  # so that topologies, which speak of messages, work without torch
+    from torch import Tensor
 
 __all__ = ["Tree", "leaves", "map_leaves", "must_fit", "nbytes", "refill", "shares_storage"]
 
@@ -11,32 +12,32 @@ Tree = Any
 """A tensor, or a (named) tuple of trees; `()` is the tree without tensors."""
 
 
-def leaves(tree: Tree) -> list[Tensor]:
+def leaves(tree: Tree) -> "list[Tensor]":
     """The tensors of a tree, left to right.
 
     >>> import torch
     >>> [t.item() for t in leaves((torch.tensor(1), (torch.tensor(2), ())))]
     [1, 2]
     """
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [leaf for part in tree for leaf in leaves(part)]
+    if isinstance(tree, tuple):
+        return [leaf for part in tree for leaf in leaves(part)]
+    return [tree]
 
 
-def map_leaves(fn: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
+def map_leaves(fn: "Callable[..., Tensor]", tree: Tree, *others: Tree) -> Tree:
     """`fn` of each tensor of a tree and of those at the same place in the others; named tuples stay what they are.
 
     >>> import torch
     >>> map_leaves(lambda a, b: a + b, (torch.tensor(1), ()), (torch.tensor(2), ()))
     (tensor(3), ())
     """
-    if isinstance(tree, Tensor):
+    if not isinstance(tree, tuple):
         return fn(tree, *others)
     parts = [map_leaves(fn, *row) for row in zip(tree, *others, strict=True)]
     return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
 
 
-def refill(like: Tree, tensors: Iterable[Tensor]) -> Tree:
+def refill(like: Tree, tensors: "Iterable[Tensor]") -> Tree:
     """The tree of this form with these tensors as its leaves.
 
     >>> import torch
@@ -47,7 +48,7 @@ def refill(like: Tree, tensors: Iterable[Tensor]) -> Tree:
     return map_leaves(lambda _: next(supply), like)
 
 
-def must_fit(saved: Sequence[Any], own: Sequence[Tensor]) -> None:
+def must_fit(saved: Sequence[Any], own: "Sequence[Tensor]") -> None:
     """Raises ValueError unless what was saved are tensors that can take the places of one's own, one by one.
 
     >>> import torch
@@ -56,6 +57,8 @@ def must_fit(saved: Sequence[Any], own: Sequence[Tensor]) -> None:
         ...
     ValueError: a tensor of (2,) torch.float32 for (3,) torch.float32
     """
+    from torch import Tensor
+
     if len(saved) != len(own):
         raise ValueError(f"{len(saved)} tensors for {len(own)}")
     for theirs, mine in zip(saved, own, strict=True):
@@ -70,7 +73,7 @@ def nbytes(tree: Tree) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
 
 
-def shares_storage(tree: Tree, x: Tensor) -> bool:
+def shares_storage(tree: Tree, x: "Tensor") -> bool:
     """Whether any tensor of the tree is a view of the memory of `x`."""
     own = x.untyped_storage().data_ptr()
     return any(leaf.untyped_storage().data_ptr() == own for leaf in leaves(tree))

@@ -6,10 +6,10 @@ import math
 import torch
 from torch import Tensor
 
-from gossamer.checks import whole
 from gossamer.codecs.blocks import num_blocks, spans
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.topk import Kept, ValueFormat, topk, value_dtype, value_format
+from gossamer.options import whole
 
 __all__ = ["dct", "dct_topk"]
 

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.checks import one_of, whole
 from gossamer.codecs.blocks import SLAB, absmax, absmax_bf16, as_blocks, num_blocks, spans, storable
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.packing import lookup, pack, packed_bytes
+from gossamer.options import one_of, whole
 
 __all__ = ["Quantized", "Rounding", "fp4", "int4", "int8", "sign"]
 

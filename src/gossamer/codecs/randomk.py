@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.checks import whole
 from gossamer.codecs.blocks import num_blocks
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.packing import pack, packed_bytes, unpack
 from gossamer.codecs.quantize import Quantized, int4
 from gossamer.codecs.topk import LARGEST_CHUNK, ValueFormat, gather, num_kept, value_bytes, value_dtype, value_format
 from gossamer.errors import TransportError
+from gossamer.options import whole
 
 __all__ = ["Cocktail", "Drawn", "cocktail", "randomk"]
 

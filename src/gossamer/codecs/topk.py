@@ -5,11 +5,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.checks import one_of, whole
 from gossamer.codecs.blocks import num_blocks, spans, storable
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.packing import pack, pack_indices, packed_bytes, unpack, unpack_indices
 from gossamer.errors import TransportError
+from gossamer.options import one_of, whole
 
 __all__ = [
     "LARGEST_CHUNK",

@@ -6,6 +6,7 @@ from typing import Any
 from gossamer.rules.anchored import anchored, anchored_gasloc
 from gossamer.rules.choco import choco
 from gossamer.rules.cocktail import cocktail
+from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.data_parallel import data_parallel
 from gossamer.rules.diloco import diloco
 from gossamer.rules.eager import eager
@@ -19,7 +20,6 @@ from gossamer.rules.local_sgd import local_sgd
 from gossamer.rules.noloco import noloco
 from gossamer.rules.relaysum import relaysum
 from gossamer.rules.restarted import omr, restarted
-from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.sgp import sgp
 from gossamer.rules.slowmo import slowmo
 from gossamer.rules.sparta import sparta

@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.mixing import Row, mean, pull
+from gossamer.rules.contract import Context, Rule
 from gossamer.rules.gasloc import gasloc
-from gossamer.rules.rule import Context, Rule
+from gossamer.topologies.mixing import Row, mean, pull
 from gossamer.tree import Tree
 
 __all__ = ["anchored", "anchored_gasloc"]

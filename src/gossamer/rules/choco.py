@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.checks import within
-from gossamer.mixing import pull
-from gossamer.rules.rule import Context, Rule
+from gossamer.options import within
+from gossamer.rules.contract import Context, Rule
+from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
 __all__ = ["choco"]

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gossamer import rng
 from gossamer.codecs import codec_of
-from gossamer.mixing import mean
-from gossamer.rules.rule import Context, Rule
+from gossamer.rules.contract import Context, Rule
+from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
 __all__ = ["cocktail"]

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from gossamer.mixing import mean
-from gossamer.rules.rule import Context, Rule
+from gossamer.rules.contract import Context, Rule
+from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
 __all__ = ["data_parallel"]

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.checks import within
-from gossamer.mixing import mean
-from gossamer.rules.rule import Context, OuterSGD, Rule
+from gossamer.options import within
+from gossamer.rules.contract import Context, OuterSGD, Rule
+from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
 __all__ = ["eager"]

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gossamer.checks import within
-from gossamer.mixing import mean
-from gossamer.rules.rule import Context, Rule
+from gossamer.options import within
+from gossamer.rules.contract import Context, Rule
+from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
 __all__ = ["easgd"]

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.checks import within
 from gossamer.errors import ConfigError
+from gossamer.options import within
+from gossamer.rules.contract import Context, Rule
 from gossamer.rules.diloco import diloco
-from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 
 __all__ = ["error_feedback", "sparseloco"]

@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.checks import one_of, within
-from gossamer.mixing import mean
-from gossamer.rules.rule import Context, Rule
+from gossamer.options import one_of, within
+from gossamer.rules.contract import Context, Rule
+from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 
 __all__ = ["fedopt"]

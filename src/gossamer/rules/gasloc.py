@@ -5,9 +5,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from gossamer.checks import one_of, within
-from gossamer.mixing import pull
-from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
+from gossamer.options import one_of, within
+from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
+from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
 __all__ = ["gasloc"]

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from gossamer.mixing import pull
-from gossamer.rules.rule import Consensus, Context, Rule
+from gossamer.rules.contract import Consensus, Context, Rule
+from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
 __all__ = ["gossip"]

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.checks import within
-from gossamer.mixing import pull
-from gossamer.rules.rule import Consensus, Context, OuterSGD, Rule
+from gossamer.options import within
+from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
+from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
 __all__ = ["noloco"]

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.mixing import each
-from gossamer.rules.rule import Context, Rule
+from gossamer.rules.contract import Context, Rule
+from gossamer.topologies.mixing import each
 from gossamer.tree import Tree
 
 __all__ = ["relaysum"]

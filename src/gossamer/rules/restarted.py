@@ -4,10 +4,10 @@ import math
 
 from torch import Tensor
 
-from gossamer.checks import whole, within
 from gossamer.errors import ConfigError
+from gossamer.options import whole, within
+from gossamer.rules.contract import Context, Rule
 from gossamer.rules.diloco import diloco
-from gossamer.rules.rule import Context, Rule
 from gossamer.tree import Tree
 
 __all__ = ["omr", "restarted"]

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.mixing import mean
-from gossamer.rules.rule import Context, Rule
+from gossamer.rules.contract import Context, Rule
+from gossamer.topologies.mixing import mean
 
 __all__ = ["Mass", "sgp"]
 

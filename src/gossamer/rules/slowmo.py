@@ -1,7 +1,7 @@
 """SlowMo: slow momentum around local steps and an exact average."""
 
+from gossamer.rules.contract import Rule
 from gossamer.rules.diloco import diloco
-from gossamer.rules.rule import Rule
 
 __all__ = ["slowmo"]
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.checks import whole
-from gossamer.mixing import pull
-from gossamer.rules.rule import Context, Rule
+from gossamer.options import whole
+from gossamer.rules.contract import Context, Rule
+from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
 __all__ = ["sparta"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.rules.rule import Context, Rule
+from gossamer.rules.contract import Context, Rule
 from gossamer.tree import Tree
 
 __all__ = ["weighted"]
@@ -47,8 +47,8 @@ def weighted(rule: Rule) -> Rule:
         )
     if rule.consensus is not None and math.isnan(rule.consensus.alpha):
         raise ConfigError(
-            f"rule '{rule.name}' still has alpha = 'auto'; settle it with gossamer.stability.settle(rule, topology) first, or "
-            "give a number"
+            f"rule '{rule.name}' still has alpha = 'auto'; settle it with "
+            "gossamer.rounds.stability.settle(rule, topology) first, or give a number"
         )
     kept, reset = rule.start, rule.reset
 

@@ -1,0 +1,135 @@
+"""Decoupled DiLoCo: a syncer that waits for a quorum of learners, merges what they bring, and takes one outer step."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.asynchronous.contract import Arrival, ServerRule, Window
+from gossamer.errors import ConfigError
+from gossamer.options import one_of, within
+
+__all__ = ["decoupled_diloco", "grace_s", "radial_mean", "token_weight", "weighted_mean"]
+
+CANCELLED = 1e-6  # a mean of unit vectors this short has no direction, only rounding
+
+
+class _State(NamedTuple):
+    """The model and the outer momentum."""
+
+    x: Tensor
+    b: Tensor
+
+
+def token_weight(tokens: int, local_steps: int) -> float:
+    """What a learner counts for: `tokens · (tokens / steps)`, its work times its batch.
+
+    >>> token_weight(100, 10)
+    1000.0
+    """
+    return tokens * (tokens / local_steps)
+
+
+def weighted_mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """`Σ_m (w_m / Σ w) v_m`, summed in the order given."""
+    whole = math.fsum(weights)
+    total = (weights[0] / whole) * vectors[0]
+    for w, v in zip(weights[1:], vectors[1:], strict=True):
+        total = total + (w / whole) * v
+    return total
+
+
+def radial_mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mean of the lengths in the direction of the mean of the directions (radial-directional averaging, RDA).
+
+    R = Σ w ‖v‖ / Σ w;  u = Σ w φ(v) / Σ w;  result R φ(u), with φ(v) = v / ‖v‖ and φ(0) = 0
+
+    Where directions cancel and u has no direction left, the plain weighted mean.
+    """
+    norms = [float(v.norm()) for v in vectors]
+    directions = [v / norm if norm > 0 else v for v, norm in zip(vectors, norms, strict=True)]
+    u = weighted_mean(directions, weights)
+    length = float(u.norm())
+    if length < CANCELLED:
+        return weighted_mean(vectors, weights)
+    radius = math.fsum(w * norm for w, norm in zip(weights, norms, strict=True)) / math.fsum(weights)
+    return radius * (u / length)
+
+
+def grace_s(overlap_steps: int, step_s: float, quorum_s: float, sync_s: float, share: float = 1.0) -> float:
+    """Seconds a syncer may wait beyond its quorum for free: `γ (τ ξ_step - (ξ_quorum + ξ_sync))`, never below 0.
+
+    Args:
+        overlap_steps: τ, inner steps that learners take while a synchronisation is under way; step_s is one of them.
+        quorum_s: seconds until the quorum was there. sync_s: seconds of the exchange itself.
+        share: γ in (0, 1], the part of the slack to use.
+
+    >>> grace_s(2, 1.0, 0.5, 0.5), grace_s(2, 1.0, 3.0, 0.5)
+    (1.0, 0.0)
+    """
+    return max(0.0, share * (overlap_steps * step_s - (quorum_s + sync_s)))
+
+
+def decoupled_diloco(
+    lr: float = 0.7, momentum: float = 0.9, quorum: int = 1, grace_s: float = 0.0,
+    merging: Literal["radial", "average"] = "radial", averaged: Sequence[str] = ("embed",),
+) -> ServerRule:  # fmt: skip
+    """Learners run on their own clocks; whoever has arrived when a quorum and a grace period are over makes one round.
+
+    w_m = tokens_m · (tokens_m / steps_m);  Δ = merge_m(w_m, Δ_m) for each tensor;  b ← μ b + Δ;  θ ← θ - η (Δ + μ b)
+
+    Args:
+        lr, momentum: outer Nesterov η and μ, in the dialect of `torch.optim.SGD`.
+        quorum: K, learners that make a round; all present ones where fewer are present.
+        grace_s: seconds to wait for more of them once the quorum is there.
+        merging: "radial" takes `radial_mean` of each tensor, "average" `weighted_mean`.
+        averaged: tensors with one of these words in their name are averaged in any case (the authors' embeddings are).
+    Cost: a push and a fetch of each fragment per H steps of a learner; model and momentum kept at the syncer (2 P).
+    Source: arXiv 2604.21428.
+    Differs: outer η and μ are not stated there; these are DiLoCo's. Each learner's Δ is measured from the point it was itself
+        greeted with, also when it comes a round late. The grace period is a number of seconds; `grace_s` of this module
+        computes what is free.
+    Fails when: K = 1 without grace and unequal learners: a fast one makes most rounds on its own.
+
+    >>> decoupled_diloco(quorum=4).window.quorum
+    4
+    """
+    within("decoupled_diloco", "lr", lr, 0.0, math.inf, low_open=True)
+    within("decoupled_diloco", "momentum", momentum, 0.0, 1.0)
+    within("decoupled_diloco", "quorum", quorum, 1, math.inf)
+    within("decoupled_diloco", "grace_s", grace_s, 0.0, math.inf)
+    one_of("decoupled_diloco", "merging", merging, ("radial", "average"))
+    if int(quorum) != quorum:
+        raise ConfigError(f"decoupled_diloco got quorum = {quorum!r}; allowed is a whole number from 1: choose one")
+    eta, mu = lr, momentum
+
+    def merge(messages: Sequence[Tensor], arrivals: Sequence[Arrival]) -> Tensor:
+        weights = [token_weight(arrival.tokens, arrival.local_steps) for arrival in arrivals]
+        if merging == "average":
+            return weighted_mean(messages, weights)
+        parts = []
+        for leaf in arrivals[0].layout.leaves:
+            mean = weighted_mean if any(word in leaf.name for word in averaged) else radial_mean
+            parts.append(mean([message[leaf.start : leaf.stop] for message in messages], weights))
+        return torch.cat(parts)
+
+    def init(x: Tensor) -> _State:
+        return _State(x.clone(), torch.zeros_like(x))
+
+    def greet(s: _State) -> Tensor:
+        return s.x
+
+    def absorb(s: _State, message: Tensor, arrival: Arrival) -> _State:
+        b = mu * s.b + message
+        return _State(s.x - eta * (message + mu * b), b)
+
+    options = {
+        "lr": lr, "momentum": momentum, "quorum": quorum, "grace_s": grace_s,
+        "merging": merging, "averaged": tuple(averaged),
+    }  # fmt: skip
+    return ServerRule(
+        "decoupled_diloco", options, init, greet, absorb,
+        window=Window(quorum, grace_s, merge), elementwise=merging == "average", state_copies=2,
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Asynchronous DiLoCo with delayed Nesterov: every arrival moves the server, only every N-th renews its momentum."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.asynchronous.contract import Arrival, ServerRule
+from gossamer.errors import ConfigError
+from gossamer.options import within
+
+__all__ = ["delayed_nesterov", "dylu_steps"]
+
+
+class _State(NamedTuple):
+    """The model, the momentum, the pseudo-gradients since it was last renewed, and how many arrived in all."""
+
+    x: Tensor
+    m: Tensor
+    acc: Tensor
+    arrivals: Tensor
+
+
+def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, delay: int = 4, spread: float = 0.0) -> ServerRule:
+    """The server steps on each pseudo-gradient at once, and lets its momentum act on the mean of N of them.
+
+    acc ← acc + Δ;  at every N-th arrival  m ← β m + acc / N,  acc ← 0,  θ ← θ - ε ((1 - c N + c) β m + Δ / N)
+    otherwise                              θ ← θ - ε (c β m + Δ / N)
+
+    Args:
+        lr: outer learning rate ε.
+        momentum: β in [0, 1).
+        delay: N, arrivals between two renewals of the momentum; the number of workers is a good start.
+        spread: c in [0, 1/N]; 0 lets the momentum act at every N-th arrival only, 1/N in equal parts at each.
+    Cost: a push and a fetch of one model per local phase; model, m and acc kept at the server (3 P).
+    Source: Liu et al., arXiv 2401.09135.
+    Differs: arrivals are taken one by one; the authors' toy code batches those within half a second.
+    Fails when: workers differ much in speed and take the same number of steps: the slow ones' messages are old, so they
+        take `dylu_steps`; N = 1, plain Nesterov on arrivals, is clearly worse than N = workers (same source).
+
+    >>> delayed_nesterov().state_copies
+    3
+    """
+    within("delayed_nesterov", "lr", lr, 0.0, math.inf, low_open=True)
+    within("delayed_nesterov", "momentum", momentum, 0.0, 1.0)
+    within("delayed_nesterov", "delay", delay, 1, math.inf)
+    if int(delay) != delay or not 0 <= spread <= 1 / delay:
+        raise ConfigError(
+            f"delayed_nesterov got delay = {delay!r}, spread = {spread!r}; allowed are a whole delay of 1 or more and a "
+            "spread from 0 to 1/delay: choose values in that range"
+        )
+    eps, beta, n, c = lr, momentum, int(delay), spread
+
+    def init(x: Tensor) -> _State:
+        return _State(x.clone(), torch.zeros_like(x), torch.zeros_like(x), torch.tensor(0))
+
+    def greet(s: _State) -> Tensor:
+        return s.x
+
+    def absorb(s: _State, message: Tensor, arrival: Arrival) -> _State:
+        arrivals, acc = s.arrivals + 1, s.acc + message
+        if int(arrivals) % n == 0:
+            m = beta * s.m + acc / n
+            return _State(s.x - eps * ((1 - c * n + c) * beta * m + message / n), m, torch.zeros_like(acc), arrivals)
+        return _State(s.x - eps * (c * beta * s.m + message / n), s.m, acc, arrivals)
+
+    options = {"lr": lr, "momentum": momentum, "delay": delay, "spread": spread}
+    return ServerRule("delayed_nesterov", options, init, greet, absorb, state_copies=3)
+
+
+def dylu_steps(step_s: Sequence[float], local_steps: int) -> tuple[int, ...]:
+    """Dynamic local updates: inner steps per worker, `H_w = ⌊v_w / v_max · H⌋`, so that all return at about the same time.
+
+    Args:
+        step_s: seconds of one inner step of each worker; its speed is v_w = 1 / step_s.
+        local_steps: H, the steps of the fastest worker.
+    Returns: at least one step for everybody.
+    Source: arXiv 2401.09135.
+
+    >>> dylu_steps([1.0, 2.0, 3.0], 30)
+    (30, 15, 10)
+    """
+    fastest = min(step_s)
+    # A ratio such as 0.1 / 0.3 · 30 ends just below a whole number that it stands for.
+    return tuple(max(1, math.floor(fastest / seconds * local_steps + 1e-9)) for seconds in step_s)

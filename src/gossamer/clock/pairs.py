@@ -1,0 +1,203 @@
+"""Workers that train on their own, and in pairs meet at random times."""
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from gossamer.asynchronous import PairRule, Rates, conditions
+from gossamer.clock.agenda import (
+    DECISION,
+    PHASE,
+    REPLY,
+    Absence,
+    Agenda,
+    Begins,
+    Budget,
+    Learner,
+    Links,
+    Phase,
+    Record,
+    Transfer,
+    plan_absences,
+    through,
+)
+from gossamer.codecs import Codec, exact
+from gossamer.errors import ConfigError
+from gossamer.network.links import Network
+from gossamer.rng import numpy_rng
+from gossamer.tree import Tree
+
+__all__ = ["PairRun"]
+
+
+@dataclass
+class _Peer:
+    """Where a worker that meets others stands; x and s are at time_s."""
+
+    x: Tensor
+    s: Tree
+    start: Tensor  # of the local phase it is in
+    time_s: float = 0.0
+    present: bool = True
+    epoch: int = 0
+    phases: int = 0
+    meets: int | None = None  # the number of the meeting it is in
+    trains: bool = False
+
+
+class PairRun:
+    """Workers that train on their own, and in pairs meet at random times.
+
+    Each pair of `rates` meets as an independent Poisson process. A link takes its time: both ends tell what they have when the
+    meeting begins, and the meeting acts on both when both messages are there, or on neither if one leaves meanwhile. A worker
+    is in one meeting at a time; a meeting that finds an end busy or absent does not take place. A local phase starts from the
+    parameters its worker then has and is added when it ends, so training never waits for a meeting, nor a meeting for training.
+
+    A worker that leaves loses the phase it is in, and when it returns goes on from its own parameters.
+
+    Args:
+        learners: each starts from its own parameters; its `x` is where a local phase works.
+        network: links between workers, and seconds of an inner step.
+        rates: meetings per second of each pair, such as `meeting_rates(mixing, 1.0)`; a rule that takes its numbers from
+            them is settled here.
+        codec: what is told goes through it, and both ends act on what comes out.
+        budget: inner steps of all workers together; the run ends with the last local phase.
+        begins: called when a local phase begins, so that a driver may compute it meanwhile.
+    Raises: ConfigError for pairs that are not workers and rates that are not above zero.
+    Cost: two vectors per worker beside its model, and the rule's state.
+    """
+
+    def __init__(
+        self, rule: PairRule, learners: Sequence[Learner], network: Network, rates: Rates, *, seed: int = 0,
+        absences: Sequence[Absence] = (), codec: Codec | None = None, budget: float = math.inf,
+        begins: Begins = lambda worker, number: None,
+    ) -> None:  # fmt: skip
+        for (i, j), rate in rates.items():
+            if not 0 <= i < j < len(learners) or not 0 < rate < math.inf:
+                raise ConfigError(
+                    f"the pair ({i}, {j}) meets {rate} times a second; pairs are (i, j) with i < j of {len(learners)} workers, "
+                    "and meet at a finite rate above 0: leave out those that never do"
+                )
+        if rule.settle is not None:
+            rule = rule.settle(*conditions(len(learners), rates))
+        self.rule, self.learners = rule, learners
+        self._codec, self._seed, self._budget = codec or exact(), seed, Budget(budget)
+        self._links, self._begins = Links(network, len(learners)), begins
+        self._agenda = Agenda()
+        self._pairs = sorted(rates)
+        self._edges = list(itertools.accumulate(rates[pair] for pair in self._pairs))
+        self._rng = numpy_rng(seed, "meetings")
+        self._meetings = itertools.count()
+        self._meeting_planned = False
+        starts = [learner.x.clone() for learner in learners]
+        self._peers = [_Peer(x, rule.init(x), x) for x in starts]
+        plan_absences(self._agenda, absences, len(learners), self._change)
+        for i in range(len(learners)):
+            self._begin_phase(i)
+        self._plan_meeting()
+
+    @property
+    def time_s(self) -> float:
+        """The virtual time."""
+        return self._agenda.time_s
+
+    def models(self) -> list[Tensor]:
+        """The parameters `[P]` of each worker, all at the present virtual time."""
+        return [self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)[0] for peer in self._peers]
+
+    def states(self) -> list[Tree]:
+        """The rule's state of each worker, all at the present virtual time."""
+        return [self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)[1] for peer in self._peers]
+
+    def run(self, until_s: float = math.inf) -> Iterator[Record]:
+        """What happens up to a virtual time, as it happens; may be stopped anywhere and called again."""
+        return self._agenda.run(until_s)
+
+    def _now(self, i: int) -> _Peer:
+        """The peer after the time since it was last touched."""
+        peer = self._peers[i]
+        peer.x, peer.s = self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)
+        peer.time_s = self.time_s
+        return peer
+
+    def _begin_phase(self, i: int) -> None:
+        peer = self._now(i)
+        peer.start = peer.x
+        peer.trains = self._budget.claim(self.learners[i].local_steps)
+        if peer.trains:
+            end_s = self.time_s + self._links.phase_s(i, peer.phases, self.learners[i].local_steps)
+            self._agenda.plan(end_s, PHASE, i, partial(self._end_phase, i, peer.epoch, self.time_s))
+            self.learners[i].x.copy_(peer.start)
+            self._begins(i, peer.phases)
+
+    def _end_phase(self, i: int, epoch: int, start_s: float) -> list[Record]:
+        learner, peer = self.learners[i], self._peers[i]
+        if epoch != peer.epoch:
+            return []
+        peer = self._now(i)
+        index, peer.phases = peer.phases, peer.phases + 1
+        report = learner.local_phase(index)
+        peer.x, peer.s = self.rule.learn(peer.x, peer.s, learner.x - peer.start)
+        self._begin_phase(i)
+        return [Phase(start_s, self.time_s, i, index, report)]
+
+    def _plan_meeting(self) -> None:
+        self._meeting_planned = bool(self._pairs) and any(peer.trains for peer in self._peers)
+        if not self._meeting_planned:
+            return
+        wait_s = self._rng.exponential(1 / self._edges[-1])
+        place = bisect_right(self._edges, self._rng.random() * self._edges[-1])
+        i, j = self._pairs[min(place, len(self._pairs) - 1)]
+        self._agenda.plan(self.time_s + wait_s, DECISION, i, partial(self._begin_meeting, i, j))
+
+    def _begin_meeting(self, i: int, j: int) -> list[Record]:
+        self._plan_meeting()
+        if all(self._peers[k].present and self._peers[k].meets is None for k in (i, j)):
+            number = next(self._meetings)
+            told, size = [], 0
+            for k in (i, j):
+                peer = self._now(k)
+                peer.meets = number
+                message, size = through(self._codec, self.rule.tell(peer.x, peer.s), self._seed, k, number, 0)
+                told.append(message)
+            takes_s = max(self._links.transfer_s(i, j, size), self._links.transfer_s(j, i, size))
+            action = partial(self._meet, number, (i, j), (told[0], told[1]), size, self.time_s)
+            self._agenda.plan(self.time_s + takes_s, REPLY, i, action)
+        return []
+
+    def _meet(
+        self, number: int, ends: tuple[int, int], told: tuple[Tensor, Tensor], size: int, start_s: float
+    ) -> list[Record]:
+        i, j = ends
+        if any(self._peers[k].meets != number for k in ends):
+            return []
+        for k, mine, theirs in ((i, told[0], told[1]), (j, told[1], told[0])):
+            peer = self._now(k)
+            peer.x, peer.s = self.rule.meet(peer.x, peer.s, mine, theirs)
+            peer.meets = None
+        return [
+            Transfer("meet", start_s, self.time_s, i, j, 0, size),
+            Transfer("meet", start_s, self.time_s, j, i, 0, size),
+        ]
+
+    def _change(self, absence: Absence) -> list[Record]:
+        peer = self._now(absence.worker)
+        peer.present, peer.epoch = absence.change == "return", peer.epoch + 1
+        if peer.trains:
+            self._budget.give_back(self.learners[absence.worker].local_steps)
+            peer.trains = False
+        if peer.present:
+            self._begin_phase(absence.worker)
+            if not self._meeting_planned:
+                self._plan_meeting()
+        else:
+            for other in self._peers:
+                if other is not peer and peer.meets is not None and other.meets == peer.meets:
+                    other.meets = None
+            peer.meets = None
+        return [absence]

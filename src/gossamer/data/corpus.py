@@ -1,0 +1,60 @@
+"""Training text: documents from files or a stream, tokens from them, and batches as pure functions of worker and step.
+
+Files are tokenised once, into one array of tokens for training and one for validation; a batch is windows of it at
+random places. A stream is read in order, a part of it by each worker, and packed into windows without a gap. Either way
+a piece of text is kept for validation by a hash of what it says, so that every worker, machine and format agrees on it.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from gossamer.data.files import FileCorpus
+from gossamer.data.settings import DataConfig
+from gossamer.data.streams import StreamCorpus
+from gossamer.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Corpus", "fingerprint", "open_corpus"]
+
+
+class Corpus(Protocol):
+    """Open training data. Workers may ask for their batches from several threads, each worker from one at a time."""
+
+    vocab_size: int
+    tokenizer: "Tokenizer"
+
+    def batch(self, worker: int, step: int) -> Tensor:
+        """The training batch of a worker, int64 `[batch_size, seq_len + 1]`; equal arguments give equal batches.
+
+        Args: `step` counts batches: with accumulation an inner step takes several, each with a number of its own.
+        """
+        ...
+
+    def validation(self, num_batches: int) -> list[Tensor]:
+        """So many validation batches, int64 `[batch_size, seq_len + 1]`, the same for every worker and seed."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain values: where streams stand, and what files must still say."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes a state back. Raises DataError when it is of other data."""
+        ...
+
+
+def open_corpus(config: DataConfig, workers: int, seed: int) -> Corpus:
+    """Opens the data of a run; the Python standard library as bytes takes a tenth of a second.
+
+    Raises: DataError when text is missing, empty, unreadable or too short; ConfigError when a package is missing.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if config.sources[0].startswith("hf:"):
+        return StreamCorpus(config, tokenizer, workers)
+    return FileCorpus(config, tokenizer, workers, seed)
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """What workers compare to know that they have the same text; nothing of a stream, which nobody has read yet."""
+    return str(corpus.state().get("fingerprint", ""))

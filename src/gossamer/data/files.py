@@ -1,0 +1,208 @@
+"""Text in files: tokenised once, and cut into batches at random places."""
+
+import hashlib
+import io
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gossamer.data.documents import Document, files_of, held_out, read_documents, utf8
+from gossamer.data.settings import DataConfig
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.errors import DataError
+from gossamer.rng import numpy_rng
+
+__all__ = ["FileCorpus", "Piece", "Tokens"]
+
+PIECE_CHARS = 1 << 16  # longer documents are dealt in pieces, or one book could be all of the validation text
+
+
+class Tokens(NamedTuple):
+    """Tokenised files."""
+
+    train: NDArray[Any]
+    val: NDArray[Any]
+    fingerprint: str
+    """A hash of all tokens."""
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+
+    text: str
+    last: bool
+    """Whether the document ends here."""
+
+
+def _pieces(documents: Iterable[Document], max_bytes: int | None) -> Iterator[Piece]:
+    left = max_bytes
+    for document in documents:
+        raw, text = utf8(document), document.text
+        if left is not None:
+            raw = raw[:left]
+            left -= len(raw)
+            text = raw.decode(errors="ignore")
+        for start in range(0, len(text), PIECE_CHARS):
+            stop = start + PIECE_CHARS
+            yield Piece(text[start:stop], stop >= len(text))
+        if left == 0:
+            return
+
+
+def _tokenise(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Path], train: BinaryIO, val: BinaryIO) -> str:
+    """Writes the tokens of all files; returns their hash."""
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    end = b"" if tokenizer.end is None else np.array(tokenizer.end, dtype).tobytes()
+    digest = hashlib.blake2b(digest_size=16)
+    documents = itertools.chain.from_iterable(read_documents(path, config.text_field) for path in files)
+    pieces = _pieces(documents, config.max_bytes)
+    while group := list(itertools.islice(pieces, 64)):
+        for piece, ids in zip(group, tokenizer.encode([piece.text for piece in group]), strict=True):
+            kept = held_out(piece.text, config.val_fraction)
+            tokens = ids.astype(dtype).tobytes() + (end if piece.last else b"")
+            (val if kept else train).write(tokens)
+            digest.update(b"v" if held_out else b"t")
+            digest.update(tokens)
+    return digest.hexdigest()
+
+
+def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    files = files_of(config.sources)
+    try:
+        if config.cache is not None:
+            return _cached_tokens(config, tokenizer, files, dtype)
+        train, val = io.BytesIO(), io.BytesIO()
+        fingerprint = _tokenise(config, tokenizer, files, train, val)
+    except OSError as error:
+        raise DataError(f"the text cannot be read: {error}; correct the file or data.source") from error
+    return Tokens(np.frombuffer(train.getbuffer(), dtype), np.frombuffer(val.getbuffer(), dtype), fingerprint)
+
+
+def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Path], dtype: np.dtype[Any]) -> Tokens:
+    """Tokens as files in the cache folder, under a name that changes with the text, the tokenizer and the options."""
+    assert config.cache is not None
+    stamps = [(path.resolve().as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    made_of = [1, stamps, tokenizer.json(), config.text_field, config.val_fraction, config.max_bytes]
+    name = hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
+    folder = Path(config.cache).expanduser() / f"tokens-{name}"
+    if not folder.is_dir():
+        scratch = folder.with_name(f".{folder.name}.{os.getpid()}")
+        scratch.mkdir(parents=True)
+        try:
+            with (scratch / "train.bin").open("wb") as train, (scratch / "val.bin").open("wb") as val:
+                fingerprint = _tokenise(config, tokenizer, files, train, val)
+                sizes = {"train": train.tell(), "val": val.tell()}
+            (scratch / "manifest.json").write_text(json.dumps({"bytes": sizes, "fingerprint": fingerprint}))
+            _publish(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        train, val = (_mapped(folder / f"{side}.bin", manifest["bytes"][side], dtype) for side in ("train", "val"))
+        return Tokens(train, val, str(manifest["fingerprint"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"the token cache '{folder}' is damaged ({error!r}); remove that folder, to have it made anew"
+        ) from None
+
+
+def _publish(scratch: Path, folder: Path) -> None:
+    """Gives a finished folder its name, unless another process was faster."""
+    try:
+        scratch.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def _mapped(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if path.stat().st_size != size:
+        raise ValueError(f"{path.name} has {path.stat().st_size} bytes and not {size}")
+    return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+
+
+class FileCorpus:
+    """Tokenised files. A batch is windows at random places, drawn by `numpy_rng(seed, worker, step, "data")`.
+
+    Where the training or the validation text would be shorter than one window, as with one small file, the last
+    `val_fraction` of all text validates instead.
+
+    Raises: DataError when there is not enough text for one window on either side, or in one worker's shard.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int, seed: int) -> None:
+        self.vocab_size, self.tokenizer = tokenizer.vocab_size, tokenizer
+        self._config, self._workers, self._seed = config, workers, seed
+        self._window = config.seq_len + 1
+        train, val, self._fingerprint = _load_tokens(config, tokenizer)
+        if min(len(train), len(val)) < self._window:
+            whole = np.concatenate([train, val])
+            cut = len(whole) - int(config.val_fraction * len(whole))
+            train, val = whole[:cut], whole[cut:]
+        self._train, self._val = train, val
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        if not len(self._train):
+            raise DataError(
+                f"the text of data.source {self._config.source!r} has 0 bytes; give files that are not empty"
+            )
+        shard = min(high - low for low, high in map(self._shard, range(self._workers)))
+        for what, got in [("the training text", shard), ("the validation text", len(self._val))]:
+            if got < self._window:
+                per_worker = " of one worker" if what == "the training text" and shard < len(self._train) else ""
+                raise DataError(
+                    f"{what}{per_worker} has {got} tokens, but one window needs data.seq_len + 1 = {self._window}; "
+                    f"give more text, lower data.seq_len, or change data.val_fraction = {self._config.val_fraction}"
+                )
+
+    def _shard(self, worker: int) -> tuple[int, int]:
+        """The training tokens that a worker draws from, first and behind the last."""
+        if self._config.shards == "iid":
+            return 0, len(self._train)
+        return len(self._train) * worker // self._workers, len(self._train) * (worker + 1) // self._workers
+
+    def batch(self, worker: int, step: int) -> Tensor:
+        """See `Corpus.batch`."""
+        assert 0 <= worker < self._workers, worker
+        low, high = self._shard(worker)
+        places = numpy_rng(self._seed, worker, step, "data")
+        starts = places.integers(low, high - self._window + 1, size=self._config.batch_size)
+        return self._windows(self._train, starts)
+
+    def validation(self, num_batches: int) -> list[Tensor]:
+        """See `Corpus.validation`; the windows are spread evenly over the validation text."""
+        size = self._config.batch_size
+        starts = np.linspace(0, len(self._val) - self._window, num_batches * size).astype(np.int64)
+        return [self._windows(self._val, starts[k * size : (k + 1) * size]) for k in range(num_batches)]
+
+    def _windows(self, tokens: NDArray[Any], starts: NDArray[np.int64]) -> Tensor:
+        windows = np.stack([tokens[start : start + self._window] for start in starts]).astype(np.int64)
+        if windows.max() >= self.vocab_size:
+            raise DataError(
+                f"the token cache '{self._config.cache}' holds token {windows.max()}, but the vocabulary has only "
+                f"{self.vocab_size}; remove that folder, to have it made anew"
+            )
+        return torch.from_numpy(windows)
+
+    def state(self) -> dict[str, Any]:
+        """See `Corpus.state`."""
+        return {"fingerprint": self._fingerprint}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Corpus.restore`."""
+        if state["fingerprint"] != self._fingerprint:
+            raise DataError(
+                f"the text has changed: its tokens hash to {self._fingerprint} and hashed to "
+                f"{state['fingerprint']!r:.60}; resume with the files that the run began with"
+            )

@@ -1,0 +1,184 @@
+"""Text as a stream: read in order, a part of it by each worker, and packed into windows without a gap."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gossamer.data.documents import Document, field, held_out, utf8
+from gossamer.data.settings import DataConfig
+from gossamer.data.tokenizer import Tokenizer
+from gossamer.errors import ConfigError, DataError
+
+__all__ = ["StreamCorpus"]
+
+
+class StreamCorpus:
+    """A data set that `datasets` streams, dealt to the workers by files, or by documents where files do not divide.
+
+    A worker's documents are packed in order into windows of `seq_len + 1` tokens, again from the start after the last.
+    A batch is a function of worker and step alone: one that is not the next is found by reading on, or from the start.
+
+    Raises: ConfigError when the package datasets is missing; DataError when the stream cannot be opened or breaks off.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int) -> None:
+        self.vocab_size, self.tokenizer = tokenizer.vocab_size, tokenizer
+        self._shape = (config.batch_size, config.seq_len + 1)
+        open_pass = _open_stream(config.sources[0])
+        self._train = [
+            _Packed(config, tokenizer, functools.partial(open_pass, worker, workers), held_out=False)
+            for worker in range(workers)
+        ]
+        self._val = _Packed(config, tokenizer, functools.partial(open_pass, 0, 1), held_out=True)
+        self._val_batches: list[Tensor] = []
+
+    def batch(self, worker: int, step: int) -> Tensor:
+        """See `Corpus.batch`."""
+        packed = self._train[worker]
+        if step < packed.step:
+            packed.restore(START)
+        while packed.step < step:
+            packed.take()
+        return torch.from_numpy(packed.take().reshape(self._shape))
+
+    def validation(self, num_batches: int) -> list[Tensor]:
+        """See `Corpus.validation`. Cost: reads `1 / val_fraction` times as much text from the start of the stream."""
+        while len(self._val_batches) < num_batches:
+            self._val_batches.append(torch.from_numpy(self._val.take().reshape(self._shape)))
+        return self._val_batches[:num_batches]
+
+    def state(self) -> dict[str, Any]:
+        """See `Corpus.state`; the places of the workers that have read anything here."""
+        return {"streams": {str(worker): packed.state() for worker, packed in enumerate(self._train) if packed.step}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See `Corpus.restore`; costs nothing until the next batch, which reads on in the file where the worker was."""
+        for worker, packed in enumerate(self._train):
+            if str(worker) in state["streams"]:
+                packed.restore(state["streams"][str(worker)])
+
+
+START = {"step": 0, "place": None, "used": 0, "hash": None}
+
+
+class _Packed:
+    """A place in the endless sequence of one worker's tokens; `step` batches lie behind it."""
+
+    def __init__(
+        self, config: DataConfig, tokenizer: Tokenizer, open_pass: Callable[[], Any], *, held_out: bool
+    ) -> None:
+        self._config, self._tokenizer, self._open_pass, self.held_out = config, tokenizer, open_pass, held_out
+        self.restore(START)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        step, place, used, self._hash = state["step"], state["place"], state["used"], state["hash"]
+        if not (
+            type(step) is type(used) is int and min(step, used) >= 0 and (place is None or isinstance(place, dict))
+        ):
+            raise DataError(f"a stream cannot be at {dict(state)!r:.200}; resume from an older checkpoint")
+        self.step = step
+        self._place: dict[str, Any] | None = place  # of the data set, just before the current document
+        self._used: int = used  # tokens of the current document that are behind us
+        self._document: NDArray[np.int64] | None = None  # None until it is read (again)
+
+    def state(self) -> dict[str, Any]:
+        known = self._hash if self._document is None else _hash(self._document)
+        return {"step": self.step, "place": self._place, "used": self._used, "hash": known}
+
+    def take(self) -> NDArray[np.int64]:
+        """The tokens of the next batch, flat."""
+        try:
+            return self._take()
+        except DataError:
+            self.restore(START)  # else a second try would go on from the middle of a batch
+            raise
+
+    def _take(self) -> NDArray[np.int64]:
+        missing = self._config.batch_size * (self._config.seq_len + 1)
+        parts: list[NDArray[np.int64]] = []
+        if self._document is None:
+            self._begin(self._place)
+            self._document = self._next_document()
+            if self._used > len(self._document) or self._hash not in (None, _hash(self._document)):
+                raise DataError(
+                    f"the stream '{self._config.source}' has changed: the document at step {self.step} hashed to "
+                    f"{self._hash!r:.40} and now to '{_hash(self._document)}'; resume with the data the run began with"
+                )
+        while missing:
+            if self._used == len(self._document):
+                self._document, self._used = self._next_document(), 0
+            part = self._document[self._used : self._used + missing]
+            self._used += len(part)
+            missing -= len(part)
+            parts.append(part)
+        self.step += 1
+        return np.concatenate(parts)
+
+    def _begin(self, place: dict[str, Any] | None) -> None:
+        """Opens the stream at a place, as an object of its own: one that was restored would begin there again."""
+        self._stream = self._open_pass()
+        if place is not None:
+            self._stream.load_state_dict(place)
+        self._rows: Iterator[dict[str, Any]] = iter(self._stream)
+        self._ahead = place  # the stream itself knows where it is only after the first row
+
+    def _next_document(self) -> NDArray[np.int64]:
+        """The tokens of the next document on our side of the split; begins anew after the last."""
+        passes = 0
+        name = f"a document of the stream '{self._config.source}'"
+        while True:
+            self._place = self._ahead
+            try:
+                row = next(self._rows, None)
+                self._ahead = self._stream.state_dict()
+            except Exception as error:  # file systems and formats behind datasets each raise their own
+                raise DataError(
+                    f"the stream '{self._config.source}' broke off ({error}); resume from the last checkpoint when it "
+                    "can be read"
+                ) from error
+            if row is None:
+                passes += 1
+                if passes == 2:
+                    side = "validation" if self.held_out else "training"
+                    raise DataError(
+                        f"the stream '{self._config.source}' has 0 documents for {side} in one worker's part; give "
+                        f"more documents, fewer workers or another data.val_fraction than {self._config.val_fraction}"
+                    )
+                self._begin(None)
+                continue
+            document = Document(name, field(row, self._config.text_field, name))
+            utf8(document)
+            if document.text and held_out(document.text, self._config.val_fraction) == self.held_out:
+                tokens = self._tokenizer.encode([document.text])[0].astype(np.int64)
+                return tokens if self._tokenizer.end is None else np.append(tokens, self._tokenizer.end)
+
+
+def _hash(tokens: NDArray[np.int64]) -> str:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=8).hexdigest()
+
+
+def _open_stream(source: str) -> Callable[[int, int], Any]:
+    """`(worker, workers) -> a fresh pass over that worker's documents` of "hf:NAME[:CONFIG]"."""
+    try:
+        from datasets import load_dataset
+        from datasets.distributed import split_dataset_by_node
+    except ImportError as error:
+        raise ConfigError(
+            f"data.source '{source}' needs the package datasets, which is missing ({error}); "
+            "run pip install 'gossamer[data]'"
+        ) from None
+    name, _, subset = source.removeprefix("hf:").partition(":")
+    try:
+        stream = load_dataset(name, subset or None, split="train", streaming=True)
+    except Exception as error:  # the hub, the network and the data set's own configuration each raise their own
+        raise DataError(
+            f"data.source '{source}' cannot be opened as a data set with a split 'train' ({error}); give "
+            "'hf:NAME' or 'hf:NAME:CONFIG' of one that this machine can reach, or a folder of its files"
+        ) from error
+    return lambda worker, workers: split_dataset_by_node(stream, rank=worker, world_size=workers)

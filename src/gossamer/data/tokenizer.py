@@ -1,0 +1,87 @@
+"""Tokenizers: bytes, a file of the tokenizers library, or a name on the Hub."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gossamer.errors import DataError
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+class Tokenizer(NamedTuple):
+    """Text to token ids and back."""
+
+    vocab_size: int
+    end: int | None
+    """The token that is put after each document; None where the vocabulary has none."""
+    encode: Callable[[Sequence[str]], list[NDArray[Any]]]
+    """The ids of each text, without special tokens."""
+    decode: Callable[[Sequence[int]], str]
+    json: Callable[[], str]
+    """The same tokenizer as a document of the `tokenizers` library."""
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `DataConfig.tokenizer` names.
+
+    Raises: DataError when it is missing or no tokenizer.
+
+    >>> bytewise = load_tokenizer("bytes")
+    >>> bytewise.encode(["né"])[0].tolist(), bytewise.decode([110, 195, 169])
+    ([110, 195, 169], 'né')
+    """
+    if name == "bytes":
+        return Tokenizer(
+            vocab_size=256,
+            end=0,
+            encode=lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts],
+            decode=lambda ids: bytes(ids).decode(errors="replace"),
+            json=_bytes_as_json,
+        )
+    from tokenizers import Tokenizer as Library
+
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    local = path.is_file() or path.suffix == ".json"
+    try:
+        library = Library.from_file(str(path)) if local else Library.from_pretrained(name)
+    except Exception as error:  # the library raises nothing narrower
+        raise DataError(
+            f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({error}); give 'bytes', the path of a "
+            "tokenizers JSON file, or a name on the Hugging Face Hub that this machine can reach"
+        ) from error
+    library.no_truncation()
+    library.no_padding()
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise DataError(f"the tokenizer '{name}' has a vocabulary of 0 tokens; train it before it is used")
+    return Tokenizer(
+        vocab_size=max(vocabulary.values()) + 1,  # ids may leave gaps
+        end=next((vocabulary[token] for token in END_TOKENS if token in vocabulary), None),
+        encode=lambda texts: [
+            np.array(encoding.ids, np.uint32)
+            for encoding in library.encode_batch_fast(list(texts), add_special_tokens=False)
+        ],
+        decode=lambda ids: library.decode(list(ids), skip_special_tokens=False),
+        json=library.to_str,
+    )
+
+
+def _bytes_as_json() -> str:
+    """Bytes as a byte-level BPE without a merge: each byte is written as the one character that stands for it there."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers
+
+    itself = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    alphabet = {chr(byte if byte in itself else next(others)): byte for byte in range(256)}
+    library = Library(models.BPE(vocab=alphabet, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    return library.to_str()

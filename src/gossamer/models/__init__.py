@@ -1,0 +1,3 @@
+"""The built-in model and its sizes."""
+
+__all__: list[str] = []

@@ -1,0 +1,221 @@
+"""Measures the links between running workers, as a network file: latency and bandwidth of pairs that talk alone.
+
+Workers meet along a factorisation of the complete graph: in a round each is in one pair, and what a pair sends crosses its
+link in one direction at a time. Messages grow until one takes long enough to be timed, within a limit of bytes and time, so
+that a slow link is not flooded and a fast one is not guessed from its latency.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gossamer.errors import ConfigError, PeerError
+from gossamer.network.links import Network, Route, Site
+from gossamer.topologies.matching import factors
+from gossamer.transport import Ticket, Transport
+from gossamer.transport.group import GroupTransport
+from gossamer.transport.launch import agree, join
+
+__all__ = ["Measured", "network_of", "probe"]
+
+PINGS = 5
+SMALLEST_BYTES = 1 << 14
+SLOWER = 0.8
+"""A pair that reaches less than this part of what both its workers reach elsewhere has a bottleneck of its own."""
+EQUAL = 1.25
+"""Latencies within this factor of their median, or within a millisecond of it, are taken to be one."""
+DIGITS = 3
+
+
+class Measured(NamedTuple):
+    """The way from one worker to another."""
+
+    latency_s: float
+    """Half of the shortest way there and back."""
+    bandwidth_bps: float
+
+
+def probe(
+    *, max_bytes: int = 1 << 24, test_s: float = 0.5, max_rounds: int = 15, timeout_s: float = 60.0
+) -> Network | None:
+    """Joins the other workers, as torchrun or `run_local` started them, and measures; the network, on worker 0 only.
+
+    Args:
+        max_bytes: of one message; a test sends about 4/3 of it at most.
+        test_s: a message that takes this long is long enough.
+        max_rounds: how many others a worker is paired with; with fewer than all, routes are left out.
+        timeout_s: how long to wait for another worker.
+    Returns: links with three digits; how fast the workers compute is not measured.
+    Raises: ConfigError for options or an environment that cannot work, PeerError for workers that do not answer.
+    Cost: at most 15 rounds of two tests, of about `4/3·test_s` each unless the link is so slow that 16 kB take longer.
+    """
+    if not SMALLEST_BYTES <= max_bytes <= 1 << 30:
+        raise ConfigError(
+            f"the largest message is {max_bytes} bytes but must have from {SMALLEST_BYTES} to {1 << 30}; change it"
+        )
+    if not 0 < test_s <= 60:
+        raise ConfigError(f"a test is to take {test_s} s but must take from above 0 to 60; 0.5 is usual")
+    world = os.environ.get("WORLD_SIZE", "")
+    member = join(int(world) if world.isdigit() else 0, backend="gloo", device="cpu", timeout_s=timeout_s)
+    if member.n < 2:
+        raise ConfigError(f"{member.n} worker was started but a link has two ends; start at least 2")
+    transport = GroupTransport(member.store, run=0, timeout_s=timeout_s, checksum=False)
+    everyone = member.n - 1 + member.n % 2
+    meetings = factors(member.n, np.arange(min(everyone, max_rounds))).tolist()
+    found: dict[str, list[float]] = {}
+    for round, pairs in enumerate(meetings):
+        for first, second in pairs:
+            if member.worker in (first, second):
+                peer = second if member.worker == first else first
+                link = _Link(transport, peer, round)
+                found[str(peer)] = list(_measure(link, member.worker == first, max_bytes, test_s))
+    facts = agree(member, f"probe {max_bytes} {test_s} {max_rounds}", found, timeout_s=timeout_s)
+    transport.close()
+    return network_of([_measured(i, fact, member.n) for i, fact in enumerate(facts)]) if member.worker == 0 else None
+
+
+def network_of(measured: Sequence[Mapping[int, Measured]]) -> Network:
+    """The network that explains what each worker measured to each of its peers.
+
+    A direction of a worker has the most that it reached with anybody. Where latencies differ from pair to pair, or a pair is
+    slower than both of its workers are elsewhere, each worker becomes a site and each pair a route, if all were measured.
+
+    >>> network_of([{1: Measured(0.01, 1e6)}, {0: Measured(0.01, 5e6)}])
+    ... # doctest: +ELLIPSIS
+    Network(uplink_bps=(1000000.0, 5000000.0), downlink_bps=(5000000.0, 1000000.0), latency_s=0.01, ...
+    """
+    n = len(measured)
+    ways = {(i, j): way for i, own in enumerate(measured) for j, way in own.items()}
+    up = [max(way.bandwidth_bps for (i, _), way in ways.items() if i == k) for k in range(n)]
+    down = [max(way.bandwidth_bps for (_, j), way in ways.items() if j == k) for k in range(n)]
+    latency_s = statistics.median(way.latency_s for way in ways.values())
+    routes = []
+    for i, j in sorted(pair for pair in ways if pair[0] < pair[1] and pair[::-1] in ways):
+        there, back = ways[i, j], ways[j, i]
+        alone = there.bandwidth_bps < SLOWER * min(up[i], down[j]) and back.bandwidth_bps < SLOWER * min(up[j], down[i])
+        routes.append(
+            Route(
+                between=(f"worker-{i}", f"worker-{j}"),
+                latency_s=_rounded(min(there.latency_s, back.latency_s)),
+                bandwidth_bps=_rounded(max(there.bandwidth_bps, back.bandwidth_bps)) if alone else math.inf,
+            )
+        )
+    differ = any(abs(r.latency_s - latency_s) > max((EQUAL - 1) * latency_s, 1e-3) for r in routes)
+    apart = len(routes) == n * (n - 1) // 2 and (differ or any(r.bandwidth_bps < math.inf for r in routes))
+    return Network(
+        uplink_bps=tuple(map(_rounded, up)),
+        downlink_bps=tuple(map(_rounded, down)),
+        latency_s=0.0 if apart else _rounded(latency_s),
+        sites={f"worker-{i}": Site(workers=(i,)) for i in range(n)} if apart else {},
+        routes=tuple(routes) if apart else (),
+    )
+
+
+class _Link:
+    """Messages to and from one peer, one at a time and of a known size."""
+
+    def __init__(self, transport: Transport, peer: int, round: int):
+        self.transport, self.peer, self.round, self.count = transport, peer, round, 0
+
+    def send(self, *words: torch.Tensor) -> None:
+        """Sends, and returns when it has left."""
+        ticket = self._ticket()
+        self.transport.post(ticket, self.peer, words)
+        self.transport.wait(ticket)
+        self.transport.collect(ticket)
+
+    def receive(self, like: torch.Tensor) -> torch.Tensor:
+        """Returns what comes next."""
+        ticket = self._ticket()
+        self.transport.expect(ticket, self.peer, [like])
+        self.transport.wait(ticket)
+        return self.transport.collect(ticket)[self.peer][0]
+
+    def answer_and_receive(self, like: torch.Tensor) -> torch.Tensor:
+        """Makes room for what comes next, answers that it is there, and returns what came."""
+        answer, coming = self._ticket(), self._ticket()
+        self.transport.expect(coming, self.peer, [like])
+        self.transport.post(answer, self.peer, [_NUMBER])
+        for ticket in (answer, coming):
+            self.transport.wait(ticket)
+        self.transport.collect(answer)
+        return self.transport.collect(coming)[self.peer][0]
+
+    def _ticket(self) -> Ticket:
+        self.count += 1
+        return Ticket(self.round, self.count)
+
+
+_NUMBER = torch.zeros(1, dtype=torch.int64)
+
+
+def _measure(link: _Link, first: bool, max_bytes: int, test_s: float) -> Measured:
+    """Both tests of a pair: each end in turn sends and takes the time, while the other answers."""
+    if first:
+        own = _send_test(link, max_bytes, test_s)
+        _answer_test(link, max_bytes)
+        return own
+    _answer_test(link, max_bytes)
+    return _send_test(link, max_bytes, test_s)
+
+
+def _send_test(link: _Link, max_bytes: int, test_s: float) -> Measured:
+    trips = []
+    for _ in range(PINGS + 1):
+        start = time.perf_counter()
+        link.send(_NUMBER)
+        link.receive(_NUMBER)
+        trips.append(time.perf_counter() - start)
+    trip_s = min(trips[1:])  # the first waited for the peer to be there
+    size = SMALLEST_BYTES
+    while True:
+        payload = torch.zeros(size, dtype=torch.uint8)
+        link.send(torch.full_like(_NUMBER, size))
+        link.receive(_NUMBER)  # the peer is waiting for the payload: only now the clock starts
+        start = time.perf_counter()
+        link.send(payload)
+        link.receive(_NUMBER)
+        took_s = time.perf_counter() - start
+        if took_s >= test_s or size == max_bytes:
+            break
+        size = min(4 * size, max_bytes)
+    link.send(_NUMBER)
+    # A message under way for less than its latency says nothing of bandwidth; a tenth of it is the most that is believed.
+    return Measured(trip_s / 2, 8 * size / max(took_s - trip_s, 0.1 * took_s))
+
+
+def _answer_test(link: _Link, max_bytes: int) -> None:
+    for _ in range(PINGS + 1):
+        link.receive(_NUMBER)
+        link.send(_NUMBER)
+    while size := int(link.receive(_NUMBER)):
+        if not 0 < size <= max_bytes:
+            raise PeerError(
+                f"worker {link.peer} announced {size} bytes but at most {max_bytes} were agreed; start all alike"
+            )
+        link.answer_and_receive(torch.empty(size, dtype=torch.uint8))
+        link.send(_NUMBER)
+
+
+def _measured(worker: int, fact: Any, n: int) -> dict[int, Measured]:
+    """What a worker says it measured. Raises PeerError for anything else."""
+    match fact:
+        case dict() if fact and all(
+            key.isdigit() and int(key) < n and isinstance(way, list) and len(way) == 2
+            and all(isinstance(x, float) and 0 < x < math.inf for x in way)
+            for key, way in fact.items()
+        ):  # fmt: skip
+            return {int(key): Measured(*way) for key, way in fact.items()}
+    raise PeerError(
+        f"worker {worker} said it measured {fact!r:.60}, which are no links; install the same gossamer everywhere"
+    )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,59 @@
+"""Published bandwidths, to compare with."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from gossamer.errors import ConfigError, choose
+from gossamer.network.utilisation import BANDWIDTHS_BPS, METHODS, _within, bandwidth_table, setting_of
+
+__all__ = ["PUBLISHED_GBPS", "grid_steps_above_published"]
+
+PUBLISHED_GBPS: dict[str, dict[str, tuple[float, ...]]] = {
+    "1b": {
+        "data_parallel": (86.8, 152.6, 184.2, 222.3, 569.0),
+        "diloco": (1.4, 6.2, 13.3, 23.3, 86.8),
+        "streaming": (1.4, 5.2, 9.1, 16.0, 28.1),
+        "streaming_overlap": (1.4, 4.3, 6.2, 9.1, 11.0),
+        "streaming_overlap_fp4": (0.4, 0.9, 1.7, 2.0, 3.0),
+    },
+    "10b": {
+        "data_parallel": (104.8, 222.3, 222.3, 268.3, 471.5),
+        "diloco": (1.7, 7.5, 16.0, 33.9, 104.8),
+        "streaming": (1.7, 5.2, 9.1, 13.3, 19.3),
+        "streaming_overlap": (1.7, 3.6, 5.2, 6.2, 7.5),
+        "streaming_overlap_fp4": (0.4, 0.9, 1.4, 1.4, 1.7),
+    },
+    "100b": {
+        "data_parallel": (184.2, 323.8, 390.7, 390.7, 471.5),
+        "diloco": (3.0, 11.0, 23.3, 49.4, 184.2),
+        "streaming": (2.4, 6.2, 9.1, 11.0, 19.3),
+        "streaming_overlap": (1.7, 3.6, 4.3, 5.2, 5.2),
+        "streaming_overlap_fp4": (0.5, 0.9, 1.1, 1.1, 1.4),
+    },
+}
+"""Gbit/s for a utilisation of 50, 80, 90, 95 and 99 %, by model and method: arXiv 2501.18512 (Streaming DiLoCo), table 4."""
+
+
+def grid_steps_above_published(model: str, method: str, **options: Any) -> list[int]:
+    """How many points of the grid each bandwidth of `bandwidth_table` lies above the published one.
+
+    Raises: ConfigError for a name that is not in `PUBLISHED_GBPS`, an option out of bounds, or a target out of reach.
+
+    >>> grid_steps_above_published("1b", "diloco")
+    [0, 0, 0, 0, 0]
+    """
+    for what, name, table in (("model", model, PUBLISHED_GBPS), ("method", method, METHODS)):
+        if name not in table:
+            raise ConfigError(choose(f"published {what}", name, table))
+    off = []
+    for row, gbps in zip(
+        bandwidth_table(setting_of(model, method, **options)), PUBLISHED_GBPS[model][method], strict=True
+    ):
+        needed = math.inf if row.bandwidth_bps is None else row.bandwidth_bps
+        _within(f"bandwidth for a utilisation of {row.utilisation:.0%}", needed, needed < math.inf, "on the grid")
+        # The published ones have one decimal.
+        published = int(np.abs(np.log(BANDWIDTHS_BPS / (gbps * 1e9))).argmin())
+        off.append(int(np.searchsorted(BANDWIDTHS_BPS, needed)) - published)
+    return off

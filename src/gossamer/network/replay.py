@@ -1,0 +1,291 @@
+"""A round replayed message by message, where links are shared or change."""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gossamer.network.fluid import Fluid, LinkChange, Use
+from gossamer.network.links import Floats, Links, MeanKind, Network
+from gossamer.network.timeline import Leg, Timeline, compute_seconds, legs_of, no_rounds, streams_of
+from gossamer.record.trace import KINDS, Kind, Messages, Trace
+
+__all__ = ["Replay"]
+
+
+class _Stream(NamedTuple):
+    """A message under way."""
+
+    operation: "_Operation"
+    source: int
+    target: int
+    left_s: float
+
+
+class _Operation:
+    """An exchange or a mean of one round while it is under way; a mean through owners is two exchanges."""
+
+    def __init__(self, round: int, kind: Kind, overlap_steps: int, messages: Messages, mean: MeanKind):
+        self.then: _Operation | None = None
+        if kind == "mean" and mean == "owners":
+            kind, messages = "exchange", messages._replace(bytes=messages.bytes / 2)
+            self.then = _Operation(round, kind, overlap_steps, messages, mean)
+        self.round, self.kind, self.overlap_steps = round, kind, overlap_steps
+        self.members = set(np.union1d(messages.source, messages.target).tolist())
+        self.entered_s: dict[int, float] = {}
+        self.done_s: dict[int, float] = {}
+        self.blamed: dict[int, int] = {}
+        self.begun_s = 0.0
+        self.sends: dict[int, list[tuple[int, float]]] = {i: [] for i in self.members}
+        self.missing = dict.fromkeys(self.members, 0)
+        """Messages of an exchange from and to each worker that have not arrived."""
+        self.legs: Iterator[Leg] = iter(())
+        self.missing_of_leg = 0
+        if kind == "exchange":
+            for source, target, size in zip(*(column.tolist() for column in streams_of(messages)), strict=True):
+                self.sends[source].append((target, size))
+                self.missing[source] += 1
+                self.missing[target] += 1
+        else:
+            self.legs = (leg for one in legs_of(mean, messages) for leg in itertools.repeat(one, one.times))
+
+
+class Replay:
+    """A run replayed over links that are shared or change: a heap of things to do, and the streams under way."""
+
+    def __init__(self, trace: Trace, network: Network, links: Links, start_s: Floats | None = None):
+        self.trace, self.network, self.links = trace, network, links
+        n, sites = trace.workers, len(links.site_uplink_bps)
+        places = {name: 2 * n + place for place, name in enumerate(network.sites)}
+        self.fluid = Fluid(
+            links=2 * n + 2 * sites + sites * sites,
+            changes=[
+                LinkChange(change.at_s, link, change.factor)
+                for change in network.changes
+                for link in (
+                    (change.worker, n + change.worker)
+                    if change.worker is not None
+                    else (places[change.site or ""], sites + places[change.site or ""])
+                )
+            ],
+        )
+        self.timeline = no_rounds(trace)
+        self.finished_steps = np.vstack([np.zeros((1, n), np.int64), trace.steps.cumsum(axis=0)])
+        self.bounds = np.searchsorted(trace.messages.round, np.arange(trace.rounds + 1))
+        self.operations: dict[int, list[_Operation]] = {}
+        self.streams: dict[int, _Stream] = {}
+        self.todo: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.order = itertools.count()
+        self.now_s = 0.0
+
+        self.round = [0] * n
+        self.begun = [-1] * n
+        """The round whose messages a worker takes."""
+        self.start_s: list[float] = [0.0] * n if start_s is None else start_s.tolist()
+        self.local_end_s: list[float | None] = [None] * n
+        """When the local phase would end without a wait inside it; None while it is not there yet."""
+        self.longest_s = [0.0] * n
+        """The longest wait for one operation in this round."""
+        self.held: list[list[tuple[_Operation, int, float]]] = [[] for _ in range(n)]
+        """What others would send a worker, but it has not begun the round in which it receives that."""
+        self.stages: list[list[_Operation]] = [[] for _ in range(n)]
+        """What the worker still has to wait for in this round, in this order."""
+        self.pending: list[list[tuple[int, _Operation]]] = [[] for _ in range(n)]
+        """Operations that overlap, and after how many of its inner steps the worker waits for each."""
+        self.closing: set[int] = set()
+        """Workers that have nothing left to do but to wait for those."""
+
+    def run(self) -> Timeline:
+        """Everything in its order."""
+        if self.trace.rounds:
+            for i, start_s in enumerate(self.start_s):
+                self.at(start_s, self.begin_round, i)
+        while self.todo or self.streams:
+            self.now_s = min(self.todo[0][0] if self.todo else math.inf, self.fluid.next_s)
+            for name in self.fluid.advance(self.now_s):
+                stream = self.streams.pop(name)
+                latency_s = self.links.message_latency_s(np.array([stream.source]), np.array([stream.target]))
+                self.at(self.now_s + float(latency_s[0]), self.arrive, stream)
+            while self.todo and self.todo[0][0] <= self.now_s:
+                _, _, act, arguments = heapq.heappop(self.todo)
+                act(*arguments)
+        return self.timeline
+
+    def at(self, when_s: float, act: Callable[..., None], *arguments: object) -> None:
+        """Does something then."""
+        heapq.heappush(self.todo, (when_s, next(self.order), act, arguments))
+
+    def begin_round(self, i: int) -> None:
+        """The local phase begins."""
+        r = self.begun[i] = self.round[i]
+        self.start_s[i], self.local_end_s[i], self.longest_s[i] = self.now_s, None, 0.0
+        seconds = float(compute_seconds(self.trace, self.network, self.links, r)[i])
+        self.timeline.compute_s[r, i], self.timeline.waits_on[r, i] = seconds, i
+        for message in [message for message in self.held[i] if message[0].round == r]:
+            self.held[i].remove(message)
+            operation, source, size = message
+            self.send(operation, source, i, size)
+        self.at(self.now_s + seconds, self.end_local_phase, i)
+
+    def end_local_phase(self, i: int) -> None:
+        """All inner steps are done, but for what had to wait on the way."""
+        self.local_end_s[i] = self.now_s
+        self.collect(i)
+
+    def collect(self, i: int) -> None:
+        """Goes on once everything that was due in this local phase has come; the steps after it were as much later."""
+        local_end_s = self.local_end_s[i]
+        if local_end_s is None:
+            return
+        r = self.round[i]
+        steps, finished = int(self.trace.steps[r, i]), int(self.finished_steps[r + 1, i])
+        step_s = self.timeline.compute_s[r, i] / steps if steps else 0.0
+        due = [(after, operation) for after, operation in self.pending[i] if after <= finished]
+        if all(i in operation.done_s for _, operation in due):
+            ready_s = local_end_s
+            for after, operation in due:
+                came_s = operation.done_s[i] + (finished - after) * step_s
+                if came_s > ready_s:
+                    self.blame(i, came_s - local_end_s, operation)
+                    ready_s = came_s
+            self.pending[i] = [one for one in self.pending[i] if one not in due]
+            self.local_end_s[i] = None
+            self.at(ready_s, self.be_ready, i)
+
+    def be_ready(self, i: int) -> None:
+        """Enters what overlaps, and then what has to be waited for."""
+        r = self.round[i]
+        if r not in self.operations:
+            self.operations[r] = list(self.plan(r))
+        own = [operation for operation in self.operations[r] if i in operation.members]
+        self.stages[i] = [operation for operation in own if not operation.overlap_steps]
+        for operation in own:
+            if operation.overlap_steps:
+                due = int(self.finished_steps[r + 1, i]) + self.own_overlap_steps(r, i, operation.overlap_steps)
+                self.pending[i].append((due, operation.then or operation))
+                self.enter(operation, i)
+        self.next_stage(i)
+
+    def own_overlap_steps(self, r: int, i: int, overlap_steps: int) -> int:
+        """Steps of a worker that go with so many of the one that takes most; a round without steps scales nothing."""
+        steps = self.trace.steps[r]
+        most = int(steps.max())
+        return overlap_steps * int(steps[i]) // most if most else overlap_steps
+
+    def plan(self, r: int) -> Iterator[_Operation]:
+        """The operations of a round."""
+        messages = self.trace.messages.span(self.bounds[r], self.bounds[r + 1])
+        for code, kind in enumerate(KINDS):
+            for overlap_steps in np.unique(messages.overlap_steps[messages.kind == code]).tolist():
+                these = (messages.kind == code) & (messages.overlap_steps == overlap_steps)
+                yield _Operation(
+                    r, kind, overlap_steps, Messages(*(column[these] for column in messages)), self.network.mean
+                )
+
+    def next_stage(self, i: int) -> None:
+        """The next operation to wait for, or the end of the round."""
+        if self.stages[i]:
+            self.enter(self.stages[i][0], i)
+            return
+        r = self.round[i]
+        if r + 1 == self.trace.rounds and any(i not in operation.done_s for _, operation in self.pending[i]):
+            self.closing.add(i)
+            return
+        self.timeline.end_s[r, i] = self.now_s
+        self.timeline.communication_s[r, i] = max(0.0, self.now_s - self.start_s[i] - self.timeline.compute_s[r, i])
+        self.round[i] += 1
+        if self.round[i] < self.trace.rounds:
+            self.begin_round(i)
+        if all(done > r for done in self.round):
+            self.operations.pop(r, None)
+
+    def enter(self, operation: _Operation, i: int) -> None:
+        """A worker is ready for an operation."""
+        operation.entered_s[i] = self.now_s
+        if operation.kind == "exchange":
+            for target, size in operation.sends[i]:
+                if self.begun[target] < operation.round:
+                    self.held[target].append((operation, i, size))
+                else:
+                    self.send(operation, i, target, size)
+            if not operation.missing[i]:
+                self.complete(operation, i)
+        elif len(operation.entered_s) == len(operation.members):
+            operation.begun_s = self.now_s
+            self.next_leg(operation)
+
+    def next_leg(self, operation: _Operation) -> None:
+        """All messages of a mean's next leg leave; after the last leg it is there for everybody."""
+        leg = next(operation.legs, None)
+        if leg is None:
+            for i in sorted(operation.members):
+                self.complete(operation, i)
+            return
+        operation.missing_of_leg = len(leg.source)
+        for source, target, size in zip(leg.source.tolist(), leg.target.tolist(), leg.bytes.tolist(), strict=True):
+            self.send(operation, source, target, size)
+
+    def send(self, operation: _Operation, source: int, target: int, size: float) -> None:
+        """A message leaves."""
+        links, n, sites = self.links, self.trace.workers, len(self.links.site_uplink_bps)
+        a, b = int(links.site[source]), int(links.site[target])
+        uses = [
+            (source, links.uplink_bps[source]),
+            (target if self.network.duplex == "half" else n + target, links.downlink_bps[target]),
+        ]
+        if a != b:
+            uses += [
+                (2 * n + a, links.site_uplink_bps[a]),
+                (2 * n + sites + b, links.site_downlink_bps[b]),
+                (2 * n + 2 * sites + a * sites + b, links.route_bps[a, b]),
+            ]
+        name = next(self.order)
+        self.streams[name] = _Stream(operation, source, target, self.now_s)
+        self.fluid.start(name, 8 * size, [Use(link, float(bandwidth_bps)) for link, bandwidth_bps in uses])
+
+    def arrive(self, stream: _Stream) -> None:
+        """A message is there, which both of its ends have waited for, or the whole leg of a mean."""
+        operation, source, target, left_s = stream
+        up, down = self.links.uplink_bps[source], self.links.downlink_bps[target]
+        slower = source if up <= down else target
+        if operation.kind == "exchange":
+            for i in (source, target):
+                operation.missing[i] -= 1
+                late = left_s - operation.entered_s.get(i, math.inf) > self.now_s - left_s
+                behind = source if operation.entered_s[source] == left_s else target
+                operation.blamed[i] = behind if late else slower
+                if not operation.missing[i] and i in operation.entered_s:
+                    self.complete(operation, i)
+            return
+        operation.missing_of_leg -= 1
+        if not operation.missing_of_leg:
+            last = max(operation.entered_s, key=lambda i: operation.entered_s[i])
+            for i in operation.members:
+                late = operation.begun_s - operation.entered_s[i] > self.now_s - operation.begun_s
+                operation.blamed[i] = last if late else slower
+            self.next_leg(operation)
+
+    def complete(self, operation: _Operation, i: int) -> None:
+        """An operation is over for a worker."""
+        operation.done_s[i] = self.now_s
+        if not operation.overlap_steps:
+            self.blame(i, self.now_s - operation.entered_s[i], operation)
+        if operation.then is not None:
+            self.enter(operation.then, i)
+        elif not operation.overlap_steps:
+            self.stages[i].pop(0)
+            self.next_stage(i)
+        elif self.local_end_s[i] is not None:
+            self.collect(i)
+        elif i in self.closing:
+            self.blame(i, self.now_s - operation.entered_s[i], operation)
+            self.next_stage(i)
+
+    def blame(self, i: int, waited_s: float, operation: _Operation) -> None:
+        """Puts the round's wait down to whom this operation waited for, if it was the longest so far."""
+        if waited_s > self.longest_s[i]:
+            self.longest_s[i] = waited_s
+            self.timeline.waits_on[self.round[i], i] = operation.blamed[i]

@@ -1,0 +1,95 @@
+"""When every worker computed, sent and waited: what pricing a run gives."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from gossamer.network.links import Floats, Links, MeanKind, Network, jitter_factors
+from gossamer.record.trace import Integers, Messages, Trace
+
+__all__ = ["Leg", "Timeline", "compute_seconds", "legs_of", "no_rounds", "streams_of"]
+
+
+class Timeline(NamedTuple):
+    """When everything happened, as arrays `[rounds, workers]`; a worker's round starts where its last one ended."""
+
+    compute_s: Floats
+    """Seconds of the local phase."""
+    communication_s: Floats
+    """Exposed communication: all other seconds of the round."""
+    waits_on: Integers
+    """The worker behind most of that wait: who was late, or whose link was the slower end; itself without a wait."""
+    end_s: Floats
+    """Seconds from the start of the run to the end of the round."""
+
+    @property
+    def total_s(self) -> float:
+        """Wall-clock seconds of the run: when the last worker ends its last round."""
+        return float(self.end_s.max(initial=0.0))
+
+    @property
+    def utilisation(self) -> Floats:
+        """Share of the run that each worker spends computing, `[workers]`; 1 for a run that takes no time."""
+        total = self.total_s
+        return self.compute_s.sum(axis=0) / total if total else np.ones(self.end_s.shape[1])
+
+    @property
+    def mean_utilisation(self) -> float:
+        """The mean of `utilisation` over the workers."""
+        return float(self.utilisation.mean())
+
+
+class Leg(NamedTuple):
+    """Messages of a mean that are under way together, as columns, and how often they are sent one after the other."""
+
+    source: Integers
+    target: Integers
+    bytes: Floats
+    times: int
+
+
+def legs_of(mean: MeanKind, messages: Messages) -> Iterator[Leg]:
+    """The legs of a mean, whichever way its messages were recorded; all move `2(n-1)` times the bytes that are averaged.
+
+    >>> from gossamer.record.trace import from_targets
+    >>> trace = from_targets(np.array([[[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]]), 200, steps=1, kind="mean")
+    >>> [(leg.bytes.tolist(), leg.times) for leg in legs_of("tree", trace.messages)]
+    [([400.0, 400.0], 1), ([400.0], 1), ([400.0], 1), ([400.0, 400.0], 1)]
+    """
+    members = np.union1d(messages.source, messages.target)
+    n = len(members)
+    payload = messages.bytes.sum() / (2 * (n - 1))
+    if mean == "owners":
+        source, target, size = streams_of(messages)
+        yield Leg(source, target, size / 2, 2)
+    elif mean == "ring":
+        yield Leg(members, np.roll(members, -1), np.full(n, payload / n), 2 * (n - 1))
+    else:
+        inwards = []
+        for stride in (1 << s for s in range((n - 1).bit_length())):
+            far = members[stride :: 2 * stride]
+            inwards.append(Leg(far, members[:: 2 * stride][: len(far)], np.full(len(far), payload), 1))
+        yield from inwards
+        yield from (leg._replace(source=leg.target, target=leg.source) for leg in reversed(inwards))
+
+
+def no_rounds(trace: Trace) -> Timeline:
+    """The timeline of a run without rounds."""
+    shape = trace.rounds, trace.workers
+    return Timeline(np.zeros(shape), np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape))
+
+
+def compute_seconds(trace: Trace, network: Network, links: Links, r: int) -> Floats:
+    """Seconds of the local phases of a round, `[workers]`."""
+    if links.step_s is None:
+        return trace.compute_s[r]
+    return trace.steps[r] * links.step_s * jitter_factors(network, r, trace.workers)
+
+
+def streams_of(messages: Messages) -> tuple[Integers, Integers, Integers]:
+    """Source, target and bytes of each pair that talks: fragments for one peer follow each other on one stream."""
+    source, target, size = messages.source, messages.target, messages.bytes
+    first = np.ones(len(source), bool)
+    first[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])
+    return source[first], target[first], np.add.reduceat(size, np.flatnonzero(first))

@@ -1,0 +1,340 @@
+"""Snapshots of one worker at the end of one round: plain files that can be checked, and never a pickle.
+
+    checkpoints/round-000120/worker-003.safetensors     every tensor of the state
+    checkpoints/round-000120/worker-003.json            the manifest: all else, and what the tensor file must hash to
+
+Each worker writes on its own, without a barrier. A generation exists once its manifest does, which is written last, and
+the one before is removed only after that; so a kill or a power cut at any time leaves a whole generation behind. All
+workers resume from the newest round that every one of them still owns.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gossamer.errors import CheckpointError
+from gossamer.record.files import atomic_write
+
+__all__ = ["ended", "load", "newest_common", "nothing_to_resume", "owned", "rewind", "rounds", "save"]
+
+FORMAT = "gossamer checkpoint 1"
+MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
+MAX_MANIFEST_BYTES = 64 << 20  # some 100,000 tensors; a larger one is a mistake or an attack
+DTYPES = frozenset(  # those that safetensors has a name for
+    {
+        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+        torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32,
+        torch.float64, torch.complex64,
+    }
+)  # fmt: skip
+
+
+def save(
+    folder: Path, round: int, worker: int, state: Any, *, digest: str, keep: int = 2, since: int | None = None
+) -> None:
+    """Writes one generation of one worker, then removes its generations before the newest `keep`.
+
+    Tensors that share memory are written one by one, and come back as tensors that do not.
+
+    Args:
+        round: finished rounds, from 0.
+        state: nested dicts (with str or int keys), lists and tuples of tensors, ints, floats, bools, strings and None.
+        digest: names the configuration; `load` takes the snapshot back for no other.
+        keep: with two, workers may be a whole checkpoint interval apart and still own a round in common.
+        since: keep every generation from this round on as well; the round that the slowest worker is known to own.
+    Raises: CheckpointError when the state holds anything else, or the disk refuses.
+    Cost: one write and one read of all tensors, no copy of contiguous CPU tensors that do not share memory.
+
+    >>> import tempfile
+    >>> store = Path(tempfile.mkdtemp())
+    >>> save(store, 120, 3, {"x": torch.ones(2), "step": 7, "betas": (0.9, 0.95)}, digest="d")
+    >>> load(store, 120, 3, "d")
+    {'x': tensor([1., 1.]), 'step': 7, 'betas': (0.9, 0.95)}
+    """
+    assert keep >= 1, keep
+    tensors: dict[str, Tensor] = {}
+    tree = _encode(state, "state", tensors, set())
+    manifest, tensor_file = _paths(folder, round, worker)
+    workshop = folder / f".worker-{worker:03d}"  # a folder, as safetensors writes a scratch file beside its own
+    scratch = workshop / tensor_file.name
+    try:
+        shutil.rmtree(workshop, ignore_errors=True)  # what a kill may have left
+        workshop.mkdir(parents=True)
+        save_file(tensors, scratch)
+        _sync(scratch)
+        document = _sealed(
+            {
+                "format": FORMAT, "round": round, "worker": worker, "digest": digest,
+                "bytes": scratch.stat().st_size, "sha256": _sha256(scratch), "state": tree,
+            }
+        )  # fmt: skip
+        if len(document) > MAX_MANIFEST_BYTES:
+            raise CheckpointError(
+                f"the state of worker {worker} needs a manifest of {len(document)} bytes and at most "
+                f"{MAX_MANIFEST_BYTES} are allowed; keep long lists and texts out of it, or as tensors"
+            )
+        manifest.unlink(missing_ok=True)  # a round saved again: an old manifest must not speak for new tensors
+        _move(scratch, tensor_file)
+        _sync(tensor_file.parent)
+        atomic_write(manifest, document)
+        _sync(folder)
+        kept = [r for r in rounds(folder, worker, digest) if r <= round][-keep:]
+        oldest = min(kept) if since is None else min(since, *kept)
+        _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the checkpoint of worker {worker} at round {round} could not be written to '{folder}': {error}; free "
+            "some space or choose another folder, then resume: the generation before it is whole"
+        ) from error
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def load(folder: Path, round: int, worker: int, digest: str) -> Any:
+    """The state that was saved, bit for bit; tensors are on the CPU and own their memory.
+
+    Raises: CheckpointError when a file is missing, cut short, changed since, or of another run.
+    Cost: two reads of the tensor file.
+    """
+    manifest, tensor_file = _paths(folder, round, worker)
+    content = _manifest(manifest, round, worker, digest)
+    where = f"checkpoint file '{tensor_file}'"
+    instead = f"remove '{manifest}' and resume from an older round"
+    saved = (content["bytes"], content["sha256"])
+    try:
+        found = (tensor_file.stat().st_size, _sha256(tensor_file))
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}; {instead}") from error
+    if found != saved:
+        raise CheckpointError(
+            f"{where} has changed: its size in bytes and sha256 were {saved} and now are {found}; {instead}"
+        )
+    try:
+        return _decode(content["state"], load_file(tensor_file))
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} does not hold what its manifest describes ({error!r}); {instead}") from error
+
+
+def rounds(folder: Path, worker: int, digest: str | None = None) -> list[int]:
+    """The rounds of which this worker has a complete generation (of this configuration, if given), ascending.
+
+    Complete means a sound manifest and a tensor file of the right size; its content is checked by `load`.
+    """
+    complete = []
+    for round in _rounds(folder):
+        manifest, tensor_file = _paths(folder, round, worker)
+        with contextlib.suppress(CheckpointError, OSError):
+            content = _manifest(manifest, round, worker, digest)
+            if tensor_file.stat().st_size == content["bytes"]:
+                complete.append(round)
+    return complete
+
+
+def newest_common(lists: Sequence[Sequence[int]]) -> int | None:
+    """The newest round in all of these lists, one per worker; None when there is none.
+
+    >>> newest_common([[80, 100], [100, 120], [100]]), newest_common([[100], []])
+    (100, None)
+    """
+    common = set(lists[0]).intersection(*lists[1:]) if lists else set()
+    return max(common, default=None)
+
+
+def owned(folder: Path, owners: Iterable[int], digest: str) -> list[list[int]]:
+    """The rounds of this configuration that each owner has a complete generation of here, one list per owner."""
+    return [rounds(folder, owner, digest) for owner in owners]
+
+
+def nothing_to_resume(folder: Path, owners: Iterable[int], owned: Sequence[Sequence[int]]) -> CheckpointError:
+    """Why a run cannot be resumed from this folder, where no round of its configuration is owned by all.
+
+    Args:
+        owners: those whose snapshots should be here.
+        owned: the rounds of this configuration, one list per owner, those on other machines too.
+    """
+    if any(owned):
+        return CheckpointError(
+            f"no round has snapshots of all workers (they own {[*map(list, owned)]}); bring the files of '{folder}' back, or "
+            "start anew in another folder with --out"
+        )
+    if any(rounds(folder, owner) for owner in owners):
+        return CheckpointError(
+            f"run.toml has changed since the snapshots in '{folder}' were written; put it back, or start in a new folder "
+            "with --out"
+        )
+    return CheckpointError(f"'{folder}' has no snapshots to resume from; start anew in another folder with --out")
+
+
+def ended(folder: Path, rounds: int) -> str:
+    """What is said in place of resuming a run that is over."""
+    return f"the run has ended after {rounds} rounds; gossamer evaluate {folder} scores it"
+
+
+def rewind(folder: Path, round: int, worker: int) -> None:
+    """Removes this worker's generations after `round`, from which it resumes: they belong to a future that will not be.
+
+    Without it, a worker that was ahead keeps such a generation until it comes there again, and the next resume could
+    join it with newly computed ones of the others. Call it once all workers know the round that they resume from.
+    """
+    _forget(folder, worker, [r for r in _rounds(folder) if r > round])
+
+
+def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
+    """The manifest and the tensor file of one generation."""
+    stem = folder / f"round-{round:06d}" / f"worker-{worker:03d}"
+    return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
+
+
+def _rounds(folder: Path) -> list[int]:
+    """The rounds that any worker has a folder for, ascending."""
+    found = (re.fullmatch(r"round-(\d{6,})", path.name) for path in folder.glob("round-*"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
+    """Deletes this worker's files of these rounds, and the folders that are empty then."""
+    for round in gone:
+        manifest, tensor_file = _paths(folder, round, worker)
+        manifest.unlink(missing_ok=True)  # first, so that no manifest is ever without its tensors
+        tensor_file.unlink(missing_ok=True)
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another worker may remove the emptied folder while we look into it
+            for scratch in manifest.parent.glob(f".{manifest.stem}.*"):
+                scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others may still own files of the round, or remove it at this moment
+            manifest.parent.rmdir()
+
+
+def _move(scratch: Path, target: Path) -> None:
+    """Puts the file in its place; the folder may vanish in between, when a worker that is ahead finds it empty."""
+    while True:
+        try:
+            target.parent.mkdir(exist_ok=True)
+            os.replace(scratch, target)
+            return
+        except (FileExistsError, FileNotFoundError):
+            if target.parent.is_file() or not scratch.exists():
+                raise
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sealed(content: dict[str, Any]) -> bytes:
+    """A manifest as JSON whose first line is the hash of all that follows, so that no byte of it can change unseen."""
+    body = json.dumps(content, allow_nan=False).removeprefix("{").encode()
+    return _seal(body) + body
+
+
+def _seal(body: bytes) -> bytes:
+    return f'{{"manifest_sha256": "{hashlib.sha256(body).hexdigest()}",\n'.encode()
+
+
+def _manifest(path: Path, round: int, worker: int, digest: str | None) -> dict[str, Any]:
+    """What a manifest says, after everything that can be checked without the tensors has been."""
+    where = f"checkpoint file '{path}'"
+    try:
+        with path.open("rb") as file:
+            document = file.read(MAX_MANIFEST_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(
+            f"{where} cannot be read: {error.strerror}; resume from a round that worker {worker} owns, or copy its "
+            "files here"
+        ) from error
+    seal, newline, body = document.partition(b"\n")
+    if len(document) > MAX_MANIFEST_BYTES or seal + newline != _seal(body):
+        raise CheckpointError(
+            f"{where} is cut short, changed or not a checkpoint ({len(document)} bytes do not match their own sha256); "
+            "remove it and resume from an older round"
+        )
+    try:
+        content = json.loads(document)
+        found = {name: content[name] for name in ("format", "round", "worker", "digest", "bytes", "sha256")}
+    except (ValueError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where} is no manifest of '{FORMAT}' ({error!r}); resume from a folder that gossamer wrote"
+        ) from error
+    expected = {"format": FORMAT, "round": round, "worker": worker, **({} if digest is None else {"digest": digest})}
+    for name, value in expected.items():
+        if found[name] != value:
+            raise CheckpointError(
+                f"{where} has {name} {found[name]!r} and {value!r} is needed; resume with the run file, folder and "
+                "version that wrote it, or start anew in another folder"
+            )
+    return content
+
+
+def _encode(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int]) -> Any:
+    """JSON for one part of a state; its tensors are put into `tensors` under the names the JSON refers to."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"float": repr(value)}
+        case Tensor() if value.layout is torch.strided and value.dtype in DTYPES:
+            tensor = value.detach().cpu().contiguous()
+            storage = tensor.untyped_storage().data_ptr()
+            if storage in storages:  # safetensors takes no two views of the same memory
+                tensor = tensor.clone()
+            storages.add(storage)
+            name = f"{len(tensors)} {path}".encode("ascii", "backslashreplace").decode()
+            tensors[name] = tensor
+            return {"tensor": name}
+        case dict() if all(type(key) in (str, int) for key in value):
+            return {"dict": [[key, _encode(part, f"{path}.{key}", tensors, storages)] for key, part in value.items()]}
+        case list() | tuple() if type(value) in (list, tuple):
+            parts = [_encode(part, f"{path}.{place}", tensors, storages) for place, part in enumerate(value)]
+            return parts if type(value) is list else {"tuple": parts}
+    kind = f"{value.layout} tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+    raise CheckpointError(
+        f"a checkpoint cannot hold {path}, a {kind}; allowed are dense tensors, numbers, strings, None, and lists, "
+        "tuples and dicts (with str or int keys) of these: convert it before saving"
+    )
+
+
+def _decode(value: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
+    """The part of a state that this JSON stands for; raises KeyError, TypeError or ValueError when there is none."""
+    if depth > MAX_DEPTH:  # a bound of our own: other libraries move the interpreter's
+        raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
+
+    def inner(part: Any) -> Any:
+        return _decode(part, tensors, depth + 1)
+
+    match value:
+        case None | bool() | int() | str() | float():
+            return value
+        case list():
+            return [inner(part) for part in value]
+        case {"tuple": [*parts]}:
+            return tuple(inner(part) for part in parts)
+        case {"dict": [*items]}:
+            return {key: inner(part) for key, part in items}
+        case {"float": str(text)}:
+            return float(text)
+        case {"tensor": str(name)}:
+            return tensors[name]
+    raise ValueError(f"unknown JSON {value!r:.80}")

@@ -1,0 +1,171 @@
+"""What an event-driven run did and when: a line for each local phase, message, update and absence.
+
+Such a run leaves `events.jsonl` in place of a trace, a real one a file for each process. Its seconds, virtual or measured,
+decided what was computed, so it cannot be priced on another network (`gossamer.record.trace` can). A line of round r was written
+while the r-th part of the run was under way; a round is as many inner steps of all workers together as one in step has.
+
+* `{"event":"start","network":"uneven","workers":4}`: whose seconds these are.
+* `{"event":"phase","worker":i,"number":k,"start_s":a,"end_s":b,"steps":h,"tokens":t}`
+* `{"event":"push","source":i,"target":-1,"fragment":p,"bytes":n,"start_s":a,"end_s":b}`, also "fetch" and "meet"; -1 is the
+  server.
+* `{"event":"update","fragment":p,"workers":[i],"ages":[a],"time_s":t}`
+* `{"event":"leave","worker":i,"time_s":t}`, also "return".
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gossamer.errors import DataError
+from gossamer.record.files import atomic_write
+from gossamer.record.jsonl import json_line, json_lines
+
+__all__ = ["EventLog", "EventWriter", "event_files", "read_events"]
+
+_LIMITS = {"bytes": 2**50, "workers": 2**20} | dict.fromkeys(("round", "worker", "source", "age"), 2**31)
+_MAX_CELLS = 2**28
+
+
+class EventLog(NamedTuple):
+    """The seconds, bytes and ages of an event-driven run."""
+
+    network: str
+    """Whose seconds these are."""
+    compute_s: NDArray[np.float64]
+    """Seconds that each worker trained, `[rounds, workers]`."""
+    end_s: NDArray[np.float64]
+    """When the last event of each round was over, `[rounds]`."""
+    sent_bytes: NDArray[np.int64]
+    """Bytes that each worker sent, `[workers]`."""
+    ages: tuple[int, ...]
+    """Of all messages that a server absorbed, in the order of its updates."""
+    absorbed: NDArray[np.int64]
+    """Messages of each worker that a server absorbed, `[workers]`."""
+
+
+class EventWriter:
+    """Writes the events of one process; every line is handed to the system at once.
+
+    Args:
+        suffix: of the file's name, such as "-003" for a worker of a real run.
+        resume_round: the first round to run again: lines of it and of later rounds are dropped. None keeps all.
+
+    >>> import tempfile
+    >>> with EventWriter(Path(tempfile.mkdtemp()), network="even", workers=1) as log:
+    ...     log.write(0, "phase", worker=0, number=0, start_s=0.0, end_s=1.5, steps=15, tokens=960)
+    >>> read_events(log.path.parent).end_s
+    array([1.5])
+    """
+
+    def __init__(
+        self, folder: Path, *, network: str, workers: int, suffix: str = "", resume_round: int | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"events{suffix}.jsonl"
+        if resume_round is not None and self.path.exists():
+            kept = [
+                line for where, line in json_lines(self.path) if _whole(line, "round", where, low=-1) < resume_round
+            ]
+            atomic_write(self.path, "".join(map(json_line, kept)).encode())
+        self._file = self.path.open("a", encoding="utf-8")
+        self.write(-1, "start", network=network, workers=workers)
+
+    def __enter__(self) -> "EventWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, round: int, event: str, **fields: Any) -> None:
+        """Appends one event; `fields` are plain JSON values."""
+        self._file.write(json_line({"round": round, "event": event, **fields}))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; may be called twice."""
+        self._file.close()
+
+
+def event_files(run_folder: Path) -> list[Path]:
+    """The event files of a run folder, sorted by name; none when the run went in rounds."""
+    return sorted(Path(run_folder).glob("events*.jsonl"))
+
+
+def read_events(run_folder: Path) -> EventLog | None:
+    """The events of a run from all the files its processes wrote; None when it went in rounds.
+
+    Raises: DataError for a malformed line.
+    """
+    files = event_files(run_folder)
+    if not files:
+        return None
+    network, workers, rounds = "", 0, 0
+    phases: list[tuple[int, int, float]] = []
+    ends: list[tuple[int, float]] = []
+    sent: list[tuple[int, int]] = []
+    ages: list[int] = []
+    absorbed: list[int] = []
+    for where, line in (found for path in files for found in json_lines(path)):
+        round, event = _whole(line, "round", where, low=-1), line.get("event")
+        rounds = max(rounds, round + 1)
+        if event == "start":
+            network, workers = f"{line.get('network')!s:.80}", max(workers, _whole(line, "workers", where, low=1))
+        elif event == "phase":
+            start_s, end_s = _seconds(line, "start_s", where), _seconds(line, "end_s", where)
+            phases.append((round, _whole(line, "worker", where), max(0.0, end_s - start_s)))
+            ends.append((round, end_s))
+        elif event in ("push", "fetch", "meet"):
+            source, size = _whole(line, "source", where, low=-1), _whole(line, "bytes", where)
+            if source >= 0:
+                sent.append((source, size))
+            ends.append((round, _seconds(line, "end_s", where)))
+        elif event == "update":
+            for key, found in (("ages", ages), ("workers", absorbed)):
+                values = line.get(key)
+                if not isinstance(values, list):
+                    raise DataError(f"{where}: '{key}' is {values!r:.60} but must be a list; repair the line")
+                found.extend(_whole({"worker": value}, "worker", where) for value in values)
+            ends.append((round, _seconds(line, "time_s", where)))
+        elif event not in ("leave", "return"):
+            raise DataError(f"{where} has event {event!r:.60}, which is none that gossamer writes; remove the line")
+    if rounds * workers > _MAX_CELLS:
+        raise DataError(
+            f"the events span {rounds} rounds of {workers} workers but at most {_MAX_CELLS} cells are allowed; "
+            "look for a line with a wrong round"
+        )
+    if stranger := max(
+        (i for i in [*(p[1] for p in phases), *(s[0] for s in sent), *absorbed] if i >= workers), default=0
+    ):
+        raise DataError(f"the events name worker {stranger} of {workers}; gather the files of one run only")
+    compute_s, end_s = np.zeros((rounds, workers)), np.zeros(rounds)
+    for round, worker, seconds in phases:
+        compute_s[max(round, 0), worker] += seconds
+    for round, seconds in ends:
+        end_s[max(round, 0)] = max(end_s[max(round, 0)], seconds)
+    sent_bytes = np.zeros(workers, np.int64)
+    for source, size in sent:
+        sent_bytes[source] += size
+    counts = np.bincount(np.array(absorbed, np.int64), minlength=workers)
+    return EventLog(network, compute_s, np.maximum.accumulate(end_s), sent_bytes, tuple(ages), counts)
+
+
+def _whole(line: Mapping[str, Any], key: str, where: str, low: int = 0) -> int:
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < _LIMITS[key]:
+        raise DataError(
+            f"{where}: '{key}' is {value!r:.60} but must be an integer from {low} to {_LIMITS[key] - 1}; repair the line"
+        )
+    return value
+
+
+def _seconds(line: Mapping[str, Any], key: str, where: str) -> float:
+    value = line.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        raise DataError(f"{where}: '{key}' is {value!r:.60} but must be seconds from 0 to 1e12; repair the line")
+    return float(value)

@@ -1,0 +1,262 @@
+"""The record of a run: one folder with the resolved configuration, metrics, trace and what dashboards want.
+
+```
+run.toml              the resolved configuration
+metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run
+trace[-003].jsonl     see `gossamer.record.trace`
+tensorboard/          TensorBoard events
+```
+
+Metrics come in two kinds. Round r counts from 0 and a line of round r is about the end of that round; an evaluation
+before training has round -1. A number that is not finite is written as null.
+
+* `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
+  steps and tokens that this worker has behind it.
+* `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
+  the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
+  `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters.
+"""
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from gossamer.errors import ConfigError, DataError
+from gossamer.record.files import atomic_write
+from gossamer.record.jsonl import json_line, json_lines
+from gossamer.record.trace import Entry, line_of
+
+__all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordConfig:
+    """What a run leaves behind beside its metrics and its trace."""
+
+    tensorboard: bool = True
+    """Whether to write TensorBoard events."""
+    wandb_project: str | None = None
+    """The Weights & Biases project to log to; nothing leaves the machine when None."""
+    export: bool = True
+    """Whether a simulated run ends by writing its mean model for `from_pretrained`, and a sample of its text."""
+    print_every: int = 10
+    """Rounds between two lines of the log where no terminal shows live progress."""
+
+    def __post_init__(self) -> None:
+        if self.print_every < 1:
+            raise ConfigError(f"print_every is {self.print_every} rounds but must be at least 1; raise it")
+
+
+class RunFolder:
+    """Writes one run, or one worker's part of it; every line is handed to the system at once, so a killed run keeps it.
+
+    Args:
+        path: the folder; made if missing.
+        run_toml: the resolved configuration as TOML text.
+        worker: the number of the one worker that writes here; None when one process writes for all.
+        resume_round: the first round to run (again): lines of it and of later rounds are dropped. None starts a run.
+        traced_per_round: entries that a worker writes into the trace in one round.
+    Raises: ConfigError when a new run would mix with an old one, or a package that the config asks for is missing.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        run_toml: str,
+        config: RecordConfig | None = None,
+        *,
+        worker: int | None = None,
+        resume_round: int | None = None,
+        traced_per_round: int = 1,
+    ) -> None:
+        self.path = Path(path)
+        self._traced_per_round = traced_per_round
+        self.worker = worker
+        self._config = config or RecordConfig()
+        self._run_toml = run_toml
+        suffix = "" if worker is None else f"-{worker:03}"
+        self._metrics_path = self.path / f"metrics{suffix}.jsonl"
+        self._trace_path = self.path / f"trace{suffix}.jsonl"
+        # Workers of one run start at different times, so the files of other workers may be there, those of a simulation not.
+        others = "-*" if worker is None else ""
+        foreign = [path for kind in ("metrics", "trace") for path in sorted(self.path.glob(f"{kind}{others}.jsonl"))]
+        for old in (self._metrics_path, self._trace_path, *foreign):
+            if resume_round is None and old.exists():
+                raise ConfigError(
+                    f"the run folder {self.path} already holds {old.name}; name a new folder, or resume that run"
+                )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.write_text("run.toml", run_toml)
+        self._metrics: IO[str]
+        self._trace: IO[str]
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        self._open(None if resume_round is None else self._cut(resume_round))
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def log(self, kind: str, **fields: Any) -> None:
+        """Appends one line of metrics; `fields` are plain JSON values and hold at least the round.
+
+        >>> import tempfile
+        >>> with RunFolder(Path(tempfile.mkdtemp()), "", RecordConfig(tensorboard=False)) as run:
+        ...     run.log("eval", round=0, step=15, loss=2.5)
+        >>> read_metrics(run.path)
+        [{'kind': 'eval', 'round': 0, 'step': 15, 'loss': 2.5}]
+        """
+        self._metrics.write(metrics_line(kind, **fields))
+        self._metrics.flush()
+        if self._tensorboard is None and self._wandb is None:
+            return
+        step, scalars = fields.get("step", fields["round"]), dict(_scalars(kind, fields))
+        if self._tensorboard is not None:
+            for tag, value in scalars.items():
+                self._tensorboard.add_scalar(tag, value, step)
+        if self._wandb is not None:
+            self._wandb.log({**scalars, "round": fields["round"], "step": step})
+
+    def log_trace(self, entry: Entry) -> None:
+        """Appends what one worker did in one round."""
+        self._trace.write(line_of(entry))
+        self._trace.flush()
+
+    def truncate(self, round: int) -> None:
+        """Drops every line of this round and of later ones, and a last line that a kill left half-written."""
+        self.close()
+        self._open(self._cut(round))
+
+    def _cut(self, round: int) -> int:
+        _cut(self._trace_path, round * self._traced_per_round)
+        return _cut(self._metrics_path, round)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Puts a text file into the folder, all at once."""
+        atomic_write(self.path / name, text.encode())
+
+    def close(self) -> None:
+        """Ends the dashboards' runs and closes the files; may be called twice."""
+        self._metrics.close()
+        self._trace.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.finish()
+            self._wandb = None
+
+    def _open(self, next_step: int | None) -> None:
+        # Dashboards first: they are what can be missing, and no file is left open then.
+        if self._config.wandb_project is not None:
+            self._wandb = _wandb(self._config.wandb_project, self.path, self.worker, self._run_toml)
+        if self._config.tensorboard:
+            self._tensorboard = _tensorboard(self.path / "tensorboard", self.worker, next_step)
+        self._metrics = self._metrics_path.open("a", encoding="utf-8")
+        self._trace = self._trace_path.open("a", encoding="utf-8")
+
+
+def metrics_line(kind: str, **fields: Any) -> str:
+    """One line of a metrics file; a number that is not finite becomes null."""
+    assert isinstance(fields.get("round"), int), fields
+    return json_line(finite({"kind": kind, **fields}))
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run from all its `metrics*.jsonl`, by round; inside a round file by file, metrics.jsonl first.
+
+    Raises: DataError for a line that is not a JSON object with a kind and a round.
+    """
+    lines: list[dict[str, Any]] = []
+    for path in sorted(Path(run_folder).glob("metrics*.jsonl"), key=lambda path: path.stem):
+        for where, value in json_lines(path):
+            if not isinstance(value.get("kind"), str):
+                got = f"{value.get('kind')!r:.60}"
+                raise DataError(f"{where} has kind {got} but a metric names its kind, such as 'eval'; remove the line")
+            _round(value, where)
+            lines.append(value)
+    return sorted(lines, key=lambda line: line["round"])
+
+
+def _cut(path: Path, round: int) -> int:
+    """Rewrites a JSONL file without the lines of `round` and later; returns the first step that none of the rest has."""
+    if not path.exists():
+        return 0
+    kept = [value for where, value in json_lines(path) if _round(value, where) < round]
+    atomic_write(path, "".join(map(json_line, kept)).encode())
+    return max([0, *(value["step"] + 1 for value in kept if isinstance(value.get("step"), int))])
+
+
+def finite(value: Any) -> Any:
+    """The same value with null for every number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _scalars(kind: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The curves that one line of metrics continues: "eval/loss", "train/loss/worker-003"."""
+    suffix = f"/worker-{fields['worker']:03}" if "worker" in fields else ""
+    for name, value in fields.items():
+        if name not in ("round", "worker", "step") and isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{kind}/{name}{suffix}", value
+
+
+def _round(value: Mapping[str, Any], where: str) -> int:
+    """The round that a line is about. Raises DataError when it names none."""
+    round = value.get("round")
+    if isinstance(round, bool) or not isinstance(round, int) or not -1 <= round < 2**31:
+        raise DataError(
+            f"{where} has round {round!r:.60} but every line names its round, an integer from -1; remove the line"
+        )
+    return round
+
+
+def _tensorboard(folder: Path, worker: int | None, next_step: int | None) -> Any:
+    """A writer of events that makes viewers forget what an interrupted run wrote from `next_step` on."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            f"tensorboard = true needs the package tensorboard, which is missing ({error}); "
+            "run pip install tensorboard, or set tensorboard = false"
+        ) from None
+    # Viewers read one event file per folder, so each process needs its own.
+    return SummaryWriter(
+        str(folder if worker is None else folder / f"worker-{worker:03}"), purge_step=next_step, flush_secs=30
+    )
+
+
+def _wandb(project: str, path: Path, worker: int | None, run_toml: str) -> Any:
+    """A Weights & Biases run that a resumed run continues; the workers of a real run form a group."""
+    try:
+        import wandb  # pyright: ignore[reportMissingImports]  # an extra that few install
+    except ImportError as error:
+        raise ConfigError(
+            f"wandb_project = '{project}' needs the package wandb, which is missing ({error}); "
+            "run pip install 'gossamer[wandb]', or leave wandb_project out"
+        ) from None
+    suffix = "" if worker is None else f"-{worker:03}"
+    id_path = path / f"wandb-id{suffix}.txt"
+    run = wandb.init(
+        project=project,
+        group=path.resolve().name,
+        name=path.resolve().name + suffix,
+        id=id_path.read_text().strip() if id_path.exists() else None,
+        resume="allow",
+        dir=str(path),
+        config=tomllib.loads(run_toml),
+    )
+    run.define_metric("*", step_metric="step")
+    atomic_write(id_path, run.id.encode())
+    return run

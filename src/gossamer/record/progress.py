@@ -1,0 +1,52 @@
+"""What a terminal shows of a run."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Shows how a run goes: live bars with the latest figures on a terminal, else one plain line per `every` rounds.
+
+    Everything goes to stderr, so that the output of a command can be piped.
+    """
+
+    def __init__(self, rounds: int, every: int = 10, console: Console | None = None) -> None:
+        self._rounds = rounds
+        self._every = every
+        self._console = console or Console(stderr=True)
+        self._tasks: dict[str, TaskID] = {}
+        self._bars = Bars(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> "Progress":
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def update(self, method: str, done: int, **figures: float) -> None:
+        """`done` rounds of this method are over; `figures` are shown by name, such as `loss=2.1`."""
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+        if self._console.is_terminal:
+            if method not in self._tasks:
+                self._tasks[method] = self._bars.add_task(method, total=self._rounds, figures="")
+            self._bars.update(self._tasks[method], completed=done, figures=shown)
+        elif done % self._every == 0 or done == self._rounds:
+            self._console.print(
+                f"{method}: round {done} of {self._rounds}  {shown}", markup=False, highlight=False, soft_wrap=True
+            )

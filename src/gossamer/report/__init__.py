@@ -1,0 +1,3 @@
+"""Tables, curves and pages of finished runs."""
+
+__all__: list[str] = []

@@ -1,0 +1,298 @@
+"""An experiment over what it swept: one table and one figure, from the summaries of its runs (`gossamer.report.page`).
+
+What was swept decides which: final loss against one key, a heat map over two, or, where nothing was, the wall-clock at
+which each method first is as good as one of them ended.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gossamer.errors import ConfigError, choose
+from gossamer.record.folder import finite
+from gossamer.record.jsonl import json_line
+from gossamer.report.page import drawing, line_style, markdown_lines, plain, svg
+
+__all__ = ["Figure", "Outcome", "Reach", "draw", "lines", "reach", "table"]
+
+_DASH = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What the `[figure]` table of an experiment file asks for."""
+
+    x: str | tuple[str, ...] = ()
+    """The swept key along the axis; of several, the one that a variant sweeps."""
+    y: str = ""
+    """A second swept key: a heat map for each variant in place of curves."""
+    log_x: bool = False
+    target: str = ""
+    """In place of x, a variant: when each is first as good as this one ended, on every network."""
+
+    def __post_init__(self) -> None:
+        if bool(self.x) == bool(self.target):
+            raise ConfigError(
+                f"figure has x = {self.x!r} and target = {self.target!r} but needs one of the two: "
+                "a swept key for x, or a variant's label for target"
+            )
+        if self.y and not self.x:
+            raise ConfigError(f"figure.y is '{self.y}' without an x; name the other swept key as x")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """`x` as a tuple."""
+        return (self.x,) if isinstance(self.x, str) else self.x
+
+
+class Outcome(NamedTuple):
+    """How one run of an experiment ended."""
+
+    method: str
+    at: Mapping[str, Any]
+    """The swept keys and their values."""
+    seed: int
+    row: Mapping[str, Any]
+    """Of `gossamer.report.page.summary_rows`."""
+
+
+def table(outcomes: Sequence[Outcome], figure: Figure) -> str:
+    """The figure's numbers as Markdown: mean ± sample standard deviation over the seeds.
+
+    >>> runs = [Outcome("a", {"h": h}, seed, {"loss": h + 0.25 * seed}) for h in (1, 2) for seed in (0, 2)]
+    >>> print(table(runs, Figure(x="h")))
+    | h | 1 | 2 |
+    | --- | ---: | ---: |
+    | a | 1.2500 ± 0.3536 | 2.2500 ± 0.3536 |
+    <BLANKLINE>
+    """
+    if figure.target:
+        return _reach_table(outcomes, figure.target)
+    losses = _losses(outcomes, figure)
+    if not figure.y:
+        x_values = list(dict.fromkeys(x for _, x, _ in losses))
+        names = list(dict.fromkeys(method for method, _, _ in losses))
+        rows = [[name, *(_spread(losses.get((name, x, None), [])) for x in x_values)] for name in names]
+        return _markdown([_axis(figure.keys[0]), *map(str, x_values)], rows)
+    parts = []
+    for name in dict.fromkeys(method for method, _, _ in losses):
+        x_values, y_values = _axes_of(losses, name)
+        rows = [[str(y), *(_spread(losses.get((name, x, y), [])) for x in x_values)] for y in y_values]
+        parts.append(
+            f"{name}\n\n" + _markdown([f"{_axis(figure.y)} \\ {_axis(figure.keys[0])}", *map(str, x_values)], rows)
+        )
+    return "\n".join(parts)
+
+
+def draw(outcomes: Sequence[Outcome], figure: Figure) -> bytes:
+    """The figure as SVG; the same outcomes give the same bytes."""
+    paint = _draw_reach if figure.target else _draw_maps if figure.y else _draw_curves
+    with drawing():
+        return svg(paint(outcomes, figure))
+
+
+def lines(outcomes: Iterable[Outcome]) -> str:
+    """One line of JSON for each run: all that the figure is made of, small enough to keep."""
+    return "".join(json_line(finite({**run._asdict(), "row": dict(run.row)})) for run in outcomes)
+
+
+class Reach(NamedTuple):
+    """When a run was as good as the target run of its seed and network had ended."""
+
+    method: str
+    network: str
+    seed: int
+    ratio: float | None
+    """Seconds until then over those of the whole target run; None if it never was."""
+    behind: float | None
+    """Loss above the target's end at the last evaluation within the target run's time; None without one."""
+
+
+def reach(outcomes: Sequence[Outcome], target: str) -> list[Reach]:
+    """For every run and network the share of the target's wall-clock after which its loss first was the target's last.
+
+    Evaluations stand as they are: nothing is interpolated or smoothed.
+
+    Raises: ConfigError when no run has that label.
+
+    >>> def run(method, *points): return Outcome(method, {}, 0, {"loss_at_s": {"lan": points}})
+    >>> reach([run("a", (10, 3.0), (20, 2.5)), run("b", (4, 2.8), (8, 2.4))], "a")[1]
+    Reach(method='b', network='lan', seed=0, ratio=0.4, behind=-0.10000000000000009)
+    """
+    ends = {
+        (network, run.seed): curve[-1]
+        for run in outcomes
+        if run.method == target
+        for network, curve in run.row["loss_at_s"].items()
+        if curve
+    }
+    if not ends:
+        raise ConfigError(choose("target of the figure", target, {run.method for run in outcomes}) + "; correct it")
+    found = []
+    for run in outcomes:
+        for network, curve in run.row["loss_at_s"].items():
+            if (network, run.seed) in ends:
+                end_s, loss = ends[network, run.seed]
+                first_s = next((s for s, own in curve if own <= loss), None)
+                within = [own for s, own in curve if s <= end_s]
+                ratio = None if first_s is None else first_s / end_s
+                found.append(Reach(run.method, network, run.seed, ratio, within[-1] - loss if within else None))
+    return found
+
+
+_Losses = dict[tuple[str, Any, Any], list[float]]
+
+
+def _losses(outcomes: Sequence[Outcome], figure: Figure) -> _Losses:
+    """Final losses of all seeds by method, x and y; a run that ended without a finite loss leaves its place empty."""
+    losses: _Losses = {}
+    for run in outcomes:
+        for key in [figure.y] if figure.y else []:
+            if key not in run.at:
+                raise ConfigError(choose("figure.y", key, run.at) + "; name a key that every variant sweeps")
+        key = next((key for key in figure.keys if key in run.at), None)
+        if key is None:
+            raise ConfigError(
+                f"figure.x is {figure.x!r}, but '{run.method}' sweeps {', '.join(run.at) or 'nothing'}; name that key too"
+            )
+        x, y = _named(run.at[key]), _named(run.at[figure.y]) if figure.y else None
+        loss = run.row["loss"]
+        losses.setdefault((run.method, x, y), []).extend([loss] if loss is not None and math.isfinite(loss) else [])
+    return losses
+
+
+def _named(value: Any) -> Any:
+    """A swept value as one that can be written on an axis."""
+    return str(value.get("name", value)) if isinstance(value, Mapping) else value
+
+
+def _axes_of(losses: _Losses, method: str) -> tuple[list[Any], list[Any]]:
+    mine = [(x, y) for name, x, y in losses if name == method]
+    return list(dict.fromkeys(x for x, _ in mine)), list(dict.fromkeys(y for _, y in mine))
+
+
+def _axis(key: str) -> str:
+    """A key as people say it: "run.local_steps" is "local steps"."""
+    section, _, last = key.rpartition(".")
+    return section if last == "name" else last.replace("_", " ")
+
+
+def _spread(values: Sequence[float], form: str = ".4f") -> str:
+    if not values:
+        return _DASH
+    mean = format(statistics.fmean(values), form)
+    return f"{mean} ± {format(statistics.stdev(values), form)}" if len(values) > 1 else mean
+
+
+def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *rows])
+
+
+def _reach_table(outcomes: Sequence[Outcome], target: str) -> str:
+    found = reach(outcomes, target)
+    parts = []
+    for network in dict.fromkeys(one.network for one in found):
+        rows = []
+        for method in dict.fromkeys(one.method for one in found):
+            mine = [one for one in found if one.network == network and one.method == method]
+            ratios = [one.ratio for one in mine if one.ratio is not None]
+            behind = [one.behind for one in mine if one.behind is not None]
+            each = ", ".join(_DASH if one.ratio is None else f"{one.ratio:.3f}" for one in mine)
+            share = _spread(ratios, ".3f") if len(ratios) == len(mine) else f"{len(ratios)} of {len(mine)} runs"
+            rows.append([method, share, each, _spread(behind, "+.4f").replace("± +", "± ")])
+        headings = [f"on {network}", f"time to {target}'s last loss, over {target}'s time", "each seed"]
+        parts.append(_markdown([*headings, f"loss above {target}'s in its time"], rows))
+    return "\n".join(parts)
+
+
+def _draw_curves(outcomes: Sequence[Outcome], figure: Figure) -> Any:
+    from matplotlib.figure import Figure as Canvas
+
+    losses = _losses(outcomes, figure)
+    x_values = list(dict.fromkeys(x for _, x, _ in losses))
+    numeric = all(isinstance(x, int | float) for x in x_values)
+    place_of: Callable[[Any], float] = float if numeric else lambda x: float(x_values.index(x))
+    canvas = Canvas(figsize=(6.4, 4.0), layout="constrained")
+    axes = canvas.add_subplot()
+    methods = list(dict.fromkeys(name for name, _, _ in losses))
+    for place, method in enumerate(methods):
+        aside = 0.0 if numeric else 0.08 * (place - (len(methods) - 1) / 2)  # else one mark would hide another
+        points = [(place_of(x) + aside, own) for (name, x, _), own in losses.items() if name == method and own]
+        colour, dashes = line_style(place)
+        axes.errorbar(
+            [x for x, _ in points],
+            [statistics.fmean(own) for _, own in points],
+            [statistics.stdev(own) if len(own) > 1 else 0.0 for _, own in points],
+            color=colour, label=method, marker="o", markersize=4, capsize=3, linewidth=1.6,
+            linestyle=(0, dashes) if numeric and dashes else "-" if numeric else "",
+        )  # fmt: skip
+    if figure.log_x:
+        axes.set_xscale("log")
+        axes.minorticks_off()
+    axes.set_xticks([place_of(x) for x in x_values], [str(x) for x in x_values])
+    axes.set_ylabel("validation loss of the mean model")
+    axes.legend(frameon=False)
+    plain(axes, _axis(figure.keys[0]))
+    return canvas
+
+
+def _draw_maps(outcomes: Sequence[Outcome], figure: Figure) -> Any:
+    from matplotlib.figure import Figure as Canvas
+
+    losses = {key: statistics.fmean(own) for key, own in _losses(outcomes, figure).items() if own}
+    methods = list(dict.fromkeys(name for name, _, _ in losses))
+    low = min(losses.values(), default=0.0)
+    high = min(max(losses.values(), default=1.0), low + 1.0)  # what diverged would leave one colour to all else
+    canvas = Canvas(figsize=(1.2 + 4.4 * len(methods), 3.9), layout="constrained")
+    for place, method in enumerate(methods):
+        axes = canvas.add_subplot(1, len(methods), place + 1)
+        mine = {(x, y): loss for (name, x, y), loss in losses.items() if name == method}
+        x_values, y_values = ([*dict.fromkeys(part)] for part in zip(*mine, strict=True))
+        grid = [[mine.get((x, y), math.nan) for x in x_values] for y in y_values]
+        axes.imshow(grid, cmap="viridis_r", vmin=low, vmax=high, aspect="auto", origin="lower")
+        best = min(mine.values())
+        for (x, y), loss in mine.items():
+            dark = loss > (low + high) / 2
+            axes.text(
+                x_values.index(x), y_values.index(y), f"{loss:.3f}", ha="center", va="center",
+                color="white" if dark else "black", weight="bold" if loss == best else "normal",
+            )  # fmt: skip
+        axes.set_xticks(range(len(x_values)), [str(x) for x in x_values])
+        axes.set_yticks(range(len(y_values)), [str(y) for y in y_values])
+        axes.set_title(method, fontsize=10)
+        axes.set_ylabel(_axis(figure.y))
+        plain(axes, _axis(figure.keys[0]), grid=False)
+    return canvas
+
+
+def _draw_reach(outcomes: Sequence[Outcome], figure: Figure) -> Any:
+    from matplotlib.figure import Figure as Canvas
+
+    found = reach(outcomes, figure.target)
+    networks = list(dict.fromkeys(one.network for one in found))
+    methods = list(dict.fromkeys(one.method for one in found))
+    canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
+    panels = canvas.subplots(1, len(networks), squeeze=False)[0]
+    for axes, network in zip(panels, networks, strict=True):
+        ends = {r.seed: r.row["loss_at_s"][network][-1] for r in outcomes if r.method == figure.target}
+        for run in outcomes:
+            if run.seed not in ends or not run.row["loss_at_s"].get(network):
+                continue
+            end_s, loss = ends[run.seed]
+            # Against the target run's own end, so that seeds may be laid over each other.
+            points = [(s / end_s, own - loss) for s, own in run.row["loss_at_s"][network] if s <= 1.02 * end_s]
+            colour, _ = line_style(methods.index(run.method))
+            axes.plot([x for x, _ in points], [y for _, y in points], color=colour, linewidth=1.2, alpha=0.75)
+            if run.method != figure.target and (hit := next((x for x, y in points if y <= 0), None)) is not None:
+                axes.plot([hit], [0.0], marker="v", color=colour, markersize=6)
+        axes.axhline(0.0, color="#2b2b2b", linewidth=0.8)
+        axes.set_xlim(0, 1.02)
+        axes.set_ylim(-0.15, 0.6)
+        axes.set_title(network, fontsize=10)
+        plain(axes, f"wall-clock over that of {figure.target}")
+    panels[0].set_ylabel(f"validation loss above {figure.target}'s last")
+    handles = [panels[-1].plot([], [], color=line_style(i)[0], label=name)[0] for i, name in enumerate(methods)]
+    panels[-1].legend(handles=handles, frameon=False)
+    return canvas

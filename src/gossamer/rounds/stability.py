@@ -1,0 +1,399 @@
+"""Will the workers stay together? The mean-square stability of a rule's disagreement on a topology, before anything is run.
+
+Without drift the disagreement of a gossip rule with momentum obeys a linear recursion (`Consensus`). On a static or periodic
+topology its companion matrices are known; on a random one the second moment is what counts, and for exchangeable draws it
+closes in three numbers. The model has no loss: the curvature that workers share pulls them together as well.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gossamer.errors import ConfigError
+from gossamer.options import within
+from gossamer.rules import RULES, Consensus, Rule
+from gossamer.topologies import Topology
+from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
+
+__all__ = ["Stability", "best_alpha", "describe", "largest_stable_gamma", "settle", "stability", "warning"]
+
+Array = NDArray[Any]
+Site = Literal["pre", "post"]
+Analysis = Callable[[Consensus], "Stability"]
+
+
+class Stability(NamedTuple):
+    """How the disagreement of a rule evolves on a topology."""
+
+    radius: float
+    """Factor by which the rms disagreement shrinks per round in the long run; it grows above one."""
+    variance: float
+    """Steady variance per dimension of the disagreement space when every round adds drift of unit variance to what is sent;
+    infinite if unstable. The mean over workers of |θ_i - mean|² is (n-1)/n of it per parameter."""
+    method: Literal["closed form", "companion", "second moment"]
+    """Exact for exchangeable draws; exact for periodic sequences; estimated from 256 draws."""
+
+    @property
+    def stable(self) -> bool:
+        """Whether the disagreement stays bounded; a radius within 1e-9 of one is not told from one."""
+        return self.radius < 1.0 - 1e-9
+
+
+def stability(consensus: Consensus, topology: Topology) -> Stability:
+    """The rms contraction per round and the steady variance of a recursion on a topology, all workers alive.
+
+    With `W_α = (1-α) I + α W`, the pair (θ, θ_prev) at site "pre", and (θ, z_prev) at site "post", is multiplied by
+
+        pre: [[W_α + γ I, -γ I], [I, 0]]        post: [[(1+γ) W_α, -γ I], [W_α, 0]]
+
+    and the radius is that of their product over a period, or of the second moment `S -> E[M S Mᵀ]` of random ones (its
+    square root). Drift enters as noise on θ before the round, so at "pre" the momentum sees it too.
+
+    Raises: ConfigError when alpha is still "auto".
+    Cost: O(n) for exchangeable topologies, O(period · n log n) for circulant ones (ring, exponential), O(period · n³) for
+        others; for those whose mixings do not commute (base, unless n is a power of k + 1) that holds for every pair (α, γ)
+        anew: half a second for 255 workers.
+    Source: static graphs are heavy-ball and Nesterov gossip; random pairs with momentum at "pre" are the gossip of Loizou
+        and Richtárik, arXiv 1905.08645; the second moments are ours.
+
+    >>> from gossamer.topologies import random
+    >>> [round(stability(Consensus(1.0, gamma, "post"), random(8)).radius, 3) for gamma in (0.0, 0.7, 0.9)]
+    [0.655, 0.914, 1.022]
+    """
+    if math.isnan(consensus.alpha):
+        raise ConfigError(
+            f"the gossip step is {consensus.alpha}, which stands for alpha = 'auto'; a number is needed: use settle(rule, "
+            "topology) first"
+        )
+    return _analysis(topology)(consensus)
+
+
+def largest_stable_gamma(alpha: float, site: Site, topology: Topology) -> float:
+    """The supremum of the momenta in [0, 1] that are stable with this gossip step; nan if none is.
+
+    Smaller momenta are usually stable too, but a gossip step above one may need some.
+
+    >>> from gossamer.topologies import random
+    >>> round(largest_stable_gamma(1.0, "pre", random(8)), 3), round(largest_stable_gamma(1.0, "post", random(8)), 3)
+    (0.744, 0.859)
+    """
+    analysis = _analysis(topology)
+
+    def stable(gamma: float) -> bool:
+        return analysis(Consensus(alpha, gamma, site)).stable
+
+    if stable(1.0 - 1e-6):
+        return 1.0
+    low = next((k / 32 for k in range(31, -1, -1) if stable(k / 32)), math.nan)
+    high = low + 1 / 32
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if stable(middle) else (low, middle)
+    return low
+
+
+def best_alpha(gamma: float, site: Site, topology: Topology) -> float:
+    """The gossip step in (0, 2) with the least steady variance at this momentum, to three digits.
+
+    Stable whenever a step above 1e-6 is; if none is, the one with the smallest radius.
+
+    >>> from gossamer.topologies import random
+    >>> best_alpha(0.0, "post", random(8)), best_alpha(0.9, "post", random(8)) < 1
+    (1.0, True)
+    """
+    if topology.n == 1:
+        return 1.0
+    analysis = _analysis(topology)
+
+    def cost(log_alpha: float) -> tuple[bool, float]:
+        found = analysis(Consensus(math.exp(log_alpha), gamma, site))
+        return not found.stable, found.variance if found.stable else found.radius
+
+    grid = np.linspace(math.log(1e-6), math.log(1.99), 25).tolist()
+    best = min(range(len(grid)), key=lambda k: cost(grid[k]))
+    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+    golden = (math.sqrt(5) - 1) / 2
+    while high - low > 2e-4:
+        left, right = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, right) if cost(left) <= cost(right) else (left, high)
+    return float(f"{math.exp((low + high) / 2):.3g}")
+
+
+def settle(rule: Rule, topology: Topology) -> Rule:
+    """The rule with `alpha = "auto"` replaced by `best_alpha` for the topology; any other rule as it is.
+
+    >>> from gossamer.rules import gasloc
+    >>> from gossamer.topologies import complete
+    >>> settle(gasloc(alpha="auto", momentum=0.0), complete(4)).options["alpha"]
+    1.0
+    """
+    if rule.consensus is None or not math.isnan(rule.consensus.alpha):
+        return rule
+    alpha = best_alpha(rule.consensus.gamma, rule.consensus.site, topology)
+    return RULES[rule.name](**{**rule.options, "alpha": alpha})
+
+
+def warning(rule: Rule, topology: Topology) -> str | None:
+    """A sentence for a rule whose disagreement is predicted not to stay bounded, with what would; None if it is stable.
+
+    >>> from gossamer.rules import gasloc
+    >>> from gossamer.topologies import random
+    >>> warning(gasloc(), random(8)) is None, "1.022" in str(warning(gasloc(momentum=0.9), random(8)))
+    (True, True)
+    """
+    if rule.consensus is None:
+        return None
+    alpha, gamma, site = rule.consensus
+    now = stability(rule.consensus, topology)
+    if now.stable:
+        return None
+    limit, best = largest_stable_gamma(alpha, site, topology), best_alpha(gamma, site, topology)
+    by_momentum = (
+        f"no momentum is stable with gossip step {alpha:g}"
+        if math.isnan(limit)
+        else f"with gossip step {alpha:g} the largest stable momentum is {limit:.3f}"
+    )
+    by_step = (
+        f"with momentum {gamma:g} the best gossip step is {best:g}"
+        if stability(Consensus(best, gamma, site), topology).stable
+        else f"with momentum {gamma:g} no gossip step is stable"
+    )
+    return (
+        f"rule '{rule.name}' is predicted to lose consensus on topology '{topology.name}' with {topology.n} workers: the "
+        f"disagreement is multiplied by {now.radius:.3f} per round, where below 1 is needed (the curvature of the loss, which "
+        f"this leaves out, may help); {by_momentum}, and {by_step}"
+    )
+
+
+def describe(topology: Topology, *, alpha: float, gamma: float) -> str:
+    """What a topology is, and what gossip with momentum does on it, in lines for the terminal.
+
+    Raises: ConfigError when alpha is outside (0, 2) or gamma outside [0, 1).
+
+    >>> from gossamer.topologies import random
+    >>> print(describe(random(8), alpha=1.0, gamma=0.5))
+    symmetric, doubly stochastic, psd, exchangeable
+    spectral gap of the mean round 0.5714, condition number of its Laplacian 1
+    <BLANKLINE>
+    momentum 0.5, gossip step 1     disagreement   steady     largest stable   best step for
+                                    per round      variance   momentum         this momentum
+    after mixing (site "post")      x 0.807        2.72       0.859            0.795
+    before mixing (site "pre")      x 0.866        3.59       0.744            0.808
+    without momentum                x 0.655        0.75                        1
+    """
+    within("gossip", "alpha", alpha, 0.0, 2.0, low_open=True)
+    within("gossip", "momentum", gamma, 0.0, 1.0)
+    tags = ("static", "everyone", "tree", "symmetric", "doubly_stochastic", "psd", "exchangeable")
+    facts = [tag.replace("_", " ") for tag in tags if getattr(topology, tag)]
+    if topology.period is not None and topology.period > 1:
+        facts.append(f"repeats after {topology.period} rounds")
+    if topology.exact_rounds:
+        facts.append(f"exact after {topology.exact_rounds} round{'s' * (topology.exact_rounds > 1)}")
+    if not topology.doubly_stochastic:
+        said = "not doubly stochastic: gossip keeps no mean to agree on here; push rules such as 'sgp' do"
+        return f"{', '.join(['column stochastic', *facts])}\n\n{said}"
+    lines = [", ".join(facts)]
+    if topology.period is not None or topology.exchangeable:
+        w = _mean_matrix(topology)
+        of = "" if topology.static else " of the mean round"
+        chi = f", condition number of its Laplacian {laplacian_condition(w):.4g}" if topology.symmetric else ""
+        lines.append(f"spectral gap{of} {spectral_gap(w):.4g}{chi}")
+
+    def limit(site: Site) -> str:
+        found = largest_stable_gamma(alpha, site, topology)
+        return "none" if math.isnan(found) else f"{found:.3f}"
+
+    def row(title: str, site: Site, momentum: float, largest: str) -> tuple[str, ...]:
+        found = stability(Consensus(alpha, momentum, site), topology)
+        step = f"{best_alpha(momentum, site, topology):g}"
+        return title, f"x {found.radius:.3f}", f"{found.variance:.3g}", largest, step
+
+    table = [
+        (f"momentum {gamma:g}, gossip step {alpha:g}", "disagreement", "steady", "largest stable", "best step for"),
+        ("", "per round", "variance", "momentum", "this momentum"),
+        row('after mixing (site "post")', "post", gamma, limit("post")),
+        row('before mixing (site "pre")', "pre", gamma, limit("pre")),
+        row("without momentum", "post", 0.0, ""),
+    ]
+    lines += ["", *(f"{a:<31} {b:<14} {c:<10} {d:<16} {e}" for a, b, c, d, e in table)]
+    return "\n".join(lines)
+
+
+def _mean_matrix(topology: Topology) -> NDArray[np.float64]:
+    """The mean mixing matrix over a period, or over the law of exchangeable rounds, which is a multiple of I plus one of J."""
+    if topology.period is not None:
+        return np.mean([matrix(topology.mixing(t)) for t in range(topology.period)], axis=0)
+    n, w = topology.n, matrix(topology.mixing(0))
+    a = (np.trace(w) - 1) / (n - 1) if n > 1 else 0.0  # the trace is the same for each draw
+    return a * np.eye(n) + (1 - a) * np.ones((n, n)) / n
+
+
+def _analysis(topology: Topology) -> Analysis:
+    """What is common to all (α, γ) of a topology is computed here, once."""
+    if not topology.doubly_stochastic:
+        raise ConfigError(
+            f"topology '{topology.name}' has weights that are not doubly stochastic, under which gossip keeps no mean to agree "
+            "on; use one that is, such as 'random'"
+        )
+    if topology.n == 1:
+        return lambda consensus: Stability(0.0, 0.0, "closed form")
+    if topology.exchangeable:
+        return _exchangeable(topology.mixing(0))
+    if topology.period is not None:
+        return _periodic(_parts([topology.mixing(t) for t in range(topology.period)], topology.symmetric))
+    return _sampled(_restricted([topology.mixing(t) for t in range(256)]))
+
+
+def _exchangeable(mixing: Mixing) -> Analysis:
+    """`E[W] = a1 I` and `E[WᵀW] = a2 I` on the disagreement space, as no worker is special; both come from traces, and those
+    are the same for every draw."""
+    n = mixing.n
+    a1 = (math.fsum(mixing.weight(i) for i in range(n)) - 1.0) / (n - 1)
+    a2 = (math.fsum(w * w for row in mixing.rows for _, w in row) - 1.0) / (n - 1)
+
+    def analysis(consensus: Consensus) -> Stability:
+        alpha, g, site = consensus
+        m1 = (1 - alpha) + alpha * a1
+        m2 = (1 - alpha) ** 2 + 2 * (1 - alpha) * alpha * a1 + alpha**2 * a2
+        # Of |θ|², <θ, prev> and |prev|².
+        if site == "pre":
+            step = np.array([[m2 + 2 * g * m1 + g * g, -2 * g * (m1 + g), g * g], [m1 + g, -g, 0.0], [1.0, 0.0, 0.0]])
+        else:
+            step = np.array(
+                [[(1 + g) ** 2 * m2, -2 * g * (1 + g) * m1, g * g], [(1 + g) * m2, -g * m1, 0.0], [m2, 0.0, 0.0]]
+            )
+        found = Stability(math.sqrt(_spectral_radius(step)), math.inf, "closed form")
+        if not found.stable:
+            return found
+        # s = step (s + noise), and the noise is on θ alone.
+        return found._replace(variance=float(np.linalg.solve(np.eye(3) - step, step[:, 0])[0]))
+
+    return analysis
+
+
+def _restricted(mixings: Sequence[Mixing]) -> Array:
+    """The mixing matrices on the disagreement space `[t, n-1, n-1]`, in one orthonormal basis of it."""
+    n = mixings[0].n
+    basis = np.linalg.qr(np.column_stack([np.ones(n), np.eye(n)[:, 1:]]))[0][:, 1:]
+    return np.stack([basis.T @ matrix(mixing) @ basis for mixing in mixings])
+
+
+def _parts(mixings: Sequence[Mixing], symmetric: bool) -> Array:
+    """The disagreement space in parts that never meet, `[parts, t, b, b]`: scalars where the mixings are all circulant, or
+    symmetric and commute; else one part of size n - 1."""
+    n = mixings[0].n
+    if all(_is_circulant(mixing) for mixing in mixings):
+        first = np.zeros((len(mixings), n))
+        for t, mixing in enumerate(mixings):
+            for j, w in mixing.rows[0]:
+                first[t, j] = w
+        return np.fft.fft(first)[:, 1:].T[:, :, None, None]
+
+    w = _restricted(mixings)
+    if not symmetric:
+        return w[None]
+    # The eigenvectors of a generic combination are common to all, if common ones exist.
+    vectors = np.linalg.eigh(np.tensordot(np.random.default_rng(0).normal(size=len(w)), w, 1))[1]
+    rotated = vectors.T @ w @ vectors
+    values = np.diagonal(rotated, axis1=1, axis2=2)
+    if np.abs(rotated - values[:, :, None] * np.eye(n - 1)).max() > 1e-10:
+        return w[None]
+    return values.T[:, :, None, None]
+
+
+def _is_circulant(mixing: Mixing) -> bool:
+    first = mixing.rows[0]
+    return all(row == tuple(sorted(((j + i) % mixing.n, w) for j, w in first)) for i, row in enumerate(mixing.rows))
+
+
+def _companion(consensus: Consensus, w: Array) -> Array:
+    """One round `[..., 2b, 2b]` of (θ, prev) for mixings `w` `[..., b, b]`."""
+    alpha, g, site = consensus
+    b = w.shape[-1]
+    eye = np.eye(b)
+    mixed = (1 - alpha) * eye + alpha * w
+    step = np.zeros((*w.shape[:-2], 2 * b, 2 * b), dtype=w.dtype)
+    step[..., :b, :b] = mixed + g * eye if site == "pre" else (1 + g) * mixed
+    step[..., :b, b:] = -g * eye
+    step[..., b:, :b] = eye if site == "pre" else mixed
+    return step
+
+
+def _periodic(parts: Array) -> Analysis:
+    """Products of companion matrices over a period, part by part; `parts` is `[parts, period, b, b]`."""
+    _, period, b, _ = parts.shape
+
+    def analysis(consensus: Consensus) -> Stability:
+        steps = [_companion(consensus, parts[:, t]) for t in range(period)]
+        product = reduce(lambda done, step: step @ done, steps)
+        # Exact averaging leaves rounding errors, and the roots of those are not small.
+        product = np.where(np.abs(product) < 1e-12, 0.0, product)
+        found = Stability(_spectral_radius(product) ** (1 / period), math.inf, "companion")
+        if not found.stable:
+            return found
+
+        drift = np.diag(np.repeat([1.0, 0.0], b))
+        s = np.zeros_like(product)
+        for step in steps:
+            s = _carried(step, s + drift)
+        power = product  # s <- Σ_k power^k s (power^k)ᴴ, doubling the number of terms
+        while 1e-16 < (peak := np.abs(power).max()) < 1e50:
+            s = s + _carried(power, s)
+            power = power @ power
+        if peak > 1.0:  # so close to one that the eigenvalues could not tell
+            return found
+        total = 0.0
+        for step in steps:
+            s = _carried(step, s + drift)
+            total += float(np.trace(s[:, :b, :b], axis1=1, axis2=2).real.mean()) / b
+        return found._replace(variance=total / period)
+
+    return analysis
+
+
+def _sampled(mixings: Array) -> Analysis:
+    """Power iteration of `S -> mean_t M_t S M_tᵀ` over drawn mixings `[draws, b, b]`, whose terms sum to the variance."""
+    draws, b, _ = mixings.shape
+    drift = np.diag(np.repeat([1.0, 0.0], b))
+
+    def analysis(consensus: Consensus) -> Stability:
+        steps = _companion(consensus, mixings)
+
+        def carried(s: Array) -> Array:
+            return np.tensordot(steps @ s, steps, axes=([0, 2], [0, 2])) / draws
+
+        # The dominant eigenvalue is real; adding one to all of them takes the others of its size away from the circle.
+        s, before, growth = np.eye(2 * b) / (2 * b), 0.0, 1.0
+        for _ in range(10_000):
+            s = s + carried(s)
+            before, growth = growth, float(np.trace(s))
+            s = s / growth
+            if abs(growth - before) < 1e-11:
+                break
+        square = max(growth - 1.0, 0.0)
+        found = Stability(math.sqrt(square), math.inf, "second moment")
+        if not found.stable:
+            return found
+
+        term, last, total = drift, 1.0, 0.0
+        for _ in range(10_000):
+            term = carried(term)
+            last = float(np.trace(term[:b, :b])) / b
+            total += last
+            if float(np.trace(term)) < 1e-9 * b:
+                break
+        return found._replace(variance=total + last * square / (1.0 - square))
+
+    return analysis
+
+
+def _carried(step: Array, s: Array) -> Array:
+    return step @ s @ step.conj().swapaxes(-1, -2)
+
+
+def _spectral_radius(m: Array) -> float:
+    return float(np.abs(np.linalg.eigvals(m)).max())

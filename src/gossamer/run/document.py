@@ -1,0 +1,117 @@
+"""A run file as it is written: loaded, and changed key by key, before it is validated."""
+
+import copy
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gossamer.asynchronous import PAIRS, SERVERS
+from gossamer.codecs import CODECS
+from gossamer.errors import ConfigError
+from gossamer.rules import RULES
+from gossamer.run.methods import recipe
+from gossamer.topologies import TOPOLOGIES
+
+__all__ = ["EXPERIMENT", "INSTEAD", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
+
+TABLES: dict[str, Mapping[str, Any]] = {
+    "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
+}  # fmt: skip
+INSTEAD: dict[str, tuple[str, ...]] = {
+    "server": ("rule", "pair", "topology"), "pair": ("rule", "server"), "rule": ("server", "pair"),
+}  # fmt: skip
+"""What each of the three kinds of method has no use for."""
+EXPERIMENT = ("variant", "sweep", "scale", "figure")
+"""What an experiment file has beside its base."""
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The document in a TOML run file with dotted overrides applied; not yet validated.
+
+    Raises: ConfigError when the file is missing, too large to be a run file, or not TOML.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no run file '{path}'; give the path of a TOML file, such as configs/gasloc.toml")
+    if path.stat().st_size > 1 << 20:
+        raise ConfigError(
+            f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: is it the right file?"
+        )
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'{path}' is not TOML: {error}; correct that line") from None
+    return with_settings(document, overrides or {})
+
+
+def load_run(folder: Path) -> dict[str, Any]:
+    """The document of the run that a folder holds. Raises ConfigError, naming the runs inside it, when it holds none."""
+    if not (folder / "run.toml").is_file():
+        inside = sorted(path.parent.name for path in folder.glob("*/run.toml"))
+        names = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")
+        instead = f"it holds runs: {names}; name one of them" if inside else "name one that gossamer wrote"
+        raise ConfigError(f"'{folder}' is no run folder (no run.toml); {instead}")
+    return load(folder / "run.toml")
+
+
+def settings(words: list[str]) -> dict[str, Any]:
+    """Dotted overrides from `key=value` words; a value is TOML, and anything that is not is taken as text.
+
+    >>> settings(["rule.lr=0.5", "topology.name=ring"])
+    {'rule.lr': 0.5, 'topology.name': 'ring'}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set got '{word}'; write it as key=value, such as rule.lr=0.5")
+        try:
+            found[key] = tomllib.loads(f"v = {value}")["v"]
+        except tomllib.TOMLDecodeError:
+            found[key] = value
+    return found
+
+
+def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one.
+
+    Naming a server drops the rule and the topology of the document, and so on: a run has one kind of method. `method` stands for
+    the settings of a recipe, which give way to what is said beside it.
+    """
+    result = copy.deepcopy(dict(document))
+    if "method" in result:
+        base = with_settings({}, recipe(result.pop("method")).settings)
+        beside = flat({key: result.pop(key) for key in [*result] if key in base})
+        result |= with_settings(base, beside)
+    if "method" in overrides:
+        own = {key: value for key, value in overrides.items() if key != "method"}
+        overrides = {**recipe(overrides["method"]).settings, **own}
+    given = {key.partition(".")[0] for key in overrides}
+    for kind, others in INSTEAD.items():
+        if kind in overrides or f"{kind}.name" in overrides:
+            for other in {*others} - given:
+                result.pop(other, None)
+    for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
+        *path, last = key.split(".")
+        node: Any = result
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; check the dots")
+        if last == "name" and path and path[-1] in TABLES and node.get("name") != value:
+            node.clear()
+        node[last] = copy.deepcopy(value)  # a recipe's own table must not be what the next override is written into
+    return result
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys; an empty table inside another stays a value, as it may mean something.
+
+    >>> flat({"rule": {"name": "gasloc", "anchored": {}}, "seed": 1})
+    {'rule.name': 'gasloc', 'rule.anchored': {}, 'seed': 1}
+    """
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        below = isinstance(value, dict) and (value or not prefix)
+        found.update(flat(value, f"{prefix}{key}.") if below else {prefix + key: value})
+    return found

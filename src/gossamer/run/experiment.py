@@ -1,0 +1,78 @@
+"""Experiment files: variants times a grid, over one base."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gossamer.errors import ConfigError, choose
+from gossamer.report.figures import Figure
+from gossamer.run.config import RunConfig, _build, parse
+from gossamer.run.document import EXPERIMENT, flat, with_settings
+
+__all__ = ["Point", "figure", "points"]
+
+
+class Point(NamedTuple):
+    """One run of an experiment file: whose it is, where it stands on the grid, and the run itself."""
+
+    method: str
+    """The label of its variant."""
+    at: Mapping[str, Any]
+    """The swept keys and their values here, the seed not among them."""
+    seed: int
+    label: str
+    """The method with all that was swept: the run's own name."""
+    config: RunConfig
+
+
+def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Point]:
+    """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
+
+    A variant is a table of dotted overrides with a `label`; `[sweep]` maps dotted keys to lists of values, and a variant
+    may have a `[variant.sweep]` of its own instead. A file with neither is one run, labelled with its name.
+    `[scale.NAME]` has dotted overrides for another size of the same experiment, `[variant.scale.NAME]` those of a variant.
+
+    Args:
+        seeds: run every point with each of them.
+        scale: the name of the size to take; empty for the file as it is.
+    """
+    base = {key: value for key, value in document.items() if key not in EXPERIMENT}
+    rows = document.get("variant", [{}])
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"variant is {type(rows).__name__}; write each variant as a [[variant]] table")
+    if scale and "scale" not in document:
+        raise ConfigError(f"--scale got '{scale}' and the file has no [scale.NAME]; leave --scale out, or write one")
+    if scale and scale not in document["scale"]:
+        raise ConfigError(choose("scale", scale, document["scale"]) + "; name one that the file has")
+    base = with_settings(base, flat(document.get("scale", {}).get(scale, {})))
+    runs: list[Point] = []
+    for row in rows:
+        own = flat({key: value for key, value in row.items() if key not in ("label", "sweep", "scale")})
+        own |= flat(row.get("scale", {}).get(scale, {}))
+        method = str(row.get("label", row.get("method", base.get("name", "run"))))
+        grid = _grid(row.get("sweep", document.get("sweep", {})), seeds)
+        for values in itertools.product(*grid.values()):
+            here = dict(zip(grid, values, strict=True))
+            label = method + "".join(f" {key.rpartition('.')[2]}={_word(value)}" for key, value in here.items())
+            config = parse(with_settings(base, {**own, **here, "name": label}))
+            runs.append(Point(method, {k: v for k, v in here.items() if k != "seed"}, config.seed, label, config))
+    labels = [run.label for run in runs]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")
+    return runs
+
+
+def figure(document: Mapping[str, Any]) -> Figure | None:
+    """What the `[figure]` table of an experiment file asks for. Raises ConfigError when it asks for the impossible."""
+    return _build(Figure, document["figure"], "figure") if "figure" in document else None
+
+
+def _grid(sweep: Any, seeds: Sequence[int]) -> dict[str, list[Any]]:
+    """The swept keys with their values; the seed comes last, so that labels differ by their end."""
+    if not isinstance(sweep, Mapping) or not all(isinstance(values, list) and values for values in sweep.values()):
+        raise ConfigError(f"sweep is {sweep!r}; write it as a [sweep] table of dotted keys with lists of values")
+    return {**sweep, "seed": list(seeds)} if seeds else dict(sweep)
+
+
+def _word(value: Any) -> str:
+    return str(value["name"]) if isinstance(value, Mapping) and "name" in value else str(value)

@@ -1,0 +1,295 @@
+"""Every method by its name, as the settings of a run file: `method = "muloco"`.
+
+A row of `RULES`, `SERVERS` or `PAIRS` is a method as it stands. What differs from one in no equation, but in the topology, codec,
+schedule or inner optimizer it is run with, is a row of `METHODS`; one with the name of a rule says what its paper runs it with.
+"""
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from gossamer.asynchronous import PAIRS, SERVERS
+from gossamer.errors import ConfigError, choose
+from gossamer.rules import RULES
+
+__all__ = ["FACTORIES", "METHODS", "Recipe", "first_sentence", "made_of", "missing", "recipe", "recipes", "said"]
+
+
+class Recipe(NamedTuple):
+    """How a method is run."""
+
+    settings: Mapping[str, Any]
+    """Dotted keys of a run file; `rule.name`, `server.name` or `pair.name` is one, or the recipe is of its own name."""
+    source: str = ""
+    """Where it is from, if not what the docstring of its rule says."""
+    differs: str = ""
+    """What differs from the source, beyond what the docstring of its rule says."""
+    fails: str = ""
+    """When it fails, if not what the docstring of its rule says."""
+
+
+_GPA = {"inner.averaging": "gpa", "inner.mu_x": 0.9934}
+_OVERLAP = {"schedule.overlap_steps": 5}
+_COMBINE_THEN_ADAPT = {"run.local_steps": 1, "schedule.overlap_steps": 1}
+METHODS: dict[str, Recipe] = {
+    # What the papers run these rules with.
+    "anchored_gasloc": Recipe({"codec.name": "int4"}),
+    "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
+    "cocktail": Recipe({"run.local_steps": 1, "codec.name": "cocktail"}),
+    "relaysum": Recipe({"run.local_steps": 1}),
+    "sparseloco": Recipe({"codec.name": "topk2bit"}),
+    "sparta": Recipe({"run.local_steps": 1, "rule.one_in": 50}),
+    "sgp": Recipe({"run.local_steps": 1}),
+    # GASLoC.
+    "gasloc_2peer": Recipe({"rule.name": "gasloc", "topology.name": "random", "topology.peers": 2}),
+    "gasloc_published": Recipe({"rule.name": "gasloc", "rule.form": "published", "rule.momentum": 0.5}),
+    "gasloc_heavy_ball": Recipe({"rule.name": "gasloc", "rule.optimizer": "heavy_ball", "rule.momentum": 0.5}),
+    "gasloc_sgd": Recipe({"rule.name": "gasloc", "rule.optimizer": "sgd"}),
+    "gasloc_single_step": Recipe(
+        {
+            "rule.name": "gasloc", "rule.lr": 1.0, "rule.momentum": 0.5, "rule.alpha": "auto",
+            "topology.name": "exponential", "run.local_steps": 1,
+        },
+    ),
+    "gasloc_restarted": Recipe(
+        {"rule.name": "gasloc", "rule.restarted": {"every": 3}},
+        source="arXiv 2605.28585 for DiLoCo; for GASLoC ours",
+    ),
+    "gasloc_overlapped": Recipe({"rule.name": "gasloc", **_OVERLAP}, source="ours, after arXiv 2501.18512"),
+    "gasloc_streaming": Recipe(
+        {"rule.name": "gasloc", "schedule.fragments": 3, **_OVERLAP}, source="ours, after arXiv 2501.18512"
+    ),
+    "gasloc_adaptive": Recipe(
+        {"rule.name": "gasloc", "run.adapt": True},
+        source="arXiv 2606.11081, figures 2 and 3",
+        differs="how many steps a straggler takes is inferred; `run.weigh_steps`, with which they count as many, is ours",
+    ),
+    # Around DiLoCo.
+    "fedavg_momentum": Recipe(
+        {"rule.name": "diloco", "rule.lr": 1.0, "rule.momentum": 0.5, "rule.optimizer": "heavy_ball"},
+        source="arXiv 2003.00295",
+        differs="everyone takes part",
+        fails="η / (1 - μ), by which steady progress is multiplied, is large.",
+    ),
+    "fedadagrad": Recipe({"rule.name": "fedopt", "rule.optimizer": "adagrad"}),
+    "fedyogi": Recipe({"rule.name": "fedopt", "rule.optimizer": "yogi"}),
+    "muloco": Recipe(
+        {"rule.name": "diloco", "rule.momentum": 0.6, "inner.optimizer": "muon"},
+        source="arXiv 2505.23725",
+        differs="Muon's updates are scaled to AdamW's size, so that one inner learning rate serves both",
+    ),
+    "muloco_compressed": Recipe(
+        {
+            "rule.name": "diloco", "rule.momentum": 0.6, "rule.error_feedback": {"decay": 0.95},
+            "inner.optimizer": "muon", "codec.name": "topk2bit",
+        },
+        source="arXiv 2505.23725",
+        differs="their two bits are of all elements, those of `topk2bit` of the largest alone",
+        fails="a worker leaves: its leftovers are lost with it.",
+    ),
+    "opendiloco": Recipe(
+        {"rule.name": "diloco", "codec.name": "fp16", "codec.back": "fp16"},
+        source="arXiv 2407.07852",
+        differs="sums are taken in fp32",
+    ),
+    "intellect_1": Recipe(
+        {"rule.name": "diloco", "codec.name": "int8_statistical", "codec.back": "int8_statistical"},
+        source="arXiv 2412.01152",
+        differs="quantised once on each of two ways, not at every hop of a ring",
+    ),
+    "snoo": Recipe(
+        {"rule.name": "diloco", "workers": 1},
+        source="arXiv 2510.15830",
+        fails="the outer learning rate and momentum are those of many workers: less is averaged away.",
+    ),
+    "streaming_diloco": Recipe(
+        {
+            "rule.name": "diloco", "rule.lr": 0.4, "codec.name": "fp4", "codec.back": "bf16",
+            "schedule.fragments": 3, "schedule.overlap_steps": 2, "schedule.merge": 0.5,
+        },
+        source="arXiv 2501.18512",
+        differs="how sums travel back is not said there; `codec.back` may be fp4 as well",
+        fails="the overlap is long: the paper recommends at most 5 inner steps.",
+    ),
+    "naive_delayed": Recipe(
+        {"rule.name": "eager", "rule.fresh": False},
+        source="arXiv 2502.12996, as what eager updates are compared with",
+        fails="always, a little: its authors found it clearly worse than eager updates.",
+    ),
+    "des_loc": Recipe(
+        {"rule.name": "local_sgd", "schedule.inner_every": [3, 6]},
+        source="arXiv 2505.22549",
+        differs="parameters and moments are averaged after the optimizer step, not before it",
+    ),
+    "local_adam": Recipe(
+        {"rule.name": "local_sgd", "schedule.inner_every": [1, 1]},
+        source="as in arXiv 2505.22549, which halves its bytes",
+        differs="as in `des_loc`",
+    ),
+    # Averages of the inner optimizer's iterates.
+    "gpa": Recipe(
+        {"rule.name": "gossip", "topology.name": "complete", "workers": 1, **_GPA},
+        source="arXiv 2512.17131",
+        differs="average and iterate are both kept, two buffers for their one; `inner.mu_x = 0.9^(1/H)` is like H local steps, "
+        "0.9934 like 16",
+        fails="μ_x is so close to one that the average still holds early iterates at the end.",
+    ),
+    "gpa_data_parallel": Recipe({"rule.name": "data_parallel", **_GPA}, source="arXiv 2512.17131", differs="as in `gpa`"),
+    "gpa_gossip": Recipe(
+        {"rule.name": "gossip", **_GPA}, source="arXiv 2512.17131 for one worker; with gossip ours",
+        differs="the parameters, which lie between average and iterate, are made anew from the two; any rule will do"
+    ),
+    "schedule_free": Recipe(
+        {
+            "rule.name": "data_parallel", "inner.averaging": "schedule_free", "inner.mu_y": 0.9, "inner.schedule": "constant",
+        },
+        source="arXiv 2405.15682",
+        differs="all steps weigh alike in the average, those of the warm-up too",
+    ),
+    # Decentralized, one step a round.
+    "d_psgd": Recipe(
+        {
+            "rule.name": "gossip", "topology.name": "ring", **_COMBINE_THEN_ADAPT,
+            "inner.optimizer": "sgd", "inner.momentum": 0.0, "inner.lr": 0.1, "inner.weight_decay": 1e-4,
+        },
+        source="Lian et al., arXiv 1705.09056",
+        differs="nothing: what is heard under the next step was sent before it, so the gradient is that of the point before "
+        "mixing; without the overlap it adapts and then combines",
+    ),
+    "decentralized_adamw": Recipe(
+        {"rule.name": "gossip", "topology.name": "one_peer_exponential", **_COMBINE_THEN_ADAPT},
+        source="arXiv 2410.11998",
+        differs="decoupled weight decay shrinks the point before mixing, not the one after it",
+    ),
+    "decentralized_accum_adamw": Recipe(
+        {
+            "rule.name": "gossip", "topology.name": "one_peer_exponential", **_COMBINE_THEN_ADAPT,
+            "inner.optimizer": "accum_adamw", "inner.betas": [0.9, 0.98],
+        },
+        source="arXiv 2410.11998",
+        differs="as in `decentralized_adamw`; in their GPT-2 runs `inner.moments_every` is 8",
+    ),
+    "gossip_pga": Recipe(
+        {"rule.name": "gossip", "topology.name": "pga", "run.local_steps": 1},
+        source="arXiv 2105.09080",
+        differs="any gossip rule may be put on `pga`",
+    ),
+    "overlap_sgp": Recipe(
+        {"rule.name": "sgp", "run.local_steps": 1, "schedule.overlap_steps": 1},
+        differs="what is heard a step late was sent with its weight, and both are added late together",
+    ),
+    # On a clock.
+    "gasloc_without_waiting": Recipe(
+        {"rule.name": "gasloc", "rule.momentum": 0.5, "run.wait": False},
+        source="ours",
+        fails="messages are old, which lowers the momentum that is stable, or clocks differ: the slow weigh more in the mean.",
+    ),
+    "delayed_nesterov": Recipe({"server.delay": 8, "events.dylu": True}),
+    "decoupled_diloco": Recipe({"events.fragments": 3, "events.overlap": True}),
+    "heloco": Recipe({"server.rho": 0.354}),
+    "mla": Recipe(
+        {"server.name": "heloco", "server.rho": 0.354, "server.c_ok": -1.0},
+        source="what arXiv 2606.00271 compares HeLoCo with",
+        fails="messages point against the momentum: nothing corrects them.",
+    ),
+    "pa_cgad": Recipe({"server.name": "cgad", "events.fragments": 3}),
+}  # fmt: skip
+"""Configurations by name; a row names its rule unless it has a rule's name."""
+
+
+_TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {"rule": RULES, "server": SERVERS, "pair": PAIRS}
+FACTORIES: dict[str, Callable[..., Any]] = {**RULES, **SERVERS, **PAIRS}
+"""What makes a rule, a server or a pair, by name."""
+
+
+@functools.cache
+def recipes() -> Mapping[str, Recipe]:
+    """All methods that train: every row of the three tables on what its tags ask for, then every other row of `METHODS`.
+
+    What needs options without defaults is no method for training, but a reference in closed form.
+
+    >>> recipes()["omr"].settings
+    {'topology.name': 'complete', 'rule.name': 'omr'}
+    """
+    ready = {name: Recipe({}) for table in _TABLES.values() for name in table if not missing(table[name])}
+    found = {}
+    for name, row in {**ready, **METHODS}.items():
+        kind, base = _origin(name, row)
+        factory = _TABLES[kind][base]
+        settings = {**_fitting(kind, factory()), f"{kind}.name": base, **row.settings}
+        found[name] = Recipe(
+            settings, row.source or said(factory, "Source"), row.differs, row.fails or said(factory, "Fails when")
+        )
+    return found
+
+
+def missing(factory: Callable[..., Any]) -> list[str]:
+    """The options that have no default."""
+    return [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
+
+
+def _origin(name: str, row: Recipe) -> tuple[str, str]:
+    """The kind of method, and the name in the table of that kind."""
+    for kind, table in _TABLES.items():
+        if f"{kind}.name" in row.settings or name in table:
+            return kind, row.settings.get(f"{kind}.name", name)
+    raise KeyError(name)
+
+
+def recipe(name: object) -> Recipe:
+    """A method by its name. Raises ConfigError, with the nearest name, when there is none."""
+    if not isinstance(name, str) or name not in recipes():
+        raise ConfigError(choose("method", str(name), recipes()) + "; correct the name")
+    return recipes()[name]
+
+
+def said(factory: Callable[..., Any], label: str) -> str:
+    """What a factory's docstring says under a label such as "Fails when", on one line; empty if it says nothing.
+
+    >>> said(RULES["easgd"], "Differs")[:10]
+    'no server.'
+    """
+    found = re.search(rf"^{label}: (.+(?:\n    .+)*)", inspect.getdoc(factory) or "", re.MULTILINE)
+    return " ".join(found[1].split()) if found else ""
+
+
+def first_sentence(text: str) -> str:
+    """The first of several sentences, without its dot."""
+    return re.split(r"\.(?= [A-Z]|$)", text, maxsplit=1)[0]
+
+
+_NAMED = ("rule", "server", "pair", "topology", "codec")
+
+
+def made_of(settings: Mapping[str, Any]) -> str:
+    """Settings in few words.
+
+    >>> made_of({"rule.name": "gasloc", "rule.lr": 1.0, "run.local_steps": 1})
+    'rule `gasloc(lr = 1.0)`, `run.local_steps = 1`'
+    """
+    parts = []
+    for head in _NAMED:
+        if f"{head}.name" in settings:
+            own = [f"{k.partition('.')[2]} = {_value(v)}" for k, v in settings.items() if k.startswith(f"{head}.")]
+            options = ", ".join(one for one in own if not one.startswith("name = "))
+            parts.append(f"{head} `{settings[f'{head}.name']}{f'({options})' if options else ''}`")
+    rest = (item for item in settings.items() if item[0].partition(".")[0] not in _NAMED)
+    return ", ".join([*parts, *(f"`{key} = {_value(value)}`" for key, value in rest)])
+
+
+def _value(value: Any) -> str:
+    """As TOML has it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + "}"
+    return json.dumps(value)
+
+
+def _fitting(kind: str, rule: Any) -> dict[str, Any]:
+    """The topology that the tags of a rule ask for, and how often it acts."""
+    if kind != "rule":
+        return {"topology.name": "ring"} if kind == "pair" else {}
+    names = {"everyone": "complete", "connected": "random", "static": "ring", "tree": "tree", "push": "random_push"}
+    return {"topology.name": names[rule.needs], **({"run.local_steps": 1} if rule.site == "gradients" else {})}

@@ -1,0 +1,92 @@
+"""What a topology is: a plan of mixings, and tags that say what holds of each of them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+from gossamer.options import whole
+from gossamer.topologies.mixing import Mixing, from_edges
+
+__all__ = ["Edge", "Plan", "Topology", "chosen", "over_alive", "planned_topology"]
+
+Edge = tuple[int, int, float]
+
+
+class Plan(Protocol):
+    """The mixing of a round; `alive` names the workers that take part, None is everyone."""
+
+    def __call__(self, round: int, alive: frozenset[int] | None = None) -> Mixing: ...
+
+
+class Topology(NamedTuple):
+    """A sequence of mixings, and tags that say what holds of each of them, whoever is alive.
+
+    `everyone`, `static` and `tree` speak of the workers that are alive; `period` and `exact_rounds` hold while all are.
+    """
+
+    name: str
+    n: int
+    options: dict[str, Any]
+    mixing: Plan
+
+    static: bool = False
+    """The same mixing in every round."""
+    everyone: bool = False
+    """All hear all with equal weights; the rows are bitwise the same."""
+    tree: bool = False
+    """Static, and the links form a tree."""
+    symmetric: bool = False
+    """w_ij = w_ji, bitwise."""
+    doubly_stochastic: bool = False
+    """No weight is negative, rows and columns sum to one: the mean is kept."""
+    column_stochastic: bool = False
+    """No weight is negative and columns sum to one, rows perhaps not: the sum of what is pushed is kept."""
+    psd: bool = False
+    """Symmetric without negative eigenvalues."""
+    period: int | None = None
+    """Rounds after which a deterministic sequence repeats; None if it is random."""
+    exchangeable: bool = False
+    """Random, independent over the rounds, and no worker is special: renaming the workers does not change the law. Every draw
+    has the same own weights and the same peer weights, in some order."""
+    exact_rounds: int | None = None
+    """Rounds, from round zero on, after which everyone holds the exact mean; None if that takes forever."""
+
+
+def planned_topology(
+    name: str, n: int, options: dict[str, Any], build: Callable[[int, Sequence[int]], Mixing], **tags: Any
+) -> Topology:
+    """Wraps `build(round, workers)` into a plan that remembers the last few rounds, as every worker asks for the same one."""
+    whole(f"topology '{name}'", "n", n, 1)
+    if n == 1:
+        tags = dict.fromkeys(("everyone", "tree", "symmetric", "doubly_stochastic", "psd"), True)
+        tags |= {"period": 1, "exact_rounds": 0}
+    tags.setdefault("column_stochastic", tags["doubly_stochastic"])
+    static = tags.get("period") == 1
+
+    @lru_cache(maxsize=4)
+    def planned(round: int, alive: frozenset[int]) -> Mixing:
+        workers = sorted(alive)
+        assert not workers or 0 <= workers[0] <= workers[-1] < n, (workers, n)
+        return build(round, workers)
+
+    everyone = frozenset(range(n))
+
+    def mixing(round: int, alive: frozenset[int] | None = None) -> Mixing:
+        return planned(0 if static else round, everyone if alive is None else alive)
+
+    return Topology(name, n, options, mixing, static=static, **tags)
+
+
+def over_alive(edges: Callable[[int, int], Iterable[Edge]], n: int) -> Callable[[int, Sequence[int]], Mixing]:
+    """Lets the workers alive take the positions of `edges(round, m)` in ascending order."""
+
+    def build(round: int, workers: Sequence[int]) -> Mixing:
+        return from_edges(n, [(workers[i], workers[j], w) for i, j, w in edges(round, len(workers))])
+
+    return build
+
+
+def chosen(bits: Sequence[int], m: int) -> list[int]:
+    """As many different numbers below m as there are random 64-bit numbers."""
+    left = list(range(m))
+    return [left.pop(draw % len(left)) for draw in bits]

@@ -1,0 +1,201 @@
+"""Mixing: who hears whom with what weight, and the two ordered sums that floats force on us.
+
+`pull` is exactly zero at consensus and sums to zero over the workers for doubly stochastic weights, so the mean survives
+any lossy codec. `mean` is summed in the same order everywhere, so replicas that hear everyone stay bitwise identical.
+Neither is ever a matrix product: `W @ X` differs from a real exchange in the last bits, and with reduced-precision
+matrix units in more than that.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gossamer.errors import ConfigError
+from gossamer.tree import Tree, map_leaves
+
+if TYPE_CHECKING:  # which topology to take is found without torch
+    from torch import Tensor
+
+__all__ = [
+    "Hear",
+    "Mixing",
+    "each",
+    "from_edges",
+    "laplacian_condition",
+    "matrix",
+    "mean",
+    "metropolis",
+    "pull",
+    "spectral_gap",
+    "widen",
+]
+
+Row = tuple[tuple[int, float], ...]
+Hear = Callable[[Tree, Mapping[int, Tree], int, Row], Any]
+
+
+class Mixing(NamedTuple):
+    """One round of a topology: row i says whom worker i hears and with what weight.
+
+    `rows[i]` is `((j, w_ij), ...)` in ascending j and always holds i itself, even at weight zero; every other entry has a
+    weight other than zero. `columns[j]` is the ascending tuple of workers that hear j, without j.
+    """
+
+    rows: tuple[Row, ...]
+    columns: tuple[tuple[int, ...], ...]
+
+    @property
+    def n(self) -> int:
+        """Number of workers."""
+        return len(self.rows)
+
+    def hears_from(self, i: int) -> tuple[int, ...]:
+        """The peers whose messages worker i needs, ascending."""
+        return tuple(j for j, _ in self.rows[i] if j != i)
+
+    def sends_to(self, i: int) -> tuple[int, ...]:
+        """The peers that need the message of worker i, ascending."""
+        return self.columns[i]
+
+    @property
+    def everyone(self) -> bool:
+        """Whether all hear all, with the same weights."""
+        first = self.rows[0]
+        return len(first) == self.n and all(row is first or row == first for row in self.rows)
+
+    def weight(self, i: int) -> float:
+        """The own weight w_ii of worker i."""
+        return dict(self.rows[i])[i]
+
+
+def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["rows", "columns"] = "rows") -> Mixing:
+    """The mixing in which i hears j with weight w for each directed `(i, j, w)`; own weights complete each row to sum one.
+
+    With `sums = "columns"` they complete each column: what a worker keeps and what it gives away sum to one.
+
+    >>> from_edges(2, [(0, 1, 0.5), (1, 0, 0.5)]).rows
+    (((0, 0.5), (1, 0.5)), ((0, 0.5), (1, 0.5)))
+    """
+    heard: list[dict[int, float]] = [{} for _ in range(n)]
+    hearers: list[list[int]] = [[] for _ in range(n)]
+    for i, j, w in edges:
+        assert i != j and j not in heard[i] and w != 0.0, (i, j, w)
+        heard[i][j] = w
+        hearers[j].append(i)
+    if sums == "rows":
+        own = [1.0 - sum(row[j] for j in sorted(row)) for row in heard]
+    else:
+        own = [1.0 - sum(heard[i][j] for i in sorted(column)) for j, column in enumerate(hearers)]
+    rows = tuple(tuple(sorted({**row, i: own[i]}.items())) for i, row in enumerate(heard))
+    return Mixing(rows, tuple(tuple(sorted(column)) for column in hearers))
+
+
+def metropolis(n: int, links: Iterable[tuple[int, int]]) -> list[tuple[int, int, float]]:
+    """Metropolis weights `w_ij = 1 / (1 + max(deg i, deg j))` of an undirected graph, as edges for `from_edges`.
+
+    Symmetric and doubly stochastic on any graph, without a negative own weight; on a regular graph all weights are
+    1 / (degree + 1). A link may be given once or in both directions; loops are ignored.
+
+    >>> metropolis(3, [(0, 1), (0, 2)]) == [(0, 1, 1 / 3), (0, 2, 1 / 3), (1, 0, 1 / 3), (2, 0, 1 / 3)]
+    True
+    """
+    linked: list[set[int]] = [set() for _ in range(n)]
+    for i, j in links:
+        if i != j:
+            linked[i].add(j)
+            linked[j].add(i)
+    return [(i, j, 1.0 / (1 + max(len(linked[i]), len(linked[j])))) for i in range(n) for j in sorted(linked[i])]
+
+
+def matrix(mixing: Mixing) -> NDArray[np.float64]:
+    """The dense mixing matrix W `[n, n]`, for analysis only: training never multiplies by it."""
+    dense = np.zeros((mixing.n, mixing.n))
+    for i, row in enumerate(mixing.rows):
+        for j, w in row:
+            dense[i, j] = w
+    return dense
+
+
+def spectral_gap(w: NDArray[np.float64]) -> float:
+    """`1 - ||W - J||_2`: one minus the largest singular value of W `[n, n]` on the disagreement space.
+
+    One round shrinks the distance to the mean at least by the factor `1 - gap`. For a normal W (any symmetric one, any
+    circulant one) it is also one minus the second largest |eigenvalue|. Cost: O(n³).
+
+    >>> round(spectral_gap(np.full((4, 4), 1 / 4)), 12)
+    1.0
+    """
+    n = len(w)
+    return 1.0 - float(np.linalg.norm(w - 1.0 / n, 2))
+
+
+def laplacian_condition(w: NDArray[np.float64]) -> float:
+    """`χ = λ_max / λ_2` of the Laplacian `I - W` of a symmetric W `[n, n]`; infinite where the graph is not connected.
+
+    Accelerated gossip needs about sqrt(χ) rounds where plain gossip needs χ. One for the complete graph and for one worker.
+
+    Raises: ConfigError when W is not symmetric. Cost: O(n³).
+
+    >>> round(laplacian_condition(np.full((4, 4), 1 / 4)), 12)
+    1.0
+    """
+    skew = float(np.abs(w - w.T).max())
+    if skew > 1e-12:
+        raise ConfigError(
+            f"the Laplacian condition number is defined for symmetric weights, and these differ from their transpose by up "
+            f"to {skew:.3g}; use spectral_gap for directed graphs"
+        )
+    if len(w) == 1:
+        return 1.0
+    values = np.linalg.eigvalsh(np.eye(len(w)) - w)
+    return float(values[-1] / values[1]) if values[1] > 1e-12 else float("inf")
+
+
+def widen(x: "Tensor") -> "Tensor":
+    """Sums are taken in at least fp32: a bf16 accumulator loses the mean within a few rounds."""
+    return x.float() if x.is_floating_point() and x.element_size() == 2 else x
+
+
+def _added(terms: "Iterator[Tensor]", like: "Tensor") -> "Tensor":
+    """The terms added one after the other; zeros where there are none."""
+    total = next(terms, None)
+    if total is None:
+        return widen(like).new_zeros(like.shape)
+    for term in terms:
+        total = total + term  # no alpha=, lerp or addcmul anywhere: eager code fuses those and compiled code does not
+    return total
+
+
+def pull(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
+    """How far the neighbourhood draws worker i: `pull_i = Σ_j w_ij (told_j - told_i)`, j ascending.
+
+    Args: `told` is what the others decoded from i, `heard[j]` what i decoded from j; both keep one shape.
+    Cost: reads 1 + |row| messages, writes one.
+    """
+
+    def one(mine: "Tensor", *theirs: "Tensor") -> "Tensor":
+        me = widen(mine)
+        return _added((w * (widen(other) - me) for w, other in zip(weights, theirs, strict=True)), me)
+
+    peers = [j for j, _ in row if j != i]
+    weights = [w for j, w in row if j != i]
+    return map_leaves(one, told, *(heard[j] for j in peers))
+
+
+def mean(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
+    """The weighted mean `mean_i = Σ_j w_ij told_j` with j ascending, i's own message in its place.
+
+    Bitwise the same on every worker whose row is the same. Cost: reads |row| messages, writes one.
+    """
+
+    def one(*messages: "Tensor") -> "Tensor":
+        return _added((w * widen(message) for (_, w), message in zip(row, messages, strict=True)), messages[0])
+
+    return map_leaves(one, *(told if j == i else heard[j] for j, _ in row))
+
+
+def each(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Any:
+    """The messages of the others themselves, their senders ascending; those are `ctx.peers` of a rule."""
+    return tuple(heard[j] for j, _ in row if j != i)

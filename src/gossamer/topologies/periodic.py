@@ -1,0 +1,51 @@
+"""Gossip with periodic global averaging over any other topology."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gossamer.errors import ConfigError
+from gossamer.options import whole
+from gossamer.topologies.contract import Topology, planned_topology
+from gossamer.topologies.graphs import complete
+from gossamer.topologies.mixing import Mixing
+
+__all__ = ["pga"]
+
+
+def pga(n: int, *, seed: int = 0, every: int = 6, graph: str | Mapping[str, Any] = "one_peer_exponential") -> Topology:
+    """Gossip with periodic global averaging: everyone hears everyone in every `every`-th round, in the others `graph` rules.
+
+    Args:
+        every: K of at least 1; the rounds K - 1, 2K - 1, … are global.
+        graph: the topology of the other rounds, by its name, or with its options as in `{name = "random", peers = 2}`.
+    Cost: that of `graph`, and n - 1 messages per worker in a global round, in which everyone waits for everyone.
+    Source: Chen et al., arXiv 2105.09080.
+    Fails when: one link is slow: global rounds wait for it. On a random `graph` the predicted stability is an estimate that
+        takes the global rounds for random ones too.
+
+    >>> [len(pga(8, every=3).mixing(t).hears_from(0)) for t in range(6)]
+    [1, 1, 7, 1, 1, 7]
+    """
+    from gossamer.topologies import make_topology  # the table, in which pga itself is a row
+
+    whole("topology 'pga'", "every", every, 1)
+    spec = {"name": graph} if isinstance(graph, str) else graph
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
+        raise ConfigError(
+            f"topology 'pga' got graph = {graph!r}; allowed are a topology's name, or a table with its name and options: "
+            "give one"
+        )
+    between, average = make_topology(**{**spec, "n": n, "seed": seed}), complete(n)
+
+    def build(round: int, workers: Sequence[int]) -> Mixing:
+        return (average if (round + 1) % every == 0 else between).mixing(round, frozenset(workers))
+
+    if every == 1 or (between.static and between.mixing(0) == average.mixing(0)):
+        tags = {tag: getattr(average, tag) for tag in ("everyone", "tree", "period", "exact_rounds")}
+        between = average
+    else:
+        period = None if between.period is None else math.lcm(between.period, every)
+        tags = {"period": period, "exact_rounds": min(every, between.exact_rounds or every)}
+    inherited = {tag: getattr(between, tag) for tag in ("symmetric", "doubly_stochastic", "column_stochastic", "psd")}
+    return planned_topology("pga", n, {"every": every, "graph": graph}, build, **tags, **inherited)
