@@ -8,6 +8,7 @@ from torch import Tensor
 from gossamer.codecs import Codec, exact
 from gossamer.layout import Layout, Leaf
 from gossamer.rounds import exchange as sync
+from gossamer.rounds import kernel as kernel_of
 from gossamer.rounds.loop import Method, OuterLoop
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, Rule
@@ -36,7 +37,7 @@ def serially(fn, items):
 
 def play(
     rule: Rule, topology: Topology, start: Sequence[Tensor], rounds: int, drift: Drift | None = None, *,
-    codec: Codec | None = None, states: list[Tree] | None = None, first: int = 0, kernel: sync.Kernel | None = None,
+    codec: Codec | None = None, states: list[Tree] | None = None, first: int = 0, kernel: kernel_of.Kernel | None = None,
     schedule: Schedule | None = None, steps: int | Sequence[int] = 1, spans: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[list[Tensor], list[Tree]]:  # fmt: skip
     """The workers after `rounds` rounds from `start`; `drift(worker, step, x)` is added to x in each inner step.
@@ -47,7 +48,7 @@ def play(
     xs = [x.clone() for x in start]
     n, network = len(xs), MemoryNetwork(len(xs))
     local = [steps] * n if isinstance(steps, int) else list(steps)
-    m = Method(rule, topology, codec or exact(), schedule or Schedule(), kernel or sync.PLAIN)
+    m = Method(rule, topology, codec or exact(), schedule or Schedule(), kernel or kernel_of.PLAIN)
     loops = []
     for i, x in enumerate(xs):
         parts = [(x[a:b], layout(b - a)) for a, b in spans or [(0, x.numel())]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gossamer.codecs import CODECS, bf16, exact
 from gossamer.errors import PairingError
-from gossamer.rounds import exchange as sync
+from gossamer.rounds import pairing
 from gossamer.rules import local_sgd, relaysum
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import from_edges, matrix, metropolis
@@ -133,4 +133,4 @@ def test_a_graph_that_is_no_tree_is_refused(name):
     with pytest.raises(
         PairingError, match=f"'relaysum' on topology '{name}'.* relays sums along a tree; use topology 'tree'"
     ):
-        sync.check(relaysum(), make_topology(name, 8), exact())
+        pairing.check(relaysum(), make_topology(name, 8), exact())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gossamer.codecs import CODECS, exact
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds import exchange as sync
+from gossamer.rounds import pairing
 from gossamer.rounds.stability import stability
 from gossamer.rules import (
     RULES,
@@ -431,15 +431,15 @@ def test_what_is_pulled_sums_to_zero_over_the_workers(n, seed, name):
 def test_every_pairing_is_either_allowed_by_the_tags_or_refused_in_a_sentence(rule, name):
     topology, codec = make_topology(name, 8), exact()
     if allowed(rule, topology):
-        sync.check(rule, topology, codec)
+        pairing.check(rule, topology, codec)
     else:
         with pytest.raises(PairingError, match=f"{rule.name}.*{name}.*use"):
-            sync.check(rule, topology, codec)
+            pairing.check(rule, topology, codec)
 
 
 def test_a_rule_with_unsettled_alpha_is_refused():
     with pytest.raises(PairingError, match="auto"):
-        sync.check(gasloc(alpha="auto"), make_topology("random", 8), exact())
+        pairing.check(gasloc(alpha="auto"), make_topology("random", 8), exact())
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gossamer.codecs import CODECS, exact, int4, randomk, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds import exchange as sync
+from gossamer.rounds import pairing
 from gossamer.rules import (
     RULES,
     anchored,
@@ -246,13 +246,13 @@ def test_only_push_rules_are_let_onto_a_push_topology():
     topology = make_topology("random_push", 6)
     for name, factory in RULES.items():
         if factory().needs == "push":
-            sync.check(factory(), topology, exact())
+            pairing.check(factory(), topology, exact())
         else:
             with pytest.raises(PairingError, match=f"{name}.*random_push"):
-                sync.check(factory(), topology, exact())
+                pairing.check(factory(), topology, exact())
     rows = topology._replace(column_stochastic=False)
     with pytest.raises(PairingError, match=r"sgp.*does not sum to one.*random_push"):
-        sync.check(sgp(), rows, exact())
+        pairing.check(sgp(), rows, exact())
 
 
 def test_the_running_sum_of_choco_is_the_pull_of_the_public_copies():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gossamer.codecs import exact, fp4
 from gossamer.errors import ConfigError, PairingError
 from gossamer.layout import Layout, Leaf, arrange
-from gossamer.rounds import exchange as sync
+from gossamer.rounds import pairing
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, eager, gasloc, gossip, local_sgd
 from gossamer.topologies import make_topology
@@ -233,9 +233,9 @@ def test_a_round_too_short_for_its_schedule_is_refused():
 
 def test_rules_that_cannot_be_late_are_refused():
     with pytest.raises(PairingError, match="exchanges gradients"):
-        sync.check(data_parallel(), complete(2), exact(), schedule=Schedule(fragments=2))
+        pairing.check(data_parallel(), complete(2), exact(), schedule=Schedule(fragments=2))
     with pytest.raises(PairingError, match="round late by itself"):
-        sync.check(eager(), complete(2), exact(), schedule=Schedule(overlap_steps=1))
+        pairing.check(eager(), complete(2), exact(), schedule=Schedule(overlap_steps=1))
 
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule().site == "parameters"])
@@ -260,7 +260,7 @@ def test_any_rule_on_parameters_streams_its_fragments_and_overlaps(name):
 
 def _refused(rule, topology):
     try:
-        sync.check(rule, topology, exact())
+        pairing.check(rule, topology, exact())
     except PairingError:
         return True
     return False

@@ -6,6 +6,8 @@ import torch
 from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, make_codec, randomk, topk
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds import exchange as sync
+from gossamer.rounds import kernel as kernel_of
+from gossamer.rounds import pairing
 from gossamer.rounds.exchange import drive
 from gossamer.rules import (
     RULES,
@@ -33,7 +35,7 @@ from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
 from rounds import layout, play, random_drift, random_vectors, serially
 
-ODD = 2 * sync.PLAIN.chunk + 17
+ODD = 2 * kernel_of.PLAIN.chunk + 17
 
 
 UPDATES = [
@@ -47,9 +49,9 @@ UPDATES = [
 @pytest.mark.parametrize("other", ["small chunks", "whole", "compiled"])
 def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, other):
     kernel = {
-        "small chunks": sync.Kernel(sync.hear_and_recv, 1000),
-        "whole": sync.Kernel(sync.hear_and_recv, ODD),
-        "compiled": sync.compiled() if other == "compiled" else None,
+        "small chunks": kernel_of.Kernel(kernel_of.hear_and_recv, 1000),
+        "whole": kernel_of.Kernel(kernel_of.hear_and_recv, ODD),
+        "compiled": kernel_of.compiled() if other == "compiled" else None,
     }[other]
     # Two peers give weights of 1/3, at which fused products show: for 1/2 they never do.
     topology = make_topology({"everyone": "complete", "tree": "chain"}.get(rule.needs, "ring"), 3)
@@ -122,7 +124,7 @@ def test_a_rule_whose_numbers_change_is_not_compiled_and_computes_the_same():
     start, drift = random_vectors(4, 3000, dtype=torch.float32), random_drift(3000, dtype=torch.float32)
     rule, ring = jacobi(every=8), make_topology("ring", 4)
     expected, _ = play(rule, ring, start, 20, drift)
-    got, _ = play(rule, ring, start, 20, drift, kernel=sync.compiled())
+    got, _ = play(rule, ring, start, 20, drift, kernel=kernel_of.compiled())
     assert not rule.compiles and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
@@ -132,7 +134,7 @@ def test_a_way_back_without_a_mean_over_everyone_is_refused():
         with pytest.raises(
             PairingError, match=f"the way back of a mean over everyone, and rule '{rule.name}' takes none"
         ):
-            sync.check(rule, make_topology(topology, 4), codec)
+            pairing.check(rule, make_topology(topology, 4), codec)
     with pytest.raises(ConfigError, match="two ways only"):
         make_codec("int8", back={"name": "int8", "back": "int8"})
 
