@@ -27,7 +27,16 @@ from gossamer.transport.launch import run_local
 from gossamer.tree import leaves
 
 N, ROUNDS = 4, 5
-pytestmark = pytest.mark.timeout(1800)  # all cases are trained for whichever test comes first
+pytestmark = [
+    pytest.mark.timeout(1800),  # all cases are trained for whichever test comes first
+    pytest.mark.xdist_group("parity"),  # and once
+]
+TINY = {  # the least that has layers, heads and fragments: most of the time is otherwise model building and validation
+    "model": {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 2, "kv_heads": 1},
+    "data": {"seq_len": 16, "batch_size": 2, "max_bytes": 200_000},
+    "record": {"tensorboard": False, "export": False},
+}
+ONCE = {"threads": 1, "eval_every": 0, "eval_batches": 1}
 VARIANTS = {  # options beside the defaults that take another path through the update
     "gasloc": [
         {},
@@ -83,11 +92,9 @@ def cases(full):
                 "rule": {"name": rule, **options},
                 "topology": {"name": topology},
                 "codec": {"name": codec},
-                "model": {"size": "0.2m"},
-                "data": {"seq_len": 16, "batch_size": 2},
+                **TINY,
                 "inner": {"optimizer": ["adamw", "muon", "sgd"][k % 3]},
-                "run": {"steps": ROUNDS * (1 if gradients else 2), "local_steps": steps, "threads": 1, "eval_every": 0},
-                "record": {"tensorboard": False, "export": False},
+                "run": {"steps": ROUNDS * (1 if gradients else 2), "local_steps": steps, **ONCE},
             }
     return {**(found if full else covered(found)), **scheduled()}
 
@@ -119,10 +126,8 @@ def scheduled():
                 "topology": {"name": topology},
                 "codec": codec if isinstance(codec, dict) else {"name": codec},
                 "schedule": schedule,
-                "model": {"size": "0.2m"},
-                "data": {"seq_len": 16, "batch_size": 2},
-                "run": {"steps": ROUNDS * 4, "local_steps": steps, "threads": 1, "eval_every": 0},
-                "record": {"tensorboard": False, "export": False},
+                **TINY,
+                "run": {"steps": ROUNDS * 4, "local_steps": steps, **ONCE},
             }
     for name in ("streaming-gasloc-uneven", "overlapped-gossip-uneven"):
         found[f"{name}-weighed"] = {**found[name], "run": {**found[name]["run"], "weigh_steps": True}}
