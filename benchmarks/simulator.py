@@ -91,8 +91,6 @@ def main() -> None:
     parser.add_argument("--side", choices=["simulated", "bare"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        import transformers.models.llama.modeling_llama  # noqa: F401 (its import is not what is measured)
-
         import gossamer.run.simulate
 
         assert gossamer.run.simulate

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 from gossamer.layout import attach, layout_of
-from gossamer.models.llama import ModelConfig, build_model
+from gossamer.models.llama import build_model
+from gossamer.models.sizes import ModelConfig
 from gossamer.optimizers import InnerOptimizer, Joined
 from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
 

@@ -7,11 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from gossamer import rng
 from gossamer.data.tokenizer import load_tokenizer
 from gossamer.errors import ConfigError
 from gossamer.layout import attach, layout_of
-from gossamer.models.llama import SIZES, ModelConfig, build_model, export, loss, parameter_count, sample
+from gossamer.models.export import export
+from gossamer.models.llama import build_model, loss
+from gossamer.models.sample import sample
+from gossamer.models.sizes import SIZES, ModelConfig, parameter_count
 
 TINY = ModelConfig(size="0.2m")
 
@@ -59,14 +64,53 @@ def test_building_a_model_leaves_the_global_random_state_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_model_attends_with_sdpa_and_never_to_the_future() -> None:
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [TINY, ModelConfig(size="0.2m", tie_embeddings=True), ModelConfig(size="1m", heads=8, kv_heads=2)],
+    ids=["plain", "tied", "grouped"],
+)
+def test_parameters_logits_and_gradients_are_those_of_transformers_to_the_last_bit(
+    config: ModelConfig, autocast: bool
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = config.shape
+    theirs_config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate_size,
+        max_position_embeddings=32,
+        tie_word_embeddings=config.tie_embeddings,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng.key(3, "model"))
+        theirs = LlamaForCausalLM(theirs_config)
+    ours, tokens = build_model(config, 256, 32, 3), batch()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logits = theirs(input_ids=tokens[:, :-1]).logits
+        assert torch.equal(logits, ours(tokens[:, :-1]))
+        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss(ours, tokens).backward()
+    mine = dict(ours.named_parameters())
+    assert list(mine) == [name for name, _ in theirs.named_parameters()]
+    for name, p in theirs.named_parameters():
+        assert torch.equal(p, mine[name]), name
+        assert p.grad is not None and torch.equal(p.grad, mine[name].grad), name
+
+
+def test_the_model_never_attends_to_the_future() -> None:
     model = build_model(TINY, 256, 32, 0)
-    assert model.config._attn_implementation == "sdpa"
     tokens = batch(seq_len=15)
     changed = tokens.clone()
     changed[:, 10:] = (changed[:, 10:] + 1) % 256
     with torch.no_grad():
-        before, after = model(input_ids=tokens).logits, model(input_ids=changed).logits
+        before, after = model(tokens), model(changed)
     assert torch.allclose(before[:, :10], after[:, :10], atol=1e-6)
     assert not torch.allclose(before[:, 10:], after[:, 10:], atol=1e-3)
 
@@ -74,7 +118,7 @@ def test_the_model_attends_with_sdpa_and_never_to_the_future() -> None:
 def test_the_loss_is_the_hand_written_cross_entropy() -> None:
     model, tokens = build_model(TINY, 256, 32, 0), batch()
     value = loss(model, tokens)
-    logits = model(input_ids=tokens[:, :-1]).logits.double()
+    logits = model(tokens[:, :-1]).double()
     chosen = torch.gather(torch.log(logits.exp() / logits.exp().sum(-1, keepdim=True)), 2, tokens[:, 1:, None])
     assert value.item() == pytest.approx(-chosen.mean().item(), rel=1e-6)
     assert value.item() == pytest.approx(math.log(256), abs=0.2)  # nats: a new model knows nothing
@@ -126,9 +170,9 @@ def test_an_exported_model_opens_elsewhere_with_equal_logits(tied: bool, tmp_pat
     export(model, tmp_path, load_tokenizer("bytes"))
     assert (tmp_path / "model.safetensors").stat().st_size < 4.1 * sum(p.numel() for p in model.parameters())
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = batch()
+    tokens = batch(seq_len=31)
     with torch.no_grad():
-        assert torch.equal(opened(input_ids=tokens).logits, model(input_ids=tokens).logits)
+        assert torch.equal(opened(input_ids=tokens).logits, model(tokens))
     assert opened.generation_config.eos_token_id == 0
 
     text = "def f(ä):\n\t# 中文 Āā 🦋 \x00  end\r\n"
@@ -161,13 +205,13 @@ def test_a_cold_sample_takes_the_most_likely_token_of_the_whole_context() -> Non
     ids = list(b"abc")
     for _ in range(8):
         with torch.no_grad():
-            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
     assert sample(model, endless, "abc", 8, seed=0, temperature=1e-6) == ids
 
 
 def test_a_sample_stops_where_the_model_ends_the_document() -> None:
     model = build_model(TINY, 256, 32, 0)
-    end = int(model(input_ids=torch.tensor([list(b"abc")])).logits[0, -1].argmax())
+    end = int(model(torch.tensor([list(b"abc")]))[0, -1].argmax())
     ending = load_tokenizer("bytes")._replace(end=end)
     assert sample(model, ending, "abc", 8, seed=0, temperature=1e-6) == "abc"
 

@@ -1,6 +1,7 @@
 """Tokenizers: bytes, a file of the tokenizers library, or a name on the Hub."""
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.errors import DataError
+from gossamer.errors import ConfigError, DataError
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -31,7 +32,7 @@ class Tokenizer(NamedTuple):
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `DataConfig.tokenizer` names.
 
-    Raises: DataError when it is missing or no tokenizer.
+    Raises: DataError when it is missing or no tokenizer; ConfigError when the library is missing.
 
     >>> bytewise = load_tokenizer("bytes")
     >>> bytewise.encode(["né"])[0].tolist(), bytewise.decode([110, 195, 169])
@@ -45,7 +46,13 @@ def load_tokenizer(name: str) -> Tokenizer:
             decode=lambda ids: bytes(ids).decode(errors="replace"),
             json=_bytes_as_json,
         )
-    from tokenizers import Tokenizer as Library
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError as error:
+        raise ConfigError(
+            f"data.tokenizer '{name}' needs the package tokenizers, which is missing ({error}); "
+            "run pip install 'gossamer[data]', or use 'bytes'"
+        ) from None
 
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     local = path.is_file() or path.suffix == ".json"
@@ -75,13 +82,19 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def _bytes_as_json() -> str:
     """Bytes as a byte-level BPE without a merge: each byte is written as the one character that stands for it there."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers
-
     itself = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = itertools.count(256)
     alphabet = {chr(byte if byte in itself else next(others)): byte for byte in range(256)}
-    library = Library(models.BPE(vocab=alphabet, merges=[]))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    library.decoder = decoders.ByteLevel()
-    return library.to_str()
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    document = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": bytewise,
+        "post_processor": None,
+        "decoder": bytewise,
+        "model": {"type": "BPE", "vocab": alphabet, "merges": []},
+    }
+    return json.dumps(document, ensure_ascii=False)

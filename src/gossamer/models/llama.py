@@ -1,55 +1,154 @@
-"""The built-in model: Llama shapes from 0.2M to 1B parameters, in the form that `transformers` saves and opens.
+"""The built-in model: Llama shapes from 0.2M to 1B parameters, under the names that `transformers` opens.
 
 Everything that knows of Llama is here; the rest of Gossamer trains any `nn.Module` with a loss.
 
-Legend of shapes: B sequences, S tokens of a sequence, V vocabulary.
+Legend of shapes: B sequences, S tokens of a sequence, V vocabulary, D hidden size, H heads of size D/H.
 """
-
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import rng
-from gossamer.data.tokenizer import Tokenizer
-from gossamer.errors import ConfigError
-from gossamer.models.sizes import SIZES, ModelConfig, Shape, parameter_count
+from gossamer.models.sizes import ModelConfig, Shape
 
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
+__all__ = ["MLP", "Attention", "Decoder", "Layer", "Llama", "RMSNorm", "build_model", "loss", "rotary"]
 
-__all__ = ["SIZES", "ModelConfig", "Shape", "build_model", "export", "loss", "parameter_count", "sample"]
+ROPE_THETA = 10_000.0
+NORM_EPS = 1e-6
+INIT_STD = 0.02
 
 
-def build_model(config: ModelConfig, vocab_size: int, seq_len: int, seed: int) -> "LlamaForCausalLM":
+class RMSNorm(nn.Module):
+    """`y = g · x / sqrt(mean(x²) + ε)`, computed in fp32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + NORM_EPS)
+        return self.weight * wide.to(x.dtype)
+
+
+def rotary(head_size: int, positions: int) -> Tensor:
+    """Cosines and sines of rotary positions, `[2, positions, head_size]`: angle `t · θ^(-2k / head_size)` at position t."""
+    frequencies = 1.0 / (ROPE_THETA ** (torch.arange(0, head_size, 2, dtype=torch.float) / head_size))
+    angles = torch.arange(positions)[:, None].float() * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions; several heads may share keys and values."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_size = shape.hidden_size // shape.heads
+        self.shared = shape.kv_heads < shape.heads
+        kv_size = shape.kv_heads * self.head_size
+        self.q_proj = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
+        self.o_proj = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`[B, S, D]` to `[B, S, D]`."""
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H, S, D/H]
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1, enable_gqa=self.shared)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """`W_down (silu(W_gate x) · W_up x)`."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, S, D]` to `[B, S, D]`."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each on the normalised stream and added to it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`[B, S, D]` to `[B, S, D]`."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm."""
+
+    def __init__(self, shape: Shape, vocab_size: int) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = RMSNorm(shape.hidden_size)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+
+
+class Llama(nn.Module):
+    """A decoder-only transformer: int64 tokens `[B, S]` to logits `[B, S, V]`, with S at most `seq_len`.
+
+    Source: Touvron et al., arXiv 2302.13971. Parameters have the names, the order and the initial bits that they have in
+    `transformers.LlamaForCausalLM`, and the same operations give the same logits and gradients, to the last bit.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int) -> None:
+        super().__init__()
+        shape = config.shape
+        self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
+        self.model = Decoder(shape, vocab_size)
+        self.lm_head = nn.Linear(shape.hidden_size, vocab_size, bias=False)
+        self.rotary = nn.Buffer(rotary(shape.hidden_size // shape.heads, seq_len), persistent=False)
+        nn.init.normal_(self.lm_head.weight, std=INIT_STD)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of the token after each."""
+        x = self.model.embed_tokens(tokens)
+        cos, sin = self.rotary[:, : tokens.shape[1]].to(x.dtype)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin)
+        return self.lm_head(self.model.norm(x))
+
+
+def build_model(config: ModelConfig, vocab_size: int, seq_len: int, seed: int) -> Llama:
     """A Llama on the CPU in fp32, initialised from the seed; equal arguments give bitwise equal parameters.
 
-    The global random state is left as it was. Cost: importing `transformers` takes some 2 seconds the first time.
+    The global random state is left as it was.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    hidden, layers, heads, kv_heads, intermediate = config.shape
-    llama = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=intermediate,
-        max_position_embeddings=seq_len,
-        tie_word_embeddings=config.tie_embeddings,
-        attention_dropout=0.0,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]  # not declared, taken from **kwargs
-    )
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would seed the accelerators too and leave them so.
         torch.default_generator.manual_seed(rng.key(seed, "model"))
-        return LlamaForCausalLM(llama)
+        return Llama(config, vocab_size, seq_len)
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -57,59 +156,5 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
     Shapes: `batch` is int64 `[B, S + 1]`, the first S being inputs and the last S targets; the result is a scalar.
     """
-    logits = model(input_ids=batch[:, :-1]).logits.float()  # [B, S, V]
+    logits = model(batch[:, :-1]).float()  # [B, S, V]
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-
-def export(model: "LlamaForCausalLM", folder: Path, tokenizer: Tokenizer) -> None:
-    """Writes a folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` open.
-
-    Bytes too are written as a tokenizer file. The model's parameters may be views of a flat buffer.
-
-    Raises: OSError when the disk refuses.
-    """
-    from tokenizers import Tokenizer as Library
-    from transformers import GenerationConfig, PreTrainedTokenizerFast
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model.save_pretrained(folder)
-    GenerationConfig(eos_token_id=tokenizer.end).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=Library.from_str(tokenizer.json())).save_pretrained(folder)
-
-
-@torch.no_grad()
-def sample(
-    model: "LlamaForCausalLM", tokenizer: Tokenizer, prompt: str, num_tokens: int, seed: int, temperature: float = 0.8
-) -> str:
-    """The prompt and up to `num_tokens` tokens that the model continues it with, until it ends the document.
-
-    Each token is drawn from `softmax(logits / temperature)`; equal arguments give equal text on one machine. Once the
-    text outgrows the length that the model was trained on, its last half of that length is read anew.
-
-    Raises: ConfigError when the temperature is not above zero, or nothing is there to continue.
-    """
-    from transformers import DynamicCache
-
-    if not temperature > 0:
-        raise ConfigError(f"the sampling temperature is {temperature} but must be above 0; 0.8 is a good start")
-    text = [int(token) for token in tokenizer.encode([prompt])[0]]
-    if not text:
-        raise ConfigError(f"the prompt {prompt!r} has 0 tokens; give at least one to continue")
-    generator = rng.torch_rng(seed, "sample")
-    longest = model.config.max_position_embeddings
-    device = next(model.parameters()).device
-    cache: Any = None
-    unread: list[int] = []
-    seen = longest
-    for _ in range(num_tokens):
-        if seen + len(unread) >= longest:
-            cache, seen, unread = DynamicCache(config=model.config), 0, text[-max(1, longest // 2) :]
-        output = model(input_ids=torch.tensor([unread], device=device), past_key_values=cache, use_cache=True)
-        seen += len(unread)
-        weights = torch.softmax(output.logits[0, -1].float().cpu() / temperature, dim=-1)
-        unread = [int(torch.multinomial(weights, 1, generator=generator))]
-        if unread == [tokenizer.end]:
-            break
-        text += unread
-    return tokenizer.decode(text)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import CheckpointError
 from gossamer.layout import Layout, arrange, attach, layout_of
-from gossamer.models.llama import build_model, export, loss, sample
+from gossamer.models.export import export
+from gossamer.models.llama import build_model, loss
+from gossamer.models.sample import sample
 from gossamer.record import checkpoint
 from gossamer.record.files import atomic_write
 from gossamer.record.folder import metrics_line, read_metrics
@@ -37,7 +39,7 @@ class Probe:
     def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
         self.config, self.device = config, device
         model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
-        self.model = nn.Module.to(model, device)  # by this name because transformers types its own wrongly
+        self.model = model.to(device)
         self.x = attach(self.model, _layout(self.model, config))
         self.batches = [batch.to(device) for batch in corpus.validation(config.run.eval_batches)]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gossamer.codecs import make_codec
 from gossamer.data.corpus import Corpus
@@ -109,7 +109,7 @@ class Worker:
     ):
         self.index, self.config, self.corpus, self.device = index, config, corpus, device
         model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
-        self.model = nn.Module.to(model, device)  # by this name because transformers types its own wrongly
+        self.model = model.to(device)
         schedule = config.schedule
         self.layout, self.spans = arrange(layout_of(self.model), schedule.fragments, schedule.pattern)
         self.x = attach(self.model, self.layout, buffer)
