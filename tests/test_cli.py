@@ -1,14 +1,18 @@
 """The command line: one sentence and exit code 2 for whatever a user can get wrong, and no traceback."""
 
+import html
 import json
 import shutil
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 import tomli_w
 
+import gossamer
+from gossamer import cli
 from gossamer.cli import main
 from gossamer.run.config import dump
 from gossamer.run.simulate import simulate
@@ -22,10 +26,15 @@ def run(words, capsys):
     return code, out, err
 
 
+def sentences(err):
+    """The lines of stderr, without the one that says how busy this machine is."""
+    return [line for line in err.splitlines() if "expect to be slower than alone" not in line]
+
+
 def refused(words, capsys, *parts):
     """Asserts that a command is refused in one sentence that holds these parts."""
     code, _, err = run(words, capsys)
-    told = [line for line in err.splitlines() if "expect to be slower than alone" not in line]
+    told = sentences(err)
     assert code == 2, (code, err)
     assert len(told) == 1, err
     assert told[0].startswith("gossamer: ")
@@ -147,7 +156,7 @@ def test_a_run_that_is_stopped_says_how_to_go_on_if_it_can(finished, run_file, t
             simulate(config, folder, until=finished)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gossamer.cli._drive", stopped)
+    monkeypatch.setattr("gossamer.cli.simulate.train_here", stopped)
     code, _, err = run(["simulate", run_file, "--out", tmp_path / "run"], capsys)
     told = f"stopped; resume with --resume {tmp_path / 'run'}" if finished else "stopped"
     assert code == 130 and err.splitlines()[-1] == f"gossamer: {told}"
@@ -283,11 +292,90 @@ def test_list_shows_every_row(capsys):
     assert run(["list", "--markdown"], capsys) == (0, markdown(), "")
 
 
-def test_help_answers_without_importing_torch():
-    code = (
-        "import sys\nfrom gossamer.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
-        "    assert end.code == 0\nassert 'torch' not in sys.modules\n"
+MISTAKES = {
+    "an unknown verb": (["simulat"], ["unknown command 'simulat'", "did you mean 'simulate'"]),
+    "an unknown option": (["simulate", "--resum", "x"], ["'--resum'", "gossamer simulate", "did you mean '--resume'"]),
+    "an unknown option before any verb": (["--versoin"], ["did you mean '--version'"]),
+    "an option without its value": (["simulate", "--out"], ["--out", "see gossamer simulate --help"]),
+    "an option given twice": (["simulate", "--out", "a", "--out", "b"], ["--out", "multiple"]),
+    "a number that is none": (["topology", "ring", "--workers", "x"], ["--workers", "'x'"]),
+    "a fraction of a worker": (["topology", "ring", "--workers", "2.5"], ["--workers", "'2.5'"]),
+    "a flag with another value": (["compare", "--resume=perhaps"], ["--resume", "'perhaps'"]),
+    "a word too many": (["topology", "ring", "tree"], ["'tree'", "gossamer topology --help"]),
+    "no folder": (["report"], ["RUN"]),
+    "no network": (["price", "runs/x"], ["NETWORK"]),
+    "no option that is needed": (["probe"], ["--out"]),
+}
+
+
+@pytest.mark.parametrize(("words", "parts"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_in_the_words_of_a_command_is_said_in_one_sentence(words, parts, capsys):
+    refused(words, capsys, *parts)
+
+
+def test_every_verb_is_a_module_and_says_what_each_of_its_options_does(capsys):
+    commands = {path.stem for path in Path(cli.__file__).parent.glob("*.py") if "\ndef command(" in path.read_text()}
+    assert commands == set(cli.VERBS)
+    for verb, sentence in cli.VERBS.items():
+        code, out, _ = run([verb, "--help"], capsys)
+        assert code == 0 and sentence in " ".join(out.split())
+        mute = [line for line in out.splitlines() if line.startswith("  --") and ": " not in line]
+        assert not mute, (verb, mute)
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert run(["--version"], capsys) == (0, f"{gossamer.__version__}\n", "")
+
+
+def test_a_reader_who_has_gone_ends_a_command_without_a_word():
+    command = [sys.executable, "-m", "gossamer", "topology", "ring"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (0, b"")
+
+
+def test_a_command_that_is_terminated_ends_as_with_ctrl_c():
+    program = "import os, signal\nfrom gossamer.cli import app, main\n"
+    program += (
+        "app.command(lambda: os.kill(os.getpid(), signal.SIGTERM), name='stop')\nraise SystemExit(main(['stop']))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    assert "simulate" in result.stdout and json.dumps(result.stderr) == '""'
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "gossamer: stopped\n")
+
+
+WITHOUT_EXTRAS = """
+import json, sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"matplotlib", "tensorboard", "wandb", "pyarrow", "datasets"}:
+            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+sys.meta_path.insert(0, Hidden())
+from gossamer.cli import main
+for words in json.loads(sys.argv[1]):
+    print(words[0], "exits with", main(words), file=sys.stderr)
+"""
+
+
+def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names_what_draws(run_file, tmp_path):
+    commands = [
+        ["simulate", run_file, "--out", tmp_path / "run", "--set", "run.steps=4"],
+        ["report", tmp_path / "run", "--out", tmp_path / "page.html"],
+        ["simulate", run_file, "--out", tmp_path / "other", "--set", "record.tensorboard=true"],
+        ["simulate", run_file, "--out", tmp_path / "other", "--set", "record.wandb_project=p"],
+        ["utilisation", "--plot", tmp_path / "curve.svg"],
+    ]
+    words = json.dumps([[str(word) for word in command] for command in commands])
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, words], capture_output=True, text=True, timeout=110)
+    told = [line for line in sentences(done.stderr) if line.startswith("gossamer: ") or "exits with" in line]
+    lacking = (
+        "drawing the curves needs the extra 'plots' (No module named 'matplotlib'); run pip install 'gossamer[plots]'"
+    )
+    assert told[:4] == [f"gossamer: {lacking}", "simulate exits with 0", f"gossamer: {lacking}", "report exits with 0"]
+    assert done.stdout.count("val loss") == 2
+    for page in (tmp_path / "run" / "report.html", tmp_path / "page.html"):
+        text = page.read_text()
+        assert html.escape(lacking) in text and "<table>" in text and "<img" not in text
+    refusals = [("tensorboard", "simulate"), ("wandb", "simulate"), ("plots", "utilisation")]
+    assert told[5::2] == [f"{verb} exits with 2" for _, verb in refusals]
+    for sentence, (extra, _) in zip(told[4::2], refusals, strict=True):
+        assert f"run pip install 'gossamer[{extra}]', or " in sentence, sentence

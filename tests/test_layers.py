@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import gossamer
+from gossamer.cli import VERBS
 
 SOURCE = Path(gossamer.__file__).parent
 MODULES = {  # dotted name: parsed source
@@ -111,13 +112,17 @@ def test_modules_that_need_no_torch_do_not_import_it() -> None:
 
 
 def test_help_imports_nothing_slow() -> None:
-    program = "import atexit, sys\nfrom gossamer.cli import main\n"
-    program += "atexit.register(lambda: print('loaded', *sys.modules))\nmain(['--help'])"
+    program = "import sys\nfrom gossamer.cli import VERBS, main\n"
+    program += (
+        "assert main(['--help']) == 0 and not [name for name in VERBS if f'gossamer.cli.{name}' in sys.modules]\n"
+    )
+    program += "assert not [name for name in VERBS if main([name, '--help'])]\nprint('loaded', *sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     usage, _, loaded = done.stdout.rpartition("loaded ")
-    assert usage.startswith("usage: gossamer")
-    assert not set(loaded.split()) & (LATE | {"torch", "numpy", "rich"})
+    for verb in ("", *(f" {name}" for name in VERBS)):
+        assert f"Usage: gossamer{verb} " in usage, verb
+    assert not set(loaded.split()) & (LATE | {"torch", "numpy", "pydantic"})
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.endswith("__main__")])

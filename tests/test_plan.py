@@ -146,7 +146,7 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     said = capsys.readouterr().out
     assert "192,960 parameters, 4 workers" in said
     assert (
-        "chosen: DiLoCo with 15 local steps and codec exact (the fewest local steps that compute for 90% of the time)"
+        "chosen: DiLoCo with 15 local steps and codec exact (fewest local steps that reach 90% compute utilisation)"
         in said
     )
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4

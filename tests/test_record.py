@@ -21,6 +21,7 @@ from gossamer.record.progress import Progress
 from gossamer.record.trace import Entry, Operation, read_trace
 
 PLAIN = RecordConfig(tensorboard=False)
+BOARD = RecordConfig(tensorboard=True)
 
 
 def entry(round: int, worker: int) -> Entry:
@@ -207,17 +208,17 @@ def test_tensorboard_gets_the_curves_and_forgets_what_a_resume_redoes(tmp_path: 
         events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
         return [(e.step, round(e.value, 3)) for e in events.Scalars(tag)]
 
-    with RunFolder(tmp_path, "") as run:
+    with RunFolder(tmp_path, "", BOARD) as run:
         fill(run, range(3))
     assert curve("train/loss/worker-001") == [(15, 3.0), (30, 2.9), (45, 2.8)]
-    with RunFolder(tmp_path, "", resume_round=1) as run:
+    with RunFolder(tmp_path, "", BOARD, resume_round=1) as run:
         run.log("eval", round=1, step=30, loss=1.5)
     assert curve("eval/loss") == [(15, 2.5), (30, 1.5)]
 
 
 def test_each_process_of_a_real_run_has_its_own_tensorboard_folder(tmp_path: Path) -> None:
     for worker in range(2):
-        with RunFolder(tmp_path, "", worker=worker) as run:
+        with RunFolder(tmp_path, "", BOARD, worker=worker) as run:
             run.log("train", round=0, worker=worker, step=1, loss=1.0)
     assert sorted(path.name for path in (tmp_path / "tensorboard").iterdir()) == ["worker-000", "worker-001"]
 
@@ -226,7 +227,7 @@ def test_each_process_of_a_real_run_has_its_own_tensorboard_folder(tmp_path: Pat
     ("module", "config", "remedy"),
     [
         ("wandb", RecordConfig(tensorboard=False, wandb_project="p"), r"gossamer\[wandb\]"),
-        ("torch.utils.tensorboard", RecordConfig(), "tensorboard = false"),
+        ("torch.utils.tensorboard", RecordConfig(tensorboard=True), r"gossamer\[tensorboard\].* set it to false"),
     ],
 )
 def test_a_missing_dashboard_is_a_sentence_with_the_remedy(

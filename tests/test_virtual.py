@@ -294,7 +294,7 @@ def test_resuming_and_pricing_a_run_that_looks_at_the_clock_are_refused(tmp_path
     assert main(["simulate", "--resume", str(tmp_path / "run")]) == 2
     assert main(["price", str(tmp_path / "run"), str(tmp_path / "network.toml")]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "start it anew" in first and "simulate it again" in second
+    assert "start again with another --out" in first and "simulate it again" in second
 
 
 def test_list_names_servers_and_pairs(capsys):

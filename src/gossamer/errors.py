@@ -3,6 +3,7 @@
 * GossamerError
   x ConfigError        a run file, an option or a command line that cannot work
     + PairingError     rule, topology and codec that do not go together
+    + MissingPackageError  an optional package that is not installed
   x DataError          missing, empty or unreadable training data
   x CheckpointError    a snapshot that is corrupt, foreign or of another run
   x TrainingError      the numbers went wrong (NaN loss)
@@ -14,18 +15,22 @@ prints it without a traceback and exits with code 2. Our own invariants use `ass
 """
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from types import ModuleType
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
     "GossamerError",
+    "MissingPackageError",
     "PairingError",
     "PeerError",
     "TrainingError",
     "TransportError",
     "choose",
+    "require",
 ]
 
 
@@ -39,6 +44,10 @@ class ConfigError(GossamerError, ValueError):
 
 class PairingError(ConfigError):
     """A rule, a topology and a codec that do not go together."""
+
+
+class MissingPackageError(ConfigError):
+    """A package of one of Gossamer's extras that is needed and not installed."""
 
 
 class DataError(GossamerError, ValueError):
@@ -71,3 +80,25 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     return f"unknown {what} '{got}'; {hint}Allowed: {', '.join(names)}"
+
+
+def require(module: str, extra: str, what: str, instead: str = "") -> ModuleType:
+    """Imports a module that comes with one of Gossamer's extras; everything that needs an optional package begins here.
+
+    Args:
+        extra: as in `pip install 'gossamer[extra]'`.
+        what: needs the module, such as "a chart".
+        instead: how to do without, such as "set record.tensorboard = false".
+    Raises: MissingPackageError with the command that installs it.
+
+    >>> require("no_such_module", "plots", "a chart")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    gossamer.errors.MissingPackageError: a chart needs the extra 'plots' (...); run pip install 'gossamer[plots]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        way_out = f", or {instead}" if instead else ""
+        raise MissingPackageError(
+            f"{what} needs the extra '{extra}' ({error}); run pip install 'gossamer[{extra}]'{way_out}"
+        ) from None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import DataError, require
 
 __all__ = ["Document", "field", "files_of", "held_out", "read_documents", "utf8"]
 
@@ -59,13 +59,10 @@ def _jsonl(path: Path, text_field: str) -> Iterator[Document]:
 
 
 def _parquet(path: Path, text_field: str) -> Iterator[Document]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise ConfigError(
-            f"'{path}' needs the package pyarrow, which is missing ({error}); run pip install 'gossamer[data]'"
-        ) from None
+    require("pyarrow.parquet", "data", f"'{path}'")
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
     try:
         with ParquetFile(path) as file:
             names = file.schema_arrow.names

@@ -13,7 +13,7 @@ from torch import Tensor
 from gossamer.data.documents import Document, field, held_out, utf8
 from gossamer.data.settings import DataConfig
 from gossamer.data.tokenizer import Tokenizer
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import DataError, require
 
 __all__ = ["StreamCorpus"]
 
@@ -24,7 +24,7 @@ class StreamCorpus:
     A worker's documents are packed in order into windows of `seq_len + 1` tokens, again from the start after the last.
     A batch is a function of worker and step alone: one that is not the next is found by reading on, or from the start.
 
-    Raises: ConfigError when the package datasets is missing; DataError when the stream cannot be opened or breaks off.
+    Raises: MissingPackageError without the package datasets; DataError when the stream cannot be opened or breaks off.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int) -> None:
@@ -165,14 +165,10 @@ def _hash(tokens: NDArray[np.int64]) -> str:
 
 def _open_stream(source: str) -> Callable[[int, int], Any]:
     """`(worker, workers) -> a fresh pass over that worker's documents` of "hf:NAME[:CONFIG]"."""
-    try:
-        from datasets import load_dataset
-        from datasets.distributed import split_dataset_by_node
-    except ImportError as error:
-        raise ConfigError(
-            f"data.source '{source}' needs the package datasets, which is missing ({error}); "
-            "run pip install 'gossamer[data]'"
-        ) from None
+    require("datasets", "data", f"data.source '{source}'")
+    from datasets import load_dataset
+    from datasets.distributed import split_dataset_by_node
+
     name, _, subset = source.removeprefix("hf:").partition(":")
     try:
         stream = load_dataset(name, subset or None, split="train", streaming=True)

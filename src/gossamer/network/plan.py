@@ -22,7 +22,7 @@ from gossamer.network.utilisation import step_seconds
 from gossamer.record.trace import Integers, Trace, from_targets
 from gossamer.topologies.matching import random_matchings
 
-__all__ = ["EXACT", "Candidate", "Plan", "matched_steps", "plan", "run_toml"]
+__all__ = ["EXACT", "PLAN_HEADINGS", "Candidate", "Plan", "matched_steps", "plan", "plan_rows", "run_toml"]
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
 """The codec that sends fp32 as it is."""
@@ -247,6 +247,29 @@ def run_toml(
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, {chosen.utilisation:.1%} of it computing.\n"
     )
     return head + tomli_w.dumps(document)
+
+
+PLAN_HEADINGS = ("method", "codec", "steps", "MB/round", "s/round", "computing", "h/1e9 tokens")
+"""Of the columns of `plan_rows`."""
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """All candidates in words, for a table under `PLAN_HEADINGS`."""
+    rows = []
+    for one in plan.candidates:
+        most, fewest = one.full_steps, min(one.local_steps)
+        rows.append(
+            (
+                one.method,
+                f"{one.codec}, {one.back} back" if one.back else one.codec,
+                str(most) if fewest == most else f"{fewest}-{most}",
+                f"{one.round_bytes / 1e6:.4g}",
+                f"{one.round_s:.4g}",
+                f"{one.utilisation:.1%}",
+                f"{one.seconds_per_token * 1e9 / 3600:.4g}",
+            )
+        )
+    return rows
 
 
 def _rounds_of_means(network: Network, n: int, rounds: int) -> int:

@@ -24,6 +24,7 @@ __all__ = [
     "STRAGGLER_METHODS",
     "StragglerUtilisation",
     "matched_local_steps",
+    "straggler_rows",
     "straggler_table",
     "straggler_utilisation",
 ]
@@ -168,3 +169,17 @@ def straggler_table(
     """
     bandwidths = [float(bandwidth) for bandwidth in np.asarray(bandwidths_bps, float).ravel()]
     return [straggler_utilisation(method, bandwidth, **options) for method in methods for bandwidth in bandwidths]
+
+
+def straggler_rows(**options: Any) -> list[tuple[str, ...]]:
+    """Per bandwidth in Gbit/s the mean utilisation of each of `STRAGGLER_METHODS`, with the straggler's local steps, in words.
+
+    >>> straggler_rows(workers=4)[0][:2]
+    ('1', '0.2% (1)')
+    """
+    rows = []
+    for bandwidth_bps in (1e9, 3e9, 1e10, 3e10, 1e11, 3e11, 1e12):
+        points = straggler_table(bandwidths_bps=bandwidth_bps, **options)
+        cells = (f"{point.mean:.1%} ({point.straggler_local_steps})" for point in points)
+        rows.append((f"{bandwidth_bps / 1e9:g}", *cells))
+    return rows

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError, choose, require
 
 __all__ = [
     "BANDWIDTHS_BPS",
@@ -30,6 +30,7 @@ __all__ = [
     "Model",
     "Setting",
     "UtilisationAt",
+    "assumed",
     "bandwidth_needed",
     "bandwidth_table",
     "plot_curves",
@@ -305,6 +306,17 @@ def utilisation_curve(setting: Setting, bandwidths_bps: ArrayLike = BANDWIDTHS_B
     return [UtilisationAt(float(b), float(u)) for b, u in pairs]
 
 
+def assumed(model: str, method: str, setting: Setting) -> str:
+    """What a table of bandwidths is for, in one line."""
+    fragments, overlap = len(setting.fragments), setting.overlap_steps
+    return (
+        f"{model} ({setting.parameters / 1e9:g}e9 parameters in {setting.layers} layers), {method}: {setting.step_s:g} s a step, "
+        f"{setting.local_steps} local step{'s' * (setting.local_steps != 1)}, {fragments} fragment{'s' * (fragments != 1)}, "
+        f"{overlap} step{'s' * (overlap != 1)} of overlap, {setting.bits_per_parameter:g} bits a parameter, of "
+        f"which a share of {setting.payload_factor:g} is sent, no latency"
+    )
+
+
 # --- closed form ------------------------------------------------------------------------------------------------------
 
 
@@ -318,8 +330,9 @@ def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], file: Path)
     """Draws points (bandwidth in bits per second, utilisation) of each curve into a file, PNG or SVG by its name.
 
     An SVG says nothing of when it was made, so that equal curves are equal files.
-    Raises: ConfigError for another kind of file or one that cannot be written.
+    Raises: ConfigError for another kind of file or one that cannot be written; MissingPackageError without matplotlib.
     """
+    require("matplotlib.figure", "plots", f"the plot '{file}'", "remove --plot")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -7,6 +7,7 @@ from gossamer.errors import ConfigError, choose
 from gossamer.network.utilisation import _count, _is_number, _positive, _within, step_seconds
 
 __all__ = [
+    "HOURS_HEADINGS",
     "LINKS",
     "SUSTAINED_FLOPS",
     "Hours",
@@ -16,6 +17,7 @@ __all__ = [
     "all_reduce_s",
     "balanced_local_steps",
     "batch_tokens_fit",
+    "hours_rows",
     "inner_lr_fit",
     "loss_fit",
     "wall_clock",
@@ -281,3 +283,20 @@ def wall_clock_table(
         "nothing overlaps within a step",
     )
     return WallClockTable(rows, assumptions)
+
+
+HOURS_HEADINGS = ("method", "hours", "computing", "reducing each step", "each round", "Gbit at once")
+"""Of the columns of `hours_rows`."""
+
+
+def hours_rows(table: WallClockTable) -> list[tuple[str, ...]]:
+    """Hours and where they go in words, for a table under `HOURS_HEADINGS`."""
+    return [
+        (
+            row.method,
+            f"{row.clock.total_s / 3600:.4g}",
+            *(f"{seconds / row.clock.total_s:.1%}" for seconds in row.clock),
+            f"{row.at_once_bits / 1e9:.4g}",
+        )
+        for row in table.rows
+    ]

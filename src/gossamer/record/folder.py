@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import ConfigError, DataError, require
 from gossamer.record.files import atomic_write
 from gossamer.record.jsonl import json_line, json_lines
 from gossamer.record.trace import Entry, line_of
@@ -37,8 +37,8 @@ __all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics"
 class RecordConfig:
     """What a run leaves behind beside its metrics and its trace."""
 
-    tensorboard: bool = True
-    """Whether to write TensorBoard events."""
+    tensorboard: bool = False
+    """Whether to write TensorBoard events, with the extra `tensorboard`."""
     wandb_project: str | None = None
     """The Weights & Biases project to log to; nothing leaves the machine when None."""
     export: bool = True
@@ -224,28 +224,16 @@ def _round(value: Mapping[str, Any], where: str) -> int:
 
 def _tensorboard(folder: Path, worker: int | None, next_step: int | None) -> Any:
     """A writer of events that makes viewers forget what an interrupted run wrote from `next_step` on."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            f"tensorboard = true needs the package tensorboard, which is missing ({error}); "
-            "run pip install tensorboard, or set tensorboard = false"
-        ) from None
+    board = require("torch.utils.tensorboard", "tensorboard", "record.tensorboard = true", "set it to false")
     # Viewers read one event file per folder, so each process needs its own.
-    return SummaryWriter(
+    return board.SummaryWriter(
         str(folder if worker is None else folder / f"worker-{worker:03}"), purge_step=next_step, flush_secs=30
     )
 
 
 def _wandb(project: str, path: Path, worker: int | None, run_toml: str) -> Any:
     """A Weights & Biases run that a resumed run continues; the workers of a real run form a group."""
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]  # an extra that few install
-    except ImportError as error:
-        raise ConfigError(
-            f"wandb_project = '{project}' needs the package wandb, which is missing ({error}); "
-            "run pip install 'gossamer[wandb]', or leave wandb_project out"
-        ) from None
+    wandb = require("wandb", "wandb", f"record.wandb_project = '{project}'", "remove that key")
     suffix = "" if worker is None else f"-{worker:03}"
     id_path = path / f"wandb-id{suffix}.txt"
     run = wandb.init(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError, choose, require
 from gossamer.record.folder import finite
 from gossamer.record.jsonl import json_line
 from gossamer.report.page import drawing, line_style, markdown_lines, plain, svg
@@ -87,7 +87,8 @@ def table(outcomes: Sequence[Outcome], figure: Figure) -> str:
 
 
 def draw(outcomes: Sequence[Outcome], figure: Figure) -> bytes:
-    """The figure as SVG; the same outcomes give the same bytes."""
+    """The figure as SVG; the same outcomes give the same bytes. Raises: MissingPackageError without matplotlib."""
+    require("matplotlib.figure", "plots", "the figure of an experiment")
     paint = _draw_reach if figure.target else _draw_maps if figure.y else _draw_curves
     with drawing():
         return svg(paint(outcomes, figure))

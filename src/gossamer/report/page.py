@@ -7,6 +7,7 @@ What a run does not have is a dash; a number that was not finite is "not finite"
 import base64
 import contextlib
 import io
+import logging
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from gossamer.errors import DataError
+from gossamer.errors import DataError, MissingPackageError, require
 from gossamer.network.links import Network, to_toml
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
@@ -42,6 +43,8 @@ __all__ = [
     "svg",
     "write_report",
 ]
+
+log = logging.getLogger("gossamer")
 
 _DASH = "–"
 _PROGRESS = (("tokens", "tokens"), ("step", "inner steps"), ("round", "round"))
@@ -147,19 +150,18 @@ def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float]
 def write_report(runs: Mapping[str, Path], out_html: Path, networks: Mapping[str, Network] | None = None) -> None:
     """Writes a page with the table, the curves, each run's configuration and text sample; it loads nothing else.
 
+    Without matplotlib the page has no curves, and a sentence that says so, which is logged as well.
     Raises: DataError and ConfigError as `summary_rows` does.
     """
     networks = networks or {}
     loaded = _load(runs, networks)
-    many = len(loaded) >= MANY
-    if many:
+    if len(loaded) >= MANY:
         loaded.sort(key=lambda run: _rank(_row(run)["loss"]))
     title = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs compared"
     body = [
         f"<header><h1>{escape(title)}</h1></header>",
         _html_table([_row(run) for run in loaded]),
-        _html_picture("Where each ended", ranking([_row(run) for run in loaded])) if many else _html_legend(loaded),
-        f'<section class="{"panels" if many else "charts"}">{"".join(_charts(loaded, networks))}</section>',
+        *_html_drawn(loaded, networks),
         *(_html_details(f"Network {name}", to_toml(network)) for name, network in networks.items()),
         *(_html_details(f"Configuration of {run.label}", run.config) for run in loaded if run.config is not None),
         *(_html_details(f"Text sample of {run.label}", run.sample) for run in loaded if run.sample is not None),
@@ -175,14 +177,29 @@ def write_report(runs: Mapping[str, Path], out_html: Path, networks: Mapping[str
     atomic_write(Path(out_html), page.encode())
 
 
+def _html_drawn(runs: Sequence[_Run], networks: Mapping[str, Network]) -> list[str]:
+    """All that matplotlib draws on a page, or the sentence of what is missing."""
+    try:
+        require("matplotlib.figure", "plots", "drawing the curves")
+    except MissingPackageError as missing:
+        log.warning("%s", missing)
+        return [f"<p>{escape(str(missing))}</p>"]
+    many, charts = len(runs) >= MANY, "".join(_charts(runs, networks))
+    return [
+        _html_picture("Where each ended", ranking([_row(run) for run in runs])) if many else _html_legend(runs),
+        f'<section class="{"panels" if many else "charts"}">{charts}</section>',
+    ]
+
+
 def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
     """PNG pictures of many runs by file name, to stand beside a table: where each ended, and how it went there; none of few.
 
-    Raises: DataError as `summary_rows` does.
+    Raises: DataError as `summary_rows` does, and MissingPackageError without matplotlib.
     """
     loaded = sorted(_load(runs, {}), key=lambda run: _rank(_row(run)["loss"]))
     if len(loaded) < MANY:
         return {}
+    require("matplotlib.figure", "plots", "drawing the pictures of many runs")
     x_label, curves = _loss_curves(loaded)
     figures = {
         "ranking.png": ranking([_row(run) for run in loaded]),

@@ -15,7 +15,19 @@ from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.errors import ConfigError, choose
 from gossamer.rules import RULES
 
-__all__ = ["FACTORIES", "METHODS", "Recipe", "first_sentence", "made_of", "missing", "recipe", "recipes", "said"]
+__all__ = [
+    "FACTORIES",
+    "METHODS",
+    "Recipe",
+    "factory_rows",
+    "first_sentence",
+    "made_of",
+    "missing",
+    "recipe",
+    "recipe_rows",
+    "recipes",
+    "said",
+]
 
 
 class Recipe(NamedTuple):
@@ -224,6 +236,24 @@ def recipes() -> Mapping[str, Recipe]:
             settings, row.source or said(factory, "Source"), row.differs, row.fails or said(factory, "Fails when")
         )
     return found
+
+
+def recipe_rows() -> list[tuple[str, str, str]]:
+    """Every method in words: its name, what it is made of, and its source."""
+    return [
+        (name, made_of(recipe.settings).replace("`", ""), first_sentence(recipe.source))
+        for name, recipe in recipes().items()
+    ]
+
+
+def factory_rows(table: Mapping[str, Callable[..., Any]]) -> list[tuple[str, str, str]]:
+    """Every row of a table of rules, topologies, codecs, servers or pairs in words: its name, what it does, its options."""
+    rows = []
+    for name, factory in table.items():
+        parameters = [p for p in inspect.signature(factory).parameters.values() if p.name not in ("n", "seed")]
+        options = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters)
+        rows.append((name, (inspect.getdoc(factory) or "").partition("\n")[0], options))
+    return rows
 
 
 def missing(factory: Callable[..., Any]) -> list[str]:

@@ -1,0 +1,104 @@
+"""`gossamer compare`: all variants of an experiment file side by side."""
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gossamer.cli.report import publish
+from gossamer.cli.run_file import File, Overrides, whole_numbers
+from gossamer.cli.simulate import train_here
+from gossamer.errors import ConfigError, MissingPackageError, TrainingError
+
+if TYPE_CHECKING:
+    from gossamer.report.figures import Figure, Outcome
+    from gossamer.run.experiment import Point
+
+__all__ = ["command"]
+
+
+def command(
+    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, seeds: str = "", scale: str = "",
+    resume: bool = False,
+) -> None:  # fmt: skip
+    """Simulates every variant of an experiment file, and writes their table, report and figure.
+
+    Args:
+        out: folder of all runs (default: runs/ and the name of the file)
+        seeds: run every variant with each of these seeds, such as 0,1,2
+        scale: take the sizes of the file's [scale.NAME]
+        resume: keep the runs that have ended, and train the others
+    """
+    if file is None:
+        raise ConfigError(
+            "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
+        )
+    from gossamer.report.figures import Outcome
+    from gossamer.run.document import load, settings
+    from gossamer.run.experiment import figure, points
+
+    document = load(file, settings([*overrides]))
+    asked = figure(document)
+    runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
+    out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
+    folders = _folders(runs, out, resume=resume)
+    try:
+        _train_all(runs, folders, resume=resume)
+        rows = publish(folders, out / "report.html", runs[0].config.network)
+        outcomes = [Outcome(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
+        _write_figure(outcomes, asked, out)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("stopped; the same command with --resume keeps the runs that have ended") from None
+
+
+def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:
+    """The folder of each run by its label. Raises ConfigError for one that is shared, or there already."""
+    folders = {run.label: out / _folder_name(run.label) for run in runs}
+    if alike := [run.label for run in runs if [*folders.values()].count(folders[run.label]) > 1]:
+        raise ConfigError(
+            f"the labels {alike} would share the folder '{folders[alike[0]]}'; set labels that differ in a letter"
+        )
+    for label, folder in folders.items():
+        if not resume and folder.exists():
+            raise ConfigError(
+                f"'{folder}' of variant '{label}' is there already; "
+                "name another folder with --out, remove it, or continue with --resume"
+            )
+    return folders
+
+
+def _folder_name(label: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
+
+
+def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: bool) -> None:
+    """Trains run after run; with `resume` only those that have not ended, which start again."""
+    from gossamer.run.finished import is_finished
+
+    for run in runs:
+        folder = folders[run.label]
+        if resume and is_finished(run.config, folder):
+            continue
+        if (folder / "run.toml").exists():
+            shutil.rmtree(folder)
+        try:
+            train_here(run.config, folder)
+        except TrainingError as error:  # that a setting diverges is a result of a comparison, not its end
+            print(f"gossamer: {run.label}: {error}", file=sys.stderr)
+
+
+def _write_figure(outcomes: "Sequence[Outcome]", asked: "Figure | None", out: Path) -> None:
+    """The outcomes in one file, and the figure that the experiment asks for with its numbers."""
+    from gossamer.record.files import atomic_write
+    from gossamer.report.figures import draw, lines, table
+
+    atomic_write(out / "outcomes.jsonl", lines(outcomes).encode())
+    if asked is None:
+        return
+    atomic_write(out / "figure.md", table(outcomes, asked).encode())
+    try:
+        atomic_write(out / "figure.svg", draw(outcomes, asked))
+        print(f"figure: {out / 'figure.svg'}, its numbers: {out / 'figure.md'}")
+    except MissingPackageError:  # as the report has said
+        print(f"the figure's numbers: {out / 'figure.md'}")

@@ -1,0 +1,25 @@
+"""`gossamer evaluate`: the mean model of a run."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+__all__ = ["command"]
+
+
+def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | None = None) -> None:
+    """Forms the mean model of a run from snapshots of one round, scores it and exports it.
+
+    Args:
+        folder: run folder
+        round: number of finished rounds (default: the newest that all workers own)
+    """
+    from gossamer.run.evaluate import evaluate
+
+    round, result = evaluate(folder, round)
+    print(
+        f"round {round}: mean model {result.loss:.4f} nats, worst worker {max(result.worker_losses):.4f}, "
+        f"disagreement {result.disagreement:.3g}"
+    )
+    print(f"mean model: {folder / 'model'}")

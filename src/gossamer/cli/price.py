@@ -1,0 +1,37 @@
+"""`gossamer price`: what a recorded run costs on a network."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from gossamer.errors import ConfigError
+
+__all__ = ["command"]
+
+
+def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /) -> None:
+    """Prices a recorded run on a network: wall-clock and utilisation, without training again.
+
+    Args:
+        folder: run folder
+        network: network file (TOML)
+    """
+    from gossamer.network.links import read_network
+    from gossamer.network.pricing import price
+    from gossamer.record.events import event_files
+    from gossamer.record.trace import read_trace
+    from gossamer.run.document import load_run
+
+    load_run(folder)
+    if event_files(folder):
+        raise ConfigError(
+            f"cannot re-price '{folder}': in an asynchronous run the network affects the result; simulate it again with "
+            f"'{network}' as its [network.NAME]"
+        )
+    trace = read_trace(folder)
+    timeline = price(trace, read_network(network))
+    print(
+        f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
+        f"utilisation {timeline.mean_utilisation:.1%}"
+    )

@@ -1,0 +1,54 @@
+"""`gossamer report`: several runs on one page."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from gossamer.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from gossamer.network.links import Network
+
+__all__ = ["command", "publish"]
+
+
+def command(folders: Annotated[tuple[Path, ...], Parameter(name="RUN")], /, *, out: Path = Path("report.html")) -> None:
+    """Writes one page with the table and the curves of several runs, priced on the networks of the first.
+
+    Args:
+        folders: run folders
+        out: the page (default: report.html)
+    """
+    from gossamer.run.config import parse
+    from gossamer.run.document import load_run
+
+    documents = [load_run(folder) for folder in folders]
+    publish({folder.name: folder for folder in folders}, out, parse(documents[0]).network)
+
+
+def publish(runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Network]") -> list[dict[str, Any]]:
+    """Writes the page, its table and its pictures, and prints the table; returns its rows."""
+    from rich.console import Console
+
+    from gossamer.record.files import atomic_write
+    from gossamer.report.page import markdown_table, over_seeds, pictures, render_table, summary_rows, write_report
+
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_report(runs, page, networks)
+    rows = summary_rows(runs, networks)
+    atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
+    try:
+        for name, image in pictures(runs).items():
+            atomic_write(page.with_name(name), image)
+    except MissingPackageError:
+        pass  # as write_report has said
+    console = Console()
+    Console(width=None if console.is_terminal else 120).print(render_table(rows))
+    for method, losses, mean, deviation in over_seeds(rows):
+        if len(losses) > 1:
+            each = ", ".join(f"{loss:.4f}" for loss in losses)
+            print(f"{method}: {mean:.4f} ± {deviation:.4f} over {len(losses)} seeds ({each})")
+    print(f"report: {page}")
+    return rows

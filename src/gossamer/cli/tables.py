@@ -1,0 +1,31 @@
+"""How tables are printed: the rows come from where they are computed, and a verb prints them."""
+
+from collections.abc import Iterable, Sequence
+
+from rich.box import HEAVY_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["print_table"]
+
+
+def print_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", text: int = 1, bold: int | None = None
+) -> None:
+    """Prints rows in columns; a title brings lines around them.
+
+    Args:
+        text: so many columns are of text, on the left; the others are of numbers. Under a title, text after the first wraps.
+        bold: the place of a row to stress.
+    """
+    view = Table(
+        title=title or None, title_justify="left", box=HEAVY_HEAD if title else None, pad_edge=bool(title),
+        header_style="bold",
+    )  # fmt: skip
+    for place, heading in enumerate(headings):
+        may_wrap = bool(title) and 0 < place < text
+        view.add_column(heading, justify="left" if place < text else "right", no_wrap=not may_wrap)
+    for place, row in enumerate(rows):
+        view.add_row(*map(Text, row), style="bold" if place == bold else None)
+    Console().print(view)

@@ -1,0 +1,33 @@
+"""`gossamer topology`: a graph and what gossip does on it."""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+__all__ = ["command"]
+
+
+def command(
+    name: str, /, *, workers: int = 8, momentum: float = 0.7, alpha: float = 1.0, round: int = 0, seed: int = 0,
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
+) -> None:  # fmt: skip
+    """Shows a topology: graph, spectral gap, chi, and the stability of gossip on it.
+
+    Args:
+        name: name of the topology, as gossamer list has it
+        workers: number of workers (default: 8)
+        momentum: outer momentum gamma (default: 0.7)
+        alpha: gossip step (default: 1.0)
+        round: the round to draw (default: 0)
+        seed: of topologies that are drawn at random (default: 0)
+        overrides: option of the topology, such as peers=2; may be repeated
+    """
+    from gossamer.rounds.stability import describe
+    from gossamer.run.document import settings
+    from gossamer.topologies import make_topology
+    from gossamer.topologies.draw import draw
+
+    topology = make_topology(name, workers, seed=seed, **settings([*overrides]))
+    print(draw(topology, round))
+    print()
+    print(describe(topology, alpha=alpha, gamma=momentum))

@@ -1,0 +1,83 @@
+"""`gossamer train`: each worker a process of its own."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gossamer.cli.run_file import File, Overrides, resume_hint, run_and_folder
+from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gossamer.run.config import RunConfig
+
+__all__ = ["command"]
+
+
+def command(
+    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
+    local: int | None = None, server: str | None = None, worker: int | None = None,
+) -> int:  # fmt: skip
+    """Trains as one worker of a run, as the server of one, or starts all workers on this machine.
+
+    Args:
+        out: run folder (default: runs/NAME)
+        resume: continue this run folder from the newest round that all own
+        local: start this many worker processes on this machine
+        server: HOST:PORT to serve a run with a [server] at, or with --worker to join it at
+        worker: be this worker of the server
+    """
+    config, folder = run_and_folder(file, overrides, out, resume)
+    if config.event_driven and config.server is None:
+        method = f"pair '{config.pair.name}'" if config.pair else "run.wait = false"
+        raise ConfigError(f"gossamer train got {method}, which real processes do not run; use gossamer simulate")
+    with resume_hint(folder):
+        if local is not None:
+            if resume is not None:
+                words = ["train", "--resume", str(folder)]
+            else:
+                sets = [word for one in overrides for word in ("--set", one)]
+                words = ["train", str(file), "--out", str(folder), *sets]
+            return _start_workers(config, folder, local, words, resume=resume is not None)
+        if config.server is not None:
+            _train_served(config, folder, server, worker, resume=resume is not None)
+        elif server is not None or worker is not None:
+            raise ConfigError(
+                f"--server {server} --worker {worker} was given but the run file has a rule; start it under torchrun"
+            )
+        else:
+            from gossamer.run.train import train
+
+            train(config, folder, resume=resume is not None)
+    return 0
+
+
+def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], *, resume: bool) -> int:
+    """Starts all workers of a run, and its server if it has one, on this machine."""
+    from gossamer.run.finished import rounds_in_common
+    from gossamer.transport.launch import run_local, run_served
+
+    if n != config.workers:
+        raise ConfigError(f"--local {n} but the run file says workers = {config.workers}; make them equal")
+    if resume and rounds_in_common(config, folder) == config.rounds:
+        from gossamer.record import checkpoint
+
+        print(checkpoint.ended(folder, config.rounds))
+        return 0
+    if config.server is not None:
+        return run_served(n, words)
+    return run_local(n, words, timeout_s=config.run.timeout_s)
+
+
+def _train_served(config: "RunConfig", folder: Path, server: str | None, worker: int | None, *, resume: bool) -> None:
+    """The server of a run, or one of its workers."""
+    from gossamer.run.serve import address, serve, work
+
+    if server is None:
+        raise ConfigError(
+            f"this run needs server '{config.server and config.server.name}': add --local {config.workers} to start all "
+            "of it here, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
+        )
+    host, port = address(server)
+    if worker is None:
+        serve(config, folder, host, port, resume=resume)
+    else:
+        work(config, folder, host, port, worker)

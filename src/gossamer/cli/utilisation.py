@@ -1,0 +1,94 @@
+"""`gossamer utilisation`: how much of a run is computing, at which bandwidth."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from gossamer.cli.tables import print_table
+from gossamer.errors import ConfigError, choose
+
+__all__ = ["command"]
+
+
+def command(
+    *, model: str = "1b", method: str = "streaming",
+    overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
+    figure9: bool = False, analytic: bool = False, plot: Annotated[Path | None, Parameter(metavar="FILE")] = None,
+) -> None:  # fmt: skip
+    """Prints how much of a run is computing at which bandwidth, for published models.
+
+    Args:
+        model: 1b, 10b, 70b or 100b (default: 1b)
+        method: data_parallel, diloco, streaming, ... (default: streaming)
+        overrides: an option, such as local_steps=30; may be repeated
+        figure9: all-reduce and gossip with one straggler instead, on the 70b model
+        analytic: hours of a whole run by formula instead, on nodes in several sites
+        plot: draw utilisation against bandwidth (.png or .svg)
+    """
+    from gossamer.network.utilisation import plot_curves
+
+    options: dict[str, Any] = {}
+    if overrides:
+        from gossamer.run.document import settings
+
+        options = settings([*overrides])
+    if analytic and (figure9 or plot is not None):
+        other = "--figure9" if figure9 else f"--plot {plot}"
+        raise ConfigError(f"--analytic was given with {other} but stands alone; remove one of the two")
+    if analytic:
+        _print_hours(options)
+        return
+    curves = _print_stragglers(options) if figure9 else _print_bandwidths(model, method, options)
+    if plot is not None:
+        plot_curves(curves, plot)
+        print(f"plot: {plot}")
+
+
+def _print_bandwidths(model: str, method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Prints which bandwidth a method needs for which utilisation; returns its curve."""
+    from gossamer.network.utilisation import assumed, bandwidth_table, setting_of, utilisation_curve
+
+    setting = setting_of(model, method, **options)
+    print(assumed(model, method, setting))
+    for row in bandwidth_table(setting):
+        needed = "more than 1 Tbit/s" if row.bandwidth_bps is None else f"{row.bandwidth_bps / 1e9:.1f} Gbit/s"
+        print(f"{row.utilisation:.0%} computing: {needed}")
+    return {f"{method}, {model}": utilisation_curve(setting)}
+
+
+def _print_hours(options: Mapping[str, Any]) -> None:
+    """Prints where the hours of a run go, method by method, and all that was assumed."""
+    from gossamer.network.wall_clock import HOURS_HEADINGS, hours_rows, wall_clock_table
+
+    _check("option of --analytic", options, _names(wall_clock_table))
+    made = wall_clock_table(**options)
+    print_table(HOURS_HEADINGS, hours_rows(made))
+    for sentence in made.assumptions:
+        print(f"assumed: {sentence}")
+
+
+def _print_stragglers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Prints mean utilisation with one straggler, and all that was assumed; returns the curves."""
+    from gossamer.network.straggler import STRAGGLER_METHODS, straggler_rows, straggler_table, straggler_utilisation
+
+    _check("option of --figure9", options, _names(straggler_utilisation) - {"method", "bandwidth_bps", "model"})
+    title = "share of the time spent computing, mean over workers (straggler's local steps)"
+    print_table(("Gbit/s", *STRAGGLER_METHODS), straggler_rows(**options), title=title, text=0)
+    points = straggler_table(**options)
+    for sentence in dict.fromkeys(sentence for point in points for sentence in point.assumptions):
+        print(f"assumed: {sentence}")
+    return {name: [(p.bandwidth_bps, p.mean) for p in points if p.method == name] for name in STRAGGLER_METHODS}
+
+
+def _names(function: Callable[..., Any]) -> set[str]:
+    return {*inspect.signature(function).parameters}
+
+
+def _check(what: str, options: Mapping[str, Any], allowed: set[str]) -> None:
+    """Raises ConfigError for an option that is not among these."""
+    for name in options:
+        if name not in allowed:
+            raise ConfigError(choose(what, name, allowed))

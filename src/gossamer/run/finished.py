@@ -1,0 +1,32 @@
+"""Whether a run has ended in its folder."""
+
+from pathlib import Path
+
+from gossamer.errors import ConfigError
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.run.config import RunConfig, digest, parse
+from gossamer.run.document import load
+
+__all__ = ["is_finished", "rounds_in_common"]
+
+
+def rounds_in_common(config: RunConfig, folder: Path) -> int | None:
+    """The newest round of this run that all owners have checkpoints of here; None without one."""
+    return checkpoint.newest_common(checkpoint.owned(folder / "checkpoints", config.owners, digest(config)))
+
+
+def is_finished(config: RunConfig, folder: Path) -> bool:
+    """Whether this very run has been evaluated after its last round here.
+
+    Raises: ConfigError when the folder holds a run with other settings.
+    """
+    if not (folder / "run.toml").exists():
+        return False
+    there = parse(load(folder / "run.toml"))
+    measured = [(run.eval_every, run.eval_batches, run.pace_s) for run in (there.run, config.run)]
+    if digest(there) != digest(config) or measured[0] != measured[1]:
+        raise ConfigError(
+            f"'{folder}' holds a run with other settings than the file's; name another folder with --out, or remove it"
+        )
+    return any(line["kind"] == "eval" and line["round"] == config.rounds - 1 for line in read_metrics(folder))
