@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import DataError, require
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -32,7 +32,7 @@ class Tokenizer(NamedTuple):
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that `DataConfig.tokenizer` names.
 
-    Raises: DataError when it is missing or no tokenizer; ConfigError when the library is missing.
+    Raises: DataError when it is missing or no tokenizer; MissingPackageError without the library.
 
     >>> bytewise = load_tokenizer("bytes")
     >>> bytewise.encode(["né"])[0].tolist(), bytewise.decode([110, 195, 169])
@@ -46,18 +46,11 @@ def load_tokenizer(name: str) -> Tokenizer:
             decode=lambda ids: bytes(ids).decode(errors="replace"),
             json=_bytes_as_json,
         )
-    try:
-        from tokenizers import Tokenizer as Library
-    except ImportError as error:
-        raise ConfigError(
-            f"data.tokenizer '{name}' needs the package tokenizers, which is missing ({error}); "
-            "run pip install 'gossamer[data]', or use 'bytes'"
-        ) from None
-
+    library_of = require("tokenizers", "data", f"data.tokenizer '{name}'", "use 'bytes'").Tokenizer
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     local = path.is_file() or path.suffix == ".json"
     try:
-        library = Library.from_file(str(path)) if local else Library.from_pretrained(name)
+        library = library_of.from_file(str(path)) if local else library_of.from_pretrained(name)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
             f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({error}); give 'bytes', the path of a "
