@@ -14,7 +14,7 @@ import torch
 
 from gossamer.codecs import exact
 from gossamer.layout import Layout
-from gossamer.rounds import exchange as sync
+from gossamer.rounds.exchange import Exchange, Part, Setup, begin, finish_all, initial_state
 from gossamer.rules import Context, Rule, diloco, gasloc, gossip, local_sgd, noloco
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import mean
@@ -46,15 +46,14 @@ def measure(rule: Rule, numel: int) -> tuple[float, float]:
     xs = [torch.zeros(numel) for _ in range(n)]
     before = live_bytes()
     contexts = [Context(i, n, 0, 1, mixing.weight(i), Layout((), numel)) for i in range(n)]
-    states = [sync.initial_state(rule, mixing, x, ctx) for x, ctx in zip(xs, contexts, strict=True)]
+    states = [initial_state(rule, mixing, x, ctx) for x, ctx in zip(xs, contexts, strict=True)]
     at_rest = (live_bytes() - before) / n
     before = live_bytes()
     transports = [network.transport(i) for i in range(n)]
     exchanges = []
     for i, (x, ctx) in enumerate(zip(xs, contexts, strict=True)):
-        exchanges.append(
-            sync.begin(rule, exact(), mixing, transports[i], sync.Part(x, states[i], ctx.layout), ctx, seed=0)
-        )
+        setup = Setup(rule, exact(), transports[i], Part(x, states[i], ctx.layout), seed=0)
+        exchanges.append(begin(setup, mixing, ctx))
     peak = 0
 
     def watched(fn, items):
@@ -63,7 +62,8 @@ def measure(rule: Rule, numel: int) -> tuple[float, float]:
             fn(item)
             peak = max(peak, live_bytes() - before)
 
-    sync.drive(exchanges, watched)
+    watched(Exchange.post, exchanges)
+    finish_all(exchanges, watched)
     assert all(leaf.numel() == numel for s in states for leaf in leaves(s))
     return at_rest / size, peak / n / size
 

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from gossamer.codecs import Codec, exact
 from gossamer.layout import Layout, Leaf
-from gossamer.rounds import exchange as sync
-from gossamer.rounds import kernel as kernel_of
+from gossamer.record.trace import Operation
+from gossamer.rounds.exchange import Each, Exchange, finish_all
+from gossamer.rounds.kernel import PLAIN, Kernel
 from gossamer.rounds.loop import Method, OuterLoop
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, Rule
@@ -26,18 +27,25 @@ def layout(numel: int) -> Layout:
 
 
 def context(worker: int, round: int, mixing: Mixing, x: Tensor) -> Context:
-    """What a worker that took one step knows of its round, before `sync` adds what the mixing says."""
+    """What a worker that took one step knows of its round, before the exchange adds what the mixing says."""
     return Context(worker, mixing.n, round, 1, mixing.weight(worker), layout(x.numel()))
 
 
 def serially(fn, items):
-    """A map for `drive` without threads."""
+    """A map over workers without threads."""
     return [fn(item) for item in items]
+
+
+def drive(exchanges: Sequence[Exchange], each: Each) -> list[Operation]:
+    """Posts and finishes the exchanges of all workers; returns what each sent and received."""
+    operations = each(Exchange.post, exchanges)
+    finish_all(exchanges, each)
+    return operations
 
 
 def play(
     rule: Rule, topology: Topology, start: Sequence[Tensor], rounds: int, drift: Drift | None = None, *,
-    codec: Codec | None = None, states: list[Tree] | None = None, first: int = 0, kernel: kernel_of.Kernel | None = None,
+    codec: Codec | None = None, states: list[Tree] | None = None, first: int = 0, kernel: Kernel | None = None,
     schedule: Schedule | None = None, steps: int | Sequence[int] = 1, spans: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[list[Tensor], list[Tree]]:  # fmt: skip
     """The workers after `rounds` rounds from `start`; `drift(worker, step, x)` is added to x in each inner step.
@@ -48,11 +56,11 @@ def play(
     xs = [x.clone() for x in start]
     n, network = len(xs), MemoryNetwork(len(xs))
     local = [steps] * n if isinstance(steps, int) else list(steps)
-    m = Method(rule, topology, codec or exact(), schedule or Schedule(), kernel or kernel_of.PLAIN)
+    m = Method(rule, topology, codec or exact(), schedule or Schedule(), kernel or PLAIN)
     loops = []
     for i, x in enumerate(xs):
         parts = [(x[a:b], layout(b - a)) for a, b in spans or [(0, x.numel())]]
-        loop = OuterLoop(m, network.transport(i), parts, workers=n, local_steps=local[i], full_steps=max(local), seed=0)
+        loop = OuterLoop(m, network.transport(i), parts, local_steps=local[i], full_steps=max(local), seed=0)
         if states is not None:
             own = loop.fragments[0]
             loop.fragments[0] = own._replace(part=own.part._replace(s=states[i]))
@@ -70,12 +78,12 @@ def play(
                 before[i] = end
             for loop in loops:
                 loop.post(t, stop)
-            for due in zip(*(loop.due(t, stop) for loop in loops), strict=True):
-                sync.settle(due, serially)
+            for due in zip(*(loop.pop_due(t, stop) for loop in loops), strict=True):
+                finish_all(due, serially)
             for loop in loops:
-                loop.hear_nothing(t, stop)
-    for due in zip(*(loop.rest() for loop in loops), strict=True):
-        sync.settle(due, serially)
+                loop.update_from_zeros(t, stop)
+    for due in zip(*(loop.pop_rest() for loop in loops), strict=True):
+        finish_all(due, serially)
     return xs, [loop.state[0] if spans is None else loop.state for loop in loops]
 
 

@@ -44,7 +44,7 @@ def test_every_fragment_is_sent_once_a_round_and_heard_once_after_its_overlap(
                 assert p not in log or delay, "sent again before it was heard"
                 sent[t, p] = t * full_steps + stop.step
                 log.append(p)
-            for p, lag in stop.hears:
+            for p, lag in stop.receives:
                 if t >= lag:
                     heard[t - lag, p] = t * full_steps + stop.step
                     log.remove(p)

@@ -24,7 +24,7 @@ from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import evaluate
 from gossamer.run.serve import _common, serve, work
 from gossamer.run.virtual import simulate_events
-from gossamer.transport import Ticket, wire
+from gossamer.transport import Turn, wire
 from gossamer.transport.launch import LISTENER
 from gossamer.transport.stream import GREET, HELLO, PUSH, Stream
 from test_train import finish
@@ -175,9 +175,9 @@ def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, 
         mute = Stream(
             socket.create_connection(("127.0.0.1", port)), run=key, me=1, peer=2, name="the server", timeout_s=20
         )
-        mute.send(Ticket(0, 0, HELLO), [])
+        mute.send(Turn(0, 0, HELLO), [])
         P = torch.empty(192_960, device="meta")
-        news, _ = mute.receive(Ticket(0, 0, GREET), [torch.empty(7, dtype=torch.int64), P])
+        news, _ = mute.receive(Turn(0, 0, GREET), [torch.empty(7, dtype=torch.int64), P])
         assert news[2] == 1  # go
         mute.close()
         sides = [Process(work, config, tmp_path, "127.0.0.1", port, i) for i in range(2)]
@@ -218,7 +218,7 @@ NAN = torch.full((192_960,), float("nan")).view(torch.uint8)
 
 
 def header(run, leg=HELLO, size=0, *, sender=0, round=0, crc=0):
-    return wire.encode(wire.Header(run, Ticket(round, 0, leg), sender, size, crc))
+    return wire.encode(wire.Header(run, Turn(round, 0, leg), sender, size, crc))
 
 
 def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
@@ -268,8 +268,8 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
     def lie(listener):
         sock, _ = listener.accept()
         liar = Stream(sock, run=common(config), me=1, peer=0, name="worker 0", timeout_s=10)
-        liar.receive(Ticket(0, 0, HELLO), [])
-        liar.send(Ticket(0, 0, GREET), [said, torch.zeros(192_960)])
+        liar.receive(Turn(0, 0, HELLO), [])
+        liar.send(Turn(0, 0, GREET), [said, torch.zeros(192_960)])
         liar.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -314,7 +314,7 @@ def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
             name="",
             timeout_s=9,
         )
-        mute.send(Ticket(0, 0, HELLO), [])
+        mute.send(Turn(0, 0, HELLO), [])
         worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
         worker.join(60)
     mute.close()

@@ -7,7 +7,7 @@ import torch
 
 from gossamer.codecs import exact, int4
 from gossamer.errors import ConfigError
-from gossamer.rounds import kernel as kernel_of
+from gossamer.rounds.kernel import Kernel, compiled, outer_update
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.stability import settle
 from gossamer.rules import RULES, anchored, diloco, eager, error_feedback, gasloc, gossip, noloco, restarted, weighted
@@ -97,7 +97,7 @@ def test_where_a_rule_says_its_round_began_is_where_it_was_left(rule):
 )
 @pytest.mark.parametrize("how", ["chunks", "compiled"])
 def test_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, how):
-    kernel = kernel_of.compiled() if how == "compiled" else kernel_of.Kernel(kernel_of.hear_and_recv, 100)
+    kernel = compiled() if how == "compiled" else Kernel(outer_update, 100)
     topology = make_topology("complete" if rule.needs == "everyone" else "ring", 3)
     start, drift = random_vectors(3, 1001, dtype=torch.float32), random_drift(1001, dtype=torch.float32)
     expected, _ = play(rule, topology, start, 3, drift, steps=[7, 3, 5])

@@ -97,7 +97,6 @@ class Outer:
             self.method,
             self._transport,
             parts,
-            workers=self.n,
             local_steps=local_steps,
             full_steps=local_steps,
             seed=seed,
@@ -118,7 +117,7 @@ class Outer:
             while self._stops and self._stops[0].step == self.steps:
                 stop = self._stops.pop(0)
                 self._loop.post(self.rounds, stop)
-                self._loop.hear(self.rounds, stop)
+                self._loop.receive(self.rounds, stop)
                 if self._stops:
                     self._loop.announce(self.rounds, self._stops[0])
         if self._stops:
@@ -181,7 +180,7 @@ class Outer:
             for stop in self._loop.stops(round):
                 if round < rounds or stop.step <= steps:
                     sent |= {(round, p) for p in stop.sends}
-                    sent -= {(round - lag, p) for p, lag in stop.hears}
+                    sent -= {(round - lag, p) for p, lag in stop.receives}
         return sent
 
     def close(self) -> None:

@@ -12,12 +12,13 @@ import torch
 
 from gossamer.asynchronous import pack
 from gossamer.codecs import make_codec
+from gossamer.codecs.message import payload_bytes
 from gossamer.layout import Layout, Leaf, arrange, layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import parameter_count
 from gossamer.record.trace import Operation
 from gossamer.report.page import markdown_lines
-from gossamer.rounds import exchange as sync
+from gossamer.rounds.exchange import first_message
 from gossamer.rounds.loop import Method, OuterLoop
 from gossamer.rules import Context
 from gossamer.run.config import RunConfig, parse
@@ -87,7 +88,7 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
     parts = parts_of(x, layout, spans, torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every))
     loops = [
         OuterLoop(
-            m, network.transport(i), parts, workers=n, local_steps=config.local_steps(i), full_steps=config.full_steps,
+            m, network.transport(i), parts, local_steps=config.local_steps(i), full_steps=config.full_steps,
             seed=config.seed,
         )
         for i in range(n)
@@ -102,7 +103,7 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
             for mine, loop in zip(sent, loops, strict=True):
                 mine.extend(loop.post(t, stop))
             for loop in loops:
-                loop.due(t, stop)  # and never finished: what is heard changes no byte
+                loop.pop_due(t, stop)  # and never finished: what is received changes no byte
             under_way = [sum(nbytes(tuple(one["sent"])) for one in loop.state_under_way()) for loop in loops]
             flight = max(flight, *under_way)
     totals = [sum(b for operation in mine for _, b in operation.sends) / rounds for mine in sent]
@@ -124,7 +125,7 @@ def _on_a_clock(config: RunConfig, layout: Layout) -> Traffic:
     if config.pair is not None:
         copies = float(pair_rule(config).state_copies)
     parts = [part.layout.numel for part in pack(layout, config.events.fragments)]
-    sizes = [nbytes(codec.encode(torch.empty(numel, device="meta"), 0)) for numel in parts]
+    sizes = [payload_bytes(codec, numel) for numel in parts]
     sent_bytes = sum(sizes) / len(sizes)
     return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)
 
@@ -239,8 +240,7 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
         return "nothing"
     x = torch.arange(1.0, 1.0 + _PROBE)
     ctx = Context(0, config.workers, 0, config.full_steps, 0.5, Layout((Leaf("w", (_PROBE,), 0, _PROBE),), _PROBE))
-    ctx = sync.informed(ctx, m.topology.mixing(0))
-    message = leaves(m.rule.send(x, m.rule.init(x, ctx), ctx))
+    message = leaves(first_message(m.rule, m.topology.mixing(0), x, ctx))
     kinds = {1: "a number", _PROBE: "parameters"}
     words = [kinds.get(leaf.numel(), "some parameters") if leaf.any() else "differences" for leaf in message]
     what = "gradients" if m.rule.site == "gradients" else " and ".join(words)

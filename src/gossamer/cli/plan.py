@@ -84,6 +84,7 @@ def command(network: Path, /, options: PlanOptions | None = None) -> None:
 def _bits_per_parameter(options: PlanOptions, model: "ModelConfig") -> dict[str, float]:
     """What each codec to try makes of a parameter. Raises ConfigError for one that is not in the table."""
     from gossamer.codecs import CODECS
+    from gossamer.codecs.message import payload_bytes
     from gossamer.models.sizes import parameter_count
     from gossamer.network.plan import EXACT
 
@@ -91,9 +92,7 @@ def _bits_per_parameter(options: PlanOptions, model: "ModelConfig") -> dict[str,
     for name in options.codec:
         if name not in CODECS:
             raise ConfigError(choose("codec", name, CODECS) + "; correct the name")
-        payload_bytes = CODECS[name]().payload_bytes
-        assert payload_bytes is not None, name
-        bits[name] = 8 * payload_bytes(parameters) / parameters
+        bits[name] = 8 * payload_bytes(CODECS[name](), parameters) / parameters
     return bits
 
 

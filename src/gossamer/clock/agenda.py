@@ -9,13 +9,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from gossamer.codecs import Codec
-from gossamer.codecs.message import decode, encode
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.network.links import Network, jitter_factors
-from gossamer.rng import key
-from gossamer.tree import Tree, nbytes
 
 __all__ = [
     "ABSENCE",
@@ -37,7 +33,6 @@ __all__ = [
     "Transfer",
     "Update",
     "plan_absences",
-    "through",
 ]
 
 SERVER = -1
@@ -171,14 +166,6 @@ class Budget:
     def give_back(self, steps: int) -> None:
         """Lets somebody else take the steps of a phase that was lost."""
         self.begun -= steps
-
-
-def through(codec: Codec, message: Tree, *place: int) -> tuple[Tree, int]:
-    """What arrives of a message behind a codec, and the bytes it took; `place` is seed, worker, phase and fragment."""
-    if codec.exact:
-        return message, nbytes(message)
-    payload = encode(codec, message, key(*place, "codec"))
-    return decode(codec, payload, message), nbytes(payload)
 
 
 class Links:

@@ -21,17 +21,18 @@ from gossamer.clock.agenda import (
     Record,
     Transfer,
     plan_absences,
-    through,
 )
 from gossamer.codecs import Codec, exact
+from gossamer.codecs.message import round_trip
 from gossamer.errors import ConfigError, PairingError
 from gossamer.network.links import Network
-from gossamer.rounds.exchange import initial_state
+from gossamer.rounds.exchange import initial_state, own_message
+from gossamer.rounds.kernel import Messages, outer_update
 from gossamer.rounds.pairing import check
 from gossamer.rules import Context, Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, pull
-from gossamer.tree import Tree, map_leaves
+from gossamer.tree import Tree
 
 __all__ = ["GossipRun"]
 
@@ -117,11 +118,10 @@ class GossipRun:
         return Context(i, mixing.n, self._phases[i], learner.local_steps, mixing.weight(i), learner.layout)
 
     def _send(self, i: int, mixing: Mixing) -> Tree:
-        message = self.rule.send(self.learners[i].x, self._states[i], self._context(i, mixing))
-        return map_leaves(Tensor.clone, message)  # it may be a view of parameters that go on changing
+        return own_message(self.rule, self.learners[i].x, self._states[i], self._context(i, mixing))
 
     def _message(self, i: int, mixing: Mixing) -> tuple[Tree, int]:
-        return through(self._codec, self._send(i, mixing), self._seed, i, self._phases[i], 0)
+        return round_trip(self._codec, self._send(i, mixing), self._seed, i, self._phases[i], 0)
 
     def _begin_phase(self, i: int) -> None:
         steps = self.learners[i].local_steps
@@ -144,22 +144,20 @@ class GossipRun:
         self._agenda.plan(self.time_s, DECISION, i, partial(self._mix, i, message, mixing))
         return [Phase(start_s, self.time_s, i, self._phases[i], report)]
 
-    def _mix(self, i: int, told: Tree, mixing: Mixing) -> list[Record]:
-        heard, records = {}, []
+    def _mix(self, i: int, own: Tree, mixing: Mixing) -> list[Record]:
+        received, records = [], []
         for j in mixing.hears_from(i):
             size = self._bytes
             takes_s = self._links.transfer_s(j, i, size)
             left_s = self.time_s - takes_s
             newest = bisect_right(self._published[j], left_s, key=lambda version: version[0]) - 1
-            published_s, heard[j] = self._published[j][newest]
+            published_s, message = self._published[j][newest]
+            received.append(message)
             if published_s > -math.inf:
                 records.append(Transfer("fetch", left_s, self.time_s, j, i, 0, size))
-        x = self.learners[i].x
-        context = self._context(i, mixing)
-        theta, self._states[i] = self.rule.recv(
-            x, self._states[i], told, self.rule.hear(told, heard, i, mixing.rows[i]), context
-        )
-        x.copy_(theta)
+        messages = Messages(own, tuple(received), i, mixing.rows[i])
+        x, s = self.learners[i].x, self._states[i]
+        outer_update(self.rule, self.rule.hear, x, s, messages, self._context(i, mixing))
         self._phases[i] += 1
         self._begin_phase(i)
         return records

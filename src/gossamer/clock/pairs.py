@@ -24,9 +24,9 @@ from gossamer.clock.agenda import (
     Record,
     Transfer,
     plan_absences,
-    through,
 )
 from gossamer.codecs import Codec, exact
+from gossamer.codecs.message import round_trip
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network
 from gossamer.rng import numpy_rng
@@ -163,7 +163,7 @@ class PairRun:
             for k in (i, j):
                 peer = self._now(k)
                 peer.meets = number
-                message, size = through(self._codec, self.rule.tell(peer.x, peer.s), self._seed, k, number, 0)
+                message, size = round_trip(self._codec, self.rule.tell(peer.x, peer.s), self._seed, k, number, 0)
                 told.append(message)
             takes_s = max(self._links.transfer_s(i, j, size), self._links.transfer_s(j, i, size))
             action = partial(self._meet, number, (i, j), (told[0], told[1]), size, self.time_s)

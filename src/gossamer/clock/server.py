@@ -28,10 +28,10 @@ from gossamer.clock.agenda import (
     Transfer,
     Update,
     plan_absences,
-    through,
 )
 from gossamer.clock.desk import Desk, Greeting, Push, Seat
 from gossamer.codecs import Codec, exact
+from gossamer.codecs.message import round_trip
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network
 from gossamer.tree import nbytes
@@ -136,7 +136,7 @@ class ServerRun:
         self._presence[i].trains = False
         number, report, push = seat.train()
         if push is not None:
-            message, size = through(self._codec, push.message, self._seed, i, number, push.fragment)
+            message, size = round_trip(self._codec, push.message, self._seed, i, number, push.fragment)
             arrives_s = self.time_s + self._links.transfer_s(i, SERVER, size)
             action = partial(self._arrive, i, epoch, push._replace(message=message), size, self.time_s)
             self._agenda.plan(arrives_s, ARRIVAL, i, action)

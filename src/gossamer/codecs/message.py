@@ -1,9 +1,12 @@
-"""A message through a codec: the payload of each of its tensors."""
+"""A message through a codec: the payload of each of its tensors, and how many bytes it takes."""
 
-from gossamer.codecs import Codec
-from gossamer.tree import Tree, leaves, refill
+import torch
 
-__all__ = ["decode", "encode"]
+from gossamer import rng
+from gossamer.codecs import Codec, exact
+from gossamer.tree import Tree, leaves, map_leaves, nbytes, refill
+
+__all__ = ["decode", "encode", "owners_share", "payload_bytes", "payload_like", "round_trip"]
 
 
 def encode(codec: Codec, message: Tree, key: int) -> Tree:
@@ -15,3 +18,45 @@ def decode(codec: Codec, payload: Tree, like: Tree) -> Tree:
     """The message whose tensors were encoded into this payload."""
     decoded = [codec.decode(part, leaf) for part, leaf in zip(payload, leaves(like), strict=True)]
     return refill(like, decoded)
+
+
+def payload_like(codec: Codec, like: Tree) -> Tree:
+    """Shapes and dtypes of the payload of any message of this form, on the meta device."""
+    return encode(codec, map_leaves(lambda t: torch.empty_like(t, device="meta"), like), 0)
+
+
+def round_trip(codec: Codec, message: Tree, *place: int) -> tuple[Tree, int]:
+    """What a receiver decodes from a message, and the bytes of the payload.
+
+    Args: `place` is the seed, then worker, round and fragment; a codec that rounds at random draws from it.
+
+    >>> from gossamer.codecs import bf16
+    >>> round_trip(bf16(), torch.tensor([1.0, 1.001]), 0, 0, 0, 0)
+    (tensor([1., 1.]), 4)
+    """
+    if codec.exact:
+        return message, nbytes(message)
+    payload = encode(codec, message, rng.key(*place, "codec"))
+    return decode(codec, payload, message), nbytes(payload)
+
+
+def payload_bytes(codec: Codec, numel: int) -> int:
+    """The bytes of the payload of an fp32 tensor.
+
+    >>> payload_bytes(exact(), 1000)
+    4000
+    """
+    if codec.payload_bytes is not None:
+        return codec.payload_bytes(numel)
+    return nbytes(payload_like(codec, torch.empty(numel, device="meta")))
+
+
+def owners_share(codec: Codec, numel: int) -> float:
+    """Which share of the bytes that a worker sends for a mean over everyone goes to the chunk owners; the rest are its sums.
+
+    >>> from gossamer.codecs import bf16, both_ways
+    >>> owners_share(exact(), 1000), round(owners_share(both_ways(bf16(), exact()), 1000), 3)
+    (0.5, 0.333)
+    """
+    there, back = payload_bytes(codec, numel), payload_bytes(codec.back or exact(), numel)
+    return there / (there + back)

@@ -149,7 +149,7 @@ class _Link:
 
     def _ticket(self) -> Ticket:
         self.count += 1
-        return Ticket(self.round, self.count)
+        return Ticket(self.round, leg=self.count)
 
 
 _NUMBER = torch.zeros(1, dtype=torch.int64)

@@ -1,16 +1,20 @@
-"""THE round: send, encode, carry, decode, hear, recv. The only caller of rules and codecs.
+"""The exchange of one fragment in one round: send, encode, carry, decode, combine, update.
 
-An exchange is a generator inside, so that one description serves everybody: a real worker drives its own, the simulator
-drives n of them in turn, and one that overlaps with training is simply taken further later.
+An exchange is a generator inside, so that one description serves everybody: a real worker runs its own, the simulator runs
+those of n workers in turn, and an exchange that overlaps with training is simply continued later.
 
-    exchange = begin(...)       # announces the receives: a slow sender's bytes may flow while we still train
-    exchange.post()             # after the local phase: sends, and says what goes over the wire
-    exchange.advance()          # as often as one likes: does what can be done without waiting; True once all is heard
+    exchange = begin(...)       # announces what will be received: a slow sender's bytes may flow while we still train
+    exchange.post()             # after the local phase: sends, and returns what goes over the wire
+    exchange.advance()          # as often as one likes: does what needs no waiting; True once everything has been received
     exchange.finish()           # waits for what is missing, and updates x and s in place
 
-Why it cannot deadlock: only `finish` waits, everything is sent before anything is waited for, what was sent first is waited
-for first, and a message is named by its round and fragment. Worker i waits only for messages that their senders post before
-they wait for anything that i sends later; by induction over what was sent, all of them come.
+Why it cannot deadlock: only `receive` and `finish` wait, everything is sent before anything is waited for, what was sent first
+is waited for first, and a message is named by its round and fragment. Worker i waits only for messages that their senders post
+before they wait for anything that i sends later; by induction over what was sent, all of them come.
+
+Who calls the functions of a rule: `init` and `send` are called in this module only, `hear` and `recv` in
+`gossamer.rounds.kernel` only, except that a mean which the chunk owners sum is combined here, one chunk by each owner. Codecs are
+called in `gossamer.codecs.message` only. A rule or a codec that wraps another calls the one it wraps.
 """
 
 import contextlib
@@ -25,13 +29,27 @@ from gossamer.codecs import Codec, exact
 from gossamer.codecs.message import decode, encode
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
-from gossamer.rounds.kernel import PLAIN, Kernel
+from gossamer.rounds.kernel import PLAIN, Kernel, Messages
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, Row, pull, widen
-from gossamer.transport import Ticket, Transport
-from gossamer.tree import Tree, leaves, map_leaves, nbytes, refill, shares_storage
+from gossamer.transport import Reduce, Ticket, Transport
+from gossamer.tree import Tree, leaves, map_leaves, must_fit, nbytes, refill, shares_storage
 
-__all__ = ["Each", "Exchange", "Part", "Sent", "begin", "drive", "hear_nothing", "informed", "initial_state", "settle"]
+__all__ = [
+    "Each",
+    "Exchange",
+    "Part",
+    "Sent",
+    "Setup",
+    "begin",
+    "finish_all",
+    "first_message",
+    "initial_state",
+    "own_message",
+    "sent_again",
+    "update_from_zeros",
+    "with_mixing",
+]
 
 
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Any]  # a map over workers, in parallel or not
@@ -46,13 +64,32 @@ class Part(NamedTuple):
     fragment: int = 0
 
 
+class Setup(NamedTuple):
+    """What all exchanges of one fragment of one worker have in common."""
+
+    rule: Rule
+    codec: Codec
+    transport: Transport
+    part: Part
+    seed: int
+    """For codecs that round at random. All workers use the payload that the sender encoded, so all decode the same."""
+    kernel: Kernel = PLAIN
+    """How the outer update is carried out."""
+    reduce: Reduce | None = None
+    """Sums tensors over all workers in place; if given, it makes every `mean` over everyone whose codec is exact."""
+    overlap_steps: int = 0
+    """Inner steps that x takes between `post` and `finish`; noted in the trace."""
+    merge: Literal["keep"] | float = "keep"
+    """What becomes of those steps, as in `Schedule.merge`."""
+
+
 class Sent(NamedTuple):
-    """What an exchange that is under way rests on; a checkpoint keeps it, and `begin` takes it back."""
+    """What an exchange under way depends on; a checkpoint keeps it, and `begin` accepts it to send the same again."""
 
     message: Tree
     """What the rule sent."""
     x: Tree
-    """The parameters it was sent from where the update must see those and they have moved on; () otherwise."""
+    """The parameters at the time of sending, where the update needs them and they have changed since; () otherwise."""
 
 
 class _Posted(NamedTuple):
@@ -62,29 +99,22 @@ class _Posted(NamedTuple):
     operation: Operation
 
 
-class _Heard:
-    """What an exchange yields when all has been heard, and the outer update may be made."""
+class _Complete:
+    """What an exchange yields when everything has been received and the outer update can be made."""
 
 
 class _Job(NamedTuple):
     """What `begin` was given."""
 
-    rule: Rule
-    codec: Codec
+    setup: Setup
     mixing: Mixing
-    transport: Transport
-    part: Part
     ctx: Context
-    seed: int
-    kernel: Kernel
-    overlap_steps: int
-    merge: Literal["keep"] | float
     sent: Sent | None
 
 
-_Legs = Generator[Ticket | _Posted | _Heard | None, None, None]
+_Legs = Generator[Ticket | _Posted | _Complete | None, None, None]
 """An exchange as it runs: announces and yields None, sends and yields `_Posted`, yields each ticket it waits for and then
-`_Heard`, and ends with the update."""
+`_Complete`, and ends with the update."""
 
 
 class Exchange:
@@ -93,11 +123,11 @@ class Exchange:
     def __init__(self, legs: _Legs, transport: Transport, local_steps: int = 1):
         self._legs, self._transport = legs, transport
         self.local_steps = local_steps
-        """Inner steps of this worker in the round that it belongs to."""
+        """Inner steps of this worker in the round of the exchange."""
         self.sent: Sent | None = None
-        """Known once it is posted."""
+        """Set by `post`."""
         self.waits_for: Ticket | None = None
-        self._heard = False
+        self._complete = False
         next(legs)
 
     def post(self) -> Operation:
@@ -109,23 +139,23 @@ class Exchange:
         return posted.operation
 
     def advance(self) -> bool:
-        """Does all that can be done without waiting, but for the update; returns whether everything has been heard.
+        """Does everything that needs no waiting, except the update; returns whether everything has been received.
 
-        Raises: TransportError and PeerError from the transport, as does `finish`.
+        Raises: TransportError and PeerError from the transport, as do `receive` and `finish`.
         """
-        while not self._heard and self._transport.ready(self._ticket):
+        while not self._complete and self._transport.ready(self._ticket):
             self._step()
-        return self._heard
+        return self._complete
 
-    def hear(self) -> None:
-        """Waits until everything has been heard, and leaves the update out."""
-        while not self._heard:
+    def receive(self) -> None:
+        """Waits until everything has been received, and makes no update."""
+        while not self._complete:
             self._transport.wait(self._ticket)
             self._step()
 
     def finish(self) -> None:
-        """Waits for what has not been heard, and makes the outer update."""
-        self.hear()
+        """Waits until everything has been received, and makes the outer update."""
+        self.receive()
         for _ in self._legs:
             raise AssertionError("an exchange goes on after its update")
 
@@ -136,67 +166,85 @@ class Exchange:
 
     def _step(self) -> None:
         state = next(self._legs)
-        self._heard = isinstance(state, _Heard)
+        self._complete = isinstance(state, _Complete)
         self.waits_for = state if isinstance(state, Ticket) else None
 
 
-def initial_state(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
-    """The outer state of a worker at `x` before the first round, of which `mixing` and `ctx` are."""
-    return rule.init(x, informed(ctx, mixing))
-
-
-def begin(
-    rule: Rule, codec: Codec, mixing: Mixing, transport: Transport, part: Part, ctx: Context, *, seed: int,
-    kernel: Kernel | None = None, reduce: Callable[[Sequence[Tensor], Ticket], None] | None = None,
-    overlap_steps: int = 0, merge: Literal["keep"] | float = "keep", sent: Sent | None = None,
-) -> Exchange:  # fmt: skip
-    """Announces what will be received and returns the exchange, which waits to be posted after the local phase.
-
-    Args:
-        part: updated in place when the exchange ends.
-        seed: for codecs that round at random; everyone decodes what the sender encoded, so all hear the same.
-        kernel: how `hear` and `recv` are carried out on a span of elements; `PLAIN` unless given.
-        reduce: sums tensors over all workers in place; used for a `mean` over everyone with an exact codec if given.
-        overlap_steps: inner steps that x takes between `post` and `finish`; noted in the trace.
-        merge: what becomes of them, as in `Schedule.merge`.
-        sent: of an exchange that was under way when a checkpoint was written, to send the same again.
-    Raises: TransportError and PeerError from the transport, wherever it is taken further.
-    Cost: one payload to each hearer. Only a `mean` over everyone with an exact codec, or with one that has a way back, goes
-        through chunk owners, (n-1)/n payloads there and (n-1)/n back per worker. With overlap or a merge one more copy of x
-        while it is under way.
-    """
-    job = _Job(
-        rule, codec, mixing, transport, part, informed(ctx, mixing), seed, kernel or PLAIN, overlap_steps, merge, sent
-    )
-    owned = codec.exact or codec.back is not None
-    if not rule.averages or not owned or ctx.n == 1:
-        legs = _directly(job)
-    elif reduce is None or codec.back is not None:
-        legs = _through_owners(job)
-    else:
-        legs = _reduced(job, reduce)
-    return Exchange(legs, transport, ctx.local_steps)
-
-
-def hear_nothing(rule: Rule, part: Part, ctx: Context, kernel: Kernel | None = None) -> None:
-    """The outer update of a rule that hears rounds late, before there is anything to hear: all messages were zero."""
-    zeros = map_leaves(torch.zeros_like, rule.send(part.x, part.s, ctx))
-    _take_mean(rule, part, zeros, [leaves(zeros)], ctx, kernel or PLAIN)
-
-
-def informed(ctx: Context, mixing: Mixing) -> Context:
-    """The context with what the mixing of its round says."""
+def with_mixing(ctx: Context, mixing: Mixing) -> Context:
+    """The context, completed by what the mixing of its round says."""
     return ctx._replace(everyone=mixing.everyone, peers=mixing.hears_from(ctx.worker))
 
 
-def _carried(told: Tree, messages: Mapping[int, Tree], i: int, row: Row) -> Tree:
-    """The hearing of a mean that the chunk owners have summed already."""
-    return messages[1]
+def initial_state(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
+    """The outer state of a worker at `x` before the first round; `mixing` and `ctx` are those of that round."""
+    return rule.init(x, with_mixing(ctx, mixing))
 
 
-def _directly(job: _Job) -> _Legs:
-    """Every hearer gets the whole payload."""
-    rule, codec, mixing, transport, part, ctx = job[:6]
+def first_message(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
+    """What a worker would send that is still at the `x` it started from."""
+    return rule.send(x, initial_state(rule, mixing, x, ctx), with_mixing(ctx, mixing))
+
+
+def own_message(rule: Rule, x: Tensor, s: Tree, ctx: Context) -> Tree:
+    """What the rule sends, in memory that nobody writes to while x and s change."""
+    message = rule.send(x, s, ctx)
+    if any(shares_storage(message, own) for own in (x, *leaves(s))):
+        message = map_leaves(Tensor.clone, message)
+    return message
+
+
+def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) -> Exchange:
+    """Announces what will be received and returns the exchange, which waits to be posted after the local phase.
+
+    Args: `sent` is that of an exchange which was under way when a checkpoint was written, to send the same again.
+    Raises: TransportError and PeerError from the transport, wherever the exchange is continued.
+    Cost: one payload to each receiver. Only a `mean` over everyone with an exact codec, or with one that has a way back, goes
+        through chunk owners, (n-1)/n payloads there and (n-1)/n back per worker. With overlap or a merge one more copy of x
+        while it is under way.
+    """
+    codec = setup.codec
+    job = _Job(setup, mixing, with_mixing(ctx, mixing), sent)
+    owned = codec.exact or codec.back is not None
+    if not setup.rule.averages or not owned or ctx.n == 1:
+        legs = _with_peers(job)
+    elif setup.reduce is None or codec.back is not None:
+        legs = _through_owners(job)
+    else:
+        legs = _reduced(job, setup.reduce)
+    return Exchange(legs, setup.transport, ctx.local_steps)
+
+
+def sent_again(setup: Setup, mixing: Mixing, ctx: Context, tensors: Sequence[Tensor]) -> Sent:
+    """The tensors of a checkpoint as what a fragment sent. Raises: ValueError when they cannot be that."""
+    x = setup.part.x
+    message = setup.rule.send(x, setup.part.s, with_mixing(ctx, mixing))
+    like = Sent(message, x if len(tensors) > len(leaves(message)) else ())
+    must_fit(tensors, leaves(like))
+    return refill(like, [saved.to(x.device) for saved in tensors])
+
+
+def update_from_zeros(setup: Setup, mixing: Mixing, ctx: Context) -> None:
+    """The outer update of a rule that receives rounds late, before there is anything to receive: all messages were zero."""
+    part, ctx = setup.part, with_mixing(ctx, mixing)
+    zeros = map_leaves(torch.zeros_like, setup.rule.send(part.x, part.s, ctx))
+    _update_with_mean(setup, zeros, [leaves(zeros)], ctx)
+
+
+def finish_all(exchanges: Sequence[Exchange], each: Each) -> None:
+    """Finishes the posted exchanges of all workers of a process, every leg of all of them before the next."""
+    waiting = list(exchanges)
+    while waiting:
+        before = [exchange.waits_for for exchange in waiting]
+        complete = each(Exchange.advance, waiting)
+        if not any(complete) and before == [exchange.waits_for for exchange in waiting]:
+            waiting[0].receive()  # nobody can move: says what is missing
+        waiting = [exchange for exchange, done in zip(waiting, complete, strict=True) if not done]
+    each(Exchange.finish, exchanges)
+
+
+def _with_peers(job: _Job) -> _Legs:
+    """Every receiver gets the whole payload."""
+    (rule, codec, transport, part, seed, kernel, *_), mixing, ctx, _ = job
     i, ticket = ctx.worker, Ticket(ctx.round, part.fragment)
     sources, targets = mixing.hears_from(i), mixing.sends_to(i)
     template = encode(codec, _message_template(rule, part, ctx), 0)
@@ -205,19 +253,18 @@ def _directly(job: _Job) -> _Legs:
     yield None
 
     sent = _sent(job)
-    message = sent.message
-    payload = encode(codec, message, rng.key(job.seed, i, ctx.round, part.fragment, "codec"))
+    payload = encode(codec, sent.message, rng.key(seed, i, ctx.round, part.fragment, "codec"))
     for j in targets:
         transport.post(ticket, j, leaves(payload))
     size = nbytes(payload)
     sends, receives = (tuple((j, size) for j in peers) for peers in (targets, sources))
-    yield _Posted(sent, Operation("exchange", part.fragment, sends, receives, job.overlap_steps))
+    yield _Posted(sent, Operation("exchange", part.fragment, sends, receives, job.setup.overlap_steps))
     yield ticket
 
     arrived = {j: refill(payload, frames) for j, frames in transport.collect(ticket).items()}
-    told = decode(codec, payload, message)
-    others = tuple(decode(codec, arrived[j], message) for j in sources)
-    yield _Heard()
+    own = decode(codec, payload, sent.message)
+    received = [decode(codec, arrived[j], sent.message) for j in sources]
+    yield _Complete()
 
     # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
     # one row per number of peers.
@@ -225,17 +272,17 @@ def _directly(job: _Job) -> _Legs:
     weights = dict(mixing.rows[i])
     row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
     with _merging(job, sent.x):
-        for a, b in _spans(rule, job.kernel.chunk, 0, part.x.numel()):
-            own = part.x[a:b], _cut(rule, part.s, a, b), _cut(rule, told, a, b)
-            job.kernel.run(rule, rule.hear, *own, tuple(_cut(rule, m, a, b) for m in others), me, row, ctx)
+        for a, b in _spans(rule, kernel.chunk, 0, part.x.numel()):
+            messages = Messages(_cut(rule, own, a, b), tuple(_cut(rule, m, a, b) for m in received), me, row)
+            kernel.run(rule, rule.hear, part.x[a:b], _cut(rule, part.s, a, b), messages, ctx)
 
 
 def _through_owners(job: _Job) -> _Legs:
     """A mean as reduce-scatter and gather: worker k owns chunk k, sums it in worker order and sends the sum to everyone.
 
-    Both ways have a codec, exact or not; whoever made a payload also takes what decodes from it, so that all hear the same.
+    Both ways have a codec, exact or not; whoever made a payload also uses what decodes from it, so that all get the same.
     """
-    rule, codec, mixing, transport, part, ctx = job[:6]
+    (rule, codec, transport, part, seed, *_), mixing, ctx, _ = job
     i, n, back = ctx.worker, ctx.n, codec.back or exact()
     there, gather = Ticket(ctx.round, part.fragment, 0), Ticket(ctx.round, part.fragment, 1)
     template = _chunks(_message_template(rule, part, ctx), n, codec)
@@ -249,72 +296,70 @@ def _through_owners(job: _Job) -> _Legs:
 
     sent = _sent(job)
     message = _chunks(sent.message, n, codec)
-    keys = [rng.key(job.seed, i, ctx.round, part.fragment, "codec", k) for k in range(n)]
+    keys = [rng.key(seed, i, ctx.round, part.fragment, "codec", k) for k in range(n)]
     payloads = [encode(codec, chunk, key) for chunk, key in zip(message, keys, strict=True)]
     for j in others:
         transport.post(there, j, leaves(payloads[j]))
     sends = tuple((j, nbytes(payloads[j]) + nbytes(sums[i])) for j in others)
     receives = tuple((j, nbytes(share) + nbytes(sums[j])) for j in others)
-    yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.overlap_steps))
+    yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.setup.overlap_steps))
     yield there
 
-    told = [decode(codec, payload, chunk) for payload, chunk in zip(payloads, message, strict=True)]
+    own = [decode(codec, payload, chunk) for payload, chunk in zip(payloads, message, strict=True)]
     arrived = {j: decode(codec, refill(share, frames), message[i]) for j, frames in transport.collect(there).items()}
-    total = rule.hear(told[i], arrived, i, mixing.rows[i])
+    total = rule.hear(own[i], arrived, i, mixing.rows[i])
     del arrived
-    own = encode(back, total, rng.key(job.seed, i, ctx.round, part.fragment, "back"))
+    mine = encode(back, total, rng.key(seed, i, ctx.round, part.fragment, "back"))
     for j in others:
-        transport.post(gather, j, leaves(own))
+        transport.post(gather, j, leaves(mine))
     yield gather
 
-    arrived = {j: refill(sums[j], frames) for j, frames in transport.collect(gather).items()} | {i: own}
+    arrived = {j: refill(sums[j], frames) for j, frames in transport.collect(gather).items()} | {i: mine}
     pieces = [leaves(decode(back, arrived[j], map_leaves(widen, message[j]))) for j in range(n)]
-    whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, told), strict=True)))
-    yield _Heard()
+    whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, own), strict=True)))
+    yield _Complete()
 
     with _merging(job, sent.x):
-        _take_mean(rule, part, whole, pieces, ctx, job.kernel)
+        _update_with_mean(job.setup, whole, pieces, ctx)
 
 
-def _reduced(job: _Job, reduce: Callable[[Sequence[Tensor], Ticket], None]) -> _Legs:
+def _reduced(job: _Job, reduce: Reduce) -> _Legs:
     """A mean as the backend's own all-reduce, which blocks and is a barrier for all."""
+    (_, codec, _, part, *_), _, ctx, _ = job
     yield None
     sent = _sent(job)
-    message = sent.message
-    chunks = [nbytes(chunk) for chunk in _chunks(message, job.ctx.n, job.codec)]
-    own = job.ctx.worker
-    moved = tuple((j, size + chunks[own]) for j, size in enumerate(chunks) if j != own)
-    yield _Posted(sent, Operation("mean", job.part.fragment, moved, moved, job.overlap_steps))
-    yield _Heard()
-    heard = [job.ctx.weight * leaf for leaf in leaves(message)]
-    reduce(heard, Ticket(job.ctx.round, job.part.fragment))
+    chunks = [nbytes(chunk) for chunk in _chunks(sent.message, ctx.n, codec)]
+    moved = tuple((j, size + chunks[ctx.worker]) for j, size in enumerate(chunks) if j != ctx.worker)
+    yield _Posted(sent, Operation("mean", part.fragment, moved, moved, job.setup.overlap_steps))
+    yield _Complete()
+    total = [ctx.weight * leaf for leaf in leaves(sent.message)]
+    reduce(total, Ticket(ctx.round, part.fragment))
     with _merging(job, sent.x):
-        _take_mean(job.rule, job.part, message, [heard], job.ctx, job.kernel)
+        _update_with_mean(job.setup, sent.message, [total], ctx)
 
 
 def _sent(job: _Job) -> Sent:
-    """What the rule sends, in memory that nobody writes to while others may still read it, and what it was sent from.
+    """What the rule sends, copied where others may still read it after x or s has changed, and the x it was sent from.
 
-    A rule that hears late by itself wants to see all that was trained since.
+    A rule that receives late by itself wants to see all that was trained since.
     """
     if job.sent is not None:
         return job.sent
-    x, s = job.part.x, job.part.s
-    message = job.rule.send(x, s, job.ctx)
-    moves_on = job.transport.keeps_frames or job.overlap_steps > 0 or job.rule.delay_rounds > 0
-    if moves_on and any(shares_storage(message, own) for own in (x, *leaves(s))):
-        message = map_leaves(Tensor.clone, message)
-    changes = (job.overlap_steps > 0 or job.merge != "keep") and not job.rule.delay_rounds
+    setup = job.setup
+    (x, s, *_), delayed, overlaps = setup.part, setup.rule.delay_rounds > 0, setup.overlap_steps > 0
+    keeps = setup.transport.keeps_frames or overlaps or delayed
+    message = own_message(setup.rule, x, s, job.ctx) if keeps else setup.rule.send(x, s, job.ctx)
+    changes = (overlaps or setup.merge != "keep") and not delayed
     return Sent(message, x.clone() if changes else ())
 
 
 @contextlib.contextmanager
 def _merging(job: _Job, sent: Tree) -> Iterator[None]:
     """Lets the outer update see the parameters as they were sent, and then merges in what was trained since."""
-    x = job.part.x
+    x, merge = job.setup.part.x, job.setup.merge
     if not isinstance(sent, Tensor):
         yield
-    elif job.merge == "keep":
+    elif merge == "keep":
         moved = x - sent
         x.copy_(sent)
         yield
@@ -323,22 +368,27 @@ def _merging(job: _Job, sent: Tree) -> Iterator[None]:
         live = x.clone()
         x.copy_(sent)
         yield
-        x.copy_(job.merge * live + (1.0 - job.merge) * x)
+        x.copy_(merge * live + (1.0 - merge) * x)
 
 
-def _take_mean(
-    rule: Rule, part: Part, message: Tree, pieces: Sequence[list[Tensor]], ctx: Context, kernel: Kernel
-) -> None:
+def _update_with_mean(setup: Setup, message: Tree, pieces: Sequence[list[Tensor]], ctx: Context) -> None:
     """The outer update with a mean that came in consecutive pieces."""
+    rule, part, kernel = setup.rule, setup.part, setup.kernel
     if not rule.elementwise:
         pieces = [[torch.cat(parts) for parts in zip(*pieces, strict=True)]]
     start = 0
     for piece in pieces:
-        heard, stop = refill(message, piece), start + piece[0].numel()
+        mean, stop = refill(message, piece), start + piece[0].numel()
         for a, b in _spans(rule, kernel.chunk, start, stop):
-            own = part.x[a:b], _cut(rule, part.s, a, b), _cut(rule, message, a, b)
-            kernel.run(rule, _carried, *own, (_cut(rule, heard, a - start, b - start),), 0, ((0, 0.0), (1, 1.0)), ctx)
+            own, summed = _cut(rule, message, a, b), _cut(rule, mean, a - start, b - start)
+            messages = Messages(own, (summed,), 0, ((0, 0.0), (1, 1.0)))
+            kernel.run(rule, _received, part.x[a:b], _cut(rule, part.s, a, b), messages, ctx)
         start = stop
+
+
+def _received(own: Tree, received: Mapping[int, Tree], i: int, row: Row) -> Tree:
+    """How a mean is combined that the chunk owners have summed already."""
+    return received[1]
 
 
 def _chunks(tree: Tree, n: int, codec: Codec) -> list[Tree]:
@@ -349,25 +399,6 @@ def _chunks(tree: Tree, n: int, codec: Codec) -> list[Tree]:
         return t.numel() * k // n // block * block if k < n else t.numel()
 
     return [map_leaves(lambda t, k=k: t[cut(t, k) : cut(t, k + 1)], tree) for k in range(n)]
-
-
-def drive(exchanges: Sequence[Exchange], each: Each) -> list[Operation]:
-    """Posts and finishes the exchanges of all workers of a process; returns what each sent and received."""
-    operations = each(Exchange.post, exchanges)
-    settle(exchanges, each)
-    return operations
-
-
-def settle(exchanges: Sequence[Exchange], each: Each) -> None:
-    """Finishes the posted exchanges of all workers of a process, every leg of all of them before the next."""
-    waiting = list(exchanges)
-    while waiting:
-        before = [exchange.waits_for for exchange in waiting]
-        heard = each(Exchange.advance, waiting)
-        if not any(heard) and before == [exchange.waits_for for exchange in waiting]:
-            waiting[0].hear()  # nobody can move: says what is missing
-        waiting = [exchange for exchange, done in zip(waiting, heard, strict=True) if not done]
-    each(Exchange.finish, exchanges)
 
 
 def _message_template(rule: Rule, part: Part, ctx: Context) -> Tree:

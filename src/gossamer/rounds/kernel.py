@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,40 +16,52 @@ from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Hear, Row
 from gossamer.tree import Tree, leaves
 
-__all__ = ["PLAIN", "Kernel", "compiled", "hear_and_recv"]
+__all__ = ["PLAIN", "Kernel", "Messages", "compiled", "outer_update"]
 
 CHUNK = 1 << 15  # small enough that the temporaries of an elementwise update stay in the cache
 
 
-class Kernel(NamedTuple):
-    """How `hear` and `recv` are carried out, and on how many elements at a time."""
+class Messages(NamedTuple):
+    """What one worker combines in a round: its own message and those it received, all decoded."""
 
-    run: Callable[..., None]
+    own: Tree
+    """What the others decode from this worker's payload."""
+    received: tuple[Tree, ...]
+    """The messages of its peers, in the order of the row."""
+    me: int
+    """The number of this worker in the row."""
+    row: Row
+    """The weights, by number; any numbering will do."""
+
+    def combined(self, combine: Hear) -> Tree:
+        """What `combine` makes of them."""
+        numbers = (j for j, _ in self.row if j != self.me)
+        return combine(self.own, dict(zip(numbers, self.received, strict=True)), self.me, self.row)
+
+
+_Update = Callable[[Rule, Hear, Tensor, Tree, Messages, Context], None]
+
+
+class Kernel(NamedTuple):
+    """How messages are combined and the outer update is made, and on how many elements at a time."""
+
+    run: _Update
     chunk: int
 
 
-def hear_and_recv(
-    rule: Rule, hear: Hear, x: Tensor, s: Tree, told: Tree, others: tuple[Tree, ...], i: int, row: Row, ctx: Context
-) -> None:
-    """Hears the others, numbered by their place in the row, and writes the outer update into `x` and `s`."""
-    old = [x, *leaves(s), *leaves(told)]
+def outer_update(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Messages, ctx: Context) -> None:
+    """Combines the messages, and writes the outer update into `x` and `s`."""
+    old = [x, *leaves(s), *leaves(messages.own)]
     # A rule may keep an input as new state, the old anchor as "previous" say: save it before it is written over.
     new = [
         t.clone() if any(t is kept for kept in old) else t
-        for t in _updated(rule, hear, x, s, told, others, i, row, ctx)
+        for t in leaves(rule.recv(x, s, messages.own, messages.combined(combine), ctx))
     ]
     for target, value in zip([x, *leaves(s)], new, strict=True):
         target.copy_(value)
 
 
-def _updated(
-    rule: Rule, hear: Hear, x: Tensor, s: Tree, told: Tree, others: tuple[Tree, ...], i: int, row: Row, ctx: Context
-) -> list[Tensor]:
-    messages = dict(zip((j for j, _ in row if j != i), others, strict=True))
-    return leaves(rule.recv(x, s, told, hear(told, messages, i, row), ctx))
-
-
-PLAIN = Kernel(hear_and_recv, CHUNK)
+PLAIN = Kernel(outer_update, CHUNK)
 
 
 @functools.cache
@@ -65,20 +77,21 @@ def compiled() -> Kernel:
         )
     one = torch.ones(())
 
-    def fused(rule: Rule, hear: Hear, x: Tensor, s: Tree, *rest: Any) -> None:
+    def fused(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Messages, ctx: Context) -> None:
         # The compiler takes an input kept as state for that input's memory, even through a clone, and hands out what was
         # written there since; times a one it cannot see through is free inside the pass and changes no bit.
-        new = [t * one for t in _updated(rule, hear, x, s, *rest)]
+        updated = rule.recv(x, s, messages.own, messages.combined(combine), ctx)
+        new = [t * one for t in leaves(updated)]
         for target, value in zip([x, *leaves(s)], new, strict=True):
             target.copy_(value)
 
-    in_one_pass = torch.compile(fused, dynamic=True)
+    in_one_pass: _Update = torch.compile(fused, dynamic=True)
 
-    def run(rule: Rule, *rest: Any) -> None:
+    def run(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Messages, ctx: Context) -> None:
         if rule.elementwise and rule.compiles:
-            *others, ctx = rest
-            in_one_pass(rule, *others, ctx._replace(layout=Layout((), 0)))  # names in a layout would be compiled in
+            # The names in a layout would be compiled in.
+            in_one_pass(rule, combine, x, s, messages, ctx._replace(layout=Layout((), 0)))
         else:
-            hear_and_recv(rule, *rest)
+            outer_update(rule, combine, x, s, messages, ctx)
 
     return Kernel(run, sys.maxsize)

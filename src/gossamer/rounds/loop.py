@@ -1,28 +1,37 @@
-"""The outer loop of one worker: what is announced, sent and heard at which of its inner steps, and what is under way.
+"""The outer loop of one worker: what is announced, sent and received at which of its inner steps, and what is under way.
 
-Both drivers and the library run it. At each stop of a round (see `gossamer.rounds.schedule`) a worker sends some fragments
-and hears others; between two stops it trains, and may call `advance` after any inner step.
+The simulator, real workers and the library run it. At each stop of a round (see `gossamer.rounds.schedule`) a worker sends some
+fragments and receives others; between two stops it trains, and may call `advance` after any inner step.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gossamer.codecs import Codec, exact
+from gossamer.codecs.message import owners_share
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
-from gossamer.rounds import exchange as sync
 from gossamer.rounds import pairing, stability
-from gossamer.rounds.exchange import Exchange, Part, Sent
+from gossamer.rounds.exchange import (
+    Exchange,
+    Part,
+    Sent,
+    Setup,
+    begin,
+    initial_state,
+    sent_again,
+    update_from_zeros,
+)
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Context, Rule, gossip, local_sgd
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
-from gossamer.transport import Ticket, Transport
-from gossamer.tree import Tree, leaves, must_fit, refill
+from gossamer.transport import Reduce, Transport
+from gossamer.tree import Tree, leaves
 
 __all__ = ["Method", "OuterLoop", "method"]
 
@@ -60,14 +69,6 @@ def method(
     return Method(rule, topology, codec, schedule, compiled() if compile else PLAIN)
 
 
-class _Fragment(NamedTuple):
-    """One fragment of a worker, and what it is exchanged with."""
-
-    rule: Rule
-    codec: Codec
-    part: Part
-
-
 class OuterLoop:
     """The exchanges of one worker.
 
@@ -76,23 +77,28 @@ class OuterLoop:
             and beyond the schedule's fragments the moments of the inner optimizer, which are averaged exactly. Updated in
             place.
         local_steps, full_steps: inner steps per round, of this worker and of the one that takes most. Those of this worker may
-            be set anew between two rounds.
-        reduce: see `sync.begin`.
+            be changed between two rounds.
+        reduce: the backend's own sum over all workers, see `Setup`.
     """
 
     def __init__(
-        self, m: Method, transport: Transport, parts: Sequence[tuple[Tensor, Layout]], *, workers: int, local_steps: int,
-        full_steps: int, seed: int, reduce: Callable[[Sequence[Tensor], Ticket], None] | None = None,
+        self, m: Method, transport: Transport, parts: Sequence[tuple[Tensor, Layout]], *, local_steps: int, full_steps: int,
+        seed: int, reduce: Reduce | None = None,
     ):  # fmt: skip
-        self.method, self.transport, self.workers, self.seed, self.reduce = m, transport, workers, seed, reduce
+        self.method, self.worker = m, transport.worker
         self.local_steps, self.full_steps = local_steps, full_steps
         averaging = local_sgd() if m.topology.everyone else gossip()
-        self.fragments: list[_Fragment] = []
+        self.fragments: list[Setup] = []
         for p, (x, layout) in enumerate(parts):
-            rule, codec = (m.rule, m.codec) if p < m.schedule.fragments else (averaging, exact())
             part = Part(x, (), layout, p)
-            part = part._replace(s=rule.init(x, self._context(0, part, m.topology.mixing(0))))
-            self.fragments.append(_Fragment(rule, codec, part))
+            if p < m.schedule.fragments:
+                overlap_steps = m.rule.delay_rounds * full_steps + m.schedule.overlap_steps
+                setup = Setup(m.rule, m.codec, transport, part, seed, m.kernel, reduce, overlap_steps, m.schedule.merge)
+            else:
+                setup = Setup(averaging, exact(), transport, part, seed, m.kernel, reduce)
+            mixing = m.topology.mixing(0)
+            s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
+            self.fragments.append(setup._replace(part=part._replace(s=s)))
         self.under_way: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment, oldest first."""
 
@@ -111,33 +117,32 @@ class OuterLoop:
         return [self.under_way[round, p].post() for p in stop.sends]
 
     def advance(self) -> None:
-        """Takes every exchange under way as far as it goes without waiting; cheap, and never an update."""
+        """Continues every exchange under way as far as it goes without waiting; cheap, and never an update."""
         for exchange in self.under_way.values():
             if exchange.sent is not None:
                 exchange.advance()
 
-    def due(self, round: int, stop: Stop) -> list[Exchange]:
-        """The exchanges to finish at this stop, which are the caller's now."""
-        return [self.under_way.pop(key) for key in self._heard(round, stop) if key in self.under_way]
+    def pop_due(self, round: int, stop: Stop) -> list[Exchange]:
+        """The exchanges to finish at this stop; it is the caller who finishes them."""
+        return [self.under_way.pop(key) for key in self._received(round, stop) if key in self.under_way]
 
-    def hear(self, round: int, stop: Stop) -> None:
+    def receive(self, round: int, stop: Stop) -> None:
         """Waits for what is due at this stop, and makes its outer updates."""
-        for exchange in self.due(round, stop):
+        for exchange in self.pop_due(round, stop):
             exchange.finish()
-        self.hear_nothing(round, stop)
+        self.update_from_zeros(round, stop)
 
-    def hear_nothing(self, round: int, stop: Stop) -> None:
-        """The updates of a rule that hears late, in the first rounds, when nothing was sent yet."""
-        for sent_round, p in self._heard(round, stop):
-            rule, _, part = self.fragments[p]
-            if sent_round < 0 and rule.delay_rounds:
-                ctx = self._context(round, part, self.method.topology.mixing(round))
-                sync.hear_nothing(rule, part, ctx, self.method.kernel)
+    def update_from_zeros(self, round: int, stop: Stop) -> None:
+        """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
+        for sent_round, p in self._received(round, stop):
+            setup, mixing = self.fragments[p], self.method.topology.mixing(round)
+            if sent_round < 0 and setup.rule.delay_rounds:
+                update_from_zeros(setup, mixing, self._context(round, setup.part, mixing))
 
-    def rest(self) -> list[Exchange]:
-        """What is under way after the last round and still to be finished, oldest first; the caller's now.
+    def pop_rest(self) -> list[Exchange]:
+        """What is under way after the last round and still to be finished, oldest first; it is the caller who finishes it.
 
-        What a rule that hears late by itself has under way then is left: hearing it would be another outer step.
+        Not what a rule that receives late by itself has under way then: receiving that would be another outer step.
         """
         if self.method.rule.delay_rounds:
             return []
@@ -146,25 +151,22 @@ class OuterLoop:
         return left
 
     def end(self) -> None:
-        """Finishes the rest, and waits for all else, so that no peer is left without an answer."""
-        for exchange in self.rest():
+        """Finishes the rest, and waits for everything else, so that no peer is left without an answer."""
+        for exchange in self.pop_rest():
             exchange.finish()
         for exchange in self.under_way.values():
-            exchange.hear()
+            exchange.receive()
         self.under_way.clear()
 
-    def share_there(self, fragment: int) -> float:
-        """Which share of what a mean sends goes to the owners of its chunks; the rest are their sums."""
-        codec = self.fragments[fragment].codec
-        there, back = (c.payload_bytes or exact().payload_bytes for c in (codec, codec.back or exact()))
-        assert there is not None and back is not None
-        numel = self.fragments[fragment].part.x.numel()
-        return there(numel) / (there(numel) + back(numel))
+    def owners_share(self, fragment: int) -> float:
+        """Which share of what a worker sends for a mean of this fragment goes to the owners of its chunks."""
+        setup = self.fragments[fragment]
+        return owners_share(setup.codec, setup.part.x.numel())
 
     @property
     def state(self) -> Tree:
         """The outer state of all fragments, one after the other."""
-        return tuple(fragment.part.s for fragment in self.fragments)
+        return tuple(setup.part.s for setup in self.fragments)
 
     def state_under_way(self) -> list[dict[str, Any]]:
         """What a checkpoint needs of the exchanges that are under way."""
@@ -187,37 +189,22 @@ class OuterLoop:
             mixing, local_steps = self.method.topology.mixing(round), int(one.get("local_steps", self.local_steps))
             if not 1 <= local_steps <= self.full_steps:
                 raise ValueError(f"an exchange after {local_steps} of {self.full_steps} local steps is under way")
-            sent = self._sent(p, round, mixing, tensors)
+            setup = self.fragments[p]
+            sent = sent_again(setup, mixing, self._context(round, setup.part, mixing), tensors)
             self.under_way[round, p] = self._begin(round, p, mixing, sent, local_steps)
         for exchange in self.under_way.values():
             exchange.post()
 
-    def _sent(self, p: int, round: int, mixing: Mixing, tensors: Sequence[Tensor]) -> Sent:
-        """The tensors of a snapshot as what a fragment sent, if they can be that."""
-        rule, _, part = self.fragments[p]
-        message = rule.send(part.x, part.s, self._context(round, part, mixing))
-        like = Sent(message, part.x if len(tensors) > len(leaves(message)) else ())
-        must_fit(tensors, leaves(like))
-        return refill(like, [saved.to(part.x.device) for saved in tensors])
-
-    def _heard(self, round: int, stop: Stop) -> list[tuple[int, int]]:
-        """Round and fragment of what is heard at a stop."""
-        return [(round - lag, p) for p, lag in stop.hears]
+    def _received(self, round: int, stop: Stop) -> list[tuple[int, int]]:
+        """Round and fragment of what is received at a stop."""
+        return [(round - lag, p) for p, lag in stop.receives]
 
     def _context(self, round: int, part: Part, mixing: Mixing, local_steps: int | None = None) -> Context:
-        i, steps = self.transport.worker, local_steps or self.local_steps
-        ctx = Context(i, self.workers, round, steps, mixing.weight(i), part.layout, self.full_steps)
-        return sync.informed(ctx, mixing)
+        i, steps = self.worker, local_steps or self.local_steps
+        return Context(i, mixing.n, round, steps, mixing.weight(i), part.layout, self.full_steps)
 
     def _begin(
         self, round: int, p: int, mixing: Mixing, sent: Sent | None = None, local_steps: int | None = None
     ) -> Exchange:
-        rule, codec, part = self.fragments[p]
-        schedule = self.method.schedule
-        own = p < schedule.fragments
-        return sync.begin(
-            rule, codec, mixing, self.transport, part, self._context(round, part, mixing, local_steps), seed=self.seed,
-            kernel=self.method.kernel, reduce=self.reduce, sent=sent,
-            overlap_steps=rule.delay_rounds * self.full_steps + schedule.overlap_steps if own else 0,
-            merge=schedule.merge if own else "keep",
-        )  # fmt: skip
+        setup = self.fragments[p]
+        return begin(setup, mixing, self._context(round, setup.part, mixing, local_steps), sent)

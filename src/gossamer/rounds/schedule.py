@@ -1,7 +1,7 @@
 """When which part of the model is exchanged: a pure function of the round, the same on every worker.
 
 A round is H inner steps. The parameters are cut into P fragments; fragment p is sent after step (p + 1)·H/P of each round and
-heard `overlap_steps` inner steps later. One fragment without overlap is the plain round; several fragments that overlap with
+received `overlap_steps` inner steps later. One fragment without overlap is the plain round; several fragments that overlap with
 training are Streaming DiLoCo, or streaming anything.
 """
 
@@ -14,17 +14,17 @@ __all__ = ["Schedule", "Stop"]
 
 
 class Stop(NamedTuple):
-    """A point of a round at which a worker turns to its peers: it first sends, then hears.
+    """A point of a round at which a worker turns to its peers: it first sends, then receives.
 
-    Two stops stand at the same step where a fragment must be heard before it is sent again.
+    There are two stops at one step where a fragment must be received before it is sent again.
     """
 
     step: int
     """Inner steps of the round that come before, for the worker that takes most."""
     sends: tuple[int, ...]
     """Fragments that are sent now."""
-    hears: tuple[tuple[int, int], ...]
-    """Fragments that are heard now, each with how many rounds ago it was sent."""
+    receives: tuple[tuple[int, int], ...]
+    """Fragments that are received now, each with how many rounds ago it was sent."""
 
     def after(self, local_steps: int, full_steps: int) -> int:
         """Inner steps of the round that come before for a worker that takes `local_steps` instead of `full_steps` a round.
@@ -92,23 +92,23 @@ class Schedule:
     def stops(self, round: int, full_steps: int, delay_rounds: int = 0) -> tuple[Stop, ...]:
         """The stops of a round of `full_steps` inner steps, in their order; the last is its end.
 
-        Args: `delay_rounds` is how many rounds late the rule hears what was sent, as in `Rule.delay_rounds`.
+        Args: `delay_rounds` is how many rounds late the rule receives what was sent, as in `Rule.delay_rounds`.
 
         >>> for stop in Schedule(fragments=2, overlap_steps=1).stops(3, full_steps=6): print(stop)
-        Stop(step=1, sends=(), hears=((1, 1),))
-        Stop(step=3, sends=(0,), hears=())
-        Stop(step=4, sends=(), hears=((0, 0),))
-        Stop(step=6, sends=(1,), hears=())
+        Stop(step=1, sends=(), receives=((1, 1),))
+        Stop(step=3, sends=(0,), receives=())
+        Stop(step=4, sends=(), receives=((0, 0),))
+        Stop(step=6, sends=(1,), receives=())
         """
         sends: dict[int, list[int]] = {}
-        hears: dict[tuple[int, bool], list[tuple[int, int]]] = {}
+        receives: dict[tuple[int, bool], list[tuple[int, int]]] = {}
 
         def exchange(fragment: int, sent: int, late: int) -> None:
             lag, before = divmod(sent + late - 1, full_steps)
             sends.setdefault(sent, []).append(fragment)
-            # Only a rule that is late by itself sends anew before it has heard what it sent last.
+            # Only a rule that is late by itself sends again before it has received what it sent last.
             first = late > 0 and before + 1 == sent and not delay_rounds
-            hears.setdefault((before + 1, not first), []).append((fragment, lag))
+            receives.setdefault((before + 1, not first), []).append((fragment, lag))
 
         for p in range(self.fragments):
             exchange(p, (p + 1) * full_steps // self.fragments, self.overlap_steps + delay_rounds * full_steps)
@@ -116,11 +116,11 @@ class Schedule:
             if every and (round + 1) % every == 0:
                 exchange(self.fragments + k, full_steps, 0)
         stops = []
-        for step in sorted(sends.keys() | {step for step, _ in hears}):
-            if early := hears.get((step, False)):
+        for step in sorted(sends.keys() | {step for step, _ in receives}):
+            if early := receives.get((step, False)):
                 stops.append(Stop(step, (), tuple(early)))
-            if step in sends or (step, True) in hears:
-                # What was sent first is heard first: nobody waits for an answer that hangs on one it has not given yet.
-                oldest_first = sorted(hears.get((step, True), ()), key=lambda heard: -heard[1])
+            if step in sends or (step, True) in receives:
+                # What was sent first is received first: nobody waits for an answer that depends on one it has not given yet.
+                oldest_first = sorted(receives.get((step, True), ()), key=lambda fragment: -fragment[1])
                 stops.append(Stop(step, tuple(sends.get(step, ())), tuple(oldest_first)))
         return tuple(stops)

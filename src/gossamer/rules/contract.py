@@ -41,9 +41,9 @@ class Context(NamedTuple):
     full_steps: int = 0
     """Inner steps of the worker that takes most in this round (H)."""
     everyone: bool = False
-    """Whether all workers hear all in this round, with the same weights; `sync` reads it off the mixing."""
+    """Whether all workers hear all in this round, with the same weights; the exchange reads it off the mixing."""
     peers: tuple[int, ...] = ()
-    """Whom it hears in this round, ascending; `sync` reads it off the mixing. The same in all rounds of a static topology."""
+    """Whom it hears in this round, ascending, also read off the mixing. The same in all rounds of a static topology."""
 
 
 class Consensus(NamedTuple):

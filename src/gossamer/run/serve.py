@@ -30,6 +30,7 @@ from gossamer.clock import SERVER, Absence, Transfer, Update
 from gossamer.clock.agenda import Budget
 from gossamer.clock.desk import Desk, Greeting, Push, Seat
 from gossamer.codecs import Codec, make_codec
+from gossamer.codecs.message import decode, encode, payload_like
 from gossamer.data.corpus import Corpus, fingerprint, open_corpus
 from gossamer.errors import CheckpointError, ConfigError, GossamerError, PairingError, PeerError, TransportError
 from gossamer.layout import layout_of
@@ -43,10 +44,10 @@ from gossamer.run.journal import Diary
 from gossamer.run.learner import WorkerLearner
 from gossamer.run.settle import clock, paced, server_rule
 from gossamer.run.worker import LocalPhase
-from gossamer.transport import Ticket
+from gossamer.transport import Turn
 from gossamer.transport.launch import LISTENER, device_of, end_with_launcher
 from gossamer.transport.stream import GREET, HELLO, PUSH, Stream, connect
-from gossamer.tree import Tree, leaves, must_fit, nbytes, refill
+from gossamer.tree import leaves, must_fit, nbytes, refill
 
 __all__ = ["address", "serve", "work"]
 
@@ -427,7 +428,7 @@ class _Server:
         )
         worker, reply, epoch = -1, None, 0
         try:
-            stream.receive(Ticket(0, 0, HELLO), [])
+            stream.receive(Turn(0, 0, HELLO), [])
             worker = -1 if stream.peer is None else stream.peer
             if not 0 <= worker < n:
                 raise TransportError(
@@ -441,7 +442,7 @@ class _Server:
             while reply is not None:
                 for p, (start, updates) in reply.greetings.items():
                     news = torch.tensor(reply.news._replace(updates=updates), dtype=torch.int64)
-                    stream.send(Ticket(number, p, GREET), [news, start])
+                    stream.send(Turn(number, p, GREET), [news, start])
                 epoch = reply.epoch
                 if not reply.news.go:
                     break
@@ -449,7 +450,7 @@ class _Server:
                 p = number % len(self._fragments)
                 like = torch.empty(self._fragments[p].layout.numel)
                 start_s = self._now()
-                frames = stream.receive(Ticket(number, p, PUSH), leaves(_payload_like(self._codec, like)))
+                frames = stream.receive(Turn(number, p, PUSH), leaves(payload_like(self._codec, like)))
                 message = _decoded(self._codec, frames, like, worker)
                 size = sum(frame.numel() * frame.element_size() for frame in frames)
                 self._events.put(_Pushed(worker, epoch, p, message, size, start_s, slot))
@@ -466,15 +467,10 @@ class _Server:
             stream.close()
 
 
-def _payload_like(codec: Codec, like: Tensor) -> Tree:
-    """Shapes and dtypes of what a codec makes of a fragment."""
-    return codec.encode(torch.empty_like(like, device="meta"), 0)
-
-
 def _decoded(codec: Codec, frames: Sequence[Tensor], like: Tensor, worker: int) -> Tensor:
     """The pseudo-gradient in these frames. Raises TransportError when there is none."""
     try:
-        message = codec.decode(refill(_payload_like(codec, like), frames), like)
+        message = decode(codec, refill(payload_like(codec, like), frames), like)
     except (RuntimeError, ValueError, IndexError) as error:
         raise TransportError(
             f"worker {worker} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
@@ -520,7 +516,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
         host, port, run=_common(settled, corpus), me=worker, server=config.workers, timeout_s=config.run.timeout_s
     )
     try:
-        stream.send(Ticket(0, 0, HELLO), [])
+        stream.send(Turn(0, 0, HELLO), [])
         arrived = [_greeting(stream, 0, p, fragment) for p, fragment in enumerate(fragments)]
         news = arrived[-1][1]
         cut = news.cut_round if news.again else None
@@ -551,8 +547,8 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
                     "train", round=round, worker=worker, step=done * learner.local_steps, loss=report.loss, lr=report.lr,
                     tokens=done * report.tokens, time_s=ended_s,
                 )  # fmt: skip
-                payload = codec.encode(push.message, random_key(config.seed, worker, number, p, "codec"))
-                stream.send(Ticket(number, p, PUSH), leaves(payload))
+                payload = encode(codec, push.message, random_key(config.seed, worker, number, p, "codec"))
+                stream.send(Turn(number, p, PUSH), leaves(payload))
                 sent_s = time.monotonic() + early_s
                 greeting, news = _greeting(stream, number, p, fragments[p])
                 seat.receive({p: greeting})
@@ -572,7 +568,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
 def _greeting(stream: Stream, number: int, p: int, fragment: Fragment) -> tuple[Greeting, _News]:
     """The next starting point of a fragment, and what the server says beside it. Raises PeerError and TransportError."""
     like = [torch.empty(len(_News._fields), dtype=torch.int64), torch.empty(fragment.layout.numel, device="meta")]
-    said, start = stream.receive(Ticket(number, p, GREET), like)
+    said, start = stream.receive(Turn(number, p, GREET), like)
     news = _News(*said.tolist())
     if not 0 <= min(news) <= max(news) < 1 << 60 or max(news.round, news.phases, news.cut_round) >= 1 << 31:
         raise TransportError(

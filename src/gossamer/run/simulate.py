@@ -27,7 +27,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
 from gossamer.record.trace import Operation
-from gossamer.rounds import exchange as sync
+from gossamer.rounds.exchange import Each, finish_all
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Assessment, Probe, assess, mean_of, publish
 from gossamer.run.worker import LocalPhase, Worker, joined, method
@@ -52,7 +52,7 @@ class Result(NamedTuple):
 
 
 @contextlib.contextmanager
-def _pool(device: torch.device, threads: int, workers: int) -> Iterator[tuple[sync.Each, int]]:
+def _pool(device: torch.device, threads: int, workers: int) -> Iterator[tuple[Each, int]]:
     """A parallel map over workers: as many threads as the cores allow at `threads` intra-op threads each; one for a GPU."""
     cores = available_cores()
     lanes = 1 if device.type == "cuda" else max(1, min(workers, cores // threads))
@@ -156,20 +156,20 @@ def simulate(
                     told[worker.index][1].append(worker.loop.post(round, stops[worker.index][0]))
 
                 def take_in(worker: Worker) -> None:
-                    worker.loop.hear_nothing(round, stops[worker.index][0])
+                    worker.loop.update_from_zeros(round, stops[worker.index][0])
                     worker.take_in()
 
                 each(train, workers)
                 each(post, workers)
-                for due in zip(*(w.loop.due(round, stops[w.index][0]) for w in workers), strict=True):
-                    sync.settle(due, each)
+                for due in zip(*(w.loop.pop_due(round, stops[w.index][0]) for w in workers), strict=True):
+                    finish_all(due, each)
                 each(take_in, workers)
             each(lambda w: w.apply(round), workers)
 
             finished = round + 1
             if finished == config.rounds:
-                for due in zip(*(w.loop.rest() for w in workers), strict=True):
-                    sync.settle(due, each)
+                for due in zip(*(w.loop.pop_rest() for w in workers), strict=True):
+                    finish_all(due, each)
                 each(Worker.take_in, workers)
             busy_s += time.perf_counter() - began
             for worker, (phases, operations) in zip(workers, told, strict=True):

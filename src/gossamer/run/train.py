@@ -20,7 +20,7 @@ from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.worker import Worker, joined, method
 from gossamer.topologies import Topology
-from gossamer.transport import Arrival
+from gossamer.transport import Delivery
 from gossamer.transport.board import Board
 from gossamer.transport.group import GroupTransport, all_reduce
 from gossamer.transport.launch import Member, agree, join, leave
@@ -93,7 +93,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
                 loop.announce(round, stop)
                 phases.append(worker.local_phase(round, first, last, between))
                 operations.append(loop.post(round, stop))
-                loop.hear(round, stop)
+                loop.receive(round, stop)
                 worker.take_in()
             worker.apply(round)
 
@@ -104,7 +104,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
             worker.tell(record, round, phases, operations)
             phase = joined(phases)
             if worker.pacer is not None and finished < config.rounds:
-                mine = worker.measured(phase, operations, _uplinks(transport.arrivals(), m.topology))
+                mine = worker.measured(phase, operations, _uplinks(transport.deliveries(), m.topology))
                 told = {i: note_of(text, member.n) for i, text in board.circulate(mine.text).items()}
                 notes = {i: note for i, note in told.items() if note is not None}
                 worker.take(worker.pacer.decided({**notes, worker.index: mine}, member.n))
@@ -123,10 +123,10 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
     transport.close()
 
 
-def _uplinks(arrivals: Sequence[Arrival], topology: Topology) -> dict[int, float]:
+def _uplinks(deliveries: Sequence[Delivery], topology: Topology) -> dict[int, float]:
     """The bytes per second that each peer's link can send, by the messages that came; those it sent at once share its link."""
     sent, seconds = dict[int, float](), dict[int, float]()
-    for ticket, peer, payload_bytes, took_s in arrivals:
+    for ticket, peer, payload_bytes, took_s in deliveries:
         if ticket.leg == 0:
             at_once = len(topology.mixing(ticket.round).sends_to(peer))
             sent[peer] = sent.get(peer, 0.0) + at_once * payload_bytes

@@ -145,7 +145,7 @@ class Worker:
         averaged = self.averaged if m.rule.site == "parameters" else None
         parts = parts_of(x, self.layout, self.spans, averaged, self.moments or ())
         self.loop = OuterLoop(
-            m, transport, parts, workers=self.config.workers, local_steps=self.local_steps,
+            m, transport, parts, local_steps=self.local_steps,
             full_steps=self.config.full_steps, seed=self.config.seed, reduce=reduce,
         )  # fmt: skip
         if self.config.run.adapt:
@@ -252,7 +252,7 @@ class Worker:
         """Tells the pacer how the round went, and returns what the others should know; `step_s` in place of the measured one."""
         assert self.pacer is not None
         own_s = phase.compute_s / len(phase.losses) if step_s is None else step_s
-        sent_bytes = first_leg_bytes((operation for some in operations for operation in some), self.loop.share_there)
+        sent_bytes = first_leg_bytes((operation for some in operations for operation in some), self.loop.owners_share)
         return self.pacer.measured(own_s, sent_bytes, uplinks_bytes_per_s)
 
     def state(self) -> dict[str, Any]:

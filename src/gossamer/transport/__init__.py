@@ -3,25 +3,36 @@
 A transport belongs to one worker. It knows tickets, peers and frames (flat tensors), and nothing of rules or codecs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Arrival", "Ticket", "Transport"]
+__all__ = ["Delivery", "Reduce", "Ticket", "Transport", "Turn"]
 
 
 class Ticket(NamedTuple):
-    """Names one exchange so that messages of neighbouring rounds can never be confused."""
+    """Names the messages of one exchange between workers, so that those of neighbouring rounds can never be confused."""
 
     round: int
     fragment: int = 0
     leg: int = 0
-    """0 for a plain exchange and for the way to the chunk owners of a mean, 1 for the way back."""
+    """0 for a plain exchange and for the way to the chunk owners of a mean, 1 for the way back; a probe of the links counts
+    the messages of its round."""
 
 
-class Arrival(NamedTuple):
-    """How long the bytes of one message took to come through, apart from how long it was waited for."""
+class Turn(NamedTuple):
+    """Names one message between a worker and the server of an asynchronous run."""
+
+    phase: int
+    """The worker's local phase that it belongs to."""
+    fragment: int
+    kind: int
+    """What the message is, see `gossamer.transport.stream`."""
+
+
+class Delivery(NamedTuple):
+    """How long the bytes of one message took to come through, without the time for which it was waited for."""
 
     ticket: Ticket
     peer: int
@@ -30,8 +41,12 @@ class Arrival(NamedTuple):
     """From the arrival of its header to that of its last byte."""
 
 
+Reduce = Callable[[Sequence[Tensor], Ticket], None]
+"""Sums each tensor over all workers in place, under the ticket of the exchange."""
+
+
 class Transport(Protocol):
-    """What `sync` needs of a network. Nothing here blocks but `wait` and `close`."""
+    """What an exchange needs of a network. Only `wait` and `close` block."""
 
     worker: int
     keeps_frames: bool

@@ -40,7 +40,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.rng import key
-from gossamer.transport import Arrival, Ticket, wire
+from gossamer.transport import Delivery, Reduce, Ticket, wire
 from gossamer.transport.board import THREADS, Board, Failure, Note, blame
 
 __all__ = ["GroupTransport", "Traffic", "all_reduce", "hang_up"]
@@ -70,17 +70,17 @@ class Traffic(NamedTuple):
 class _Landing(NamedTuple):
     """Where the message of one peer arrives."""
 
-    expected: wire.Header
+    expected: wire.Header[Ticket]
     header: Tensor
     payload: Tensor
     like: tuple[Tensor, ...]
 
-    def check_header(self) -> wire.Header:
-        header = wire.decode(self.header.cpu().numpy().tobytes(), self.expected.sender)
+    def check_header(self) -> wire.Header[Ticket]:
+        header = wire.decode(self.header.cpu().numpy().tobytes(), self.expected.sender, Ticket)
         wire.check(header, self.expected)
         return header
 
-    def check_payload(self, header: wire.Header) -> None:
+    def check_payload(self, header: wire.Header[Ticket]) -> None:
         if header.checksum is not None and header.checksum != wire.checksum(self.payload):
             raise TransportError(
                 f"the {header.payload_bytes} bytes of worker {header.sender} in {header.ticket} changed on their way, "
@@ -161,7 +161,7 @@ class GroupTransport:
         self._board = Board(store, self.worker, self._n, patience_s=min(2.0, timeout_s / 4))
         self._memory = _Memory()
         self._exchanges: dict[Ticket, _Exchange] = {}
-        self._arrivals: deque[Arrival] = deque(maxlen=1 << 14)  # nobody may ask for them
+        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them
         self._lifelines: set[int] = set()
         self._news = threading.Condition()
 
@@ -236,12 +236,12 @@ class GroupTransport:
             frames[peer] = wire.unpack(landing.payload.to(self._device), landing.like)
         return frames
 
-    def arrivals(self) -> list[Arrival]:
+    def deliveries(self) -> list[Delivery]:
         """The messages that have come since this was last asked; none on NCCL, where header and payload come together."""
         with self._news:
-            arrived = list(self._arrivals)
-            self._arrivals.clear()
-        return arrived
+            came = list(self._deliveries)
+            self._deliveries.clear()
+        return came
 
     def close(self) -> None:
         """Forgets all tickets; what is under way ends with the process group (`hang_up`), which others may still use."""
@@ -306,9 +306,9 @@ class GroupTransport:
                 self._finish(work)
             if before < len(works):
                 seconds = time.perf_counter() - began
-                came = [Arrival(h.ticket, h.sender, h.payload_bytes, seconds) for h in headers]
+                came = [Delivery(h.ticket, h.sender, h.payload_bytes, seconds) for h in headers]
                 with self._news:
-                    self._arrivals.extend(came)
+                    self._deliveries.extend(came)
             for landing, header in zip(landings, headers, strict=True):
                 landing.check_payload(header)
         except (RuntimeError, TransportError) as error:
@@ -376,7 +376,7 @@ class GroupTransport:
         return f"worker {failure.culprit} {what} in round {failure.round}{via}{by}{gone}; {do}"
 
 
-def all_reduce(timeout_s: float) -> Callable[[Sequence[Tensor], Ticket], None]:
+def all_reduce(timeout_s: float) -> Reduce:
     """Sums each frame over all workers in place with the backend's own collective, in an order and to last bits of its own.
 
     Raises (when called): PeerError after `timeout_s` or when a connection closes; a collective cannot tell whose.

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError
-from gossamer.transport import Ticket, wire
+from gossamer.transport import Turn, wire
 
 __all__ = ["GREET", "HELLO", "PUSH", "Stream", "connect"]
 
 HELLO, GREET, PUSH, _REFUSE = range(4)
-"""What a frame is, as the leg of its ticket: a worker's first word, a starting point, a pseudo-gradient, a refusal."""
+"""What a frame is, as the kind of its turn: a worker's first word, a starting point, a pseudo-gradient, a refusal."""
 
 _LIMIT_REFUSAL_BYTES = 1000
 _PIECE_BYTES = 1 << 20
@@ -47,10 +47,10 @@ class Stream:
         self._timeout_s = timeout_s
         self._sock.settimeout(timeout_s)
 
-    def send(self, ticket: Ticket, frames: Sequence[Tensor]) -> int:
+    def send(self, turn: Turn, frames: Sequence[Tensor]) -> int:
         """Sends one message; returns the bytes of its payload. Raises PeerError when the other end takes no more."""
         payload = wire.pack([frame.cpu() for frame in frames])
-        header = wire.Header(self._run, ticket, self._me, payload.numel(), wire.checksum(payload))
+        header = wire.Header(self._run, turn, self._me, payload.numel(), wire.checksum(payload))
         try:
             self._sock.sendall(wire.encode(header))
             view = payload.numpy().data
@@ -60,17 +60,17 @@ class Stream:
             raise self._lost(error) from None
         return payload.numel()
 
-    def receive(self, ticket: Ticket, like: Sequence[Tensor]) -> list[Tensor]:
-        """The message of this ticket, with frames like these (which may be meta tensors).
+    def receive(self, turn: Turn, like: Sequence[Tensor]) -> list[Tensor]:
+        """The message of this turn, with frames like these (which may be meta tensors).
 
         Raises: PeerError and TransportError when anything else comes, or nothing in time.
         """
-        header = wire.decode(self._exactly(wire.HEADER_BYTES).numpy().tobytes(), self.peer)
-        if header.ticket.leg == _REFUSE and header.payload_bytes <= _LIMIT_REFUSAL_BYTES:
+        header = wire.decode(self._exactly(wire.HEADER_BYTES).numpy().tobytes(), self.peer, Turn)
+        if header.ticket.kind == _REFUSE and header.payload_bytes <= _LIMIT_REFUSAL_BYTES:
             text = self._exactly(header.payload_bytes).numpy().tobytes().decode("utf-8", "replace")
             raise PeerError(f"{self.name} refused this process: {''.join(c for c in text if c.isprintable())}")
         who = header.sender if self.peer is None else self.peer
-        wire.check(header, wire.Header(self._run, ticket, who, wire.packed_bytes(like), 0))
+        wire.check(header, wire.Header(self._run, turn, who, wire.packed_bytes(like), 0))
         payload = self._exactly(header.payload_bytes)
         if wire.checksum(payload) != header.checksum:
             raise TransportError(
@@ -84,7 +84,7 @@ class Stream:
         """Tells the other end why it is not served, if it still listens."""
         text = torch.frombuffer(bytearray(reason.encode()[:_LIMIT_REFUSAL_BYTES] or b" "), dtype=torch.uint8)
         with contextlib.suppress(TransportError):
-            self.send(Ticket(0, 0, _REFUSE), [text])
+            self.send(Turn(0, 0, _REFUSE), [text])
 
     def close(self) -> None:
         """Ends the connection, and what another thread waits for on it; may be called twice."""

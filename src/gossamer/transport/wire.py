@@ -7,14 +7,14 @@ nothing is ever unpickled.
 import struct
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.rng import key
-from gossamer.transport import Ticket
+from gossamer.transport import Ticket, Turn
 
 __all__ = [
     "HEADER_BYTES",
@@ -42,22 +42,25 @@ _CHECKED = 1
 HEADER_BYTES = _LAYOUT.size
 
 
-class Header(NamedTuple):
+Name = TypeVar("Name", Ticket, Turn)
+
+
+class Header(NamedTuple, Generic[Name]):
     """What a message says of itself before its payload."""
 
     run: int
     """64-bit digest of the run's configuration: messages of another run, or of another model, are refused."""
-    ticket: Ticket
+    ticket: Name
     sender: int
     payload_bytes: int
     checksum: int | None = None
     """CRC-32 of the payload, where the run asks for it."""
 
 
-def encode(header: Header) -> bytes:
+def encode(header: Header[Name]) -> bytes:
     """The header as `HEADER_BYTES` bytes, little-endian.
 
-    >>> decode(encode(Header(run=7, ticket=Ticket(3, 1), sender=2, payload_bytes=64)), sender=2)
+    >>> decode(encode(Header(run=7, ticket=Ticket(3, 1), sender=2, payload_bytes=64)), sender=2, name=Ticket)
     Header(run=7, ticket=Ticket(round=3, fragment=1, leg=0), sender=2, payload_bytes=64, checksum=None)
     """
     run, ticket, sender, payload_bytes, crc = header
@@ -65,13 +68,14 @@ def encode(header: Header) -> bytes:
     return _LAYOUT.pack(MAGIC, VERSION, flags, run, *ticket, sender, crc or 0, payload_bytes)
 
 
-def decode(raw: bytes, sender: int | None) -> Header:
+def decode(raw: bytes, sender: int | None, name: Callable[[int, int, int], Name]) -> Header[Name]:
     """Reads a header that came over the connection with `sender`, None before that one has said who it is.
 
+    Args: `name` makes the ticket, or the turn, of its three numbers.
     Raises: TransportError when the bytes are no header of this version.
     """
     who = "a stranger" if sender is None else f"worker {sender}"
-    magic, version, flags, run, round_, fragment, leg, said, crc, payload_bytes = _LAYOUT.unpack(raw)
+    magic, version, flags, run, first, second, third, said, crc, payload_bytes = _LAYOUT.unpack(raw)
     if magic != MAGIC:
         raise TransportError(
             f"{who} sent a message that starts with {magic!r} where {MAGIC!r} was expected; "
@@ -82,10 +86,10 @@ def decode(raw: bytes, sender: int | None) -> Header:
             f"{who} speaks version {version} (flags {flags:#x}) of the wire format and this worker version {VERSION}; "
             "install the same gossamer on all machines"
         )
-    return Header(run, Ticket(round_, fragment, leg), said, payload_bytes, crc if flags & _CHECKED else None)
+    return Header(run, name(first, second, third), said, payload_bytes, crc if flags & _CHECKED else None)
 
 
-def check(header: Header, expected: Header) -> None:
+def check(header: Header[Name], expected: Header[Name]) -> None:
     """Compares a header with the one that was expected; of `expected.checksum` only whether there is one.
 
     Raises: PeerError when run, sender or use of checksums differ, TransportError when ticket or size do.

@@ -5,10 +5,9 @@ import torch
 
 from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, make_codec, randomk, topk
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds import exchange as sync
-from gossamer.rounds import kernel as kernel_of
 from gossamer.rounds import pairing
-from gossamer.rounds.exchange import drive
+from gossamer.rounds.exchange import Part, Setup, begin, initial_state
+from gossamer.rounds.kernel import PLAIN, Kernel, compiled, outer_update
 from gossamer.rules import (
     RULES,
     Context,
@@ -33,9 +32,9 @@ from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import from_edges, mean, pull
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
-from rounds import layout, play, random_drift, random_vectors, serially
+from rounds import drive, layout, play, random_drift, random_vectors, serially
 
-ODD = 2 * kernel_of.PLAIN.chunk + 17
+ODD = 2 * PLAIN.chunk + 17
 
 
 UPDATES = [
@@ -49,9 +48,9 @@ UPDATES = [
 @pytest.mark.parametrize("other", ["small chunks", "whole", "compiled"])
 def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, other):
     kernel = {
-        "small chunks": kernel_of.Kernel(kernel_of.hear_and_recv, 1000),
-        "whole": kernel_of.Kernel(kernel_of.hear_and_recv, ODD),
-        "compiled": kernel_of.compiled() if other == "compiled" else None,
+        "small chunks": Kernel(outer_update, 1000),
+        "whole": Kernel(outer_update, ODD),
+        "compiled": compiled() if other == "compiled" else None,
     }[other]
     # Two peers give weights of 1/3, at which fused products show: for 1/2 they never do.
     topology = make_topology({"everyone": "complete", "tree": "chain"}.get(rule.needs, "ring"), 3)
@@ -124,7 +123,7 @@ def test_a_rule_whose_numbers_change_is_not_compiled_and_computes_the_same():
     start, drift = random_vectors(4, 3000, dtype=torch.float32), random_drift(3000, dtype=torch.float32)
     rule, ring = jacobi(every=8), make_topology("ring", 4)
     expected, _ = play(rule, ring, start, 20, drift)
-    got, _ = play(rule, ring, start, 20, drift, kernel=kernel_of.compiled())
+    got, _ = play(rule, ring, start, 20, drift, kernel=compiled())
     assert not rule.compiles and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
@@ -189,9 +188,9 @@ def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name, codec)
     exchanges, transports = [], []
     for i, x in enumerate(xs):
         ctx = Context(i, n, 0, 1, mixing.weight(i), layout(numel))
-        part = sync.Part(x, sync.initial_state(rule, mixing, x, ctx), ctx.layout)
+        part = Part(x, initial_state(rule, mixing, x, ctx), ctx.layout)
         transports.append(count(i, network.transport(i)))
-        exchanges.append(sync.begin(rule, codec, mixing, transports[i], part, ctx, seed=0))
+        exchanges.append(begin(Setup(rule, codec, transports[i], part, seed=0), mixing, ctx))
     operations = drive(exchanges, serially)
     told = {(i, peer): size for i, operation in enumerate(operations) for peer, size in operation.sends}
     assert told == carried
@@ -219,11 +218,11 @@ def test_state_is_updated_in_place_and_messages_survive_the_update_of_their_send
     before = [x.clone() for x in xs]
     rule = gasloc(lr=1.0, momentum=0.0)  # sends x itself
     contexts = [Context(i, 4, 0, 1, 0.25, layout(11)) for i in range(4)]
-    parts = [sync.Part(x, rule.init(x, ctx), ctx.layout) for x, ctx in zip(xs, contexts, strict=True)]
+    parts = [Part(x, rule.init(x, ctx), ctx.layout) for x, ctx in zip(xs, contexts, strict=True)]
     transports = [network.transport(i) for i in range(4)]
     places = [leaf.data_ptr() for part in parts for leaf in leaves(part.s)]
     exchanges = [
-        sync.begin(rule, exact(), mixing, transports[i], part, contexts[i], seed=0) for i, part in enumerate(parts)
+        begin(Setup(rule, exact(), transports[i], part, seed=0), mixing, contexts[i]) for i, part in enumerate(parts)
     ]
     drive(exchanges, serially)
     for x, own in zip(xs, before, strict=True):
@@ -239,14 +238,10 @@ def test_a_directed_round_needs_no_answer_from_whoever_was_told():
     network, rule = MemoryNetwork(3), RULES["gossip"]()
     transports = [network.transport(i) for i in range(3)]
     exchanges = [
-        sync.begin(
-            rule,
-            exact(),
+        begin(
+            Setup(rule, exact(), transports[i], Part(x, (), layout(4)), seed=0),
             mixing,
-            transports[i],
-            sync.Part(x, (), layout(4)),
             Context(i, 3, 0, 1, 0.5, layout(4)),
-            seed=0,
         )
         for i, x in enumerate(xs)
     ]
