@@ -58,9 +58,11 @@ def measure(rule: Rule, numel: int) -> tuple[float, float]:
 
     def watched(fn, items):
         nonlocal peak
+        results = []
         for item in items:
-            fn(item)
+            results.append(fn(item))
             peak = max(peak, live_bytes() - before)
+        return results
 
     watched(Exchange.post, exchanges)
     finish_all(exchanges, watched)

@@ -1,8 +1,13 @@
 """The round itself: one pass or many chunks, compiled or not, through owners or directly, always the same bits."""
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
+import gossamer
 from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, make_codec, randomk, topk
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds import pairing
@@ -247,3 +252,22 @@ def test_a_directed_round_needs_no_answer_from_whoever_was_told():
     ]
     drive(exchanges, serially)
     assert [x[0].item() for x in xs] == [0.0, 0.5, 1.5]
+
+
+CALLERS = {  # who calls which functions of rules and codecs; those that wrap another one call it too
+    r"rule\.(send|hear|recv)": ("rules", "rounds.exchange", "rounds.kernel"),
+    r"codec\.(encode|decode)": ("codecs",),
+}
+
+
+@pytest.mark.parametrize("calls", CALLERS)
+def test_only_the_exchange_calls_rules_and_only_messages_go_through_codecs(calls):
+    source, found = Path(gossamer.__file__).parent, set()
+    for path in sorted(source.rglob("*.py")):
+        module = ".".join(path.relative_to(source).with_suffix("").parts)
+        called = [
+            ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
+        if any(re.fullmatch(rf"(.*[._])?{calls}", name) for name in called):
+            found.add(next((allowed for allowed in CALLERS[calls] if module.startswith(allowed)), module))
+    assert found == set(CALLERS[calls])

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gossamer.cli.gossip_table import gossip_table
 from gossamer.errors import ConfigError
-from gossamer.rounds.stability import best_alpha, describe, largest_stable_gamma, settle, stability, warning
+from gossamer.rounds.stability import (
+    best_alpha,
+    largest_stable_gamma,
+    outlook,
+    resolve_alpha,
+    stability,
+    warning,
+)
 from gossamer.rules import RULES, Consensus, gasloc
 from gossamer.topologies import TOPOLOGIES, Topology, base, complete, exponential, make_topology, random, ring, star
 from gossamer.topologies.mixing import from_edges, laplacian_condition, matrix
@@ -222,7 +230,7 @@ def test_below_the_largest_momentum_is_stable_and_above_is_not() -> None:
 
 def test_auto_is_settled_for_the_topology() -> None:
     topology = random(8)
-    rule = settle(gasloc(alpha="auto", momentum=0.9, lr=0.5), topology)
+    rule = resolve_alpha(gasloc(alpha="auto", momentum=0.9, lr=0.5), topology)
     assert rule.options == {**gasloc(lr=0.5, momentum=0.9).options, "alpha": best_alpha(0.9, "post", topology)}
     assert rule.consensus is not None and stability(rule.consensus, topology).stable
     assert warning(rule, topology) is None
@@ -231,11 +239,11 @@ def test_auto_is_settled_for_the_topology() -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_that_is_settled_stays_as_it_is(name: str) -> None:
     rule = RULES[name]()
-    assert settle(rule, random(8)) is rule
+    assert resolve_alpha(rule, random(8)) is rule
 
 
 def test_auto_has_no_stability_before_it_is_settled() -> None:
-    with pytest.raises(ConfigError, match=r"use settle\(rule, topology\)"):
+    with pytest.raises(ConfigError, match=r"call resolve_alpha\(rule, topology\)"):
         warning(gasloc(alpha="auto"), random(8))
 
 
@@ -261,21 +269,24 @@ def test_a_push_topology_has_no_mean_to_agree_on() -> None:
     topology = make_topology("random_push", 8)
     with pytest.raises(ConfigError, match=r"random_push.*doubly stochastic"):
         stability(Consensus(1.0, 0.5, "post"), topology)
-    assert "sgp" in describe(topology, alpha=1.0, gamma=0.5)
+    found = outlook(topology, alpha=1.0, gamma=0.5)
+    assert found.gossip == () and "sgp" in gossip_table(topology, found)
 
 
 @pytest.mark.parametrize("name", GOSSIPED)
 @pytest.mark.parametrize("n", [1, 4, 16])
 def test_every_topology_can_be_described(name: str, n: int) -> None:
     topology = make_topology(name, n)
-    said = describe(topology, alpha=0.8, gamma=0.6)
+    found = outlook(topology, alpha=0.8, gamma=0.6)
+    said = gossip_table(topology, found)
     expected = stability(Consensus(0.8, 0.6, "post"), topology)
     (line,) = (line for line in said.split("\n") if '"post"' in line)
     assert f"x {expected.radius:.3f}" in line and f" {expected.variance:.3g} " in line
     assert "spectral gap" in said
+    assert found.gossip[0].stability == expected and found.gossip[2].consensus.gamma == 0.0
 
 
 @pytest.mark.parametrize("wrong", [{"alpha": 0.0, "gamma": 0.5}, {"alpha": 1.0, "gamma": 1.0}])
 def test_steps_and_momenta_out_of_range_are_not_described(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="allowed is"):
-        describe(random(8), **wrong)
+        outlook(random(8), **wrong)

@@ -9,7 +9,7 @@ from gossamer.codecs import exact, int4
 from gossamer.errors import ConfigError
 from gossamer.rounds.kernel import Kernel, compiled, outer_update
 from gossamer.rounds.schedule import Schedule
-from gossamer.rounds.stability import settle
+from gossamer.rounds.stability import resolve_alpha
 from gossamer.rules import RULES, anchored, diloco, eager, error_feedback, gasloc, gossip, noloco, restarted, weighted
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves, map_leaves
@@ -116,7 +116,7 @@ def test_resetting_and_wrapping_again_reach_the_rule_inside():
 def test_rules_without_local_steps_or_with_an_open_gossip_step_are_refused():
     with pytest.raises(ConfigError, match="'data_parallel' acts on gradients"):
         weighted(RULES["data_parallel"]())
-    with pytest.raises(ConfigError, match="settle"):
+    with pytest.raises(ConfigError, match="resolve_alpha"):
         weighted(gasloc(alpha="auto"))
-    settled = weighted(settle(gasloc(alpha="auto"), make_topology("random", 8)))
+    settled = weighted(resolve_alpha(gasloc(alpha="auto"), make_topology("random", 8)))
     assert not math.isnan(settled.options["alpha"])

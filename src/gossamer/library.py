@@ -1,18 +1,19 @@
 """Gossamer in someone else's training loop: their model, their inner optimizer, their data, and three lines of ours."""
 
 import hashlib
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.codecs import Codec, exact
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.layout import arrange, attach, layout_of
 from gossamer.options import whole
-from gossamer.rounds.loop import OuterLoop, method
+from gossamer.rounds.loop import OuterLoop, UnderWay, method
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
 from gossamer.topologies import Topology, make_topology
@@ -22,7 +23,19 @@ from gossamer.transport.launch import Member, agree
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, must_fit
 
-__all__ = ["Outer"]
+__all__ = ["Outer", "OuterState"]
+
+
+class OuterState(TypedDict):
+    """What `Outer.state_dict` returns."""
+
+    outer: list[Tensor]
+    """The state of the rule."""
+    under_way: list[UnderWay]
+    """The exchanges that are under way."""
+    rounds: int
+    steps: int
+    """Inner steps since the last round ended."""
 
 
 class Outer:
@@ -44,8 +57,8 @@ class Outer:
         schedule: fragments that are exchanged one after the other, and overlap with training; by default neither.
         timeout_s: how long an exchange waits for a peer.
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology or codec.
-    Cost: the rule's state, one message, and what is heard of the peers; the exchange blocks, with the receives posted a whole
-        local phase before. Buffers such as batch-norm statistics stay each worker's own.
+    Cost: the rule's state, one message, and those received from the peers; the exchange blocks, with the receives announced a
+        whole local phase before. Buffers such as batch-norm statistics stay each worker's own.
 
     Without a process group there is one worker, and the rule is its limit for one: an outer momentum, or nothing.
 
@@ -126,14 +139,14 @@ class Outer:
         return True
 
     def finish(self) -> None:
-        """Hears what is still under way when training ends; without overlap there is nothing. Raises: PeerError."""
+        """Finishes what is still under way when training ends; without overlap there is nothing. Raises: PeerError."""
         with torch.no_grad():
             self._loop.end()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The outer state to save beside your model's and optimizer's, after any step, the same on all workers.
+    def state_dict(self) -> OuterState:
+        """The outer state, to be saved together with your model and optimizer after any step, the same on all workers.
 
-        What is under way is in it, and is sent again when it is loaded.
+        It holds what is under way, which is sent again when it is loaded.
         """
         return {
             "outer": [leaf.clone() for leaf in leaves(self._loop.state)],
@@ -142,11 +155,11 @@ class Outer:
             "steps": self.steps,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes a saved outer state back, after the model's parameters were loaded; training goes on from that very step.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads a saved outer state, after the model's parameters were loaded; training continues from that very step.
 
-        Raises: CheckpointError if it does not fit rule, model, schedule and local steps, lacks something, or would end
-            exchanges that are under way: load it before the first step of a round.
+        Raises: CheckpointError if it does not fit rule, model, schedule and local steps, if something is missing in it, or if
+            exchanges are under way here: load it before the first step of a round.
         """
         if self._loop.under_way:
             raise CheckpointError(
@@ -174,7 +187,7 @@ class Outer:
         self.rounds, self.steps, self._stops = rounds, steps, []
 
     def _sent_by(self, rounds: int, steps: int) -> set[tuple[int, int]]:
-        """Round and fragment of what has been sent and not heard after so many steps of this round."""
+        """Round and fragment of what has been sent and not received after so many steps of this round."""
         sent = set[tuple[int, int]]()
         for round in range(max(0, rounds - self.method.rule.delay_rounds - 2), rounds + 1):
             for stop in self._loop.stops(round):
@@ -201,14 +214,14 @@ class Outer:
         self.close()
 
     def _join(self, timeout_s: float) -> Transport:
-        """Makes sure that all workers do the same, and start from the parameters of worker 0."""
+        """Checks that all workers run the same, and gives them the parameters of worker 0."""
         if not dist.is_initialized():
             return MemoryNetwork(1).transport(0)
         store = dist.distributed_c10d._get_default_store()  # it has no public name
         m = self.method
         common = (
-            self.layout, m.rule.name, m.rule.options, m.topology.name, m.topology.options, *_told(m.codec),
-            m.codec.back and _told(m.codec.back), m.schedule,
+            self.layout, m.rule.name, m.rule.options, m.topology.name, m.topology.options, *_identity(m.codec),
+            m.codec.back and _identity(m.codec.back), m.schedule,
             self.local_steps if m.schedule.overlap_steps or m.rule.delay_rounds else None, self.seed,
         )  # fmt: skip
         digest = hashlib.sha256(repr(common).encode()).hexdigest()[:16]
@@ -222,6 +235,6 @@ class Outer:
         )  # fmt: skip
 
 
-def _told(codec: Codec) -> tuple[str, dict[str, Any]]:
+def _identity(codec: Codec) -> tuple[str, dict[str, Any]]:
     """What workers compare of a codec."""
     return codec.name, dict(codec.options)

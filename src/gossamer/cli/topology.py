@@ -22,7 +22,8 @@ def command(
         seed: of topologies that are drawn at random (default: 0)
         overrides: option of the topology, such as peers=2; may be repeated
     """
-    from gossamer.rounds.stability import describe
+    from gossamer.cli.gossip_table import gossip_table
+    from gossamer.rounds.stability import outlook
     from gossamer.run.document import settings
     from gossamer.topologies import make_topology
     from gossamer.topologies.draw import draw
@@ -30,4 +31,4 @@ def command(
     topology = make_topology(name, workers, seed=seed, **settings([*overrides]))
     print(draw(topology, round))
     print()
-    print(describe(topology, alpha=alpha, gamma=momentum))
+    print(gossip_table(topology, outlook(topology, alpha=alpha, gamma=momentum)))

@@ -6,7 +6,7 @@ fragments and receives others; between two stops it trains, and may call `advanc
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from gossamer.topologies.mixing import Mixing
 from gossamer.transport import Reduce, Transport
 from gossamer.tree import Tree, leaves
 
-__all__ = ["Method", "OuterLoop", "method"]
+__all__ = ["Method", "OuterLoop", "UnderWay", "method"]
 
 log = logging.getLogger("gossamer")
 
@@ -62,11 +62,20 @@ def method(
     Raises: ConfigError and PairingError.
     """
     schedule.check(max(local_steps) if isinstance(local_steps, tuple) else local_steps)
-    rule = stability.settle(rule, topology)
+    rule = stability.resolve_alpha(rule, topology)
     pairing.check(rule, topology, codec, local_steps=local_steps, schedule=schedule)
     if sentence := stability.warning(rule, topology):
         log.warning(sentence)
     return Method(rule, topology, codec, schedule, compiled() if compile else PLAIN)
+
+
+class UnderWay(TypedDict):
+    """What a checkpoint keeps of an exchange that is under way."""
+
+    round: int
+    fragment: int
+    local_steps: int
+    sent: list[Tensor]
 
 
 class OuterLoop:
@@ -168,7 +177,7 @@ class OuterLoop:
         """The outer state of all fragments, one after the other."""
         return tuple(setup.part.s for setup in self.fragments)
 
-    def state_under_way(self) -> list[dict[str, Any]]:
+    def state_under_way(self) -> list[UnderWay]:
         """What a checkpoint needs of the exchanges that are under way."""
         return [
             {"round": round, "fragment": p, "local_steps": exchange.local_steps, "sent": leaves(exchange.sent)}

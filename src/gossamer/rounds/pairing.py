@@ -68,5 +68,5 @@ def check(
         )
     if rule.consensus is not None and math.isnan(rule.consensus.alpha):
         raise PairingError(
-            f"{got} still has alpha = 'auto'; settle it first with gossamer.rounds.stability.settle(rule, topology)"
+            f"{got} still has alpha = 'auto'; set a number, or call gossamer.rounds.stability.resolve_alpha(rule, topology) first"
         )

@@ -19,11 +19,21 @@ from gossamer.rules import RULES, Consensus, Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
 
-__all__ = ["Stability", "best_alpha", "describe", "largest_stable_gamma", "settle", "stability", "warning"]
+__all__ = [
+    "Gossip",
+    "Outlook",
+    "Stability",
+    "best_alpha",
+    "largest_stable_gamma",
+    "outlook",
+    "resolve_alpha",
+    "stability",
+    "warning",
+]
 
 Array = NDArray[Any]
 Site = Literal["pre", "post"]
-Analysis = Callable[[Consensus], "Stability"]
+_Analysis = Callable[[Consensus], "Stability"]
 
 
 class Stability(NamedTuple):
@@ -35,12 +45,35 @@ class Stability(NamedTuple):
     """Steady variance per dimension of the disagreement space when every round adds drift of unit variance to what is sent;
     infinite if unstable. The mean over workers of |θ_i - mean|² is (n-1)/n of it per parameter."""
     method: Literal["closed form", "companion", "second moment"]
-    """Exact for exchangeable draws; exact for periodic sequences; estimated from 256 draws."""
+    """How it was computed: exact for exchangeable draws, exact for periodic sequences, estimated from 256 draws."""
 
     @property
     def stable(self) -> bool:
-        """Whether the disagreement stays bounded; a radius within 1e-9 of one is not told from one."""
+        """Whether the disagreement stays bounded; a radius within 1e-9 of one counts as one."""
         return self.radius < 1.0 - 1e-9
+
+
+class Gossip(NamedTuple):
+    """How gossip does on a topology with one step and momentum, and which others would do."""
+
+    consensus: Consensus
+    stability: Stability
+    largest_gamma: float
+    """As `largest_stable_gamma` of its step and site; nan if no momentum is stable."""
+    best_alpha: float
+    """As `best_alpha` of its momentum and site."""
+
+
+class Outlook(NamedTuple):
+    """What to expect of gossip on a topology."""
+
+    spectral_gap: float | None
+    """Of the mean mixing matrix; None where that is not known."""
+    laplacian_condition: float | None
+    """Of the mean mixing matrix; None where that is not known, or not symmetric."""
+    gossip: tuple[Gossip, ...]
+    """With momentum after mixing (site "post"), with momentum before mixing (site "pre"), and without momentum; empty where the
+    weights are not doubly stochastic, so that gossip keeps no mean to agree on."""
 
 
 def stability(consensus: Consensus, topology: Topology) -> Stability:
@@ -66,8 +99,8 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
     """
     if math.isnan(consensus.alpha):
         raise ConfigError(
-            f"the gossip step is {consensus.alpha}, which stands for alpha = 'auto'; a number is needed: use settle(rule, "
-            "topology) first"
+            f"the gossip step is {consensus.alpha}, which stands for alpha = 'auto'; a number is needed: call "
+            "resolve_alpha(rule, topology) first"
         )
     return _analysis(topology)(consensus)
 
@@ -123,12 +156,12 @@ def best_alpha(gamma: float, site: Site, topology: Topology) -> float:
     return float(f"{math.exp((low + high) / 2):.3g}")
 
 
-def settle(rule: Rule, topology: Topology) -> Rule:
+def resolve_alpha(rule: Rule, topology: Topology) -> Rule:
     """The rule with `alpha = "auto"` replaced by `best_alpha` for the topology; any other rule as it is.
 
     >>> from gossamer.rules import gasloc
     >>> from gossamer.topologies import complete
-    >>> settle(gasloc(alpha="auto", momentum=0.0), complete(4)).options["alpha"]
+    >>> resolve_alpha(gasloc(alpha="auto", momentum=0.0), complete(4)).options["alpha"]
     1.0
     """
     if rule.consensus is None or not math.isnan(rule.consensus.alpha):
@@ -169,58 +202,32 @@ def warning(rule: Rule, topology: Topology) -> str | None:
     )
 
 
-def describe(topology: Topology, *, alpha: float, gamma: float) -> str:
-    """What a topology is, and what gossip with momentum does on it, in lines for the terminal.
+def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
+    """How gossip with this step and momentum does on a topology.
 
     Raises: ConfigError when alpha is outside (0, 2) or gamma outside [0, 1).
 
     >>> from gossamer.topologies import random
-    >>> print(describe(random(8), alpha=1.0, gamma=0.5))
-    symmetric, doubly stochastic, psd, exchangeable
-    spectral gap of the mean round 0.5714, condition number of its Laplacian 1
-    <BLANKLINE>
-    momentum 0.5, gossip step 1     disagreement   steady     largest stable   best step for
-                                    per round      variance   momentum         this momentum
-    after mixing (site "post")      x 0.807        2.72       0.859            0.795
-    before mixing (site "pre")      x 0.866        3.59       0.744            0.808
-    without momentum                x 0.655        0.75                        1
+    >>> found = outlook(random(8), alpha=1.0, gamma=0.5)
+    >>> [(row.consensus.site, round(row.stability.radius, 3), row.best_alpha) for row in found.gossip]
+    [('post', 0.807, 0.795), ('pre', 0.866, 0.808), ('post', 0.655, 1.0)]
     """
     within("gossip", "alpha", alpha, 0.0, 2.0, low_open=True)
     within("gossip", "momentum", gamma, 0.0, 1.0)
-    tags = ("static", "everyone", "tree", "symmetric", "doubly_stochastic", "psd", "exchangeable")
-    facts = [tag.replace("_", " ") for tag in tags if getattr(topology, tag)]
-    if topology.period is not None and topology.period > 1:
-        facts.append(f"repeats after {topology.period} rounds")
-    if topology.exact_rounds:
-        facts.append(f"exact after {topology.exact_rounds} round{'s' * (topology.exact_rounds > 1)}")
     if not topology.doubly_stochastic:
-        said = "not doubly stochastic: gossip keeps no mean to agree on here; push rules such as 'sgp' do"
-        return f"{', '.join(['column stochastic', *facts])}\n\n{said}"
-    lines = [", ".join(facts)]
+        return Outlook(None, None, ())
+    gap = condition = None
     if topology.period is not None or topology.exchangeable:
         w = _mean_matrix(topology)
-        of = "" if topology.static else " of the mean round"
-        chi = f", condition number of its Laplacian {laplacian_condition(w):.4g}" if topology.symmetric else ""
-        lines.append(f"spectral gap{of} {spectral_gap(w):.4g}{chi}")
+        gap, condition = spectral_gap(w), laplacian_condition(w) if topology.symmetric else None
+    limits: dict[Site, float] = {site: largest_stable_gamma(alpha, site, topology) for site in ("post", "pre")}
 
-    def limit(site: Site) -> str:
-        found = largest_stable_gamma(alpha, site, topology)
-        return "none" if math.isnan(found) else f"{found:.3f}"
+    def row(site: Site, momentum: float) -> Gossip:
+        consensus = Consensus(alpha, momentum, site)
+        found = stability(consensus, topology)
+        return Gossip(consensus, found, limits[site], best_alpha(momentum, site, topology))
 
-    def row(title: str, site: Site, momentum: float, largest: str) -> tuple[str, ...]:
-        found = stability(Consensus(alpha, momentum, site), topology)
-        step = f"{best_alpha(momentum, site, topology):g}"
-        return title, f"x {found.radius:.3f}", f"{found.variance:.3g}", largest, step
-
-    table = [
-        (f"momentum {gamma:g}, gossip step {alpha:g}", "disagreement", "steady", "largest stable", "best step for"),
-        ("", "per round", "variance", "momentum", "this momentum"),
-        row('after mixing (site "post")', "post", gamma, limit("post")),
-        row('before mixing (site "pre")', "pre", gamma, limit("pre")),
-        row("without momentum", "post", 0.0, ""),
-    ]
-    lines += ["", *(f"{a:<31} {b:<14} {c:<10} {d:<16} {e}" for a, b, c, d, e in table)]
-    return "\n".join(lines)
+    return Outlook(gap, condition, (row("post", gamma), row("pre", gamma), row("post", 0.0)))
 
 
 def _mean_matrix(topology: Topology) -> NDArray[np.float64]:
@@ -232,7 +239,7 @@ def _mean_matrix(topology: Topology) -> NDArray[np.float64]:
     return a * np.eye(n) + (1 - a) * np.ones((n, n)) / n
 
 
-def _analysis(topology: Topology) -> Analysis:
+def _analysis(topology: Topology) -> _Analysis:
     """What is common to all (α, γ) of a topology is computed here, once."""
     if not topology.doubly_stochastic:
         raise ConfigError(
@@ -248,7 +255,7 @@ def _analysis(topology: Topology) -> Analysis:
     return _sampled(_restricted([topology.mixing(t) for t in range(256)]))
 
 
-def _exchangeable(mixing: Mixing) -> Analysis:
+def _exchangeable(mixing: Mixing) -> _Analysis:
     """`E[W] = a1 I` and `E[WᵀW] = a2 I` on the disagreement space, as no worker is special; both come from traces, and those
     are the same for every draw."""
     n = mixing.n
@@ -323,7 +330,7 @@ def _companion(consensus: Consensus, w: Array) -> Array:
     return step
 
 
-def _periodic(parts: Array) -> Analysis:
+def _periodic(parts: Array) -> _Analysis:
     """Products of companion matrices over a period, part by part; `parts` is `[parts, period, b, b]`."""
     _, period, b, _ = parts.shape
 
@@ -355,7 +362,7 @@ def _periodic(parts: Array) -> Analysis:
     return analysis
 
 
-def _sampled(mixings: Array) -> Analysis:
+def _sampled(mixings: Array) -> _Analysis:
     """Power iteration of `S -> mean_t M_t S M_tᵀ` over drawn mixings `[draws, b, b]`, whose terms sum to the variance."""
     draws, b, _ = mixings.shape
     drift = np.diag(np.repeat([1.0, 0.0], b))

@@ -33,8 +33,8 @@ def restarted(rule: Rule, every: int = 3) -> Rule:
         )
     if rule.consensus is not None and math.isnan(rule.consensus.alpha):
         raise ConfigError(
-            f"rule '{rule.name}' still has alpha = 'auto', which is found for momentum that is not restarted; settle it with "
-            "gossamer.settle(rule, topology) first, or give a number"
+            f"rule '{rule.name}' still has alpha = 'auto', which is found for momentum that is not restarted; replace it with "
+            "gossamer.rounds.stability.resolve_alpha(rule, topology) first, or give a number"
         )
 
     def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:

@@ -47,8 +47,8 @@ def weighted(rule: Rule) -> Rule:
         )
     if rule.consensus is not None and math.isnan(rule.consensus.alpha):
         raise ConfigError(
-            f"rule '{rule.name}' still has alpha = 'auto'; settle it with "
-            "gossamer.rounds.stability.settle(rule, topology) first, or give a number"
+            f"rule '{rule.name}' still has alpha = 'auto'; replace it with "
+            "gossamer.rounds.stability.resolve_alpha(rule, topology) first, or give a number"
         )
     kept, reset = rule.start, rule.reset
 

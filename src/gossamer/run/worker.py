@@ -39,7 +39,7 @@ def method(config: RunConfig) -> Method:
     topology = topology_of(config)
     rule = make_rule(config.rule.name, **config.rule.options)
     if config.run.weigh_steps:
-        rule = weighted(stability.settle(rule, topology))
+        rule = weighted(stability.resolve_alpha(rule, topology))
     if config.run.weigh_steps and config.run.adapt and rule.delay_rounds:
         raise PairingError(
             f"run.adapt and run.weigh_steps are set for rule '{rule.name}', which hears {rule.delay_rounds} round late, when its "

@@ -1,0 +1,59 @@
+"""What `gossamer topology` prints of gossip on a topology."""
+
+import math
+
+from gossamer.rounds.stability import Gossip, Outlook
+from gossamer.topologies import Topology
+
+__all__ = ["gossip_table"]
+
+_TAGS = ("static", "everyone", "tree", "symmetric", "doubly_stochastic", "psd", "exchangeable")
+
+
+def gossip_table(topology: Topology, found: Outlook) -> str:
+    """What a topology is, and what gossip with momentum does on it, in lines for the terminal.
+
+    >>> from gossamer.rounds.stability import outlook
+    >>> from gossamer.topologies import random
+    >>> print(gossip_table(random(8), outlook(random(8), alpha=1.0, gamma=0.5)))
+    symmetric, doubly stochastic, psd, exchangeable
+    spectral gap of the mean round 0.5714, condition number of its Laplacian 1
+    <BLANKLINE>
+    momentum 0.5, gossip step 1     disagreement   steady     largest stable   best step for
+                                    per round      variance   momentum         this momentum
+    after mixing (site "post")      x 0.807        2.72       0.859            0.795
+    before mixing (site "pre")      x 0.866        3.59       0.744            0.808
+    without momentum                x 0.655        0.75                        1
+    """
+    facts = [tag.replace("_", " ") for tag in _TAGS if getattr(topology, tag)]
+    if topology.period is not None and topology.period > 1:
+        facts.append(f"repeats after {topology.period} rounds")
+    if topology.exact_rounds:
+        facts.append(f"exact after {topology.exact_rounds} round{'s' * (topology.exact_rounds > 1)}")
+    if not found.gossip:
+        why = "not doubly stochastic: gossip keeps no mean to agree on here; push rules such as 'sgp' do"
+        return f"{', '.join(['column stochastic', *facts])}\n\n{why}"
+    lines = [", ".join(facts)]
+    if found.spectral_gap is not None:
+        of, chi = "" if topology.static else " of the mean round", found.laplacian_condition
+        condition = "" if chi is None else f", condition number of its Laplacian {chi:.4g}"
+        lines.append(f"spectral gap{of} {found.spectral_gap:.4g}{condition}")
+    after, before, without = found.gossip
+    alpha, gamma, _ = after.consensus
+    table = [
+        (f"momentum {gamma:g}, gossip step {alpha:g}", "disagreement", "steady", "largest stable", "best step for"),
+        ("", "per round", "variance", "momentum", "this momentum"),
+        _row('after mixing (site "post")', after, _limit(after)),
+        _row('before mixing (site "pre")', before, _limit(before)),
+        _row("without momentum", without, ""),
+    ]
+    return "\n".join([*lines, "", *(f"{a:<31} {b:<14} {c:<10} {d:<16} {e}" for a, b, c, d, e in table)])
+
+
+def _row(title: str, found: Gossip, largest: str) -> tuple[str, ...]:
+    radius, variance, _ = found.stability
+    return title, f"x {radius:.3f}", f"{variance:.3g}", largest, f"{found.best_alpha:g}"
+
+
+def _limit(found: Gossip) -> str:
+    return "none" if math.isnan(found.largest_gamma) else f"{found.largest_gamma:.3f}"
