@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import Member, join, leave, run_local
+from gossamer.transport.launch import join, leave, run_local
+from gossamer.transport.member import Member
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
@@ -25,7 +26,7 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 def measure(member: Member, size: int, repeats: int) -> dict[str, float]:
     """Median seconds of a bare exchange, of ours, and of ours when it was announced early."""
     peer = 1 - member.worker
-    transport = GroupTransport(member.store, run=1, timeout_s=60.0)
+    transport = GroupTransport(member, run=1, timeout_s=60.0)
     ours, theirs = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
     def bare() -> None:

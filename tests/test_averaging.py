@@ -13,8 +13,8 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe, evaluate
+from gossamer.run.replica import Replica
 from gossamer.run.simulate import simulate
-from gossamer.run.worker import Worker
 from test_train import finish, parameters, start
 from tiny import tiny
 
@@ -25,12 +25,12 @@ TOGETHER = {
 }  # fmt: skip
 
 
-def by_hand(config: RunConfig) -> Worker:
+def by_hand(config: RunConfig) -> Replica:
     """One worker after all its inner steps, without a driver."""
     corpus = open_corpus(config.data, config.workers, config.seed)
-    worker = Worker(0, config, corpus, torch.device("cpu"))
+    worker = Replica(0, config, corpus, torch.device("cpu"))
     for round in range(config.rounds):
-        worker.local_phase(round, 0, worker.local_steps)
+        worker.train(round, 0, worker.local_steps)
     return worker
 
 
@@ -47,8 +47,8 @@ def test_one_worker_alone_is_evaluated_and_saved_at_its_average(averaging, optim
     assert isinstance(worker.optimizer, GPA)
     assert torch.equal(parameters(tmp_path / "run", config)[0], worker.evaluated)
     probe = Probe(config, worker.corpus, torch.device("cpu"))
-    assert result.final.loss == evaluations(tmp_path / "run")[-1] == probe.loss(worker.evaluated)
-    assert probe.loss(worker.x) != result.final.loss
+    assert result.loss == evaluations(tmp_path / "run")[-1] == probe.loss(worker.evaluated)
+    assert probe.loss(worker.x) != result.loss
     worker.optimizer.eval()
     assert torch.equal(worker.x, worker.evaluated)
 

@@ -35,7 +35,7 @@ from gossamer.record import checkpoint
 from gossamer.rules import RULES, diloco, gasloc, gossip
 from gossamer.run.config import digest
 from gossamer.run.evaluate import Probe
-from gossamer.run.learner import WorkerLearner
+from gossamer.run.replica import Replica
 from gossamer.run.simulate import simulate
 from gossamer.run.worker import method
 from gossamer.topologies import make_topology, ring
@@ -658,7 +658,7 @@ def test_a_topology_of_other_workers_is_refused():
 def workers_of(config):
     """Real replicas, all with the same start, and their data."""
     corpus = open_corpus(config.data, config.workers, config.seed)
-    return [WorkerLearner(i, config, corpus, torch.device("cpu")) for i in range(config.workers)], corpus
+    return [Replica(i, config, corpus, torch.device("cpu")) for i in range(config.workers)], corpus
 
 
 def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last_bit(tmp_path):

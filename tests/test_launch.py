@@ -14,7 +14,8 @@ import torch
 from torch.distributed import HashStore
 
 from gossamer.errors import ConfigError, PeerError, TransportError
-from gossamer.transport.launch import LIMIT_BYTES, Member, agree, join, run_local
+from gossamer.transport.launch import LIMIT_BYTES, agree, join, run_local
+from gossamer.transport.member import Member
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -52,6 +53,28 @@ def test_an_environment_that_does_not_fit_is_refused(
         torchrun.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
         join(2, timeout_s=1.0, **options)
+
+
+@pytest.mark.parametrize(("workers", "parts"), [(1, 1), (5, 1), (3, 2), (2, 4)])
+def test_every_rank_is_one_part_of_one_worker_and_with_one_part_ranks_are_workers(workers: int, parts: int):
+    store, device = HashStore(), torch.device("cpu")
+    members = [Member.at(rank, workers, device, store, parts) for rank in range(workers * parts)]
+    assert [member.rank for member in members] == list(range(workers * parts))
+    assert {(m.worker, m.part) for m in members} == {(w, p) for w in range(workers) for p in range(parts)}
+    for member in members:
+        peers = [members[member.rank_of(worker)] for worker in range(workers)]
+        assert [peer.worker for peer in peers] == list(range(workers))
+        assert {peer.part for peer in peers} == {member.part}
+        assert parts > 1 or member.rank == member.worker
+
+
+@pytest.mark.parametrize("world", ["2", "3", "5"])
+def test_a_world_that_is_no_whole_number_of_workers_is_refused(torchrun: pytest.MonkeyPatch, world: str):
+    torchrun.setenv("WORLD_SIZE", world)
+    with pytest.raises(
+        ConfigError, match=rf"WORLD_SIZE is {world} .* workers = 2 of 2 processes each; start 4 processes"
+    ):
+        join(2, parts=2, timeout_s=1.0)
 
 
 def test_a_store_that_cannot_be_reached_is_named(torchrun: pytest.MonkeyPatch):
@@ -170,7 +193,7 @@ from gossamer.transport.launch import join, leave
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
 member = join(3, device="cpu", threads=1, timeout_s=20)
-transport, ticket = GroupTransport(member.store, run=1, timeout_s=1.0), Ticket(6)
+transport, ticket = GroupTransport(member, run=1, timeout_s=1.0), Ticket(6)
 frames = [torch.ones(1 << 26, dtype=torch.uint8)]
 peers = [j for j in range(3) if j != member.worker]
 for j in peers:

@@ -43,6 +43,7 @@ LIGHT = [  # work without torch
     "rounds.schedule",
     "record.files",
     "record.jsonl",
+    "record.seconds",
     "record.trace",
     "record.events",
     "record.folder",

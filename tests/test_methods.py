@@ -17,9 +17,9 @@ from gossamer.run.config import parse
 from gossamer.run.document import load, with_settings
 from gossamer.run.experiment import points
 from gossamer.run.methods import FACTORIES, METHODS, missing, recipe, recipes, said
+from gossamer.run.replica import Replica
 from gossamer.run.simulate import simulate
-from gossamer.run.virtual import simulate_events
-from gossamer.run.worker import Worker, method
+from gossamer.run.worker import method
 from tiny import document, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -153,9 +153,9 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path
         sends_after_a_phase_what_the_page_counts(run, tmp_path)
         return
     result = simulate(run, tmp_path)
-    assert 0 < result.final.loss < 5.6
-    worker = Worker(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu"))
-    counted = traffic(run, worker.layout, run.rounds)
+    assert 0 < result.loss < 5.6
+    replica = Replica(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu"))
+    counted = traffic(run, replica.layout, run.rounds)
     trace = read_trace(tmp_path)
     assert counted.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds)
     assert counted.most_bytes == pytest.approx(trace.sent_bytes.max() / run.rounds)
@@ -169,8 +169,8 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path
 
 
 def sends_after_a_phase_what_the_page_counts(run, folder):
-    assert 0 < simulate_events(run, folder).loss < 5.6
-    counted = traffic(run, Worker(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu")).layout)
+    assert 0 < simulate(run, folder).loss < 5.6
+    counted = traffic(run, Replica(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu")).layout)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     sizes = {line["fragment"]: line["bytes"] for line in lines if line.get("source", -1) >= 0}  # -1 is the server
     if sizes or run.server is not None or run.pair is not None:  # what is published for whoever reads it is no transfer

@@ -131,11 +131,11 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path: Path) 
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
 
 
-def test_truncating_an_open_run_drops_later_rounds_and_goes_on(tmp_path: Path) -> None:
+def test_resuming_an_earlier_round_drops_that_and_later_ones_and_goes_on(tmp_path: Path) -> None:
     with RunFolder(tmp_path, "", PLAIN) as run:
         run.log("eval", round=-1, loss=5.0)
         fill(run, range(3))
-        run.truncate(1)
+    with RunFolder(tmp_path, "", PLAIN, resume_round=1) as run:
         fill(run, range(1, 2))
     assert sorted({m["round"] for m in read_metrics(tmp_path)}) == [-1, 0, 1]
     assert read_trace(tmp_path).rounds == 2

@@ -23,7 +23,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import evaluate
 from gossamer.run.serve import _common, serve, work
-from gossamer.run.virtual import simulate_events
+from gossamer.run.simulate import simulate
 from gossamer.transport import Turn, wire
 from gossamer.transport.launch import LISTENER
 from gossamer.transport.stream import GREET, HELLO, PUSH, Stream
@@ -103,7 +103,7 @@ ALONE = {
 def test_one_worker_over_a_socket_computes_the_bits_of_virtual_time(method, tmp_path, monkeypatch):
     config = served(workers=1, inner__warmup_steps=2, **method)
     together(config, tmp_path / "real", monkeypatch)
-    simulate_events(config, tmp_path / "virtual")
+    simulate(config, tmp_path / "virtual")
     assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))
     figures = ("kind", "round", "step", "loss", "tokens")
     for kind in ("eval", "train"):
@@ -250,7 +250,7 @@ def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_
         worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
         worker.join(60)
     assert worker.error is None and server.error is None
-    simulate_events(config, tmp_path / "virtual")
+    simulate(config, tmp_path / "virtual")
     assert torch.equal(model(tmp_path, config), model(tmp_path / "virtual", config))
 
 
@@ -416,7 +416,7 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
     assert checkpoint.rounds(store, 0) == checkpoint.rounds(store, 1) != []
     code, output = finish(start(config, tmp_path / "real", "--resume", str(tmp_path / "real")))
     assert code == 0, output
-    simulate_events(config, tmp_path / "virtual")
+    simulate(config, tmp_path / "virtual")
     assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))
     ours, theirs = ([(e["round"], e["loss"]) for e in evals(tmp_path / where)] for where in ("real", "virtual"))
     assert ours == theirs

@@ -22,7 +22,8 @@ from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.transport import Ticket, wire
 from gossamer.transport.board import Board, Failure, Note, blame
 from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import Member, join, leave
+from gossamer.transport.launch import join, leave
+from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork, Parcel
 
 RUN = 0x1234_5678_9ABC_DEF0
@@ -346,7 +347,9 @@ KEPT: list[Any] = []
 
 def transport_of(member: Member, name: str, timeout_s: float = 10.0, **options: Any) -> GroupTransport:
     """A transport with a notice board of its own."""
-    transport = GroupTransport(PrefixStore(name, member.store), run=RUN, timeout_s=timeout_s, **options)
+    transport = GroupTransport(
+        member._replace(store=PrefixStore(name, member.store)), run=RUN, timeout_s=timeout_s, **options
+    )
     KEPT.append(transport)
     return transport
 
@@ -357,7 +360,7 @@ def everyone_to_everyone(
     transport = transport_of(member, f"all{checksum}{batched}", checksum=checksum)
     transport._batched = batched  # gathers as for NCCL, finishes as gloo does
     ticket = Ticket(0)
-    peers = [j for j in range(member.n) if j != member.worker]
+    peers = [j for j in range(member.workers) if j != member.worker]
     for j in peers:
         transport.expect(ticket, j, [frame.to("meta") for frame in frames_of(j)])
     for j in peers:
@@ -379,7 +382,7 @@ def test_frames_of_all_kinds_arrive_and_are_counted(crew: Crew, checksum: bool, 
 
 def empty_messages(member: Member) -> list[Any]:
     transport, ticket = transport_of(member, "empty"), Ticket(0)
-    after, before = (member.worker + 1) % member.n, (member.worker - 1) % member.n
+    after, before = (member.worker + 1) % member.workers, (member.worker - 1) % member.workers
     transport.expect(ticket, before, [torch.empty(0, 3)])
     transport.post(ticket, after, [torch.empty(0, 3)])
     transport.wait(ticket)
@@ -394,7 +397,7 @@ def test_empty_messages_and_empty_tickets_are_fine(crew: Crew):
 
 def many_rounds(member: Member, rounds: int) -> bool:
     """Rings and matchings in turn, everything posted in an order of each worker's own, one round announced ahead."""
-    transport, i, n = transport_of(member, "rounds"), member.worker, member.n
+    transport, i, n = transport_of(member, "rounds"), member.worker, member.workers
     order = random.Random(i)
 
     def peers(t: int) -> list[int]:
@@ -471,8 +474,8 @@ def test_an_arrival_tells_how_long_bytes_took_and_not_how_long_they_were_waited_
 
 def held_memory(member: Member) -> tuple[bool, bool]:
     """Whether memory is used again once its frames are dropped, and whether frames that are held stay what they were."""
-    transport, peer = transport_of(member, "memory"), (member.worker + 1) % member.n
-    source = (member.worker - 1) % member.n
+    transport, peer = transport_of(member, "memory"), (member.worker + 1) % member.workers
+    source = (member.worker - 1) % member.workers
 
     def exchange(t: int) -> Tensor:
         transport.expect(Ticket(t), source, [torch.empty(1000)])
@@ -530,7 +533,7 @@ def chain(member: Member, stopped: str) -> None:
     transport, ticket, size = transport_of(member, "chain", timeout_s=2.0), Ticket(5), 1 << 26
     before, after = member.worker + 1, member.worker - 1
     like = [torch.ones(size, dtype=torch.uint8)]
-    if before < member.n:
+    if before < member.workers:
         transport.expect(ticket, before, like)
         member.store.set(f"announced/{member.worker}", "")
     if member.worker == 2:

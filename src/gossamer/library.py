@@ -19,7 +19,8 @@ from gossamer.rules import Rule
 from gossamer.topologies import Topology, make_topology
 from gossamer.transport import Transport
 from gossamer.transport.group import GroupTransport, hang_up
-from gossamer.transport.launch import Member, agree
+from gossamer.transport.launch import agree
+from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, must_fit
 
@@ -225,14 +226,13 @@ class Outer:
             self.local_steps if m.schedule.overlap_steps or m.rule.delay_rounds else None, self.seed,
         )  # fmt: skip
         digest = hashlib.sha256(repr(common).encode()).hexdigest()[:16]
-        agree(Member(self.worker, self.n, self.x.device, store), digest, timeout_s=timeout_s)
+        member = Member.at(self.worker, self.n, self.x.device, store)
+        agree(member, digest, timeout_s=timeout_s)
         dist.broadcast(self.x, src=0)
         group = dist.new_group()  # connections of our own, which `close` may close
         assert isinstance(group, dist.ProcessGroup)  # every worker is in it
         self._group = group
-        return GroupTransport(
-            store, run=int(digest, 16), timeout_s=timeout_s, device=self.x.device, group=group
-        )  # fmt: skip
+        return GroupTransport(member, run=int(digest, 16), timeout_s=timeout_s, group=group)
 
 
 def _identity(codec: Codec) -> tuple[str, dict[str, Any]]:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from gossamer.cli.report import publish
 from gossamer.cli.run_file import File, Overrides, resume_hint, run_and_folder
-from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
     from gossamer.run.config import RunConfig
@@ -23,11 +22,6 @@ def command(
         resume: continue this run folder from its newest checkpoint
     """
     config, folder = run_and_folder(file, overrides, out, resume)
-    if config.event_driven and resume is not None:
-        raise ConfigError(
-            f"cannot resume '{folder}': an asynchronous run keeps no record of what was under way when it stopped; "
-            "start again with another --out"
-        )
     with resume_hint(folder, resumable=not config.event_driven):
         train_here(config, folder, resume=resume is not None)
         publish({config.name: folder}, folder / "report.html", config.network)
@@ -36,13 +30,7 @@ def command(
 def train_here(config: "RunConfig", folder: Path, *, resume: bool = False) -> None:
     """Trains all workers in this process, in rounds or over virtual time, and shows how far they are."""
     from gossamer.record.progress import Progress
+    from gossamer.run.simulate import simulate
 
     with Progress(config.rounds, config.record.print_every) as progress:
-        if config.event_driven:
-            from gossamer.run.virtual import simulate_events
-
-            simulate_events(config, folder, progress=progress)
-        else:
-            from gossamer.run.simulate import simulate
-
-            simulate(config, folder, resume=resume, progress=progress)
+        simulate(config, folder, resume=resume, progress=progress)

@@ -63,11 +63,11 @@ def probe(
         raise ConfigError(f"a test is to take {test_s} s but must take from above 0 to 60; 0.5 is usual")
     world = os.environ.get("WORLD_SIZE", "")
     member = join(int(world) if world.isdigit() else 0, backend="gloo", device="cpu", timeout_s=timeout_s)
-    if member.n < 2:
-        raise ConfigError(f"{member.n} worker was started but a link has two ends; start at least 2")
-    transport = GroupTransport(member.store, run=0, timeout_s=timeout_s, checksum=False)
-    everyone = member.n - 1 + member.n % 2
-    meetings = factors(member.n, np.arange(min(everyone, max_rounds))).tolist()
+    if member.workers < 2:
+        raise ConfigError(f"{member.workers} worker was started but a link has two ends; start at least 2")
+    transport = GroupTransport(member, run=0, timeout_s=timeout_s, checksum=False)
+    everyone = member.workers - 1 + member.workers % 2
+    meetings = factors(member.workers, np.arange(min(everyone, max_rounds))).tolist()
     found: dict[str, list[float]] = {}
     for round, pairs in enumerate(meetings):
         for first, second in pairs:
@@ -77,7 +77,9 @@ def probe(
                 found[str(peer)] = list(_measure(link, member.worker == first, max_bytes, test_s))
     facts = agree(member, f"probe {max_bytes} {test_s} {max_rounds}", found, timeout_s=timeout_s)
     transport.close()
-    return network_of([_measured(i, fact, member.n) for i, fact in enumerate(facts)]) if member.worker == 0 else None
+    return (
+        network_of([_measured(i, fact, member.workers) for i, fact in enumerate(facts)]) if member.worker == 0 else None
+    )
 
 
 def network_of(measured: Sequence[Mapping[int, Measured]]) -> Network:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer.errors import CheckpointError
-from gossamer.record.files import atomic_write
+from gossamer.record.files import atomic_write, worker_suffix
 
 __all__ = ["ended", "load", "newest_common", "nothing_to_resume", "owned", "rewind", "rounds", "save"]
 
@@ -67,7 +67,9 @@ def save(
     tensors: dict[str, Tensor] = {}
     tree = _encode(state, "state", tensors, set())
     manifest, tensor_file = _paths(folder, round, worker)
-    workshop = folder / f".worker-{worker:03d}"  # a folder, as safetensors writes a scratch file beside its own
+    workshop = (
+        folder / f".worker{worker_suffix(worker)}"
+    )  # a folder, as safetensors writes a scratch file beside its own
     scratch = workshop / tensor_file.name
     try:
         shutil.rmtree(workshop, ignore_errors=True)  # what a kill may have left
@@ -193,7 +195,7 @@ def rewind(folder: Path, round: int, worker: int) -> None:
 
 def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
     """The manifest and the tensor file of one generation."""
-    stem = folder / f"round-{round:06d}" / f"worker-{worker:03d}"
+    stem = folder / f"round-{round:06d}" / f"worker{worker_suffix(worker)}"
     return stem.with_suffix(".json"), stem.with_suffix(".safetensors")
 
 

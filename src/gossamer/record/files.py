@@ -1,10 +1,10 @@
-"""Files that are there whole or not at all."""
+"""Files of a run: whole or not there at all, and named after the worker that writes them."""
 
 import os
 import threading
 from pathlib import Path
 
-__all__ = ["atomic_write"]
+__all__ = ["atomic_write", "worker_suffix"]
 
 
 def atomic_write(path: Path, data: bytes) -> None:
@@ -26,3 +26,14 @@ def atomic_write(path: Path, data: bytes) -> None:
         os.fsync(folder)  # else the name may be lost in a power cut although the bytes are not
     finally:
         os.close(folder)
+
+
+def worker_suffix(worker: int | None, part: int = 0, parts: int = 1) -> str:
+    """What the name of a file ends in that one worker writes, or one part of a worker; nothing where one process writes for all.
+
+    >>> worker_suffix(None), worker_suffix(3), worker_suffix(3, part=1, parts=2)
+    ('', '-003', '-003-1')
+    """
+    if worker is None:
+        return ""
+    return f"-{worker:03}" + (f"-{part}" if parts > 1 else "")

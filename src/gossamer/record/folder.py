@@ -4,6 +4,7 @@
 run.toml              the resolved configuration
 metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run
 trace[-003].jsonl     see `gossamer.record.trace`
+seconds[-003].jsonl   see `gossamer.record.seconds`
 tensorboard/          TensorBoard events
 ```
 
@@ -19,15 +20,16 @@ before training has round -1. A number that is not finite is written as null.
 
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from gossamer.errors import ConfigError, DataError, require
-from gossamer.record.files import atomic_write
+from gossamer.record.files import atomic_write, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
+from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.trace import Entry, line_of
 
 __all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics"]
@@ -78,9 +80,10 @@ class RunFolder:
         self.worker = worker
         self._config = config or RecordConfig()
         self._run_toml = run_toml
-        suffix = "" if worker is None else f"-{worker:03}"
+        suffix = worker_suffix(worker)
         self._metrics_path = self.path / f"metrics{suffix}.jsonl"
         self._trace_path = self.path / f"trace{suffix}.jsonl"
+        self._seconds_path = self.path / f"seconds{suffix}.jsonl"
         # Workers of one run start at different times, so the files of other workers may be there, those of a simulation not.
         others = "-*" if worker is None else ""
         foreign = [path for kind in ("metrics", "trace") for path in sorted(self.path.glob(f"{kind}{others}.jsonl"))]
@@ -93,6 +96,7 @@ class RunFolder:
         self.write_text("run.toml", run_toml)
         self._metrics: IO[str]
         self._trace: IO[str]
+        self._seconds: IO[str] | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
         self._open(None if resume_round is None else self._cut(resume_round))
@@ -130,13 +134,20 @@ class RunFolder:
         self._trace.write(line_of(entry))
         self._trace.flush()
 
-    def truncate(self, round: int) -> None:
-        """Drops every line of this round and of later ones, and a last line that a kill left half-written."""
-        self.close()
-        self._open(self._cut(round))
+    def log_seconds(self, seconds: RoundSeconds) -> None:
+        """Appends where the seconds of one worker's round went."""
+        if self._seconds is None:
+            self._seconds = self._seconds_path.open("a", encoding="utf-8")
+        self._seconds.write(seconds_line(seconds))
+        self._seconds.flush()
+
+    def write_seconds(self, seconds: Iterable[RoundSeconds]) -> None:
+        """Replaces the record of seconds, of a simulation that finds those of all rounds at its end."""
+        self.write_text(self._seconds_path.name, seconds_lines(seconds))
 
     def _cut(self, round: int) -> int:
         _cut(self._trace_path, round * self._traced_per_round)
+        _cut(self._seconds_path, round)
         return _cut(self._metrics_path, round)
 
     def write_text(self, name: str, text: str) -> None:
@@ -147,6 +158,8 @@ class RunFolder:
         """Ends the dashboards' runs and closes the files; may be called twice."""
         self._metrics.close()
         self._trace.close()
+        if self._seconds is not None:
+            self._seconds.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
@@ -227,14 +240,16 @@ def _tensorboard(folder: Path, worker: int | None, next_step: int | None) -> Any
     board = require("torch.utils.tensorboard", "tensorboard", "record.tensorboard = true", "set it to false")
     # Viewers read one event file per folder, so each process needs its own.
     return board.SummaryWriter(
-        str(folder if worker is None else folder / f"worker-{worker:03}"), purge_step=next_step, flush_secs=30
+        str(folder if worker is None else folder / f"worker{worker_suffix(worker)}"),
+        purge_step=next_step,
+        flush_secs=30,
     )
 
 
 def _wandb(project: str, path: Path, worker: int | None, run_toml: str) -> Any:
     """A Weights & Biases run that a resumed run continues; the workers of a real run form a group."""
     wandb = require("wandb", "wandb", f"record.wandb_project = '{project}'", "remove that key")
-    suffix = "" if worker is None else f"-{worker:03}"
+    suffix = worker_suffix(worker)
     id_path = path / f"wandb-id{suffix}.txt"
     run = wandb.init(
         project=project,

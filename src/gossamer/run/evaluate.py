@@ -1,9 +1,9 @@
 """How good the workers are together: the mean model, each worker's own, and how far they are apart."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from gossamer.record.folder import metrics_line, read_metrics
 from gossamer.run.config import RunConfig, digest, parse
 from gossamer.run.document import load_run
 
-__all__ = ["Assessment", "Probe", "assess", "disagreement", "evaluate", "mean_of", "publish"]
+__all__ = ["Assessment", "Probe", "Result", "assess", "disagreement", "evaluate", "mean_of", "publish"]
 
 
 class Assessment(NamedTuple):
@@ -31,6 +31,19 @@ class Assessment(NamedTuple):
     worker_losses: tuple[float, ...]
     disagreement: float
     """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
+
+
+class Result(NamedTuple):
+    """What a finished simulation leaves behind."""
+
+    loss: float
+    """Validation loss of the mean of the workers, or of the server's model."""
+    tokens: int
+    """Of all workers together, those of the rounds before a resume included."""
+    tokens_per_s: float
+    """Of the rounds that ran here, without validation and checkpoints."""
+    time_s: Mapping[str, float]
+    """How long the run takes on each network that it was priced on, or on the one whose clock it looked at."""
 
 
 class Probe:
@@ -103,8 +116,22 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     Cost: holds one model per worker in memory.
     """
     config = parse(load_run(folder))
-    store, key, owners = folder / "checkpoints", digest(config), config.owners
-    owned = checkpoint.owned(store, owners, key)
+    finished = _whole_round(config, folder, round)
+    key = digest(config)
+    states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in config.owners]
+    vectors = [state["x"] for state in states]
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    probe = Probe(config, corpus, torch.device("cpu"))
+    result = assess(vectors, lambda models: [probe.loss(x) for x in models])
+    _note(config, folder, finished, states, result)
+    publish(config, corpus, mean_of(vectors), folder)
+    return finished, result
+
+
+def _whole_round(config: RunConfig, folder: Path, round: int | None) -> int:
+    """The newest round of which all snapshots are here, or the one that is asked for. Raises CheckpointError."""
+    store, owners = folder / "checkpoints", config.owners
+    owned = checkpoint.owned(store, owners, digest(config))
     whole = sorted(set(owned[0]).intersection(*owned[1:]))
     if round is not None and whole and round not in whole:
         raise CheckpointError(
@@ -118,20 +145,21 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
             f"'{folder}' has no round with snapshots of {whose} (owned: {dict(zip(owners, owned, strict=True))}); "
             "bring the checkpoint folders of all machines together, or train past the first checkpoint"
         )
-    newest = whole[-1] if round is None else round
-    states = [checkpoint.load(store, newest, owner, key) for owner in owners]
-    vectors = [state["x"] for state in states]
-    corpus = open_corpus(config.data, config.workers, config.seed)
-    probe = Probe(config, corpus, torch.device("cpu"))
-    result = assess(vectors, lambda models: [probe.loss(x) for x in models])
-    if not any(
-        line["kind"] == "eval" and line["round"] == newest - 1 and "loss" in line for line in read_metrics(folder)
+    return whole[-1] if round is None else round
+
+
+def _note(
+    config: RunConfig, folder: Path, finished: int, states: Sequence[Mapping[str, Any]], result: Assessment
+) -> None:  # fmt: skip
+    """Adds an evaluation to the metrics of a run that has none of this round."""
+    if any(
+        line["kind"] == "eval" and line["round"] == finished - 1 and "loss" in line for line in read_metrics(folder)
     ):
-        per_round = sum(map(config.local_steps, range(config.workers)))
-        steps = newest * per_round if config.event_driven else sum(state["steps_taken"] for state in states)
-        tokens = config.step_tokens * steps
-        with (folder / "metrics-evaluated.jsonl").open("a", encoding="utf-8") as file:
-            step = newest * config.full_steps
-            file.write(metrics_line("eval", round=newest - 1, step=step, tokens=tokens, **result._asdict()))
-    publish(config, corpus, mean_of(vectors), folder)
-    return newest, result
+        return
+    per_round = sum(map(config.local_steps, range(config.workers)))
+    steps = finished * per_round if config.event_driven else sum(state["steps_taken"] for state in states)
+    line = metrics_line(
+        "eval", round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result._asdict()
+    )  # fmt: skip
+    with (folder / "metrics-evaluated.jsonl").open("a", encoding="utf-8") as file:
+        file.write(line)

@@ -1,7 +1,7 @@
-"""What is written down of an event-driven run as it goes: every event, and validations and snapshots at the ends of rounds."""
+"""What every driver writes at the end of a round: losses, a validation, a checkpoint and progress, each when it is due."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +10,112 @@ from gossamer.record import checkpoint
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
+from gossamer.record.trace import Entry
 from gossamer.run.config import RunConfig, digest
+from gossamer.run.replica import joined
+from gossamer.run.seconds import EventSeconds
+from gossamer.run.worker import RoundReport, Worker
 
-__all__ = ["Diary"]
+__all__ = ["EventJournal", "Journal", "Save", "saver"]
+
+Save = Callable[[int], None]
+"""Saves what is to be kept after so many rounds."""
 
 
-class Diary:
-    """Keeps the record of a run whose rounds are told by progress: as many inner steps as one in step would have.
+def saver(config: RunConfig, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]]) -> Save:
+    """Saves the state of each owner, one after the other."""
+    key = digest(config)
 
-    With a server those count that it has absorbed, else those that were taken.
+    def save(finished: int) -> None:
+        for owner, state in snapshots():
+            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=key)
+
+    return save
+
+
+class Journal:
+    """Writes the record of a run, round by round.
 
     Args:
-        assess: the figures of a validation, `loss` among them.
-        snapshots: what is to be kept, each with the number of its owner.
-        finished: rounds that are over already, of a run that is resumed.
+        validate: the figures of a validation, `loss` among them.
+        save: writes a checkpoint of all whose state this process holds.
+        kind: of the lines of a validation: "eval" for the run as a whole, "validation" for one worker.
     """
 
     def __init__(
-        self, config: RunConfig, folder: Path, record: RunFolder, log: EventWriter, assess: Callable[[], dict[str, Any]],
-        snapshots: Callable[[], list[tuple[int, dict[str, Any]]]], progress: Progress | None = None, *, finished: int = 0,
-        steps: int = 0,
+        self, config: RunConfig, record: RunFolder, validate: Callable[[], Mapping[str, Any]], save: Save,
+        progress: Progress | None = None, *, kind: str = "eval",
     ) -> None:  # fmt: skip
-        self._config, self._record, self._log, self._progress = config, record, log, progress
-        self._store, self._digest = folder / "checkpoints", digest(config)
-        self._assess, self._snapshots = assess, snapshots
+        self.config, self.record = config, record
+        self._validate, self._save, self._progress, self._kind = validate, save, progress, kind
+        self.loss = math.nan
+        """Of the last validation; NaN before the first."""
+
+    def enter(self, worker: Worker, round: int, report: RoundReport) -> None:
+        """Writes what a worker did in a round into the metrics and the trace.
+
+        In the trace each fragment has a round of its own, which ends when it is sent.
+        """
+        whole, steps = report.whole, worker.replica.steps_taken
+        self.record.log(
+            "train", round=round, worker=worker.index, step=steps, loss=whole.loss, lr=whole.lr,
+            tokens=steps * self.config.step_tokens,
+        )  # fmt: skip
+        entry, gathered = round * self.config.schedule.fragments, []
+        for phase, sent in zip(report.phases, report.operations, strict=True):
+            gathered.append(phase)
+            if sent:
+                part = joined(gathered)
+                self.record.log_trace(Entry(entry, worker.index, len(part.losses), part.compute_s, tuple(sent)))
+                entry, gathered = entry + 1, []
+
+    def end_round(self, finished: int, losses: Sequence[float], **behind: Any) -> None:
+        """Validates, saves and shows what is due after so many rounds.
+
+        Args:
+            losses: training losses of the round, for the progress.
+            behind: what a line of a validation says beside its figures, such as the steps and tokens so far.
+        """
+        config = self.config
+        if config.due(config.run.eval_every, finished):
+            figures = self._validate()
+            self.loss = figures["loss"]
+            self.record.log(self._kind, round=finished - 1, **behind, **figures)
+        if config.due(config.run.checkpoint_every, finished):
+            self._save(finished)
+        if self._progress is not None:
+            shown = {"loss": math.fsum(losses) / len(losses)} if losses else {}
+            shown |= {} if math.isnan(self.loss) else {"val": self.loss}
+            shown |= {name: behind[name] for name in ("time_s",) if name in behind}
+            self._progress.update(config.name, finished, **shown)
+
+
+class EventJournal:
+    """Writes the record of a run that does not go in rounds: every event, and `Journal.end_round` when a round is over.
+
+    A round is over when as many inner steps have been taken as one round of all workers has. With a server those count that
+    it has absorbed.
+
+    Args: `seconds`, where this process sees the local phases of all workers, records where their time went.
+    """
+
+    def __init__(self, journal: Journal, log: EventWriter, seconds: EventSeconds | None = None) -> None:
+        self._journal, self._log, self._seconds = journal, log, seconds
         self._losses: list[float] = []
-        self.round, self.steps = finished, steps
-        self.loss, self.tokens, self.time_s = math.nan, 0, 0.0
+        self.round = self.steps = 0
+        """Rounds that are over and the steps that count for them; set both first for a run that is resumed."""
+        self.tokens, self.time_s = 0, 0.0
+
+    @property
+    def loss(self) -> float:
+        """Of the last validation."""
+        return self._journal.loss
 
     def enter(self, event: Record, time_s: float, local_steps: Sequence[int]) -> None:
-        """Writes one event, and closes the rounds that end with it; the last ends with the run."""
+        """Writes one event, and ends the rounds that end with it; the last ends with the run."""
+        config = self._journal.config
+        if self._seconds is not None:
+            self._seconds.enter(event)
         fields = {name: value for name, value in event._asdict().items() if name not in ("report", "change", "kind")}
         if isinstance(event, Absence):
             self._log.write(self.round, event.change, **fields)
@@ -52,9 +128,16 @@ class Diary:
             self.steps += sum(local_steps[i] for i in event.workers)
         else:
             self._enter_phase(event, local_steps[event.worker])
-        while self.round < min(self.steps // (self._config.workers * self._config.full_steps), self._config.rounds - 1):
+        while self.round < min(self.steps // (config.workers * config.full_steps), config.rounds - 1):
             self.round += 1
-            self.close_round(self.round)
+            self._end_round(self.round)
+
+    def end(self) -> None:
+        """Ends the last round."""
+        if self._seconds is not None:
+            self._seconds.end(self.time_s)
+        self.round = self._journal.config.rounds
+        self._end_round(self.round)
 
     def _enter_phase(self, event: Phase, steps: int) -> None:
         phase, done = event.report, event.number + 1
@@ -62,33 +145,18 @@ class Diary:
             self.round, "phase", start_s=event.start_s, end_s=event.end_s, worker=event.worker, number=event.number,
             steps=steps, tokens=phase.tokens,
         )  # fmt: skip
-        self._record.log(
+        self._journal.record.log(
             "train", round=self.round, worker=event.worker, step=done * steps, loss=phase.loss, lr=phase.lr,
             tokens=done * phase.tokens, time_s=event.end_s,
         )  # fmt: skip
         self._losses.append(phase.loss)
         self.tokens += phase.tokens
-        if self._config.server is None:
+        if self._journal.config.server is None:
             self.steps += steps
 
-    def close_round(self, finished: int) -> None:
-        """Validates and saves what is due after so many rounds."""
-        config = self._config
-        if config.due(config.run.eval_every, finished):
-            figures = self._assess()
-            self.loss = figures["loss"]
-            self._record.log(
-                "eval", round=finished - 1, step=finished * config.full_steps, tokens=self.tokens, time_s=self.time_s,
-                **figures,
-            )  # fmt: skip
-        if config.due(config.run.checkpoint_every, finished):
-            for owner, state in self._snapshots():
-                checkpoint.save(self._store, finished, owner, state, digest=self._digest)
-        if self._progress is not None:
-            figures = {"val": self.loss, "time_s": self.time_s}
-            if self._losses:
-                figures = {"loss": math.fsum(self._losses) / len(self._losses), **figures}
-            self._progress.update(
-                config.name, finished, **{name: value for name, value in figures.items() if not math.isnan(value)}
-            )
-            self._losses.clear()
+    def _end_round(self, finished: int) -> None:
+        step = finished * self._journal.config.full_steps
+        self._journal.end_round(finished, self._losses, step=step, tokens=self.tokens, time_s=self.time_s)
+        self._losses.clear()
+        for seconds in [] if self._seconds is None else self._seconds.round(finished - 1):
+            self._journal.record.log_seconds(seconds)

@@ -30,24 +30,23 @@ from gossamer.clock import SERVER, Absence, Transfer, Update
 from gossamer.clock.agenda import Budget
 from gossamer.clock.desk import Desk, Greeting, Push, Seat
 from gossamer.codecs import Codec, make_codec
-from gossamer.codecs.message import decode, encode, payload_like
 from gossamer.data.corpus import Corpus, fingerprint, open_corpus
 from gossamer.errors import CheckpointError, ConfigError, GossamerError, PairingError, PeerError, TransportError
 from gossamer.layout import layout_of
 from gossamer.record import checkpoint
 from gossamer.record.events import EventWriter
+from gossamer.record.files import worker_suffix
 from gossamer.record.folder import RunFolder
 from gossamer.rng import key as random_key
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
-from gossamer.run.journal import Diary
-from gossamer.run.learner import WorkerLearner
+from gossamer.run.journal import EventJournal, Journal, saver
+from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.settle import clock, paced, server_rule
-from gossamer.run.worker import LocalPhase
 from gossamer.transport import Turn
 from gossamer.transport.launch import LISTENER, device_of, end_with_launcher
 from gossamer.transport.stream import GREET, HELLO, PUSH, Stream, connect
-from gossamer.tree import leaves, must_fit, nbytes, refill
+from gossamer.tree import Tree, leaves, must_fit, nbytes, refill
 
 __all__ = ["address", "serve", "work"]
 
@@ -198,7 +197,7 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
             folder, dump(config), config.record, worker=config.workers, resume_round=start if resume else None
         ) as record,
         EventWriter(
-            folder, network=HERE, workers=config.workers, suffix=f"-{config.workers:03}",
+            folder, network=HERE, workers=config.workers, suffix=worker_suffix(config.workers),
             resume_round=start if resume else None,
         ) as events,
         _listener(host, port) as listener,
@@ -206,11 +205,10 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
         server = _Server(
             run, fragments, desks, guests, saved, start if resume else config.rounds, common=_common(run, corpus)
         )
-        diary = Diary(
-            config, folder, record, events, lambda: server.validate(probe), lambda: [(config.workers, server.state())],
-            finished=start, steps=saved.get("steps", 0),
-        )  # fmt: skip
-        server.run(diary, listener)
+        save = saver(config, folder, lambda: [(config.workers, server.state())])
+        journal = EventJournal(Journal(config, record, lambda: server.validate(probe), save), events)
+        journal.round, journal.steps = start, saved.get("steps", 0)
+        server.run(journal, listener)
 
 
 def _restore(desks: Sequence[Desk], guests: Sequence[_Guest], saved: Any) -> None:
@@ -247,7 +245,7 @@ class _Server:
         self._before_s, self._began = saved.get("time_s", 0.0), time.monotonic()
         self._resumed_round, self._told_to_stop = resumed_round, False
         self._threads: list[threading.Thread] = []
-        self._diary: Diary
+        self._journal: EventJournal
 
     def model(self) -> Tensor:
         """The server's parameters `[P]`."""
@@ -264,7 +262,7 @@ class _Server:
             "updates": [desk.updates for desk in self._desks],
             "phases": [guest.phases for guest in self._guests],
             "came": [guest.came for guest in self._guests],
-            "steps": self._diary.steps,
+            "steps": self._journal.steps,
             "time_s": self._now(),
         }
 
@@ -273,14 +271,14 @@ class _Server:
         loss = probe.loss(self.model())
         updates = sum(desk.updates for desk in self._desks)
         print(
-            f"round {self._diary.round} of {self._config.rounds}: validation {loss:.4f} after {updates} updates, "
+            f"round {self._journal.round} of {self._config.rounds}: validation {loss:.4f} after {updates} updates, "
             f"{sum(guest.stream is not None for guest in self._guests)} workers"
         )
         return {"loss": loss}
 
-    def run(self, diary: Diary, listener: socket.socket) -> None:
+    def run(self, journal: EventJournal, listener: socket.socket) -> None:
         """Serves until all steps have been taken and absorbed."""
-        self._diary = diary
+        self._journal = journal
         host, port = listener.getsockname()[:2]
         print(f"serving {self._config.workers} workers on {host}:{port}")
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
@@ -299,12 +297,11 @@ class _Server:
                     lonely_s = self._now()
                 elif self._now() - lonely_s > timeout_s:
                     raise PeerError(
-                        f"no worker has been here for {timeout_s:g} s and {self._diary.steps} of {self._budget.steps:.0f} inner "
-                        "steps are done; look at the workers' logs, then resume"
+                        f"no worker has been here for {timeout_s:g} s and {self._journal.steps} of {self._budget.steps:.0f} "
+                        "inner steps are done; look at the workers' logs, then resume"
                     )
-            diary.time_s = self._now()
-            diary.round = self._config.rounds
-            diary.close_round(self._config.rounds)
+            journal.time_s = self._now()
+            journal.end()
         finally:
             listener.close()
             deadline = time.monotonic() + 5.0
@@ -342,7 +339,7 @@ class _Server:
         guest.stream, guest.epoch = joined.stream, guest.epoch + 1
         again, guest.came, guest.here = guest.came > 0, guest.came + 1, guest.here + 1
         if again:
-            self._diary.enter(Absence(self._now(), joined.worker, "return"), self._now(), [])
+            self._journal.enter(Absence(self._now(), joined.worker, "return"), self._now(), [])
         self._greet(joined.worker, range(len(self._fragments)), joined.slot, again=again)
 
     def _push(self, pushed: _Pushed) -> None:
@@ -352,7 +349,7 @@ class _Server:
         steps = (guest.phases - before) * self._config.local_steps(pushed.worker)
         push = Push(p, number, pushed.message, updates, steps * self._config.step_tokens, steps)
         transfer = Transfer("push", pushed.start_s, self._now(), pushed.worker, SERVER, p, pushed.bytes)
-        self._diary.enter(transfer, self._now(), [])
+        self._journal.enter(transfer, self._now(), [])
         self._queues[p].pushes.append((pushed, push))
         if self._rule.window is None:
             self._absorb(p)
@@ -365,7 +362,7 @@ class _Server:
             guest.trains = False
         if reason is not None:
             log.warning("worker %d is gone (%s); the others go on", worker, reason)
-            self._diary.enter(Absence(self._now(), worker, "leave"), self._now(), [])
+            self._journal.enter(Absence(self._now(), worker, "leave"), self._now(), [])
 
     def _close_windows(self) -> None:
         """Absorbs what has its quorum and its grace period, and everything when nobody is left who could still come."""
@@ -386,8 +383,8 @@ class _Server:
         ages = self._desks[p].absorb([(pushed.worker, push) for pushed, push in waiting])
         workers = tuple(pushed.worker for pushed, _ in waiting)
         steps = [self._config.local_steps(i) for i in range(self._config.workers)]
-        self._diary.tokens = (self._diary.steps + sum(steps[i] for i in workers)) * self._config.step_tokens
-        self._diary.enter(Update(self._now(), p, workers, ages), self._now(), steps)
+        self._journal.tokens = (self._journal.steps + sum(steps[i] for i in workers)) * self._config.step_tokens
+        self._journal.enter(Update(self._now(), p, workers, ages), self._now(), steps)
         for pushed, _ in waiting:
             if pushed.epoch == self._guests[pushed.worker].epoch:
                 self._greet(pushed.worker, (p,), pushed.slot, again=False)
@@ -399,7 +396,7 @@ class _Server:
         guest.trains = self._budget.claim(self._config.local_steps(worker))
         self._told_to_stop |= not guest.trains
         news = _News(
-            0, self._diary.steps // (self._config.workers * self._config.full_steps), int(guest.trains), guest.phases,
+            0, self._journal.steps // (self._config.workers * self._config.full_steps), int(guest.trains), guest.phases,
             int(again), self._resumed_round if guest.here == 1 else self._config.rounds, int(self._now() * 1e6),
         )  # fmt: skip
         slot.put(_Reply(greetings, news, guest.epoch))
@@ -450,7 +447,7 @@ class _Server:
                 p = number % len(self._fragments)
                 like = torch.empty(self._fragments[p].layout.numel)
                 start_s = self._now()
-                frames = stream.receive(Turn(number, p, PUSH), leaves(payload_like(self._codec, like)))
+                frames = stream.receive(Turn(number, p, PUSH), leaves(_payload_like(self._codec, like)))
                 message = _decoded(self._codec, frames, like, worker)
                 size = sum(frame.numel() * frame.element_size() for frame in frames)
                 self._events.put(_Pushed(worker, epoch, p, message, size, start_s, slot))
@@ -467,10 +464,15 @@ class _Server:
             stream.close()
 
 
+def _payload_like(codec: Codec, like: Tensor) -> Tree:
+    """Shapes and dtypes of what a codec makes of a fragment."""
+    return codec.encode(torch.empty_like(like, device="meta"), 0)
+
+
 def _decoded(codec: Codec, frames: Sequence[Tensor], like: Tensor, worker: int) -> Tensor:
     """The pseudo-gradient in these frames. Raises TransportError when there is none."""
     try:
-        message = decode(codec, refill(payload_like(codec, like), frames), like)
+        message = codec.decode(refill(_payload_like(codec, like), frames), like)
     except (RuntimeError, ValueError, IndexError) as error:
         raise TransportError(
             f"worker {worker} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
@@ -510,7 +512,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
     settled, codec = _settled(config), make_codec(config.codec.name, **config.codec.options)
     store, key = folder / "checkpoints", digest(config)
     corpus = open_corpus(config.data, config.workers, config.seed)
-    learner = WorkerLearner(worker, settled, corpus, device_of(config.run.device, worker))
+    learner = Replica(worker, settled, corpus, device_of(config.run.device, worker))
     fragments = pack(learner.layout, config.events.fragments)
     stream = connect(
         host, port, run=_common(settled, corpus), me=worker, server=config.workers, timeout_s=config.run.timeout_s
@@ -529,7 +531,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
         with (
             RunFolder(folder, dump(config), config.record, worker=worker, resume_round=cut) as record,
             EventWriter(
-                folder, network=HERE, workers=config.workers, suffix=f"-{worker:03}", resume_round=cut
+                folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut
             ) as events,
         ):
             while news.go:
@@ -547,7 +549,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
                     "train", round=round, worker=worker, step=done * learner.local_steps, loss=report.loss, lr=report.lr,
                     tokens=done * report.tokens, time_s=ended_s,
                 )  # fmt: skip
-                payload = encode(codec, push.message, random_key(config.seed, worker, number, p, "codec"))
+                payload = codec.encode(push.message, random_key(config.seed, worker, number, p, "codec"))
                 stream.send(Turn(number, p, PUSH), leaves(payload))
                 sent_s = time.monotonic() + early_s
                 greeting, news = _greeting(stream, number, p, fragments[p])

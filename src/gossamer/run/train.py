@@ -11,19 +11,25 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gossamer.data.corpus import fingerprint, open_corpus
+from gossamer.data.corpus import Corpus, fingerprint, open_corpus
 from gossamer.errors import GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
+from gossamer.record.seconds import read_seconds
+from gossamer.rounds.loop import Method
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
-from gossamer.run.worker import Worker, joined, method
+from gossamer.run.journal import Journal, Save
+from gossamer.run.replica import Replica
+from gossamer.run.seconds import Stopwatch
+from gossamer.run.worker import RoundReport, Worker, method
 from gossamer.topologies import Topology
-from gossamer.transport import Delivery
+from gossamer.transport import Delivery, Reduce
 from gossamer.transport.board import Board
 from gossamer.transport.group import GroupTransport, all_reduce
-from gossamer.transport.launch import Member, agree, join, leave
+from gossamer.transport.launch import agree, join, leave
+from gossamer.transport.member import Member
 
 __all__ = ["train", "train_member"]
 
@@ -52,10 +58,57 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
     """Trains the worker that this process is; bitwise what the simulator computes for it, unless local steps adapt to the clock.
 
     Args: `resume` continues from the newest round of which every worker has its snapshot.
-    Cost: one model, its gradients and states, the message in flight and those it hears.
+    Cost: one model, its gradients and states, the message in flight and those it receives.
     """
     m = method(config)
     corpus = open_corpus(config.data, config.workers, config.seed)
+    newest = _agreed_round(config, folder, member, m, corpus, resume=resume)
+    if newest == config.rounds:
+        dist.barrier()  # whoever hosts the store must not leave while another still reads it
+        if member.worker == 0:
+            print(checkpoint.ended(folder, config.rounds))
+        return
+    run, key = config.run, digest(config)
+    transport = GroupTransport(member, run=int(key, 16), timeout_s=run.timeout_s)
+    stopwatch = Stopwatch(member.worker, _recorded_s(folder, member.worker, newest))
+    replica = Replica(member.worker, config, corpus, member.device)
+    worker = Worker(
+        replica, m, transport, _timed_all_reduce(run.timeout_s, stopwatch) if run.mean == "all_reduce" else None
+    )
+    if newest is not None:
+        worker.restore(checkpoint.load(folder / "checkpoints", newest, worker.index, key))
+        checkpoint.rewind(folder / "checkpoints", newest, worker.index)
+    board = Board(member.store, worker.index, member.workers, patience_s=min(2.0, run.timeout_s / 4))
+    with RunFolder(
+        folder, dump(config), config.record, worker=worker.index, resume_round=newest,
+        traced_per_round=config.schedule.fragments,
+    ) as record:  # fmt: skip
+        probe = Probe(config, corpus, member.device)
+        save = _saver(config, folder, worker, board, newest or 0)
+        journal = Journal(config, record, lambda: {"loss": probe.loss(replica.evaluated)}, save, kind="validation")
+        for round in range(newest or 0, config.rounds):
+            report = _train_round(worker, round, config)
+            deliveries = transport.deliveries()
+            journal.enter(worker, round, report)
+            if worker.pacer is not None and round + 1 < config.rounds:
+                _adapt(worker, report, deliveries, board, m.topology)
+            finished, whole, step = round + 1, report.whole, replica.steps_taken
+            behind = {"worker": worker.index, "step": step, "tokens": step * config.step_tokens}
+            journal.end_round(finished, whole.losses, **behind)
+            if config.due(run.eval_every, finished):
+                scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
+                print(f"round {finished} of {config.rounds}: {scored}")
+            record.log_seconds(stopwatch.round(round, whole.compute_s, transport.waits(), deliveries))
+    transport.close()
+
+
+def _agreed_round(
+    config: RunConfig, folder: Path, member: Member, m: Method, corpus: Corpus, *, resume: bool
+) -> int | None:
+    """The round to resume from, as all workers agree with one configuration; None for a run that starts.
+
+    Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
+    """
     key, store = digest(config), folder / "checkpoints"
     owned = checkpoint.rounds(store, member.worker, key) if resume else []
     # The settled step and the text are found by every worker on its own, so they are part of what they must agree on.
@@ -64,69 +117,69 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
     newest = checkpoint.newest_common(facts)
     if resume and newest is None:
         raise checkpoint.nothing_to_resume(store, [member.worker], facts)
-    if newest == config.rounds:
-        dist.barrier()  # whoever hosts the store must not leave while another still reads it
-        if member.worker == 0:
-            print(checkpoint.ended(folder, config.rounds))
-        return
+    return newest
 
-    worker = Worker(member.worker, config, corpus, member.device)
-    transport = GroupTransport(member.store, run=int(key, 16), timeout_s=config.run.timeout_s, device=member.device)
-    worker.join(m, transport, all_reduce(config.run.timeout_s) if config.run.mean == "all_reduce" else None)
-    start = 0
-    if resume and newest is not None:
-        worker.restore(checkpoint.load(store, newest, worker.index, key))
-        checkpoint.rewind(store, newest, worker.index)
-        start = newest
-    probe = Probe(config, corpus, member.device)
-    board = Board(member.store, worker.index, config.workers, patience_s=min(2.0, config.run.timeout_s / 4))
-    record = RunFolder(
-        folder, dump(config), config.record, worker=worker.index, resume_round=start if resume else None,
-        traced_per_round=config.schedule.fragments,
-    )  # fmt: skip
+
+def _train_round(worker: Worker, round: int, config: RunConfig) -> RoundReport:
+    """One round of this worker; after the last one, nothing is in flight."""
     loop = worker.loop
-    between = loop.advance if config.schedule.overlap_steps or m.rule.delay_rounds else None
-    with record:
-        for round in range(start, config.rounds):
-            phases, operations = [], []
-            for stop, first, last in worker.segments(round):
-                loop.announce(round, stop)
-                phases.append(worker.local_phase(round, first, last, between))
-                operations.append(loop.post(round, stop))
-                loop.receive(round, stop)
-                worker.take_in()
-            worker.apply(round)
+    overlaps = config.schedule.overlap_steps or loop.method.rule.delay_rounds
+    report, after_step = RoundReport([], []), loop.advance if overlaps else _nothing
+    for segment in worker.segments(round):
+        report.phases.append(worker.train(segment, after_step))
+        report.operations.append(worker.send(segment))
+        worker.receive(segment)
+    worker.replica.step_on_gradient(round)
+    if round + 1 == config.rounds:
+        worker.receive_rest()
+    return report
 
-            finished = round + 1
-            if finished == config.rounds:
-                loop.end()
-                worker.take_in()
-            worker.tell(record, round, phases, operations)
-            phase = joined(phases)
-            if worker.pacer is not None and finished < config.rounds:
-                mine = worker.measured(phase, operations, _uplinks(transport.deliveries(), m.topology))
-                told = {i: note_of(text, member.n) for i, text in board.circulate(mine.text).items()}
-                notes = {i: note for i, note in told.items() if note is not None}
-                worker.take(worker.pacer.decided({**notes, worker.index: mine}, member.n))
-            step, tokens = worker.steps_taken, worker.steps_taken * config.step_tokens
-            if config.due(config.run.eval_every, finished):
-                own = probe.loss(worker.evaluated)
-                record.log("validation", round=round, worker=worker.index, step=step, tokens=tokens, loss=own)
-                print(
-                    f"round {finished} of {config.rounds}: loss {phase.loss:.4f}, validation of this worker {own:.4f}"
-                )
-            if config.due(config.run.checkpoint_every, finished):
-                # Gossip lets workers run ahead of the slowest, by more than two generations if those are close together.
-                since = board.saved(newest or 0)
-                checkpoint.save(store, finished, worker.index, worker.state(), digest=key, since=since)
-                newest = finished
-    transport.close()
+
+def _nothing() -> None:
+    """After an inner step of a worker that has nothing in flight."""
+
+
+def _recorded_s(folder: Path, worker: int, newest: int | None) -> float:
+    """When the last round of this worker ended that is not run again."""
+    kept = [one.end_s for one in read_seconds(folder) if one.worker == worker and one.round < (newest or 0)]
+    return max(kept, default=0.0)
+
+
+def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:
+    """The backend's all-reduce, whose seconds are counted."""
+    reduce = all_reduce(timeout_s)
+    return lambda frames, ticket: stopwatch.blocking(lambda: reduce(frames, ticket))
+
+
+def _saver(config: RunConfig, folder: Path, worker: Worker, board: Board, newest: int) -> Save:
+    """Saves this worker, and keeps every generation that the slowest worker may still need."""
+    store, key = folder / "checkpoints", digest(config)
+
+    def save(finished: int) -> None:
+        nonlocal newest
+        # Gossip lets workers run ahead of the slowest, by more than two generations if those are close together.
+        since = board.saved(newest)
+        checkpoint.save(store, finished, worker.index, worker.state(), digest=key, since=since)
+        newest = finished
+
+    return save
+
+
+def _adapt(
+    worker: Worker, report: RoundReport, deliveries: Sequence[Delivery], board: Board, topology: Topology
+) -> None:  # fmt: skip
+    """Local steps for the next round, by the notes that the other workers have published so far."""
+    n = worker.config.workers
+    mine = worker.pace_note(report, _uplinks(deliveries, topology))
+    read = {i: note_of(text, n) for i, text in board.circulate(mine.text).items()}
+    notes = {i: note for i, note in read.items() if note is not None}
+    worker.adapt({**notes, worker.index: mine})
 
 
 def _uplinks(deliveries: Sequence[Delivery], topology: Topology) -> dict[int, float]:
     """The bytes per second that each peer's link can send, by the messages that came; those it sent at once share its link."""
     sent, seconds = dict[int, float](), dict[int, float]()
-    for ticket, peer, payload_bytes, took_s in deliveries:
+    for ticket, peer, payload_bytes, took_s, _ in deliveries:
         if ticket.leg == 0:
             at_once = len(topology.mixing(ticket.round).sends_to(peer))
             sent[peer] = sent.get(peer, 0.0) + at_once * payload_bytes

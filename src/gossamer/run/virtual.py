@@ -1,17 +1,16 @@
-"""n workers in one process over virtual time: the twin of `simulate` for methods that look at the clock.
+"""n workers in one process over virtual time: the twin of `synchronous` for methods that look at the clock.
 
-Real models train, and seconds are those of one of the run's networks. A run is over when all workers together have taken
-the inner steps that they would take in step, `workers · run.steps`, so that every method sees the same number of tokens.
-A round is a part of that: as many inner steps as a round of workers in step has. Validations, checkpoints and the
-learning-rate schedule go by it.
+Real models train, and seconds are those of one of the run's networks. A run ends after `workers · run.steps` inner steps of all
+workers together, the same number of tokens as a run in rounds. A round is a part of that: as many inner steps as a round of
+all workers has. Validations, checkpoints and the learning-rate schedule go by it.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,58 +26,51 @@ from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
 from gossamer.run.config import RunConfig, dump
-from gossamer.run.evaluate import Probe, assess, mean_of, publish
-from gossamer.run.journal import Diary
-from gossamer.run.learner import WorkerLearner
+from gossamer.run.evaluate import Probe, Result, assess, mean_of, publish
+from gossamer.run.journal import EventJournal, Journal, saver
+from gossamer.run.lanes import lanes
+from gossamer.run.replica import LocalPhase, Replica
+from gossamer.run.seconds import EventSeconds
 from gossamer.run.settle import clock, no_server_options, paced, pair_rule, server_rule
-from gossamer.run.worker import LocalPhase, method, topology_of
-from gossamer.transport.launch import available_cores, one_device
+from gossamer.run.worker import method, topology_of
+from gossamer.transport.launch import one_device
 from gossamer.tree import leaves
 
-__all__ = ["Outcome", "simulate_events"]
+__all__ = ["simulate_events"]
 
 
-class Outcome(NamedTuple):
-    """What a finished run leaves behind."""
-
-    loss: float
-    """Validation loss of the server's model, or of the mean of the workers."""
-    tokens: int
-    """Of all workers together."""
-    time_s: float
-    """Virtual seconds."""
-
-
-def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | None = None) -> Outcome:
+def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | None = None) -> Result:
     """Trains all workers of a run over virtual time and records it in `folder`; a pure function of run file and seed.
 
     Raises: ConfigError, PairingError and DataError; TrainingError when a loss is not finite.
-    Cost: parameters, gradients and inner state of every worker, and what the method keeps beside.
+    Cost: parameters, gradients and inner state of every worker, and what the method keeps of its own.
     """
     name, network = clock(config)
     settled = paced(config, network)
     device = one_device(config.run.device)
-    make = _prepare(config)  # before the data: a mistake is better told at once
+    make = _prepare(config)  # before the data, so that a mistake is found at once
     corpus = open_corpus(config.data, config.workers, config.seed)
-    with _lanes(settled, device) as pool:
-        tally = _Tally(config)
-        learners = [_Learner(i, settled, corpus, device, tally, pool) for i in range(config.workers)]
+    with lanes(device, config.workers, config.run.threads) as (pool, count):
+        tally, began = _Tally(config), time.perf_counter()
+        ahead = pool if count > 1 and _may_run_ahead(config) else None
+        learners = [_Learner(i, settled, corpus, device, tally, ahead) for i in range(config.workers)]
         run = make(settled, network, learners)
+        probe = Probe(config, corpus, device)
         with (
             RunFolder(folder, dump(config), config.record) as record,
             EventWriter(folder, network=name, workers=config.workers) as log,
         ):
-            probe = Probe(config, corpus, device)
-            diary = Diary(
-                config, folder, record, log, lambda: _assessed(run, probe), lambda: _snapshots(run, config.workers), progress
-            )  # fmt: skip
+            save = saver(config, folder, lambda: _snapshots(run, config.workers))
+            journal = Journal(config, record, lambda: _assessed(run, probe), save, progress)
+            events = EventJournal(journal, log, EventSeconds(config.workers, name))
             steps = [learner.local_steps for learner in learners]
             for event in run.run():
-                diary.enter(event, run.time_s, steps)
-            diary.close_round(config.rounds)
+                events.enter(event, run.time_s, steps)
+            events.end()
+        tokens_per_s = events.tokens / (time.perf_counter() - began)
     if config.record.export:
         publish(config, corpus, _model(run), folder)
-    return Outcome(diary.loss, diary.tokens, diary.time_s)
+    return Result(events.loss, events.tokens, tokens_per_s, {name: events.time_s})
 
 
 _Loop = ServerRun | PairRun | GossipRun
@@ -133,24 +125,13 @@ def _begins(learners: "Sequence[_Learner]") -> Callable[[int, int], None]:
     return lambda worker, number: learners[worker].begin(number)
 
 
-@contextlib.contextmanager
-def _lanes(config: RunConfig, device: torch.device) -> Iterator[ThreadPoolExecutor | None]:
-    """Threads that compute phases while others are still under way; None where nothing may be computed ahead.
+def _may_run_ahead(config: RunConfig) -> bool:
+    """Whether threads may compute local phases ahead of virtual time.
 
     A phase that its worker leaves is lost, and parameters that gossip are looked at in the middle of one.
     """
-    threads, before = config.run.threads or 1, torch.get_num_threads()
-    lanes = 1 if device.type == "cuda" else min(config.workers, available_cores() // threads)
     gossips = config.server is None and config.pair is None
-    torch.set_num_threads(threads)
-    try:
-        if lanes <= 1 or gossips or config.events.absences:
-            yield None
-        else:
-            with ThreadPoolExecutor(lanes, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
-                yield pool
-    finally:
-        torch.set_num_threads(before)
+    return not gossips and not config.events.absences
 
 
 class _Tally:
@@ -165,8 +146,8 @@ class _Tally:
         return self.steps // self._per_round
 
 
-class _Learner(WorkerLearner):
-    """A worker whose phase may be computed before the virtual time at which it ends."""
+class _Learner(Replica):
+    """A replica whose local phase may be computed before the virtual time at which it ends."""
 
     def __init__(
         self, index: int, config: RunConfig, corpus: Corpus, device: torch.device, tally: _Tally, pool: Executor | None

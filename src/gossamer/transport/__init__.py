@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Delivery", "Reduce", "Ticket", "Transport", "Turn"]
+__all__ = ["Delivery", "Reduce", "Ticket", "Transport", "Turn", "Wait"]
 
 
 class Ticket(NamedTuple):
@@ -39,6 +39,16 @@ class Delivery(NamedTuple):
     payload_bytes: int
     seconds: float
     """From the arrival of its header to that of its last byte."""
+    began_s: float
+    """When its header came, on the clock of `time.perf_counter`."""
+
+
+class Wait(NamedTuple):
+    """How long a worker was held up by what it had to receive and send under one ticket, on that clock."""
+
+    ticket: Ticket
+    start_s: float
+    end_s: float
 
 
 Reduce = Callable[[Sequence[Tensor], Ticket], None]

@@ -36,12 +36,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.rng import key
-from gossamer.transport import Delivery, Reduce, Ticket, wire
+from gossamer.transport import Delivery, Reduce, Ticket, Wait, wire
 from gossamer.transport.board import THREADS, Board, Failure, Note, blame
+from gossamer.transport.member import Member
 
 __all__ = ["GroupTransport", "Traffic", "all_reduce", "hang_up"]
 
@@ -122,10 +122,10 @@ class GroupTransport:
     """The transport of this process over a process group of all workers; see `gossamer.transport.Transport`.
 
     Args:
-        store: the store that all workers share, best one that outlives them, for the notice board.
+        member: which worker this process is, where the collected frames shall be, and the store, best one that outlives all
+            workers, for the notice board.
         run: 64-bit digest of the configuration; messages of another run are refused.
         timeout_s: how long `wait` waits.
-        device: where the collected frames shall be.
         checksum: whether each payload carries a checksum.
         group: the process group; the default one when None. `hang_up` closes its connections.
 
@@ -137,18 +137,17 @@ class GroupTransport:
 
     def __init__(
         self,
-        store: Store,
+        member: Member,
         *,
         run: int,
         timeout_s: float,
-        device: torch.device | None = None,
         checksum: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.worker = dist.get_rank()
+        self.worker = member.worker
         self.sent = Traffic()
         self.received = Traffic()
-        self._n = dist.get_world_size()
+        self._member = member
         self._run = run
         self._timeout_s = timeout_s
         self._beat_s = min(1.0, timeout_s / 8)
@@ -156,12 +155,13 @@ class GroupTransport:
         self._group = group
         self._batched = dist.get_backend(group) == "nccl"
         self._finish = _poll if self._batched else _block
-        self._device = device or torch.device("cpu")
+        self._device = member.device
         self._carrier = self._device if self._batched else torch.device("cpu")
-        self._board = Board(store, self.worker, self._n, patience_s=min(2.0, timeout_s / 4))
+        self._board = Board(member.store, self.worker, member.workers, patience_s=min(2.0, timeout_s / 4))
         self._memory = _Memory()
         self._exchanges: dict[Ticket, _Exchange] = {}
-        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them
+        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits
+        self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._lifelines: set[int] = set()
         self._news = threading.Condition()
 
@@ -208,7 +208,7 @@ class GroupTransport:
         Raises: PeerError after `timeout_s`, or as soon as a failure is known, naming the worker that failed first if that
             can be known; TransportError when bytes are not as agreed.
         """
-        exchange = self._exchange(ticket)
+        exchange, start_s = self._exchange(ticket), time.perf_counter()
         self._launch(exchange)
         deadline = time.monotonic() + self._timeout_s
         before: dict[int, Note] | None = None
@@ -225,6 +225,7 @@ class GroupTransport:
         if noted:
             self._board.waits_for(())
         self.ready(ticket)
+        self._waits.append(Wait(ticket, start_s, time.perf_counter()))
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
         """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
@@ -242,6 +243,12 @@ class GroupTransport:
             came = list(self._deliveries)
             self._deliveries.clear()
         return came
+
+    def waits(self) -> list[Wait]:
+        """The times since this was last asked that `wait` held up its caller."""
+        waited = list(self._waits)
+        self._waits.clear()
+        return waited
 
     def close(self) -> None:
         """Forgets all tickets; what is under way ends with the process group (`hang_up`), which others may still use."""
@@ -262,13 +269,14 @@ class GroupTransport:
             self._lifelines.add(peer)
             _start(self._hold_lifeline, peer)
         transfer = dist.irecv if way == "from" else dist.isend
+        rank = self._member.rank_of(peer)
         header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel())
         with self._news:
             exchange.pending.add((way, peer))
         exchange.gathered.add((way, peer))
-        exchange.batch.append(dist.P2POp(transfer, header, peer, self._group, header_tag))
+        exchange.batch.append(dist.P2POp(transfer, header, rank, self._group, header_tag))
         if payload.numel():
-            exchange.batch.append(dist.P2POp(transfer, payload, peer, self._group, payload_tag))
+            exchange.batch.append(dist.P2POp(transfer, payload, rank, self._group, payload_tag))
         if not self._batched:
             self._launch(exchange)
 
@@ -301,12 +309,12 @@ class GroupTransport:
             for work in works[:before]:
                 self._finish(work)
             headers = [landing.check_header() for landing in landings]
-            began = time.perf_counter()
+            began_s = time.perf_counter()
             for work in works[before:]:
                 self._finish(work)
             if before < len(works):
-                seconds = time.perf_counter() - began
-                came = [Delivery(h.ticket, h.sender, h.payload_bytes, seconds) for h in headers]
+                seconds = time.perf_counter() - began_s
+                came = [Delivery(h.ticket, h.sender, h.payload_bytes, seconds, began_s) for h in headers]
                 with self._news:
                     self._deliveries.extend(came)
             for landing, header in zip(landings, headers, strict=True):
@@ -319,7 +327,7 @@ class GroupTransport:
     def _hold_lifeline(self, peer: int) -> None:
         """Waits for the connection to be lost, and then gives up what gloo leaves hanging."""
         try:
-            lifeline = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, self._group, LIFELINE)
+            lifeline = dist.irecv(torch.empty(1, dtype=torch.uint8), self._member.rank_of(peer), self._group, LIFELINE)
             assert lifeline is not None
             lifeline.wait(FOREVER)
         except RuntimeError as error:

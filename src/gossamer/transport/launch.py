@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import IO, Any, NamedTuple, TextIO
+from typing import IO, Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.group import hang_up
+from gossamer.transport.member import Member
 
 __all__ = [
-    "Member",
     "agree",
     "available_cores",
     "device_of",
@@ -44,21 +44,14 @@ LAUNCHER = "GOSSAMER_LAUNCHER"
 log = logging.getLogger("gossamer")
 
 
-class Member(NamedTuple):
-    """This process as one worker of a run."""
-
-    worker: int
-    n: int
-    device: torch.device
-    store: Store
-    """Shared by all workers; it lives in the launcher where there is one, else in worker 0."""
-
-
-def join(n: int, *, backend: str = "auto", device: str = "auto", threads: int = 0, timeout_s: float = 300.0) -> Member:
-    """Makes this process the worker that the environment of torchrun (or `run_local`) says it is.
+def join(
+    workers: int, *, parts: int = 1, backend: str = "auto", device: str = "auto", threads: int = 0, timeout_s: float = 300.0
+) -> Member:  # fmt: skip
+    """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) says it is.
 
     Args:
-        n: the number of workers the run file asks for.
+        workers: the number of workers the run file asks for.
+        parts: processes of each worker.
         backend: "gloo", "nccl", or "auto": NCCL on GPUs, gloo otherwise. With gloo and a GPU, messages pass through the host.
         device: "cpu", "cuda" (the GPU of this process's LOCAL_RANK), or "auto": a GPU if there is one.
         threads: intra-op threads of torch; 0 takes an equal share of the cores, or OMP_NUM_THREADS if that is set.
@@ -66,52 +59,63 @@ def join(n: int, *, backend: str = "auto", device: str = "auto", threads: int = 
     Raises: ConfigError when the environment does not fit, PeerError when workers do not come, TransportError when the
         store cannot be reached.
     """
-    worker, world = _number("RANK"), _number("WORLD_SIZE")
-    if world != n:
-        raise ConfigError(
-            f"WORLD_SIZE is {world} but the run file says workers = {n}; start as many processes, or change it"
-        )
-    if worker >= n:
-        raise ConfigError(f"RANK is {worker}; with {n} workers it must be between 0 and {n - 1}")
+    rank, ranks = _rank(workers, parts)
     end_with_launcher()
     where = device_of(device)
-    backend = _backend(backend, where, n)
+    backend = _backend(backend, where, ranks)
     if threads or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads or max(1, available_cores() // _number("LOCAL_WORLD_SIZE", default=n)))
+        torch.set_num_threads(threads or max(1, available_cores() // _number("LOCAL_WORLD_SIZE", default=ranks)))
     if where.type == "cuda":
         torch.cuda.set_device(where)
-
-    store = _store(worker, n, timeout_s)
-    here = [f"here/{i}" for i in range(n)]
-    store.set(here[worker], backend)
-    if missing := _absent(store, here, timeout_s):
-        raise PeerError(
-            f"{_workers(missing)} did not come within {timeout_s:g} s, and the run needs {n}; look at their logs, or raise "
-            "run.timeout_s"
-        )
-    others = [i for i in range(n) if store.get(here[i]) != backend.encode()]
-    if others:
-        raise ConfigError(
-            f"worker {worker} uses {backend} and {_workers(others)} another backend; set run.backend for all"
-        )
+    member = Member.at(rank, workers, where, _store(rank, ranks, timeout_s), parts)
+    _assemble(member, backend, timeout_s)
     # Otherwise torch ends the process on an NCCL error or timeout, before we can say which worker failed.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore("group", store),
-            rank=worker,
-            world_size=n,
+            store=PrefixStore("group", member.store),
+            rank=rank,
+            world_size=ranks,
             timeout=timedelta(seconds=timeout_s),
             device_id=where if backend == "nccl" else None,
         )
     except RuntimeError as error:
         raise TransportError(
-            f"worker {worker} could not connect to the other {n - 1} over {backend} ({_first_line(error)}); "
+            f"worker {member.worker} could not connect to the other {ranks - 1} over {backend} ({_first_line(error)}); "
             "check that the machines reach each other, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from error
     atexit.register(leave)
-    return Member(worker, n, where, store)
+    return member
+
+
+def _rank(workers: int, parts: int) -> tuple[int, int]:
+    """The rank of this process and the number of processes, as the environment says. Raises ConfigError if they do not fit."""
+    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    if world != workers * parts:
+        each = f" of {parts} processes each" if parts > 1 else ""
+        raise ConfigError(
+            f"WORLD_SIZE is {world} but the run file says workers = {workers}{each}; start {workers * parts} processes, or "
+            "change it"
+        )
+    if rank >= world:
+        raise ConfigError(f"RANK is {rank}; with {world} processes it must be between 0 and {world - 1}")
+    return rank, world
+
+
+def _assemble(member: Member, backend: str, timeout_s: float) -> None:
+    """Waits until all processes of the run are there, and makes sure that all use one backend."""
+    here = [f"here/{rank}" for rank in range(member.ranks)]
+    member.store.set(here[member.rank], backend)
+    if missing := _absent(member.store, here, timeout_s):
+        raise PeerError(
+            f"{_workers(missing, member)} did not come within {timeout_s:g} s, and the run needs {member.workers}; look at "
+            "their logs, or raise run.timeout_s"
+        )
+    if others := [rank for rank, name in enumerate(here) if member.store.get(name) != backend.encode()]:
+        raise ConfigError(
+            f"worker {member.worker} uses {backend} and {_workers(others, member)} another backend; set run.backend for all"
+        )
 
 
 def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -> list[Any]:
@@ -120,7 +124,7 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
     Args:
         digest: of everything that all workers must have in common.
         facts: anything JSON can hold, such as the rounds of which this worker owns a checkpoint.
-    Returns: the facts of all workers, in their order.
+    Returns: the facts of all processes in the order of their ranks, which is that of their workers.
     Raises: PeerError naming the workers that differ, or that said nothing within `timeout_s`.
     """
     text = json.dumps([digest, facts])
@@ -128,24 +132,23 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
         raise TransportError(
             f"worker {member.worker} would publish {len(text)} bytes of itself; at most {LIMIT_BYTES} are allowed"
         )
-    turn = member.store.add(
-        f"agree/{member.worker}/turns", 1
-    )  # what was said in an earlier agreement is not heard again
-    keys = [f"agree/{i}/{turn}" for i in range(member.n)]
-    member.store.set(keys[member.worker], text)
-    if missing := _absent(member.store, keys, timeout_s):
+    store = member.store
+    turn = store.add(f"agree/{member.rank}/turns", 1)  # facts of an earlier agreement are not read again
+    keys = [f"agree/{rank}/{turn}" for rank in range(member.ranks)]
+    store.set(keys[member.rank], text)
+    if missing := _absent(store, keys, timeout_s):
         raise PeerError(
-            f"{_workers(missing)} said nothing for {timeout_s:g} s when all {member.n} were to agree on their configuration; "
-            "look at their logs"
+            f"{_workers(missing, member)} said nothing for {timeout_s:g} s when all {member.workers} were to agree on their "
+            "configuration; look at their logs"
         )
-    said = [_statement(i, member.store.get(key)) for i, key in enumerate(keys)]
+    said = [_statement(rank // member.parts, store.get(key)) for rank, key in enumerate(keys)]
     camps: dict[str, list[int]] = {}
-    for i, (theirs, _) in enumerate(said):
-        camps.setdefault(theirs, []).append(i)
+    for rank, (theirs, _) in enumerate(said):
+        camps.setdefault(theirs, []).append(rank)
     if len(camps) > 1:
         odd = sorted(camps.items(), key=lambda camp: len(camp[1]))
         raise PeerError(
-            "; ".join(f"{_workers(members)} run configuration {theirs!r}" for theirs, members in odd)
+            "; ".join(f"{_workers(ranks, member)} run configuration {theirs!r}" for theirs, ranks in odd)
             + ": start all workers with the same run file, data and gossamer"
         )
     return [facts for _, facts in said]
@@ -322,19 +325,19 @@ def end_with_launcher() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _store(worker: int, n: int, timeout_s: float) -> Store:
+def _store(rank: int, ranks: int, timeout_s: float) -> Store:
     """The store that all workers share: torchrun's or the launcher's if they host one, else worker 0 does."""
     host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
     if not host:
         raise ConfigError(_unset("MASTER_ADDR"))
-    hosts = worker == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = TCPStore(
-            host, port, n, hosts, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
+            host, port, ranks, hosts, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
         )  # fmt: skip
     except RuntimeError as error:
         raise TransportError(
-            f"worker {worker} could not {'open' if hosts else 'reach'} the store at {host}:{port} within {timeout_s:g} s "
+            f"worker {rank} could not {'open' if hosts else 'reach'} the store at {host}:{port} within {timeout_s:g} s "
             f"({_first_line(error)}); check MASTER_ADDR, MASTER_PORT and that their machine is up"
         ) from error
     return PrefixStore(f"gossamer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -384,10 +387,10 @@ def one_device(device: str) -> torch.device:
     return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
-def _backend(backend: str, device: torch.device, n: int) -> str:
+def _backend(backend: str, device: torch.device, ranks: int) -> str:
     if backend not in ("auto", "gloo", "nccl"):
         raise ConfigError(f"run.backend is '{backend}'; allowed: auto, gloo, nccl")
-    one_each = device.type == "cuda" and _number("LOCAL_WORLD_SIZE", default=n) <= torch.cuda.device_count()
+    one_each = device.type == "cuda" and _number("LOCAL_WORLD_SIZE", default=ranks) <= torch.cuda.device_count()
     if backend == "nccl" and not (one_each and dist.is_nccl_available()):
         raise ConfigError(
             f"run.backend is 'nccl', which needs a GPU for each worker and got device '{device}'; use 'gloo'"
@@ -426,12 +429,10 @@ def _loopback() -> str:
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
-def _workers(indices: Sequence[int]) -> str:
-    """
-    >>> _workers([2]), _workers([0, 1])
-    ('worker 2', 'workers 0, 1')
-    """
-    return f"worker{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+def _workers(ranks: Sequence[int], member: Member) -> str:
+    """The workers of these processes, in words."""
+    names = sorted({rank // member.parts for rank in ranks})
+    return f"worker{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,116 @@
+"""Where the seconds of a run went: one line for each worker and round, the same for simulated and for real runs.
+
+`seconds.jsonl` has those of a simulation, `seconds-003.jsonl` those of worker 3 of a real run:
+
+* `{"round":r,"worker":i,"network":"home","compute_s":a,"transfer_s":b,"waiting_for":{"2":c},"other_s":d,"end_s":t}`
+
+The seconds of a worker's rounds follow each other without a gap: a round lasts `compute_s + transfer_s + waiting_s + other_s`
+and ends `end_s` after the start of the run. Only what holds up training is transfer or waiting; messages that travel while a
+worker trains cost no seconds here. A worker waits for a peer until the last message that it needs has left that peer, and
+what remains is transfer. `network` names the declared network whose seconds these are; null stands for measured seconds.
+
+A real worker measures its seconds and writes a line when a round ends. A simulation in rounds prices its trace on each network
+of the run file when it ends; without a network it has compute seconds alone. A simulation over virtual time knows all.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gossamer.errors import DataError
+from gossamer.record.jsonl import json_line, json_lines
+
+__all__ = ["RoundSeconds", "read_seconds", "seconds_line", "seconds_lines"]
+
+_KEYS = ("round", "worker", "network", "compute_s", "transfer_s", "waiting_for", "other_s", "end_s")
+
+
+class RoundSeconds(NamedTuple):
+    """The seconds of one worker in one round."""
+
+    round: int
+    worker: int
+    network: str | None
+    """The network on whose clock they were; None for those that were measured."""
+    compute_s: float
+    """Of the local phase."""
+    transfer_s: float
+    """Until messages that had left had come, as far as the worker did not train meanwhile."""
+    waiting_for: Mapping[int, float]
+    """Seconds by peer until it had sent what was needed; -1 is a server."""
+    other_s: float
+    """All else: outer steps, codecs, validation and checkpoints of a real worker; in virtual time absence, a local phase that
+    an absence ended, and the end of the run when no steps are left to take."""
+    end_s: float
+    """When the round ended, since the start of the run."""
+
+    @property
+    def waiting_s(self) -> float:
+        """Waiting for anybody."""
+        return sum(self.waiting_for.values())
+
+    @property
+    def total_s(self) -> float:
+        """How long the round took."""
+        return self.compute_s + self.transfer_s + self.waiting_s + self.other_s
+
+
+def seconds_line(seconds: RoundSeconds) -> str:
+    """One line of a file of seconds.
+
+    >>> seconds_line(RoundSeconds(0, 1, "home", 3.0, 0.5, {2: 1.5}, 0.0, 5.0))
+    '{"round":0,"worker":1,"network":"home","compute_s":3.0,"transfer_s":0.5,"waiting_for":{"2":1.5},"other_s":0.0,"end_s":5.0}\\n'
+    """
+    return json_line({**seconds._asdict(), "waiting_for": {str(i): s for i, s in seconds.waiting_for.items()}})
+
+
+def seconds_lines(seconds: Iterable[RoundSeconds]) -> str:
+    """The text of a file of seconds."""
+    return "".join(map(seconds_line, seconds))
+
+
+def read_seconds(run_folder: Path) -> list[RoundSeconds]:
+    """The seconds of a run from all its `seconds*.jsonl`, by network, round and worker; empty when it recorded none.
+
+    Raises: DataError for a malformed line.
+    """
+    found = [
+        _parsed(value, where)
+        for path in sorted(Path(run_folder).glob("seconds*.jsonl"))
+        for where, value in json_lines(path)
+    ]
+    return sorted(found, key=lambda one: (one.network or "", one.round, one.worker))
+
+
+def _parsed(value: Mapping[str, Any], where: str) -> RoundSeconds:
+    if set(value) != set(_KEYS):
+        raise DataError(f"{where} has the keys {sorted(value)!s:.200} but needs {list(_KEYS)}; remove the line")
+    network, waits = value["network"], value["waiting_for"]
+    if not isinstance(network, str | None) or not isinstance(waits, dict) or not all(map(_is_peer, waits)):
+        raise DataError(
+            f"{where} has network {network!r:.60} and waiting_for {waits!r:.100}; repair or remove the line"
+        )
+    numbers = [_whole(value, key, where) for key in ("round", "worker")]
+    compute_s, transfer_s, other_s, end_s = (
+        _seconds(value[key], key, where) for key in ("compute_s", "transfer_s", "other_s", "end_s")
+    )
+    waiting_for = {int(peer): _seconds(seconds, "waiting_for", where) for peer, seconds in waits.items()}
+    return RoundSeconds(numbers[0], numbers[1], network, compute_s, transfer_s, waiting_for, other_s, end_s)
+
+
+def _is_peer(text: str) -> bool:
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdigit() and len(digits) <= 9 and int(text) >= -1
+
+
+def _whole(value: Mapping[str, Any], key: str, where: str) -> int:
+    number = value[key]
+    if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 2**31:
+        raise DataError(f"{where}: '{key}' is {number!r:.60} but must be an integer from 0; repair or remove the line")
+    return number
+
+
+def _seconds(number: object, key: str, where: str) -> float:
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e12:
+        raise DataError(f"{where}: '{key}' has {number!r:.60} but must have seconds from 0 to 1e12; repair the line")
+    return float(number)

@@ -1,0 +1,173 @@
+"""A replica: a model with its inner optimizer and its place in the data, which trains on its own and knows no peers."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.data.corpus import Corpus
+from gossamer.errors import CheckpointError, TrainingError
+from gossamer.layout import arrange, attach, flat_gradients, layout_of, views
+from gossamer.models.llama import build_model, loss
+from gossamer.optimizers import GPA
+from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
+from gossamer.run.config import RunConfig
+
+__all__ = ["LocalPhase", "Replica", "joined"]
+
+
+class LocalPhase(NamedTuple):
+    """What a replica reports of consecutive inner steps; phases of one round add up with `joined`."""
+
+    losses: tuple[float, ...]
+    """Training loss of each inner step, nats per token."""
+    lr: float
+    compute_s: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss."""
+        return math.fsum(self.losses) / len(self.losses)
+
+
+def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
+    """Consecutive phases as one."""
+    losses = tuple(loss for phase in phases for loss in phase.losses)
+    return LocalPhase(losses, phases[-1].lr, sum(p.compute_s for p in phases), sum(p.tokens for p in phases))
+
+
+class Replica:
+    """The model of one worker. `x` is its flat parameter vector `[P]`, of which the model's parameters are views.
+
+    It satisfies `gossamer.clock.Learner`. What is evaluated, saved and published is `evaluated`: `x` itself, or the average
+    of an optimizer that keeps one.
+
+    Args: `buffer` is memory for `x`; its own when None.
+    """
+
+    def __init__(
+        self, index: int, config: RunConfig, corpus: Corpus, device: torch.device, buffer: Tensor | None = None
+    ) -> None:
+        self.index, self.config, self.corpus, self.device = index, config, corpus, device
+        model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
+        self.model = model.to(device)
+        schedule = config.schedule
+        self.layout, self.spans = arrange(layout_of(self.model), schedule.fragments, schedule.pattern)
+        self.x = attach(self.model, self.layout, buffer)
+        self.averaged: Tensor | None = None
+        """The average x and the iterate z of an optimizer that averages, one after the other `[2P]`; the parameters follow."""
+        homes = {}
+        if config.inner.averaging is not None:
+            self.averaged = torch.empty(2 * self.x.numel(), dtype=self.x.dtype, device=device)
+            homes = {
+                name: views(self.model, self.layout, half)
+                for name, half in zip("xz", self.averaged.chunk(2), strict=True)
+            }
+        self.evaluated = self.x if self.averaged is None else self.averaged[: self.x.numel()]
+        self.optimizer = build_optimizer(config.inner, self.model, **homes)
+        self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.moments: tuple[Tensor, Tensor] | None = None
+        """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
+        if schedule.inner_every:
+            self.moments = share_moments(self.optimizer, self.model, self.layout)
+        self.gradient: Tensor | None = None
+        """The flat gradient `[P]` of a replica whose inner steps wait for the mean gradient; see `keep_gradient`."""
+        self.local_steps = config.local_steps(index)
+        """Inner steps of its next local phases."""
+        self.steps_taken = 0
+        self.round: int | None = None
+        """Rounds of the run that are over, where `local_phase` shall take the learning rate from them: fast workers do not run
+        out of their schedule. None takes this worker's own count of phases."""
+
+    def keep_gradient(self) -> Tensor:
+        """From now on a local phase leaves its gradient `[P]` here, and `step_on_gradient` makes the inner step."""
+        self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
+        return self.gradient
+
+    def local_phase(self, round: int) -> LocalPhase:
+        """The whole local phase of this number, which also decides the batches."""
+        self.steps_taken = round * self.local_steps
+        return self.train(round if self.round is None else self.round, 0, self.local_steps)
+
+    def train(
+        self, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None
+    ) -> LocalPhase:  # fmt: skip
+        """The inner steps `start` to `stop` of a round; with `keep_gradient` the gradients alone.
+
+        Raises: TrainingError at the first loss that is not finite.
+        """
+        began = time.perf_counter()
+        losses, tokens = [], 0
+        for h in range(start, stop):
+            value, count = self._backward(self.steps_taken)
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"the loss of worker {self.index} became {value} at its inner step {self.steps_taken} (round {round}); "
+                    "the last checkpoint is whole: lower inner.lr or the outer learning rate and resume from it"
+                )
+            losses.append(value)
+            tokens += count
+            self.steps_taken += 1
+            if self.gradient is None:
+                self._step(round, h)
+            if pace_s := self.config.pace_s(self.index):
+                time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
+            after_step()
+        lr = self.optimizer.param_groups[0]["lr"]
+        return LocalPhase(tuple(losses), lr, time.perf_counter() - began, tokens)
+
+    def step_on_gradient(self, round: int) -> None:
+        """The inner step on a gradient that has been exchanged; nothing for a replica that keeps none."""
+        if self.gradient is not None:
+            self._step(round, self.local_steps - 1)
+
+    def recompute(self) -> None:
+        """After an outer step, an optimizer that averages recomputes the parameters from its average and iterate."""
+        if isinstance(self.optimizer, GPA) and self.gradient is None:
+            self.optimizer.recompute()
+
+    def _backward(self, step: int) -> tuple[float, int]:
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=self.gradient is None)
+        total, tokens = 0.0, 0
+        accumulate = self.config.data.accumulate
+        for micro in range(accumulate):
+            batch = self.corpus.batch(self.index, step * accumulate + micro).to(self.device)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.inner.autocast == "bf16"):
+                value = loss(self.model, batch)
+            (value / accumulate if accumulate > 1 else value).backward()
+            total += value.item()
+            tokens += batch.shape[0] * (batch.shape[1] - 1)
+        return total / accumulate, tokens
+
+    def _step(self, round: int, h: int) -> None:
+        # Workers with fewer local steps walk the schedule faster, so that all are at the same point of it after a round.
+        progress = (round + h / self.local_steps) * self.config.full_steps
+        scale = lr_scale(self.config.inner, progress, self.config.run.steps)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * scale
+        if self.config.inner.clip is not None:
+            clip_gradients(list(self.model.parameters()), self.config.inner.clip)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """What a replica needs to train on from given parameters: inner optimizer, place in the data, random numbers."""
+        return {"inner": self.optimizer.state_dict(), "data": self.corpus.state(), "rng": torch.get_rng_state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores a saved state. Raises CheckpointError when it does not fit."""
+        try:
+            self.optimizer.load_state_dict(state["inner"])
+            if self.moments:
+                share_moments(self.optimizer, self.model, self.layout, self.moments)
+            self.corpus.restore(state["data"])
+            torch.set_rng_state(state["rng"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the snapshot of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "
+                "it was written by, or remove the snapshot"
+            ) from None

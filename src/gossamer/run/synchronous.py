@@ -1,0 +1,207 @@
+"""n workers in one process, round by round: a research run with every worker's replica on one CPU or one GPU.
+
+The workers' parameters are the rows of one `[n, P]` tensor, their models views of it and their inner optimizers untouched. A
+pool of threads with one intra-op thread each trains them: on small models that is faster than one process per worker, and
+each worker computes exactly what its own process would.
+"""
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.data.corpus import open_corpus
+from gossamer.errors import ConfigError
+from gossamer.network.links import Network, jitter_factors, links_of
+from gossamer.network.pacing import Note, links_at, uplinks_bps
+from gossamer.record import checkpoint
+from gossamer.record.folder import RunFolder
+from gossamer.record.progress import Progress
+from gossamer.record.trace import read_trace
+from gossamer.rounds.exchange import Each, finish_all
+from gossamer.run.config import RunConfig, digest, dump
+from gossamer.run.evaluate import Probe, Result, assess, mean_of, publish
+from gossamer.run.journal import Journal
+from gossamer.run.lanes import lanes
+from gossamer.run.replica import Replica
+from gossamer.run.seconds import priced
+from gossamer.run.worker import RoundReport, Worker, method
+from gossamer.transport.launch import one_device
+from gossamer.transport.memory import MemoryNetwork
+
+__all__ = ["simulate_rounds"]
+
+
+def simulate_rounds(
+    config: RunConfig, folder: Path, *, resume: bool = False, progress: Progress | None = None, until: int | None = None
+) -> Result:
+    """Trains all workers of a run in rounds; see `gossamer.run.simulate.simulate`."""
+    network = _paced_by(config)
+    for declared in config.network.values():
+        links_of(declared, config.workers)  # those that do not fit are refused before the training, not after it
+    m, device = method(config), one_device(config.run.device)
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    probe = Probe(config, corpus, device)
+    stacked = torch.empty(config.workers, probe.x.numel(), dtype=probe.x.dtype, device=device)
+    mailboxes = MemoryNetwork(config.workers)
+    replicas = [Replica(i, config, corpus, device, x) for i, x in enumerate(stacked)]
+    workers = [Worker(replica, m, mailboxes.transport(replica.index)) for replica in replicas]
+    start = _restore(workers, config, folder) if resume else 0
+    record = RunFolder(
+        folder, dump(config), config.record, resume_round=start if resume else None,
+        traced_per_round=config.schedule.fragments,
+    )  # fmt: skip
+    with record, lanes(device, config.workers, config.run.threads) as (pool, count):
+
+        def each(fn: Any, items: Iterable[Any]) -> list[Any]:
+            return list(pool.map(fn, items))
+
+        models = [worker.replica.evaluated for worker in workers]
+        score = _Scores([probe, *(Probe(config, corpus, device) for _ in range(count - 1))], each)
+        journal = Journal(
+            config, record, lambda: assess(models, score)._asdict(),
+            lambda finished: _save(workers, config, folder, finished, each), progress,
+        )  # fmt: skip
+        before, busy_s = _tokens(workers), 0.0
+        for round in range(start, config.rounds):
+            began, finished = time.perf_counter(), round + 1
+            reports = _train_round(workers, round, each)
+            if finished == config.rounds:
+                _settle_rest(workers, each)
+            busy_s += time.perf_counter() - began
+            for worker, report in zip(workers, reports, strict=True):
+                journal.enter(worker, round, report)
+            if network is not None and finished < config.rounds:
+                _adapt(network, workers, round, reports)
+            losses = [report.whole.loss for report in reports]
+            journal.end_round(finished, losses, step=finished * config.full_steps, tokens=_tokens(workers))
+            if finished == until:
+                break
+        loss = assess(models, score).loss if math.isnan(journal.loss) else journal.loss
+        time_s = _record_seconds(record, config)
+        if until is None and config.record.export:
+            publish(config, corpus, mean_of(models), folder)
+    tokens = _tokens(workers)
+    return Result(loss, tokens, (tokens - before) / busy_s if busy_s else 0.0, time_s)
+
+
+def _tokens(workers: Sequence[Worker]) -> int:
+    """The tokens that all workers have trained on."""
+    return sum(worker.replica.steps_taken for worker in workers) * workers[0].config.step_tokens
+
+
+def _restore(workers: Sequence[Worker], config: RunConfig, folder: Path) -> int:
+    """Restores all workers from the newest round that all of them own; returns that round. Raises CheckpointError."""
+    store, key = folder / "checkpoints", digest(config)
+    owned = checkpoint.owned(store, config.owners, key)
+    newest = checkpoint.newest_common(owned)
+    if newest is None:
+        raise checkpoint.nothing_to_resume(store, config.owners, owned)
+    if newest == config.rounds:
+        print(checkpoint.ended(folder, newest))
+    for worker in workers:
+        worker.restore(checkpoint.load(store, newest, worker.index, key))
+        checkpoint.rewind(store, newest, worker.index)
+    return newest
+
+
+def _save(workers: Sequence[Worker], config: RunConfig, folder: Path, finished: int, each: Each) -> None:
+    """Saves all workers, several at a time."""
+    store, key = folder / "checkpoints", digest(config)
+    each(lambda worker: checkpoint.save(store, finished, worker.index, worker.state(), digest=key), workers)
+
+
+def _train_round(workers: Sequence[Worker], round: int, each: Each) -> list[RoundReport]:
+    """One round of all workers: every segment of all of them before the next."""
+    reports = [RoundReport([], []) for _ in workers]
+    for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
+        turns = list(zip(workers, segments, strict=True))
+        phases = each(lambda turn: turn[0].train(turn[1]), turns)
+        operations = each(lambda turn: turn[0].send(turn[1]), turns)
+        for report, phase, sent in zip(reports, phases, operations, strict=True):
+            report.phases.append(phase)
+            report.operations.append(sent)
+        for due in zip(*(worker.loop.pop_due(round, segment.stop) for worker, segment in turns), strict=True):
+            finish_all(due, each)
+        each(lambda turn: turn[0].receive(turn[1]), turns)
+    each(lambda worker: worker.replica.step_on_gradient(round), workers)
+    return reports
+
+
+def _settle_rest(workers: Sequence[Worker], each: Each) -> None:
+    """After the last round, finishes what all workers still have in flight."""
+    for due in zip(*(worker.loop.pop_rest() for worker in workers), strict=True):
+        finish_all(due, each)
+    each(lambda worker: worker.replica.recompute(), workers)
+
+
+class _Scores:
+    """Validation losses of models, several at a time: each thread borrows a probe."""
+
+    def __init__(self, probes: Sequence[Probe], each: Each) -> None:
+        self._each = each
+        self._idle: SimpleQueue[Probe] = SimpleQueue()
+        for probe in probes:
+            self._idle.put(probe)
+
+    def __call__(self, models: Iterable[Tensor]) -> list[float]:
+        return self._each(self._score, models)
+
+    def _score(self, x: Tensor) -> float:
+        probe = self._idle.get()
+        try:
+            return probe.loss(x)
+        finally:
+            self._idle.put(probe)
+
+
+def _record_seconds(record: RunFolder, config: RunConfig) -> dict[str, float]:
+    """Prices the run on each of its networks and records where the seconds went; returns how long it takes on each."""
+    trace, parts = read_trace(record.path), config.schedule.fragments
+    if not config.network:
+        record.write_seconds(priced(trace, None, None, parts))
+        return {}
+    found = {name: priced(trace, network, name, parts) for name, network in config.network.items()}
+    record.write_seconds(seconds for some in found.values() for seconds in some)
+    return {name: max((one.end_s for one in some), default=0.0) for name, some in found.items()}
+
+
+def _paced_by(config: RunConfig) -> Network | None:
+    """The network in whose seconds local steps adapt; None where they do not.
+
+    Raises: ConfigError when it is not clear which, or its seconds are not all there.
+    """
+    adapt, declared = config.run.adapt, config.network
+    if not adapt:
+        return None
+    if not isinstance(adapt, str) and len(declared) != 1:
+        raise ConfigError(
+            f"run.adapt is true and the run file declares {len(declared)} networks ({', '.join(declared) or 'none'}), where a "
+            "simulation takes the seconds of one; declare one as [network.NAME], or name one in run.adapt"
+        )
+    network = declared[adapt] if isinstance(adapt, str) else next(iter(declared.values()))
+    step_s = links_of(network, config.workers).step_s
+    if step_s is None or not step_s.min() > 0:
+        raise ConfigError(
+            f"run.adapt needs the seconds of an inner step and the network gives step_s = {network.step_s}; set it above 0"
+        )
+    return network
+
+
+def _adapt(network: Network, workers: Sequence[Worker], round: int, reports: Sequence[RoundReport]) -> None:
+    """Local steps for the next round, as seconds measured on this network would have them."""
+    n, notes = len(workers), dict[int, Note]()
+    links = links_at(network, n, max(worker.pacer.clock_s for worker in workers if worker.pacer is not None))
+    assert links.step_s is not None
+    step_s = (links.step_s * jitter_factors(network, round, n)).tolist()
+    uplink_bps = uplinks_bps(links).tolist()
+    for i, (worker, report) in enumerate(zip(workers, reports, strict=True)):
+        seen = {i: uplink_bps[i] / 8} if math.isfinite(uplink_bps[i]) else {}
+        notes[i] = worker.pace_note(report, seen, step_s[i])
+    for worker in workers:
+        worker.adapt(notes)

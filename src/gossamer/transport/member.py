@@ -1,0 +1,53 @@
+"""Which worker of a run a process is: a worker is a replica, and a process is a worker or a part of one."""
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+
+__all__ = ["Member"]
+
+
+class Member(NamedTuple):
+    """This process as a part of one worker of a run; a worker has one part today.
+
+    Rules, topologies, codecs and run folders know workers. Only process groups know ranks, and a rank is computed here and
+    nowhere else. Part p of a worker exchanges messages with part p of its peers.
+    """
+
+    worker: int
+    workers: int
+    device: torch.device
+    store: Store
+    """Shared by all processes of the run; it lives in the launcher where there is one, else in rank 0."""
+    part: int = 0
+    """Which part of the worker this process holds."""
+    parts: int = 1
+    """Processes of a worker."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run."""
+        return self.workers * self.parts
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in the process group."""
+        return self.rank_of(self.worker)
+
+    def rank_of(self, worker: int) -> int:
+        """The rank of the process of that worker that holds the same part."""
+        return worker * self.parts + self.part
+
+    @classmethod
+    def at(cls, rank: int, workers: int, device: torch.device, store: Store, parts: int = 1) -> "Member":
+        """The process of this rank; `rank` turns it back.
+
+        >>> import torch
+        >>> from torch.distributed import HashStore
+        >>> member = Member.at(5, 4, torch.device("cpu"), HashStore(), parts=2)
+        >>> member.worker, member.part, member.rank, member.rank_of(3)
+        (2, 1, 5, 7)
+        """
+        assert 0 <= rank < workers * parts, (rank, workers, parts)
+        return cls(rank // parts, workers, device, store, rank % parts, parts)
