@@ -347,7 +347,9 @@ WITHOUT_EXTRAS = """
 import json, sys
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"matplotlib", "tensorboard", "wandb", "pyarrow", "datasets"}:
+        if name.partition(".")[0] in {
+            "matplotlib", "tensorboard", "wandb", "pyarrow", "datasets", "tokenizers", "transformers"
+        }:
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 sys.meta_path.insert(0, Hidden())
 from gossamer.cli import main
@@ -357,9 +359,12 @@ for words in json.loads(sys.argv[1]):
 
 
 def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names_what_draws(run_file, tmp_path):
+    swept = document(run__steps=4) | {"sweep": {"run.local_steps": [1, 2]}, "figure": {"x": "run.local_steps"}}
+    (tmp_path / "swept.toml").write_text(tomli_w.dumps(swept))
     commands = [
-        ["simulate", run_file, "--out", tmp_path / "run", "--set", "run.steps=4"],
+        ["simulate", run_file, "--out", tmp_path / "run", "--set", "run.steps=4", "--set", "record.export=true"],
         ["report", tmp_path / "run", "--out", tmp_path / "page.html"],
+        ["compare", tmp_path / "swept.toml", "--out", tmp_path / "swept"],
         ["simulate", run_file, "--out", tmp_path / "other", "--set", "record.tensorboard=true"],
         ["simulate", run_file, "--out", tmp_path / "other", "--set", "record.wandb_project=p"],
         ["utilisation", "--plot", tmp_path / "curve.svg"],
@@ -370,12 +375,14 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
     lacking = (
         "drawing the curves needs the extra 'plots' (No module named 'matplotlib'); run pip install 'gossamer[plots]'"
     )
-    assert told[:4] == [f"gossamer: {lacking}", "simulate exits with 0", f"gossamer: {lacking}", "report exits with 0"]
-    assert done.stdout.count("val loss") == 2
-    for page in (tmp_path / "run" / "report.html", tmp_path / "page.html"):
+    trained = ("simulate", "report", "compare")
+    assert told[:6] == [line for verb in trained for line in (f"gossamer: {lacking}", f"{verb} exits with 0")], told
+    assert done.stdout.count("val loss") == 3 and (tmp_path / "run" / "model").is_dir()
+    assert (tmp_path / "swept" / "figure.md").exists() and not (tmp_path / "swept" / "figure.svg").exists()
+    for page in (tmp_path / "run" / "report.html", tmp_path / "page.html", tmp_path / "swept" / "report.html"):
         text = page.read_text()
         assert html.escape(lacking) in text and "<table>" in text and "<img" not in text
     refusals = [("tensorboard", "simulate"), ("wandb", "simulate"), ("plots", "utilisation")]
-    assert told[5::2] == [f"{verb} exits with 2" for _, verb in refusals]
-    for sentence, (extra, _) in zip(told[4::2], refusals, strict=True):
+    assert told[7::2] == [f"{verb} exits with 2" for _, verb in refusals]
+    for sentence, (extra, _) in zip(told[6::2], refusals, strict=True):
         assert f"run pip install 'gossamer[{extra}]', or " in sentence, sentence

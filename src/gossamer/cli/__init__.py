@@ -33,7 +33,7 @@ __all__ = ["VERBS", "app", "main"]
 VERBS = {
     "simulate": "Train all workers of a run in this process.",
     "train": "Train one real worker per process, under torchrun or with --local N.",
-    "compare": "Simulate all variants of an experiment file, for one table and report.",
+    "compare": "Simulate all variants of an experiment file, for one report.",
     "evaluate": "Score and export the mean model of a run after one of its rounds.",
     "topology": "Show a topology: graph, spectral gap, chi, and stability of gossip.",
     "probe": "Measure the links between workers, and write a network file.",
