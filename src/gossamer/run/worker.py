@@ -13,7 +13,7 @@ from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, PairingError, TrainingError
 from gossamer.layout import Layout, arrange, attach, flat_gradients, layout_of, views
 from gossamer.models.llama import build_model, loss
-from gossamer.network.pacing import Note, Pacer, first_leg_bytes
+from gossamer.network.pacing import PaceNote, Pacer, first_leg_bytes
 from gossamer.optimizers import GPA
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.record.folder import RunFolder
@@ -248,7 +248,7 @@ class Worker:
     def measured(
         self, phase: LocalPhase, operations: Sequence[Sequence[Operation]], uplinks_bytes_per_s: Mapping[int, float],
         step_s: float | None = None,
-    ) -> Note:  # fmt: skip
+    ) -> PaceNote:  # fmt: skip
         """Tells the pacer how the round went, and returns what the others should know; `step_s` in place of the measured one."""
         assert self.pacer is not None
         own_s = phase.compute_s / len(phase.losses) if step_s is None else step_s

@@ -1,6 +1,6 @@
-"""Carrying frames between workers: `memory` inside one process, `group` over torch.distributed.
+"""Sending frames between workers: `memory` inside one process, `group` over torch.distributed, `stream` over one socket.
 
-A transport belongs to one worker. It knows tickets, peers and frames (flat tensors), and nothing of rules or codecs.
+A transport belongs to one worker. It knows tickets, peers and frames (flat tensors), but neither rules nor codecs.
 """
 
 from collections.abc import Sequence
@@ -12,30 +12,30 @@ __all__ = ["Arrival", "Ticket", "Transport"]
 
 
 class Ticket(NamedTuple):
-    """Names one exchange so that messages of neighbouring rounds can never be confused."""
+    """Identifies one exchange, so that messages of neighbouring rounds cannot be confused."""
 
     round: int
     fragment: int = 0
     leg: int = 0
-    """0 for a plain exchange and for the way to the chunk owners of a mean, 1 for the way back."""
+    """0 for a plain exchange and for sending to the chunk owners of a mean, 1 for sending the sums back."""
 
 
 class Arrival(NamedTuple):
-    """How long the bytes of one message took to come through, apart from how long it was waited for."""
+    """How long the bytes of one received message took to arrive, without the wait for them."""
 
     ticket: Ticket
     peer: int
     payload_bytes: int
     seconds: float
-    """From the arrival of its header to that of its last byte."""
+    """From the arrival of the header to that of the last byte."""
 
 
 class Transport(Protocol):
-    """What `sync` needs of a network. Nothing here blocks but `wait` and `close`."""
+    """Sends and receives frames for one worker. Only `wait` and `close` block."""
 
     worker: int
     keeps_frames: bool
-    """Whether posted frames are held by reference, so that the caller must not change them until all have collected."""
+    """Whether posted frames are kept by reference; the caller must then not change them until all peers have collected."""
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
         """Announces that `peer` will send frames of these shapes and dtypes under this ticket; may be called early."""
@@ -46,7 +46,7 @@ class Transport(Protocol):
         ...
 
     def ready(self, ticket: Ticket) -> bool:
-        """Whether everything expected under the ticket has come and everything posted has left. Raises PeerError."""
+        """Whether everything expected under the ticket has arrived and everything posted has left. Raises PeerError."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
@@ -54,9 +54,9 @@ class Transport(Protocol):
         ...
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
+        """The frames that arrived under a ready ticket, by peer; forgets the ticket."""
         ...
 
     def close(self) -> None:
-        """Ends every transfer that is under way and frees what the transport holds."""
+        """Ends every transfer in flight and frees the memory of the transport."""
         ...
