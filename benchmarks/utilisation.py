@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gossamer.network.published import PUBLISHED_GBPS, grid_steps_above_published
 from gossamer.network.straggler import STRAGGLER_METHODS, matched_local_steps, straggler_table
-from gossamer.network.utilisation import METHODS, TARGETS, bandwidth_table, plot_curves, setting_of
+from gossamer.network.utilisation import PUBLISHED_METHODS, TARGETS, bandwidth_table, plot_curves, setting_of
 from gossamer.network.wall_clock import wall_clock_table
 from gossamer.record.files import atomic_write
 
@@ -93,7 +93,7 @@ By the formulas of DiLoCo's scaling laws (arXiv 2503.09799, appendices A and B),
 def _needed() -> str:
     lines = [_row("model", "method", *(f"{target:.0%}" for target in TARGETS)), "|---|---|" + "---:|" * len(TARGETS)]
     for model, methods in PUBLISHED_GBPS.items():
-        for method in METHODS:
+        for method in PUBLISHED_METHODS:
             cells = [
                 f"{(row.bandwidth_bps or 0) / 1e9:.3g}" + (f" ({published:g}, {steps:+d})" if steps else "")
                 for row, published, steps in zip(

@@ -543,3 +543,10 @@ def test_too_little_text_is_refused_with_what_it_needs(tmp_path: Path) -> None:
 def test_impossible_settings_are_refused_with_a_sentence(options: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         DataConfig(**options)
+
+
+def test_the_fingerprint_tells_two_splits_of_one_text_apart(tmp_path: Path) -> None:
+    source = str(write_txt(tmp_path / "texts", documents()))
+    few, many = (open_corpus(DataConfig(source=source, val_fraction=share), 1, 0) for share in (0.1, 0.5))
+    assert few.state() != many.state()
+    assert few.state() == open_corpus(DataConfig(source=source, val_fraction=0.1), 1, 0).state()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gossamer.models.sizes import parameter_count
-from gossamer.report.figures import Outcome, draw, reach, table
-from gossamer.report.page import summary_rows
+from gossamer.report.figures import PointResult, draw_figure, reach, table
+from gossamer.report.table import summary_rows
 from gossamer.run.config import RunConfig
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, figure, points
@@ -44,10 +44,10 @@ def test_every_experiment_runs_in_small_and_draws_its_figure(file: Path, tmp_pat
     for point in first.values():
         simulate(small(point.config), folders[point.label])
     rows = summary_rows(folders, next(iter(first.values())).config.network)
-    outcomes = [Outcome(p.method, p.at, p.seed, row) for p, row in zip(first.values(), rows, strict=True)]
+    outcomes = [PointResult(p.method, p.at, p.seed, row) for p, row in zip(first.values(), rows, strict=True)]
     assert asked is not None
     assert all(method in table(outcomes, asked) for method in first)
-    assert xml.etree.ElementTree.fromstring(draw(outcomes, asked)).tag.endswith("svg")
+    assert xml.etree.ElementTree.fromstring(draw_figure(outcomes, asked)).tag.endswith("svg")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -80,5 +80,5 @@ def test_a_model_leaves_a_full_link_in_five_thirds_of_an_inner_step(file: Path, 
 
 def test_gasloc_that_equals_its_target_reaches_it_at_the_targets_end() -> None:
     curve = [(1.0, 3.0), (2.0, 2.0)]
-    runs = [Outcome(name, {}, 0, {"loss_at_s": {"lan": curve}}) for name in ("target", "twin")]
+    runs = [PointResult(name, {}, 0, {"loss_at_s": {"lan": curve}}) for name in ("target", "twin")]
     assert [(one.ratio, one.behind) for one in reach(runs, "target")] == [(1.0, 0.0)] * 2

@@ -6,15 +6,15 @@ import math
 import pytest
 
 from gossamer.errors import ConfigError
-from gossamer.report.figures import Figure, Outcome, draw, lines, reach, table
+from gossamer.report.figures import Figure, PointResult, draw_figure, lines, reach, table
 
 
-def outcome(method: str, loss: float | None, seed: int = 0, **at: object) -> Outcome:
-    return Outcome(method, at, seed, {"loss": loss})
+def outcome(method: str, loss: float | None, seed: int = 0, **at: object) -> PointResult:
+    return PointResult(method, at, seed, {"loss": loss})
 
 
-def timed(method: str, *curve: tuple[float, float], seed: int = 0) -> Outcome:
-    return Outcome(method, {}, seed, {"loss": curve[-1][1] if curve else None, "loss_at_s": {"wan": list(curve)}})
+def timed(method: str, *curve: tuple[float, float], seed: int = 0) -> PointResult:
+    return PointResult(method, {}, seed, {"loss": curve[-1][1] if curve else None, "loss_at_s": {"wan": list(curve)}})
 
 
 def test_each_cell_is_the_mean_over_seeds_of_its_own_point():
@@ -28,9 +28,11 @@ def test_each_cell_is_the_mean_over_seeds_of_its_own_point():
 def test_a_run_that_diverged_leaves_its_cell_empty_and_the_figure_whole():
     runs = [outcome("a", 1.0, h=1), outcome("a", None, h=2), outcome("a", math.nan, h=3)]
     assert table(runs, Figure(x="h")).splitlines()[2] == "| a | 1.0000 | – | – |"
-    assert b"<svg" in draw(runs, Figure(x="h"))
+    assert b"<svg" in draw_figure(runs, Figure(x="h"))
     grid = [outcome("a", loss, x=x, y=y) for x, y, loss in [(1, 1, 2.0), (2, 1, math.nan), (1, 2, 90.0), (2, 2, 2.5)]]
-    assert b"<svg" in draw(grid, Figure(x="x", y="y")) and "| 1 | 2.0000 | – |" in table(grid, Figure(x="x", y="y"))
+    assert b"<svg" in draw_figure(grid, Figure(x="x", y="y")) and "| 1 | 2.0000 | – |" in table(
+        grid, Figure(x="x", y="y")
+    )
 
 
 def test_variants_that_sweep_different_keys_share_an_axis():
@@ -65,10 +67,10 @@ def test_each_seed_is_held_against_its_own_target():
 )
 def test_equal_outcomes_give_equal_bytes(wanted: Figure):
     runs = [
-        Outcome(m, {"h": h, "name": g}, s, {"loss": h + s, "loss_at_s": {"wan": [(1.0, 2.0), (2.0, 1.0)]}})
+        PointResult(m, {"h": h, "name": g}, s, {"loss": h + s, "loss_at_s": {"wan": [(1.0, 2.0), (2.0, 1.0)]}})
         for m in ("a", "b") for h in (1, 10) for g in ("ring", "star") for s in (0, 1)
     ]  # fmt: skip
-    assert draw(runs, wanted) == draw(runs, wanted) and draw(runs, wanted).startswith(b"<?xml")
+    assert draw_figure(runs, wanted) == draw_figure(runs, wanted) and draw_figure(runs, wanted).startswith(b"<?xml")
 
 
 def test_the_lines_hold_all_that_the_figure_is_made_of():

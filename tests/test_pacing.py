@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gossamer.network.links import Change, Network, Site
 from gossamer.network.pacing import (
-    Note,
     Pace,
+    PaceNote,
     Pacer,
     cycle_s,
     first_leg_bytes,
@@ -98,7 +98,7 @@ def test_a_shared_uplink_counts_in_parts_and_as_it_is_at_the_time():
 
 
 NOTES = st.builds(
-    Note,
+    PaceNote,
     st.floats(1e-9, 1e6),
     st.floats(0, 1e12),
     st.dictionaries(st.integers(0, 4), st.floats(1e-3, 1e12), max_size=5),
@@ -125,14 +125,14 @@ def test_what_is_no_note_counts_as_none(text):
 def test_a_link_is_found_from_whoever_hears_through_it_whatever_the_others_downlinks_are(uplinks, data):
     n = len(uplinks)
     downlinks = [data.draw(st.floats(1e3, 1e9)) for _ in range(n)]
-    notes = [Note(1.0, 1e6, {j: min(uplinks[j], downlinks[i]) for j in range(n) if j != i}) for i in range(n)]
+    notes = [PaceNote(1.0, 1e6, {j: min(uplinks[j], downlinks[i]) for j in range(n) if j != i}) for i in range(n)]
     for i, pace in enumerate(paces_of(notes)):
         others = max(downlinks[j] for j in range(n) if j != i)
         assert pace.exchange_s == pytest.approx(1e6 / min(uplinks[i], others))
 
 
 def test_messages_that_nobody_timed_count_as_sent_in_no_time():
-    assert paces_of([Note(2.0, 1e6, {}), Note(1.0, 1e6, {0: 5e5})]) == [Pace(2.0, 2.0), Pace(1.0, 0.0)]
+    assert paces_of([PaceNote(2.0, 1e6, {}), PaceNote(1.0, 1e6, {0: 5e5})]) == [Pace(2.0, 2.0), Pace(1.0, 0.0)]
 
 
 def test_a_mean_counts_the_way_to_the_owners_and_an_exchange_as_it_is():
@@ -149,7 +149,7 @@ def feed(own, fits):
     """Steps after each round in which so many would have fitted exactly."""
     taken = []
     for some in fits:
-        notes = {0: Note(1.0, 1.0, {0: 1.0 / (30 - some + 1e-9)}), 1: Note(1.0, 0.0, {})}
+        notes = {0: PaceNote(1.0, 1.0, {0: 1.0 / (30 - some + 1e-9)}), 1: PaceNote(1.0, 0.0, {})}
         taken.append(own.decided(notes, 2))
     return taken
 
@@ -172,7 +172,7 @@ def test_steps_do_not_jitter_with_what_fits_by_less_than_a_twentieth(noise):
 
 def test_steps_stay_as_they_are_while_a_note_is_missing():
     own = pacer()
-    slow = Note(1.0, 1.0, {0: 0.05})
+    slow = PaceNote(1.0, 1.0, {0: 0.05})
     assert [own.decided({0: slow}, 2) for _ in range(5)] == [30] * 5
     assert [own.decided({}, 2) for _ in range(5)] == [30] * 5
 
@@ -183,7 +183,7 @@ def test_a_pacer_continues_from_its_state_as_if_it_had_not_been_interrupted(roun
         taken = []
         for step_s, rate in some:
             note = own.measured(step_s, 20.0, {0: rate})
-            taken.append(own.decided({0: note, 1: Note(1.0, 0.0, {})}, 2))
+            taken.append(own.decided({0: note, 1: PaceNote(1.0, 0.0, {})}, 2))
         return taken
 
     whole, first, second = pacer(), pacer(), pacer()
@@ -209,5 +209,5 @@ def test_one_slow_round_changes_nothing():
     own = pacer(4, 4)
     for step_s in (1.0, 1.0, 1.0, 50.0, 1.0, 1.0):
         note = own.measured(step_s, 0.0, {})
-        assert own.decided({0: note, 1: Note(1.0, 0.0, {})}, 2) == 4
+        assert own.decided({0: note, 1: PaceNote(1.0, 0.0, {})}, 2) == 4
     assert math.isclose(own.clock_s, 4 * 55.0)

@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, Site, links_of
-from gossamer.network.plan import Plan, matched_steps, plan, run_toml
+from gossamer.network.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml
 from gossamer.record.trace import read_trace
 from gossamer.run.config import parse
 from gossamer.run.simulate import simulate
@@ -20,12 +21,16 @@ EVEN = Network(uplink_bps=25e6, downlink_bps=25e6, step_s=0.5)
 SLOW_UPLINK = Network(uplink_bps=(*[25e6] * 7, 2.5e6), downlink_bps=25e6, step_s=0.5)
 
 
-def of(made: Plan, method: str, full_steps: int):
+def planned(network: Network, **options: Any) -> RunPlan:
+    return plan(network, TINY, PlanSettings(**options))
+
+
+def of(made: RunPlan, method: str, full_steps: int):
     return next(c for c in made.candidates if c.method == method and c.full_steps == full_steps)
 
 
 def test_a_plan_says_what_the_formulas_say() -> None:
-    made = plan(EVEN, TINY, workers=8, local_steps=[30])
+    made = planned(EVEN, workers=8, local_steps=[30])
     payload_bits = 32 * made.parameters
     ring, one, two = (of(made, method, 30) for method in ("DiLoCo", "GASLoC 1-Peer", "GASLoC 2-Peer"))
     assert ring.round_bytes == pytest.approx(7 / 4 * payload_bits / 8, rel=1e-4)
@@ -43,7 +48,7 @@ def test_a_straggler_takes_fewer_steps_and_nobody_waits_for_it() -> None:
     network = Network(uplink_bps=(*[4.8e6] * 7, 4.8e5), downlink_bps=4.8e6, step_s=1.0)
     assert matched_steps(links_of(network, 8), 30, 1e6) == (*[30] * 7, 15)
     assert matched_steps(links_of(network, 8), 30, 2e6) == (*[30] * 7, 1)
-    slow_link = of(plan(SLOW_UPLINK, TINY, local_steps=[60]), "GASLoC 1-Peer", 60)
+    slow_link = of(planned(SLOW_UPLINK, local_steps=[60]), "GASLoC 1-Peer", 60)
     assert slow_link.local_steps == (*[60] * 7, 55)
     assert slow_link.round_s == pytest.approx(30 + 32 * 192_960 / 25e6, rel=0.01)
 
@@ -62,7 +67,7 @@ def test_somebody_takes_all_steps_where_the_fastest_computer_has_not_the_fastest
 
 
 def test_a_planned_run_may_follow_the_clock_and_weigh_its_workers(tmp_path: Path) -> None:
-    made = plan(SLOW_UPLINK, TINY, local_steps=[60])
+    made = planned(SLOW_UPLINK, local_steps=[60])
     text = run_toml(made, of(made, "GASLoC 1-Peer", 60), adapt=True, weigh_steps=True)
     config = parse(tomllib.loads(text))
     assert config.run.adapt is True and config.run.weigh_steps and config.local_steps(7) == 55
@@ -72,17 +77,17 @@ def test_a_planned_run_may_follow_the_clock_and_weigh_its_workers(tmp_path: Path
 
 
 def test_fewest_local_steps_that_keep_the_workers_computing_are_taken() -> None:
-    assert plan(EVEN, TINY, workers=8, target=0.9).best.full_steps == 15
-    assert plan(EVEN, TINY, workers=8, target=0.01).best.method == "data parallel"
+    assert planned(EVEN, workers=8, target=0.9).best.full_steps == 15
+    assert planned(EVEN, workers=8, target=0.01).best.method == "data parallel"
     fast = Network(uplink_bps=1e12, downlink_bps=1e12, step_s=0.5)
-    assert plan(fast, TINY, workers=8).best.method == "data parallel"
-    crawling = plan(Network(uplink_bps=1e3, downlink_bps=1e3, step_s=0.5), TINY, workers=8)
+    assert planned(fast, workers=8).best.method == "data parallel"
+    crawling = planned(Network(uplink_bps=1e3, downlink_bps=1e3, step_s=0.5), workers=8)
     assert crawling.best == min(crawling.candidates, key=lambda c: c.seconds_per_token)
     assert crawling.best.utilisation < 0.9
 
 
 def test_bits_per_parameter_scale_the_bytes_and_lossy_sums_come_back_in_bf16_where_that_is_less() -> None:
-    made = plan(EVEN, TINY, workers=8, local_steps=[30], codecs={"exact": 32.0, "int8": 8.25, "topk2bit": 0.22})
+    made = planned(EVEN, workers=8, local_steps=[30], codecs={"exact": 32.0, "int8": 8.25, "topk2bit": 0.22})
     bytes_of = {(c.method, c.codec): c.round_bytes for c in made.candidates}
     assert bytes_of["GASLoC 1-Peer", "int8"] == pytest.approx(made.parameters * 8.25 / 8, abs=1)
     assert bytes_of["DiLoCo", "int8"] == pytest.approx(7 / 8 * made.parameters * 24.25 / 8, abs=7)
@@ -94,22 +99,22 @@ def test_bits_per_parameter_scale_the_bytes_and_lossy_sums_come_back_in_bf16_whe
 
 def test_the_step_time_follows_from_flops_where_nothing_gives_it() -> None:
     network = Network(uplink_bps=1e9, downlink_bps=1e9)
-    made = plan(network, TINY, workers=2, peak_flops=1e12, mfu=0.5)
+    made = planned(network, workers=2, peak_flops=1e12, mfu=0.5)
     assert made.network.step_s == 6 * made.parameters * 1024 / 5e11
-    assert plan(network, TINY, workers=2, step_s=3.0).network.step_s == 3.0
+    assert planned(network, workers=2, step_s=3.0).network.step_s == 3.0
     with pytest.raises(ConfigError, match="no step_s"):
-        plan(network, TINY, workers=2)
+        planned(network, workers=2)
 
 
 @pytest.mark.parametrize(
     ("act", "sentence"),
     [
-        (lambda: plan(EVEN, TINY), "give the number of workers"),
-        (lambda: plan(EVEN, TINY, workers=1), "a plan for 1 workers"),
-        (lambda: plan(EVEN, TINY, workers=2, target=0.0), "target utilisation is 0.0"),
-        (lambda: plan(EVEN, TINY, workers=2, local_steps=[0]), r"local steps to try are \[0\]"),
-        (lambda: plan(EVEN, TINY, workers=2, codecs={"x": 0.0}), "codec 'x' has 0.0 bits"),
-        (lambda: plan(SLOW_UPLINK, TINY, workers=2), "uplink_bps lists 8 workers but the run has 2"),
+        (lambda: planned(EVEN), "give the number of workers"),
+        (lambda: planned(EVEN, workers=1), "a plan for 1 workers"),
+        (lambda: planned(EVEN, workers=2, target=0.0), "target utilisation is 0.0"),
+        (lambda: planned(EVEN, workers=2, local_steps=[0]), r"local_steps is \[0\]"),
+        (lambda: planned(EVEN, workers=2, codecs={"x": 0.0}), "the size of codec 'x' is 0.0"),
+        (lambda: planned(SLOW_UPLINK, workers=2), "uplink_bps lists 8 workers but the run has 2"),
         (lambda: matched_steps(links_of(Network(uplink_bps=1, downlink_bps=1, step_s=0), 2), 3, 1), "step_s goes down"),
     ],
 )
@@ -119,13 +124,13 @@ def test_a_plan_that_cannot_be_made_is_refused_with_a_sentence(act: Callable[[],
 
 
 def test_two_workers_have_no_second_peer() -> None:
-    assert {c.method for c in plan(EVEN, TINY, workers=2).candidates} == {"data parallel", "DiLoCo", "GASLoC 1-Peer"}
+    assert {c.method for c in planned(EVEN, workers=2).candidates} == {"data parallel", "DiLoCo", "GASLoC 1-Peer"}
 
 
 @pytest.mark.parametrize("method", ["data parallel", "DiLoCo", "GASLoC 2-Peer", "GASLoC 1-Peer"])
 def test_the_run_that_was_planned_starts_as_it_is_and_sends_what_was_planned(tmp_path: Path, method: str) -> None:
     network = Network(uplink_bps=(25e6, 25e6, 25e6, 2.5e6), downlink_bps=25e6, step_s=0.5)
-    made = plan(network, TINY, local_steps=[4], seq_len=16, batch_size=2)
+    made = planned(network, local_steps=[4], seq_len=16, batch_size=2)
     candidate = of(made, method, 1 if method == "data parallel" else 4)
     document = tomllib.loads(run_toml(made, candidate, steps=3))
     document["run"] |= {"eval_batches": 1}
@@ -185,6 +190,8 @@ def test_figure_9_is_printed_with_all_that_it_assumes(tmp_path: Path, capsys: py
     assert "has 10% of the bandwidth" in capsys.readouterr().out
     assert main(["utilisation", "--figure9", "--set", "share=0.1"]) == 2
     assert "did you mean 'bandwidth_share'" in capsys.readouterr().err
+    assert main(["utilisation", "--figure9", "--set", "model=70b"]) == 2
+    assert "unknown option of --figure9 'model'" in capsys.readouterr().err
 
 
 def test_the_hours_of_a_run_are_printed_with_all_that_was_assumed(capsys: pytest.CaptureFixture[str]) -> None:

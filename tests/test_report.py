@@ -17,8 +17,8 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network
 from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.trace import Entry, Operation
-from gossamer.report.page import markdown_table, pictures, render_table, summary_rows, write_report
-from gossamer.report.panels import MANY
+from gossamer.report.page import pictures, write_report
+from gossamer.report.table import MANY, markdown_table, render_table, summary_rows
 
 PLAIN = RecordConfig(tensorboard=False)
 FAST = Network(uplink_bps=8e6, downlink_bps=8e6, step_s=1)

@@ -218,7 +218,7 @@ NAN = torch.full((192_960,), float("nan")).view(torch.uint8)
 
 
 def header(run, leg=HELLO, size=0, *, sender=0, round=0, crc=0):
-    return wire.encode(wire.Header(run, Turn(round, 0, leg), sender, size, crc))
+    return wire.encode_header(wire.Header(run, Turn(round, 0, leg), sender, size, crc))
 
 
 def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):

@@ -55,10 +55,10 @@ HEADERS = st.builds(wire.Header, U64, st.builds(Ticket, U64, U32, U32), U32, U64
 @settings(max_examples=50, deadline=None)
 @given(HEADERS)
 def test_a_header_survives_the_wire(header: wire.Header):
-    raw = wire.encode(header)
+    raw = wire.encode_header(header)
     assert len(raw) == wire.HEADER_BYTES
-    assert wire.decode(raw, header.sender, Ticket) == header
-    wire.check(header, header)
+    assert wire.decode_header(raw, header.sender, Ticket) == header
+    wire.check_header(header, header)
 
 
 @settings(max_examples=50, deadline=None)
@@ -66,10 +66,12 @@ def test_a_header_survives_the_wire(header: wire.Header):
 def test_foreign_bytes_are_refused_with_a_sentence(raw: bytes, with_magic: bool):
     raw = wire.MAGIC + raw[4:] if with_magic else raw
     try:
-        read = wire.decode(raw, 3, Ticket)
+        read = wire.decode_header(raw, 3, Ticket)
     except TransportError as error:
         read = str(error)
-    assert "worker 3" in read if isinstance(read, str) else wire.decode(wire.encode(read), 3, Ticket) == read
+    assert (
+        "worker 3" in read if isinstance(read, str) else wire.decode_header(wire.encode_header(read), 3, Ticket) == read
+    )
 
 
 HEADER = wire.Header(RUN, Ticket(4, 1, 0), sender=2, payload_bytes=64)
@@ -87,14 +89,14 @@ HEADER = wire.Header(RUN, Ticket(4, 1, 0), sender=2, payload_bytes=64)
 )
 def test_a_header_that_differs_is_refused_by_name(other: wire.Header, error: type[Exception], words: str):
     with pytest.raises(error, match=words):
-        wire.check(other, HEADER)
+        wire.check_header(other, HEADER)
 
 
 def test_another_version_is_refused():
-    raw = bytearray(wire.encode(HEADER))
+    raw = bytearray(wire.encode_header(HEADER))
     raw[4] += 1
     with pytest.raises(PeerError, match=r"version 2 .* version 1"):
-        wire.decode(bytes(raw), 2, Ticket)
+        wire.decode_header(bytes(raw), 2, Ticket)
 
 
 FRAME = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3))
@@ -104,33 +106,33 @@ FRAME = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=
 @given(st.lists(FRAME, max_size=5), st.integers(0, 17))
 def test_frames_survive_packing_as_views_wherever_the_buffer_starts(kinds: list[Any], offset: int):
     frames = [torch.randint(0, 2, shape).to(dtype) for dtype, shape in kinds]
-    packed = wire.pack(frames)
-    assert packed.dtype == torch.uint8 and packed.numel() == wire.packed_bytes(frames)
-    assert same(wire.unpack(packed, [frame.to("meta") for frame in frames]), frames)
-    for frame in wire.unpack(packed, frames):
+    packed = wire.pack_frames(frames)
+    assert packed.dtype == torch.uint8 and packed.numel() == wire.frames_bytes(frames)
+    assert same(wire.unpack_frames(packed, [frame.to("meta") for frame in frames]), frames)
+    for frame in wire.unpack_frames(packed, frames):
         assert frame.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
     elsewhere = torch.zeros(offset + packed.numel(), dtype=torch.uint8)
     elsewhere[offset:] = packed
-    assert same(wire.unpack(elsewhere[offset:], frames), frames)
+    assert same(wire.unpack_frames(elsewhere[offset:], frames), frames)
 
 
 def test_one_contiguous_frame_is_packed_without_a_copy():
     frame = torch.arange(12.0)[2:].view(2, 5)
-    assert wire.pack([frame]).data_ptr() == frame.data_ptr()
-    assert same(wire.unpack(wire.pack([frame.T]), [frame.T]), [frame.T])
+    assert wire.pack_frames([frame]).data_ptr() == frame.data_ptr()
+    assert same(wire.unpack_frames(wire.pack_frames([frame.T]), [frame.T]), [frame.T])
 
 
 def test_the_gaps_between_frames_carry_nothing():
     def full(size: int) -> Tensor:
         return torch.full((size,), 255, dtype=torch.uint8)
 
-    packed = wire.pack([torch.zeros(3, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)], full)
+    packed = wire.pack_frames([torch.zeros(3, dtype=torch.uint8), torch.zeros(2, dtype=torch.uint8)], full)
     assert not packed.any()
 
 
 def test_a_message_beyond_the_limit_is_refused():
     with pytest.raises(TransportError, match=str(wire.LIMIT_BYTES)):
-        wire.pack([torch.empty(wire.LIMIT_BYTES + 1, dtype=torch.uint8, device="meta")])
+        wire.pack_frames([torch.empty(wire.LIMIT_BYTES + 1, dtype=torch.uint8, device="meta")])
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -376,7 +378,7 @@ def everyone_to_everyone(
 def test_frames_of_all_kinds_arrive_and_are_counted(crew: Crew, checksum: bool, batched: bool):
     frames = frames_of(0)
     payload = 2 * sum(frame.numel() * frame.element_size() for frame in frames)
-    traffic = (payload, 2 * (wire.HEADER_BYTES + wire.packed_bytes(frames)))
+    traffic = (payload, 2 * (wire.HEADER_BYTES + wire.frames_bytes(frames)))
     assert crew.values(everyone_to_everyone, checksum, batched) == [(True, traffic, traffic)] * 3
 
 
@@ -587,7 +589,7 @@ def send_nonsense(member: Member, kind: str, round: int) -> str:
     if kind == "size":
         header = header._replace(payload_bytes=48)
     if member.worker == 0:
-        raw = wire.encode(header) if kind != "magic" else b"x" * wire.HEADER_BYTES
+        raw = wire.encode_header(header) if kind != "magic" else b"x" * wire.HEADER_BYTES
         tags = wire.tags(header.run, ticket, header.payload_bytes)
         payload = torch.ones(header.payload_bytes, dtype=torch.uint8)
         message = torch.frombuffer(bytearray(raw), dtype=torch.uint8)

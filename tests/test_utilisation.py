@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
 from gossamer.network.published import PUBLISHED_GBPS, grid_steps_above_published
-from gossamer.network.straggler import STRAGGLER_METHODS, matched_local_steps, straggler_table, straggler_utilisation
+from gossamer.network.straggler import (
+    STRAGGLER_METHODS,
+    StragglerRun,
+    matched_local_steps,
+    straggler_table,
+    straggler_utilisation,
+)
 from gossamer.network.utilisation import (
-    METHODS,
     MODELS,
+    PUBLISHED_METHODS,
     TARGETS,
     Model,
     Setting,
@@ -30,7 +36,9 @@ from gossamer.network.utilisation import (
 from gossamer.network.wall_clock import (
     LINKS,
     Link,
+    MultiSiteRun,
     WallClock,
+    WallClockOptions,
     all_reduce_s,
     balanced_local_steps,
     batch_tokens_fit,
@@ -216,7 +224,7 @@ def test_the_curve_lists_every_bandwidth_with_its_utilisation():
 
 def test_every_known_model_and_method_makes_a_setting():
     for model in MODELS:
-        needed = [bandwidth_needed(setting_of(model, method), 0.8) for method in METHODS]
+        needed = [bandwidth_needed(setting_of(model, method), 0.8) for method in PUBLISHED_METHODS]
         assert all(needed) and needed == sorted(needed, key=lambda bps: -(bps or 0))
 
 
@@ -237,7 +245,7 @@ RUN: dict[str, Any] = {"parameters": 1e9, "tokens": 20e9, "batch_tokens": 1e6, "
 
 
 def test_data_parallel_wall_clock_by_hand():
-    clock = wall_clock("data_parallel", **RUN, across=LINKS["low"])
+    clock = wall_clock("data_parallel", MultiSiteRun(**RUN, across=LINKS["low"]))
     step_comm_s = 2 * 16e9 / 10e9 * (15 / 16) + 0.01  # 3.01 s
     assert clock == pytest.approx((25_000, 20_000 * step_comm_s, 0.0))
     assert clock.total_s == pytest.approx(25_000 + 60_200)
@@ -245,21 +253,21 @@ def test_data_parallel_wall_clock_by_hand():
 
 
 def test_diloco_with_one_replica_reduces_once_more_in_each_round_than_data_parallelism():
-    plain = wall_clock("data_parallel", **RUN, across=LINKS["medium"])
-    clock = wall_clock("diloco", **RUN, across=LINKS["medium"], local_steps=25)
+    plain = wall_clock("data_parallel", MultiSiteRun(**RUN, across=LINKS["medium"]))
+    clock = wall_clock("diloco", MultiSiteRun(**RUN, across=LINKS["medium"], local_steps=25))
     assert clock.inner_s + clock.outer_s == pytest.approx(plain.inner_s * (1 + 1 / 25))
 
 
 def test_diloco_with_four_replicas_by_hand():
-    clock = wall_clock("diloco", **RUN, across=LINKS["low"], replicas=4, local_steps=50)
+    clock = wall_clock("diloco", MultiSiteRun(**RUN, across=LINKS["low"], replicas=4, local_steps=50))
     inner_s = 2 * 16e9 / 400e9 * (1 - 4 / 16) + 1e-4  # 0.0601 s
     assert clock == pytest.approx((25_000, 20_000 * inner_s, 400 * 3.01))
 
 
 def test_streaming_costs_as_much_as_diloco_until_its_overlap_hides_it():
     options: dict[str, Any] = {**RUN, "across": LINKS["low"], "replicas": 4, "local_steps": 50}
-    exposed, half, hidden = (wall_clock("streaming", **options, overlap_steps=tau) for tau in (0, 1, 3))
-    assert exposed == wall_clock("diloco", **options)
+    exposed, half, hidden = (wall_clock("streaming", MultiSiteRun(**options, overlap_steps=tau)) for tau in (0, 1, 3))
+    assert exposed == wall_clock("diloco", MultiSiteRun(**options))
     step_s = 25_000 / 20_000 + 0.0601
     assert half.outer_s == pytest.approx(400 * (3.01 - step_s))
     assert hidden.outer_s == 0.0
@@ -269,11 +277,13 @@ def test_streaming_costs_as_much_as_diloco_until_its_overlap_hides_it():
 def test_fragments_pay_the_latency_each_and_are_hidden_each() -> None:
     options: dict[str, Any] = {**RUN, "across": LINKS["low"], "replicas": 4, "local_steps": 50, "fragments": 5}
     # a fifth of the 16 Gbit: 2 · 3.2 / 10 · 15/16 = 0.6 s and 0.01 s; 5 of them in each of 400 rounds, or hidden by a step
-    assert wall_clock("streaming", **options).outer_s == pytest.approx(400 * 5 * 0.61)
-    assert wall_clock("streaming", **options, overlap_steps=1).outer_s == 0.0
+    assert wall_clock("streaming", MultiSiteRun(**options)).outer_s == pytest.approx(400 * 5 * 0.61)
+    assert wall_clock("streaming", MultiSiteRun(**options, overlap_steps=1)).outer_s == 0.0
     slow = {**options, "across": Link(2e9, 0.0)}
     step_s = 25_000 / 20_000 + 0.0601
-    assert wall_clock("streaming", **slow, overlap_steps=2).outer_s == pytest.approx(400 * 5 * (3.0 - 2 * step_s))
+    assert wall_clock("streaming", MultiSiteRun(**slow, overlap_steps=2)).outer_s == pytest.approx(
+        400 * 5 * (3.0 - 2 * step_s)
+    )
 
 
 @st.composite
@@ -296,7 +306,7 @@ def test_the_balanced_local_steps_are_the_fewest_that_leave_the_sites_half_of_th
     run: dict[str, Any],
 ) -> None:
     def clock(local_steps: int) -> WallClock:
-        return wall_clock("diloco", **run, tokens=1e12, batch_tokens=1e6, local_steps=local_steps)
+        return wall_clock("diloco", MultiSiteRun(**run, tokens=1e12, batch_tokens=1e6, local_steps=local_steps))
 
     steps = balanced_local_steps(**run)
     assert clock(steps).outer_s <= clock(steps).inner_s * (1 + 1e-9)
@@ -324,7 +334,7 @@ def test_wall_clock_falls_with_bandwidth_local_steps_and_overlap_and_rises_with_
 ) -> None:
     def total_s(**changes: Any) -> float:
         options = {"tokens": 1e12, "batch_tokens": 1e6, "local_steps": 60, "fragments": fragments, **run, **changes}
-        return wall_clock("streaming", **options).total_s
+        return wall_clock("streaming", MultiSiteRun(**options)).total_s
 
     (within_bps, within_s), (across_bps, across_s) = run["within"], run["across"]
     assert total_s(across=Link(across_bps * factor, across_s)) <= total_s()
@@ -334,7 +344,7 @@ def test_wall_clock_falls_with_bandwidth_local_steps_and_overlap_and_rises_with_
     assert total_s(overlap_steps=overlap_steps + 1) <= total_s(overlap_steps=overlap_steps)
     assert total_s(fragments=1, local_steps=local_steps + 1) <= total_s(fragments=1, local_steps=local_steps)
     assert total_s(fragments=1) == pytest.approx(
-        wall_clock("diloco", **run, tokens=1e12, batch_tokens=1e6, local_steps=60).total_s
+        wall_clock("diloco", MultiSiteRun(**run, tokens=1e12, batch_tokens=1e6, local_steps=60)).total_s
     )
 
 
@@ -370,7 +380,9 @@ def test_larger_models_learn_more_with_smaller_steps_and_larger_batches_and_repl
 
 def test_the_table_of_hours_by_hand() -> None:
     rows, assumptions = wall_clock_table(
-        1e9, replicas=4, local_steps=50, network="low", tokens=20e9, batch_tokens=1e6, nodes=16, fragments=5
+        WallClockOptions(
+            replicas=4, local_steps=50, network="low", tokens=20e9, batch_tokens=1e6, nodes=16, fragments=5
+        )
     )
     assert "H = 51 and more" in assumptions[3]  # 3.01 s across, 0.0601 s within: 50.08 rounds up
     assert [row.method for row in rows] == [
@@ -384,10 +396,10 @@ def test_the_table_of_hours_by_hand() -> None:
 
 
 def test_nodes_follow_the_batch_in_equal_replicas() -> None:
-    row = wall_clock_table(1e9, replicas=4).rows[0]
+    row = wall_clock_table(WallClockOptions(parameters=1e9, replicas=4)).rows[0]
     # 391,000 tokens are 23.9 times 2^14: 24 nodes
     assert row.clock.compute_s == pytest.approx(6 * 1e9 * 20e9 / (24 * 300e12))
-    row = wall_clock_table(1e6, replicas=4).rows[0]
+    row = wall_clock_table(WallClockOptions(parameters=1e6, replicas=4)).rows[0]
     assert row.clock.compute_s == pytest.approx(6 * 1e6 * 20e6 / (4 * 300e12)), "one node for each replica at least"
 
 
@@ -430,14 +442,16 @@ SEVENTY = Model(layers=80, step_s=20.0, parameters=70e9)
     ],
 )
 def test_healthy_workers_of_a_70b_run_by_hand(method: str, alone: float, with_straggler: float):
-    assert straggler_utilisation(method, 10e9, model=SEVENTY, bandwidth_share=1.0).mean == pytest.approx(alone)
-    assert straggler_utilisation(method, 10e9, model=SEVENTY).healthy == pytest.approx(with_straggler)
+    assert straggler_utilisation(method, 10e9, StragglerRun(model=SEVENTY, bandwidth_share=1.0)).mean == pytest.approx(
+        alone
+    )
+    assert straggler_utilisation(method, 10e9, StragglerRun(model=SEVENTY)).healthy == pytest.approx(with_straggler)
 
 
 def test_a_straggler_with_matched_steps_costs_its_own_steps_and_nobody_elses():
     # An exchange of 5/3 steps: the published 15 of 30 at a tenth of the bandwidth.
     bandwidth = 1120e9 / (20 * 5 / 3)
-    got = straggler_utilisation("gasloc_1_peer", bandwidth, model=SEVENTY, bandwidth_share=0.1)
+    got = straggler_utilisation("gasloc_1_peer", bandwidth, StragglerRun(model=SEVENTY, bandwidth_share=0.1))
     assert (got.local_steps, got.straggler_local_steps) == (30, 15)
     assert got.cycle_s == pytest.approx(20 * (30 + 5 / 3))
     assert got.healthy == pytest.approx(30 / (30 + 5 / 3))
@@ -446,7 +460,7 @@ def test_a_straggler_with_matched_steps_costs_its_own_steps_and_nobody_elses():
 
 
 def test_a_straggler_that_is_late_with_one_step_makes_everyone_wait():
-    got = straggler_utilisation("gasloc_2_peer", 10e9, model=SEVENTY)
+    got = straggler_utilisation("gasloc_2_peer", 10e9, StragglerRun(model=SEVENTY))
     assert got.straggler_local_steps == 1
     assert got.cycle_s == pytest.approx(20 + 224 / 0.2)
     assert got.straggler == pytest.approx(got.healthy / 30)
@@ -463,16 +477,16 @@ def test_gossip_stays_busier_than_all_reduce_beside_a_straggler_at_every_bandwid
 @settings(max_examples=20, deadline=None)
 @given(share=st.floats(0.05, 1), workers=st.integers(3, 64))
 def test_more_bandwidth_never_makes_a_round_longer_or_anyone_idler(method: str, share: float, workers: int):
-    rows = straggler_table([method], bandwidth_share=share, workers=workers)
+    rows = straggler_table([method], run=StragglerRun(bandwidth_share=share, workers=workers))
     for less, more in itertools.pairwise(rows):
         assert more.cycle_s <= less.cycle_s * (1 + 1e-6)
         assert more.healthy >= less.healthy - 1e-6 and more.straggler >= less.straggler - 1e-6
     assert all(0 < row.straggler <= row.mean <= row.healthy <= 1 for row in rows)
-    assert straggler_utilisation(method, np.inf, bandwidth_share=share, workers=workers).mean == 1.0
+    assert straggler_utilisation(method, np.inf, StragglerRun(bandwidth_share=share, workers=workers)).mean == 1.0
 
 
 def test_the_straggler_table_lists_methods_in_order_and_says_what_it_assumes():
-    rows = straggler_table(["diloco", "gasloc_1_peer"], [1e9, 1e10], workers=4)
+    rows = straggler_table(["diloco", "gasloc_1_peer"], [1e9, 1e10], run=StragglerRun(workers=4))
     assert [(r.method, r.bandwidth_bps) for r in rows] == [
         ("diloco", 1e9),
         ("diloco", 1e10),
@@ -510,16 +524,28 @@ ONE_LAYER: dict[str, Any] = {"layers": 1, "step_s": 1.0, "parameters": 1.0}
         (lambda: all_reduce_s(1.0, 0, LINKS["low"]), "nodes is 0"),
         (lambda: all_reduce_s(1.0, 2, Link(0.0, 0.0)), "bandwidth_bps of the link is 0.0"),
         (lambda: all_reduce_s(1.0, 2, Link(1.0, -1.0)), "latency_s of the link is -1.0"),
-        (lambda: wall_clock("streamin", **RUN, across=LINKS["low"]), "did you mean 'streaming'"),  # pyright: ignore[reportArgumentType]
-        (lambda: wall_clock("diloco", **RUN, across=LINKS["low"], replicas=3), "a divisor of the 16 nodes"),
-        (lambda: wall_clock("diloco", **RUN, across=LINKS["low"], overlap_steps=1), "overlap_steps of diloco is 1"),
-        (lambda: wall_clock("data_parallel", **RUN, across=LINKS["low"], replicas=2), "replicas of data_parallel is 2"),
+        (lambda: wall_clock("streamin", MultiSiteRun(**RUN, across=LINKS["low"])), "did you mean 'streaming'"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: wall_clock("diloco", MultiSiteRun(**RUN, across=LINKS["low"], replicas=3)),
+            "a divisor of the 16 nodes",
+        ),
+        (
+            lambda: wall_clock("diloco", MultiSiteRun(**RUN, across=LINKS["low"], overlap_steps=1)),
+            "overlap_steps of diloco is 1",
+        ),
+        (
+            lambda: wall_clock("data_parallel", MultiSiteRun(**RUN, across=LINKS["low"], replicas=2)),
+            "replicas of data_parallel is 2",
+        ),
         (lambda: matched_local_steps(0, 0.1, 1.0), "full_steps is 0"),
         (lambda: matched_local_steps(30, 0.0, 1.0), "bandwidth_share is 0.0"),
         (lambda: matched_local_steps(30, 0.1, float("inf")), "exchange_steps is inf"),
         (lambda: straggler_utilisation("diloco", 0.0), "bandwidth_bps is 0.0"),
         (lambda: straggler_utilisation("gasloc", 1e9), "unknown method 'gasloc'"),
-        (lambda: straggler_utilisation("gasloc_2_peer", 1e9, workers=2), "workers of gasloc_2_peer is 2 .* from 3"),
+        (
+            lambda: straggler_utilisation("gasloc_2_peer", 1e9, StragglerRun(workers=2)),
+            "workers of gasloc_2_peer is 2 .* from 3",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_a_sentence(call: Callable[[], object], message: str):

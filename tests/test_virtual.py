@@ -15,7 +15,7 @@ from gossamer.errors import ConfigError, DataError, PairingError
 from gossamer.record import checkpoint
 from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
-from gossamer.report.page import summary_rows
+from gossamer.report.table import summary_rows
 from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
 from gossamer.run.simulate import simulate

@@ -12,7 +12,7 @@ from gossamer.cli.simulate import train_here
 from gossamer.errors import ConfigError, MissingPackageError, TrainingError
 
 if TYPE_CHECKING:
-    from gossamer.report.figures import Figure, Outcome
+    from gossamer.report.figures import Figure, PointResult
     from gossamer.run.experiment import Point
 
 __all__ = ["command"]
@@ -34,7 +34,7 @@ def command(
         raise ConfigError(
             "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
         )
-    from gossamer.report.figures import Outcome
+    from gossamer.report.figures import PointResult
     from gossamer.run.document import load, settings
     from gossamer.run.experiment import figure, points
 
@@ -46,7 +46,7 @@ def command(
     try:
         _train_all(runs, folders, resume=resume)
         rows = publish(folders, out / "report.html", runs[0].config.network)
-        outcomes = [Outcome(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
+        outcomes = [PointResult(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
         _write_figure(outcomes, asked, out)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped; the same command with --resume keeps the runs that have ended") from None
@@ -88,17 +88,17 @@ def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: 
             print(f"gossamer: {run.label}: {error}", file=sys.stderr)
 
 
-def _write_figure(outcomes: "Sequence[Outcome]", asked: "Figure | None", out: Path) -> None:
+def _write_figure(outcomes: "Sequence[PointResult]", asked: "Figure | None", out: Path) -> None:
     """The outcomes in one file, and the figure that the experiment asks for with its numbers."""
     from gossamer.record.files import atomic_write
-    from gossamer.report.figures import draw, lines, table
+    from gossamer.report.figures import draw_figure, lines, table
 
     atomic_write(out / "outcomes.jsonl", lines(outcomes).encode())
     if asked is None:
         return
     atomic_write(out / "figure.md", table(outcomes, asked).encode())
     try:
-        atomic_write(out / "figure.svg", draw(outcomes, asked))
+        atomic_write(out / "figure.svg", draw_figure(outcomes, asked))
         print(f"figure: {out / 'figure.svg'}, its numbers: {out / 'figure.md'}")
     except MissingPackageError:  # as the report has said
         print(f"the figure's numbers: {out / 'figure.md'}")

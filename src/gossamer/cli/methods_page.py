@@ -17,7 +17,7 @@ from gossamer.layout import Layout, Leaf, arrange, layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import parameter_count
 from gossamer.record.trace import Operation
-from gossamer.report.page import markdown_lines
+from gossamer.report.table import markdown_lines
 from gossamer.rounds.exchange import first_message
 from gossamer.rounds.loop import Method, OuterLoop
 from gossamer.rules import Context

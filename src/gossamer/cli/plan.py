@@ -12,7 +12,7 @@ from gossamer.errors import ConfigError, choose
 
 if TYPE_CHECKING:
     from gossamer.models.sizes import ModelConfig
-    from gossamer.network.plan import Plan
+    from gossamer.network.plan import RunPlan
 
 __all__ = ["PlanOptions", "command"]
 
@@ -60,16 +60,16 @@ def command(network: Path, /, options: PlanOptions | None = None) -> None:
     """
     from gossamer.models.sizes import ModelConfig
     from gossamer.network.links import read_network
-    from gossamer.network.plan import PLAN_HEADINGS, plan, plan_rows
+    from gossamer.network.plan import PLAN_HEADINGS, PlanSettings, plan, plan_rows
 
     options = options or PlanOptions()
     model = ModelConfig(size=options.model)
-    made = plan(
-        read_network(network), model, vocab_size=options.vocab, workers=options.workers, seq_len=options.seq_len,
-        batch_size=options.batch_size, local_steps=whole_numbers("--local-steps", options.local_steps),
-        codecs=_bits_per_parameter(options, model), target=options.target, step_s=options.step_s,
-        peak_flops=options.peak_flops, mfu=options.mfu,
+    settings = PlanSettings(
+        vocab_size=options.vocab, workers=options.workers, seq_len=options.seq_len, batch_size=options.batch_size,
+        local_steps=whole_numbers("--local-steps", options.local_steps), codecs=_bits_per_parameter(options, model),
+        target=options.target, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
     )  # fmt: skip
+    made = plan(read_network(network), model, settings)
     vocabulary = f"{options.model} with a vocabulary of {options.vocab:,} (--vocab)"
     print(f"{vocabulary}: {made.parameters:,} parameters, {len(made.best.local_steps)} workers, MB sent by one of them")
     print_table(PLAN_HEADINGS, plan_rows(made), text=2, bold=made.candidates.index(made.best))
@@ -96,7 +96,7 @@ def _bits_per_parameter(options: PlanOptions, model: "ModelConfig") -> dict[str,
     return bits
 
 
-def _write_run_file(made: "Plan", options: PlanOptions, out: Path) -> None:
+def _write_run_file(made: "RunPlan", options: PlanOptions, out: Path) -> None:
     from gossamer.network.plan import run_toml
 
     if out.exists():

@@ -33,7 +33,8 @@ def publish(runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Networ
     from rich.console import Console
 
     from gossamer.record.files import atomic_write
-    from gossamer.report.page import markdown_table, over_seeds, pictures, render_table, summary_rows, write_report
+    from gossamer.report.page import pictures, write_report
+    from gossamer.report.table import markdown_table, over_seeds, render_table, summary_rows
 
     page.parent.mkdir(parents=True, exist_ok=True)
     write_report(runs, page, networks)

@@ -1,14 +1,13 @@
 """`gossamer utilisation`: how much of a run is computing, at which bandwidth."""
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from gossamer.cli.tables import print_table
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError
 
 __all__ = ["command"]
 
@@ -61,10 +60,10 @@ def _print_bandwidths(model: str, method: str, options: Mapping[str, Any]) -> di
 
 def _print_hours(options: Mapping[str, Any]) -> None:
     """Prints where the hours of a run go, method by method, and all that was assumed."""
-    from gossamer.network.wall_clock import HOURS_HEADINGS, hours_rows, wall_clock_table
+    from gossamer.network.limits import build_settings
+    from gossamer.network.wall_clock import HOURS_HEADINGS, WallClockOptions, hours_rows, wall_clock_table
 
-    _check("option of --analytic", options, _names(wall_clock_table))
-    made = wall_clock_table(**options)
+    made = wall_clock_table(build_settings(WallClockOptions, options, "option of --analytic"))
     print_table(HOURS_HEADINGS, hours_rows(made))
     for sentence in made.assumptions:
         print(f"assumed: {sentence}")
@@ -72,23 +71,13 @@ def _print_hours(options: Mapping[str, Any]) -> None:
 
 def _print_stragglers(options: Mapping[str, Any]) -> dict[str, Any]:
     """Prints mean utilisation with one straggler, and all that was assumed; returns the curves."""
-    from gossamer.network.straggler import STRAGGLER_METHODS, straggler_rows, straggler_table, straggler_utilisation
+    from gossamer.network.limits import build_settings
+    from gossamer.network.straggler import STRAGGLER_METHODS, StragglerRun, straggler_rows, straggler_table
 
-    _check("option of --figure9", options, _names(straggler_utilisation) - {"method", "bandwidth_bps", "model"})
+    run = build_settings(StragglerRun, options, "option of --figure9", without=["model"])
     title = "share of the time spent computing, mean over workers (straggler's local steps)"
-    print_table(("Gbit/s", *STRAGGLER_METHODS), straggler_rows(**options), title=title, text=0)
-    points = straggler_table(**options)
+    print_table(("Gbit/s", *STRAGGLER_METHODS), straggler_rows(run), title=title, text=0)
+    points = straggler_table(run=run)
     for sentence in dict.fromkeys(sentence for point in points for sentence in point.assumptions):
         print(f"assumed: {sentence}")
     return {name: [(p.bandwidth_bps, p.mean) for p in points if p.method == name] for name in STRAGGLER_METHODS}
-
-
-def _names(function: Callable[..., Any]) -> set[str]:
-    return {*inspect.signature(function).parameters}
-
-
-def _check(what: str, options: Mapping[str, Any], allowed: set[str]) -> None:
-    """Raises ConfigError for an option that is not among these."""
-    for name in options:
-        if name not in allowed:
-            raise ConfigError(choose(what, name, allowed))

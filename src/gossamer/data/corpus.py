@@ -1,8 +1,8 @@
 """Training text: documents from files or a stream, tokens from them, and batches as pure functions of worker and step.
 
 Files are tokenised once, into one array of tokens for training and one for validation; a batch is windows of it at
-random places. A stream is read in order, a part of it by each worker, and packed into windows without a gap. Either way
-a piece of text is kept for validation by a hash of what it says, so that every worker, machine and format agrees on it.
+random places. Of a stream, each worker reads its part in order and packs it into windows without gaps. In both cases a hash
+of a text decides whether it is for validation, so all workers, machines and formats agree on the split.
 """
 
 from collections.abc import Mapping
@@ -32,15 +32,15 @@ class Corpus(Protocol):
         ...
 
     def validation(self, num_batches: int) -> list[Tensor]:
-        """So many validation batches, int64 `[batch_size, seq_len + 1]`, the same for every worker and seed."""
+        """Validation batches, int64 `[batch_size, seq_len + 1]`, the same for every worker and seed."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain values: where streams stand, and what files must still say."""
+        """Its part of a checkpoint, as plain values: the positions of streams, and the fingerprint of files."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes a state back. Raises DataError when it is of other data."""
+        """Restores a state. Raises DataError if it belongs to other data."""
         ...
 
 
@@ -56,5 +56,5 @@ def open_corpus(config: DataConfig, workers: int, seed: int) -> Corpus:
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """What workers compare to know that they have the same text; nothing of a stream, which nobody has read yet."""
+    """What workers compare to know that they have the same text; empty for a stream, which nobody has read yet."""
     return str(corpus.state().get("fingerprint", ""))

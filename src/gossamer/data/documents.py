@@ -18,14 +18,14 @@ SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")  # all but the l
 
 
 class Document(NamedTuple):
-    """One text, with a name for messages."""
+    """One text, with a name for error messages."""
 
     name: str
     text: str
 
 
 def read_documents(path: Path, text_field: str) -> Iterator[Document]:
-    """The documents of one file: a text file is one, a line of jsonl and a row of parquet are one each."""
+    """The documents of one file: a text file is one document, and so is each line of jsonl and each row of parquet."""
     if path.suffix == ".jsonl":
         return _jsonl(path, text_field)
     if path.suffix == ".parquet":
@@ -39,7 +39,7 @@ def _text(path: Path) -> Iterator[Document]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"'{path}' has byte 0x{error.object[error.start]:02x} at offset {error.start}, which is not UTF-8; convert "
-            "the file, or leave it out of data.source"
+            "the file, or remove it from data.source"
         ) from None
 
 
@@ -74,11 +74,13 @@ def _parquet(path: Path, text_field: str) -> Iterator[Document]:
                     name = f"row {next(rows)} of '{path}'"
                     yield Document(name, field(row, text_field, name))
     except (ArrowException, OSError) as error:
-        raise DataError(f"'{path}' cannot be read as parquet: {error}; write it again, or leave it out") from error
+        raise DataError(
+            f"'{path}' cannot be read as parquet: {error}; write it again, or remove it from data.source"
+        ) from error
 
 
 def field(row: Mapping[str, Any], text_field: str, name: str) -> str:
-    """The text of a row; a null is an empty one."""
+    """The text of a row; null counts as an empty text."""
     if text_field not in row:
         raise DataError(_no_field(name, text_field, row))
     value = row[text_field]
@@ -108,7 +110,7 @@ def utf8(document: Document) -> bytes:
 
 
 def files_of(sources: Sequence[str]) -> list[Path]:
-    """Every file of the sources, each once: in the order given, inside a folder or glob by path."""
+    """Every file of the sources once, in the order given; files of a folder or glob are sorted by path."""
     found: list[Path] = []
     for source in sources:
         if source == "stdlib":
@@ -143,7 +145,7 @@ def _by_path(paths: Iterable[Path]) -> list[Path]:
 def _stdlib() -> list[Path]:
     """The modules of the running Python's standard library.
 
-    Left out are installed packages, tests, and tables rather than text: codecs, pydoc topics and build settings.
+    Without installed packages, tests, and modules that are tables rather than text: codecs, pydoc topics, build settings.
     """
     root = Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
@@ -170,6 +172,6 @@ def _stdlib() -> list[Path]:
 
 
 def held_out(text: str, val_fraction: float) -> bool:
-    """Whether a text is for validation: when its hash, as a number between 0 and 1, is below the fraction."""
+    """Whether a text is for validation: its hash, as a number between 0 and 1, is below the fraction."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < val_fraction * 2**64

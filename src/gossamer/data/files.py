@@ -1,4 +1,4 @@
-"""Text in files: tokenised once, and cut into batches at random places."""
+"""Text in files: tokenised once; a batch is windows of it at random places."""
 
 import hashlib
 import io
@@ -23,7 +23,7 @@ from gossamer.rng import numpy_rng
 
 __all__ = ["FileCorpus", "Piece", "Tokens"]
 
-PIECE_CHARS = 1 << 16  # longer documents are dealt in pieces, or one book could be all of the validation text
+PIECE_CHARS = 1 << 16  # longer documents are cut, so that one book cannot be all of the validation text
 
 
 class Tokens(NamedTuple):
@@ -32,7 +32,7 @@ class Tokens(NamedTuple):
     train: NDArray[Any]
     val: NDArray[Any]
     fingerprint: str
-    """A hash of all tokens."""
+    """A hash of all tokens and of their split."""
 
 
 class Piece(NamedTuple):
@@ -59,7 +59,7 @@ def _pieces(documents: Iterable[Document], max_bytes: int | None) -> Iterator[Pi
 
 
 def _tokenise(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Path], train: BinaryIO, val: BinaryIO) -> str:
-    """Writes the tokens of all files; returns their hash."""
+    """Writes the tokens of all files; returns a hash of them and of their split."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = b"" if tokenizer.end is None else np.array(tokenizer.end, dtype).tobytes()
     digest = hashlib.blake2b(digest_size=16)
@@ -70,7 +70,7 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Path], t
             kept = held_out(piece.text, config.val_fraction)
             tokens = ids.astype(dtype).tobytes() + (end if piece.last else b"")
             (val if kept else train).write(tokens)
-            digest.update(b"v" if held_out else b"t")
+            digest.update(b"v" if kept else b"t")
             digest.update(tokens)
     return digest.hexdigest()
 
@@ -112,12 +112,12 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Pat
         return Tokens(train, val, str(manifest["fingerprint"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"the token cache '{folder}' is damaged ({error!r}); remove that folder, to have it made anew"
+            f"the token cache '{folder}' is damaged ({error!r}); remove that folder, and it will be written again"
         ) from None
 
 
 def _publish(scratch: Path, folder: Path) -> None:
-    """Gives a finished folder its name, unless another process was faster."""
+    """Renames a finished folder into place, unless another process was faster."""
     try:
         scratch.rename(folder)
     except OSError:
@@ -167,7 +167,7 @@ class FileCorpus:
                 )
 
     def _shard(self, worker: int) -> tuple[int, int]:
-        """The training tokens that a worker draws from, first and behind the last."""
+        """The range of training tokens that a worker draws from: the first, and one past the last."""
         if self._config.shards == "iid":
             return 0, len(self._train)
         return len(self._train) * worker // self._workers, len(self._train) * (worker + 1) // self._workers
@@ -191,7 +191,7 @@ class FileCorpus:
         if windows.max() >= self.vocab_size:
             raise DataError(
                 f"the token cache '{self._config.cache}' holds token {windows.max()}, but the vocabulary has only "
-                f"{self.vocab_size}; remove that folder, to have it made anew"
+                f"{self.vocab_size}; remove that folder, and it will be written again"
             )
         return torch.from_numpy(windows)
 

@@ -1,4 +1,4 @@
-"""Text as a stream: read in order, a part of it by each worker, and packed into windows without a gap."""
+"""Text as a stream: each worker reads its part in order and packs it into windows without gaps."""
 
 import functools
 import hashlib
@@ -19,10 +19,10 @@ __all__ = ["StreamCorpus"]
 
 
 class StreamCorpus:
-    """A data set that `datasets` streams, dealt to the workers by files, or by documents where files do not divide.
+    """A data set that `datasets` streams. Its files are divided among the workers, or its documents where files do not divide.
 
-    A worker's documents are packed in order into windows of `seq_len + 1` tokens, again from the start after the last.
-    A batch is a function of worker and step alone: one that is not the next is found by reading on, or from the start.
+    A worker's documents are packed in order into windows of `seq_len + 1` tokens; after the last document it starts again.
+    A batch is a function of worker and step alone: a later one is found by reading on, an earlier one from the start.
 
     Raises: MissingPackageError without the package datasets; DataError when the stream cannot be opened or breaks off.
     """
@@ -54,11 +54,11 @@ class StreamCorpus:
         return self._val_batches[:num_batches]
 
     def state(self) -> dict[str, Any]:
-        """See `Corpus.state`; the places of the workers that have read anything here."""
+        """See `Corpus.state`; the positions of the workers that have read anything here."""
         return {"streams": {str(worker): packed.state() for worker, packed in enumerate(self._train) if packed.step}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `Corpus.restore`; costs nothing until the next batch, which reads on in the file where the worker was."""
+        """See `Corpus.restore`; costs nothing until the next batch, which continues where the worker was."""
         for worker, packed in enumerate(self._train):
             if str(worker) in state["streams"]:
                 packed.restore(state["streams"][str(worker)])
@@ -68,7 +68,7 @@ START = {"step": 0, "place": None, "used": 0, "hash": None}
 
 
 class _Packed:
-    """A place in the endless sequence of one worker's tokens; `step` batches lie behind it."""
+    """A position in the endless token sequence of one worker, after `step` batches."""
 
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, open_pass: Callable[[], Any], *, held_out: bool
@@ -83,8 +83,8 @@ class _Packed:
         ):
             raise DataError(f"a stream cannot be at {dict(state)!r:.200}; resume from an older checkpoint")
         self.step = step
-        self._place: dict[str, Any] | None = place  # of the data set, just before the current document
-        self._used: int = used  # tokens of the current document that are behind us
+        self._place: dict[str, Any] | None = place  # of the data set, before the current document
+        self._used: int = used  # tokens of the current document already used
         self._document: NDArray[np.int64] | None = None  # None until it is read (again)
 
     def state(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class _Packed:
         try:
             return self._take()
         except DataError:
-            self.restore(START)  # else a second try would go on from the middle of a batch
+            self.restore(START)  # otherwise a second try would continue in the middle of a batch
             raise
 
     def _take(self) -> NDArray[np.int64]:
@@ -121,15 +121,15 @@ class _Packed:
         return np.concatenate(parts)
 
     def _begin(self, place: dict[str, Any] | None) -> None:
-        """Opens the stream at a place, as an object of its own: one that was restored would begin there again."""
+        """Opens the stream at a position. It needs a new object: a restored one would always begin at that position."""
         self._stream = self._open_pass()
         if place is not None:
             self._stream.load_state_dict(place)
         self._rows: Iterator[dict[str, Any]] = iter(self._stream)
-        self._ahead = place  # the stream itself knows where it is only after the first row
+        self._ahead = place  # the stream knows its own position only after the first row
 
     def _next_document(self) -> NDArray[np.int64]:
-        """The tokens of the next document on our side of the split; begins anew after the last."""
+        """The tokens of the next document on our side of the split; starts again after the last."""
         passes = 0
         name = f"a document of the stream '{self._config.source}'"
         while True:

@@ -21,7 +21,7 @@ class Tokenizer(NamedTuple):
 
     vocab_size: int
     end: int | None
-    """The token that is put after each document; None where the vocabulary has none."""
+    """The token after each document; None where the vocabulary has none."""
     encode: Callable[[Sequence[str]], list[NDArray[Any]]]
     """The ids of each text, without special tokens."""
     decode: Callable[[Sequence[int]], str]

@@ -1,7 +1,7 @@
-"""Streams of bits through links that they share: at each moment max-min fair, bandwidths constant piece by piece.
+"""Streams of bits that share links, max-min fair at each moment; bandwidths are piecewise constant.
 
-A stream uses a few links at once, and its rate is the largest that is fair: all rates grow alike until a link is full;
-its streams then keep theirs while the others grow on.
+A stream uses a few links at once. All rates grow together until a link is full. The streams of that link then keep their
+rate, while the others grow on.
 """
 
 import heapq
@@ -13,21 +13,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gossamer.network.links import Floats
+
 __all__ = ["Fluid", "LinkChange", "Use", "max_min_rates"]
 
-Floats = NDArray[np.float64]
 Places = NDArray[np.int64]
 
 
 class Use(NamedTuple):
-    """A link that a stream goes through, and how fast it could alone; two directions of one link may differ."""
+    """A link that a stream uses, and its bandwidth for that stream; two directions of one link may differ."""
 
     link: int
     bandwidth_bps: float
 
 
 class LinkChange(NamedTuple):
-    """From `at_s` on, all bandwidths of a link are multiplied by this."""
+    """From `at_s` on, all bandwidths of a link are multiplied by `factor`."""
 
     at_s: float
     link: int
@@ -40,10 +41,10 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
     A link is full when `Σ rate · seconds_per_bit` over its streams is its factor.
 
     Args:
-        uses, seconds_per_bit: `[streams, k]`; what is 0 seconds a bit does not count.
+        uses, seconds_per_bit: `[streams, k]`; an entry of 0 seconds per bit does not count.
         factors: `[links]`.
-    Cost: O(streams · k + links) for each turn; a link waits as many turns as there are links that hold its streams back
-        one behind the other, mostly a few.
+    Cost: O(streams · k + links) per iteration; the number of iterations is the longest chain of bottleneck links, usually two
+        or three.
 
     >>> uses, alone = np.array([[0, 1], [0, 2], [0, 2]]), np.array([[9, 2], [9, 100], [9, 100]])
     >>> max_min_rates(uses, 1 / alone, np.ones(3)).round(12).tolist()
@@ -58,8 +59,8 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
         np.divide(room, load, out=even, where=load > 0)
         bounds = np.where(takes > 0, even[own], math.inf)
         rate = bounds.min(axis=1)
-        # A link none of whose streams is held back more elsewhere is full at even parts. Shares that differ in their last
-        # bits count as one: what is left of a link for another turn would be next to nothing.
+        # If no stream of a link has a tighter bottleneck elsewhere, the link is full at even shares. Shares that differ only
+        # in their last bits count as equal: the next iteration would have almost nothing left to share.
         held_here = bounds <= rate[:, None] * (1 + 1e-12)
         waits = np.zeros(len(room), bool)
         waits[own[(takes > 0) & ~held_here]] = True
@@ -72,7 +73,7 @@ def max_min_rates(uses: Places, seconds_per_bit: Floats, factors: Floats) -> Flo
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream under way: what was left of it at some time, and its rate since then."""
+    """A stream in flight: the bits left at `at_s`, and its rate since then."""
 
     uses: tuple[Use, ...]
     bits: float
@@ -80,7 +81,7 @@ class _Stream:
     rate_bps: float = 0.0
 
     def flow(self, to_s: float) -> None:
-        """Lets it flow until then."""
+        """Moves its bits until `to_s`."""
         if to_s > self.at_s:
             self.bits, self.at_s = max(0.0, self.bits - self.rate_bps * (to_s - self.at_s)), to_s
 
@@ -91,16 +92,16 @@ class _Stream:
 
 
 class Fluid:
-    """Streams under way, and a clock that only goes forward.
+    """Streams in flight, and a clock that only goes forward.
 
         fluid.start(7, bits=8e6, uses=[Use(0, 1e6), Use(3, 5e6)])     # 7 is the caller's name for the stream
         fluid.advance(fluid.next_s)                                   # -> [7] once its last bit has left
 
     Args:
-        links: how many there are.
-        changes: how their bandwidths change, in any order.
-    Cost: for each start or end, as much as `max_min_rates` takes on the streams that share links with it, directly or
-        through others; some 0.1 ms where these are few.
+        links: the number of links.
+        changes: of their bandwidths, in any order.
+    Cost: for each start or end, one `max_min_rates` of the streams that share links with it, directly or through others;
+        some 0.1 ms where these are few.
     """
 
     def __init__(self, links: int, changes: Iterable[LinkChange] = ()):
@@ -111,14 +112,14 @@ class Fluid:
         self._on: list[set[int]] = [set() for _ in range(links)]
         """The streams of each link."""
         self._unsettled: set[int] = set()
-        """Links on which something has changed since rates were last settled."""
+        """Links that have changed since rates were last computed."""
         self._ends: list[tuple[float, int]] = []
-        """A heap of when streams end; whoever ends at another time by now has a later entry too."""
+        """A heap of when streams end. A stream whose end has moved has a newer entry too, and the old one is skipped."""
         self.advance(0.0)
 
     @property
     def next_s(self) -> float:
-        """When the next stream ends or bandwidth changes; infinity when nothing is under way."""
+        """When the next stream ends or bandwidth changes; infinity when nothing is in flight."""
         self._settle()
         while self._ends and not self._stands(*self._ends[0]):
             heapq.heappop(self._ends)
@@ -137,7 +138,7 @@ class Fluid:
             heapq.heappush(self._ends, (stream.end_s, name))
 
     def advance(self, to_s: float) -> list[int]:
-        """Lets the streams flow until `to_s`, which is `next_s` at most, and returns the names of those that have ended."""
+        """Moves the clock to `to_s`, at most `next_s`, and returns the names of the streams that have ended."""
         self._settle()
         ended: list[int] = []
         while self._ends and self._ends[0][0] <= to_s * (1 + 1e-12):
@@ -158,7 +159,7 @@ class Fluid:
         return name in self._streams and self._streams[name].end_s == end_s
 
     def _settle(self) -> None:
-        """New rates for all streams that a change can reach from link to link."""
+        """Computes the rates of all streams that a change can reach from link to link."""
         names: dict[int, None] = {}
         places: dict[int, int] = {}
         reached = sorted(self._unsettled)

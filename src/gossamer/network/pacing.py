@@ -1,16 +1,16 @@
-"""How many inner steps a worker takes in a round: as many as let all workers be done sending together.
+"""How many inner steps a worker takes in a round, so that all workers finish sending together.
 
-Worker i computes a step in t_i seconds and sends for C_i seconds in a round, so with h steps it is done after `h·t_i + C_i`.
-The one that would be first with the full H steps sets the cycle of all, and nobody waits for anybody:
+Worker i computes a step in t_i seconds and sends for C_i seconds in a round, so it finishes h steps after `h·t_i + C_i`.
+The one that would finish first with the full H steps sets the cycle of all, and nobody waits:
 
     T = min_j (H·t_j + C_j);    H_i = clamp(⌊(T - C_i) / t_i⌋, 1, H)
 
-`fitting_steps` says it for seconds that are known, from a network file or a measurement. A `Pacer` follows seconds that are
-measured while a run goes on: workers tell each other in small notes how fast they compute and how fast the others' messages
-came through, and nobody waits for a note.
+`fitting_steps` computes this from known seconds, of a network file or a measurement. A `Pacer` follows the seconds that are
+measured during a run: workers send each other small notes of how fast they compute and how fast the messages of the others
+arrived, and nobody waits for a note.
 
-C_i is sending only. A slow downlink delays the round of whoever sends through it, whatever the worker behind it does, so fewer
-steps there would only be lost (`tests/test_pacing.py` has the price of it).
+C_i counts sending only. A slow downlink delays the round of every worker that sends to it, whatever the receiver does, so
+fewer local steps there would only lose steps (`tests/test_pacing.py` measures this).
 """
 
 import json
@@ -26,8 +26,8 @@ from gossamer.network.links import Floats, Links, Network, links_of
 from gossamer.record.trace import Operation
 
 __all__ = [
-    "Note",
     "Pace",
+    "PaceNote",
     "Pacer",
     "cycle_s",
     "first_leg_bytes",
@@ -40,9 +40,9 @@ __all__ = [
 ]
 
 ROUNDS = 8
-"""How many of the last rounds a measurement looks back on."""
+"""Number of rounds that a measurement looks back."""
 SLACK_STEPS, SLACK = 0.25, 0.05
-"""By how much, in steps and as a share of the steps, too many or too few are put up with."""
+"""Tolerated deviation before the steps change, in steps and as a share of the steps."""
 MOST_NOTE_BYTES = 1 << 20
 
 
@@ -52,13 +52,13 @@ class Pace(NamedTuple):
     step_s: float
     """Seconds of an inner step, above 0."""
     exchange_s: float = 0.0
-    """Seconds for which it sends in a round, from when it is ready."""
+    """Seconds that it sends in a round, from when it is ready."""
 
 
 def cycle_s(pace: Pace, steps: float, hidden: float = 0.0) -> float:
     """Seconds of a round of so many inner steps.
 
-    Args: `hidden` is the share of the steps during which messages are under way anyway, in [0, 1].
+    Args: `hidden` is the share of the steps that run while messages are in flight, in [0, 1].
 
     >>> cycle_s(Pace(1.0, 5.0), 30), cycle_s(Pace(1.0, 5.0), 30, hidden=0.5), cycle_s(Pace(1.0, 20.0), 30, hidden=0.5)
     (35.0, 30.0, 35.0)
@@ -67,9 +67,9 @@ def cycle_s(pace: Pace, steps: float, hidden: float = 0.0) -> float:
 
 
 def fitting_steps(pace: Pace, others: Iterable[Pace], full_steps: int, hidden: float = 0.0) -> float:
-    """Inner steps with which a worker is done when the first of all is done with `full_steps`; neither rounded nor bounded.
+    """Inner steps with which a worker finishes when the fastest finishes `full_steps`; neither rounded nor bounded.
 
-    Where even one step is too many, as many as take no more time than that one.
+    If even one step is too many, as many as take no more time than that one.
 
     >>> healthy, slow = Pace(1.0, 5 / 3), Pace(1.0, 50 / 3)
     >>> [whole_steps(fitting_steps(own, [healthy, slow], 30), 30) for own in (healthy, slow)]
@@ -83,13 +83,13 @@ def fitting_steps(pace: Pace, others: Iterable[Pace], full_steps: int, hidden: f
 
 
 def whole_steps(steps: float, full_steps: int) -> int:
-    """Steps as a worker can take them: whole, at least one, at most `full_steps`."""
-    # 31.666666666666668 - 50/3 is 14.999999999999998 in floats: what is whole but for rounding counts as whole.
+    """Whole steps, at least one and at most `full_steps`."""
+    # 31.666666666666668 - 50/3 is 14.999999999999998 in floats; a number that is whole up to rounding counts as whole.
     return min(max(math.floor(steps + 1e-9 * full_steps), 1), full_steps)
 
 
 def links_at(network: Network, workers: int, at_s: float) -> Links:
-    """The links of a network as they are at a time of the run."""
+    """The links of a network at a time of the run."""
     links, names = links_of(network, workers), list(network.sites)
     columns = ("uplink_bps", "downlink_bps"), ("site_uplink_bps", "site_downlink_bps")
     now = {name: getattr(links, name).copy() for some in columns for name in some}
@@ -103,15 +103,15 @@ def links_at(network: Network, workers: int, at_s: float) -> Links:
 
 
 def uplinks_bps(links: Links) -> Floats:
-    """What each worker can send, `[workers]`; the link of a site counts in even parts."""
+    """What each worker can send, `[workers]`; the workers of a site share its link evenly."""
     together = np.bincount(links.site, minlength=len(links.site_uplink_bps))
     return np.minimum(links.uplink_bps, (links.site_uplink_bps / np.maximum(together, 1))[links.site])
 
 
 def first_leg_bytes(operations: Iterable[Operation], there: Callable[[int], float] = lambda fragment: 0.5) -> float:
-    """Bytes that a worker sends as soon as it is ready; the sums that the owners of a mean send back come later, to all alike.
+    """Bytes that a worker sends as soon as it is ready, without the sums that the owners of a mean send back later.
 
-    Args: `there` is which share of a mean's bytes goes to the owners, by its fragment; half where both ways are alike.
+    Args: `there` is the share of a mean's bytes that goes to the owners, by fragment; half where both legs are equal.
     """
     sent = 0.0
     for operation in operations:
@@ -124,14 +124,14 @@ def first_leg_bytes(operations: Iterable[Operation], there: Callable[[int], floa
 # --- what is measured -----------------------------------------------------------------------------------------------
 
 
-class Note(NamedTuple):
-    """What a worker tells the others of its last rounds."""
+class PaceNote(NamedTuple):
+    """What a worker sends the others about its last rounds."""
 
     step_s: float
     sent_bytes: float
     """As `first_leg_bytes`, in a round in which it sends."""
     uplinks_bytes_per_s: Mapping[int, float]
-    """The fastest that messages of each worker it heard came through to it, times how many messages the sender sent at once."""
+    """By sender, the fastest rate at which its messages arrived here, times the messages that it sent at once."""
 
     @property
     def text(self) -> str:
@@ -139,28 +139,28 @@ class Note(NamedTuple):
         return json.dumps([self.step_s, self.sent_bytes, sorted(self.uplinks_bytes_per_s.items())])
 
 
-def note_of(text: bytes, n: int) -> Note | None:
-    """The note of a worker among n; None for what is no such thing.
+def note_of(text: bytes, n: int) -> PaceNote | None:
+    """The note of one of n workers; None for anything malformed.
 
-    >>> note_of(Note(0.5, 1e6, {2: 4e5}).text.encode(), n=3)
-    Note(step_s=0.5, sent_bytes=1000000.0, uplinks_bytes_per_s={2: 400000.0})
+    >>> note_of(PaceNote(0.5, 1e6, {2: 4e5}).text.encode(), n=3)
+    PaceNote(step_s=0.5, sent_bytes=1000000.0, uplinks_bytes_per_s={2: 400000.0})
     >>> note_of(b"[0.5, -1, []]", n=3)
     """
     try:
         match json.loads(text) if len(text) <= MOST_NOTE_BYTES else None:
             case [step_s, sent_bytes, [*links]] if _within(step_s, 1e-12, 1e9) and _within(sent_bytes, 0.0, 2.0**60):
                 seen = {j: rate for j, rate in links if isinstance(j, int) and 0 <= j < n and _within(rate, 1e-6, 1e18)}
-                return Note(step_s, sent_bytes, seen) if len(seen) == len(links) else None
+                return PaceNote(step_s, sent_bytes, seen) if len(seen) == len(links) else None
     except (ValueError, TypeError, RecursionError):
         pass
     return None
 
 
-def paces_of(notes: Sequence[Note]) -> list[Pace]:
-    """The pace of each worker by the notes of all, one from each.
+def paces_of(notes: Sequence[PaceNote]) -> list[Pace]:
+    """The pace of each worker, from one note of each.
 
-    A link is at least as fast as the fastest that ever came through it, and what came slower was held up at its other end: so
-    a worker is not blamed for a hearer whose downlink is slow. One whose messages nobody has timed counts as sending in no time.
+    An uplink is at least as fast as the fastest message that passed it; a slower one was held up by the receiver. So a slow
+    downlink of one receiver does not count against the sender. A worker whose messages nobody has timed sends in no time.
     """
     paces = []
     for i, note in enumerate(notes):
@@ -170,26 +170,26 @@ def paces_of(notes: Sequence[Note]) -> list[Pace]:
 
 
 class Pacer:
-    """Follows the seconds of one worker and those the others tell of, and says how many inner steps it takes.
+    """Decides how many inner steps one worker takes, from its own seconds and the notes of the others.
 
-    Seconds of a step and bytes of a round are the median of the last rounds, and links as fast as their fastest. Steps change
-    once they were too many or too few for two rounds running, by more than a twentieth and a quarter of a step, to the nearer
-    of the two that would have been right: no jitter from round to round, and at most that much of a round lost.
+    Seconds of a step and bytes of a round are medians over the last rounds; a link counts as fast as its fastest message.
+    Steps change only after two rounds in which they were too many or too few by more than `SLACK_STEPS` and `SLACK`, to the
+    nearer of the two fitting numbers. So the jitter of single rounds changes nothing, and at most that much of a round is lost.
 
-    Args: `steps` to begin with; `hidden` as in `cycle_s`.
+    Args: `steps`, the initial ones; `hidden` as in `cycle_s`.
     """
 
     def __init__(self, worker: int, steps: int, full_steps: int, hidden: float = 0.0) -> None:
         self.worker, self.steps, self.full_steps, self.hidden = worker, steps, full_steps, hidden
         self.clock_s = 0.0
-        """Seconds of all rounds so far, as far as this worker can tell: its own, without waiting."""
-        self._rounds: deque[Note] = deque(maxlen=ROUNDS)
+        """Seconds of all rounds so far that this worker computed or sent, without waiting."""
+        self._rounds: deque[PaceNote] = deque(maxlen=ROUNDS)
         self._wanted: int | None = None
-        """What would have been right in the last round, if that was something else."""
+        """The number of steps that fitted in the last round, if it was another one."""
 
-    def measured(self, step_s: float, sent_bytes: float, uplinks_bytes_per_s: Mapping[int, float]) -> Note:
-        """Takes in the round that has ended; returns what to tell the others."""
-        self._rounds.append(Note(max(step_s, 1e-9), sent_bytes, uplinks_bytes_per_s))
+    def measured(self, step_s: float, sent_bytes: float, uplinks_bytes_per_s: Mapping[int, float]) -> PaceNote:
+        """Adds the round that has ended; returns the note for the others."""
+        self._rounds.append(PaceNote(max(step_s, 1e-9), sent_bytes, uplinks_bytes_per_s))
         seen: dict[int, float] = {}
         for note in self._rounds:
             for j, rate in note.uplinks_bytes_per_s.items():
@@ -200,10 +200,10 @@ class Pacer:
         sent = [
             note.sent_bytes for note in self._rounds if note.sent_bytes
         ]  # some topologies let a worker sit out a round
-        return Note(step_s, statistics.median(sent) if sent else 0.0, seen)
+        return PaceNote(step_s, statistics.median(sent) if sent else 0.0, seen)
 
-    def decided(self, notes: Mapping[int, Note], n: int) -> int:
-        """Inner steps of the next round; as they are while a note of one of the n workers is missing."""
+    def decided(self, notes: Mapping[int, PaceNote], n: int) -> int:
+        """Inner steps of the next round; unchanged while a note of one of the n workers is missing."""
         if len(notes) == n:
             paces = paces_of([notes[i] for i in range(n)])
             self._follow(fitting_steps(paces[self.worker], paces, self.full_steps, self.hidden))
@@ -212,7 +212,7 @@ class Pacer:
     def _follow(self, fits: float) -> None:
         now, wanted, before = self.steps, whole_steps(fits, self.full_steps), self._wanted
         slack = max(SLACK_STEPS, SLACK * now)
-        # There is no slack below the full number, or the fastest worker would stay there and nobody take it.
+        # No slack just below the full number: otherwise the fastest worker could stay there, and nobody would take all steps.
         if wanted == now or (now - slack <= fits < now + 1 + slack and wanted < self.full_steps):
             self._wanted = None
         elif before is None or (before > now) != (wanted > now):
@@ -221,12 +221,12 @@ class Pacer:
             self.steps, self._wanted = min(before, wanted, key=lambda steps: abs(steps - now)), None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Its part of a checkpoint."""
         rounds = [[note.step_s, note.sent_bytes, dict(note.uplinks_bytes_per_s)] for note in self._rounds]
         return {"steps": self.steps, "wanted": self._wanted, "clock_s": self.clock_s, "rounds": rounds}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes a state back. Raises: KeyError, TypeError, ValueError for what is no such state."""
+        """Restores a state. Raises KeyError, TypeError or ValueError for a malformed one."""
         steps, wanted = int(state["steps"]), state["wanted"]
         if not all(1 <= some <= self.full_steps for some in (steps, steps if wanted is None else wanted)):
             raise ValueError(f"{steps} local steps, then {wanted}, of {self.full_steps}")
@@ -234,7 +234,7 @@ class Pacer:
         self._rounds.clear()
         for step_s, sent_bytes, seen in state["rounds"]:
             links = {int(j): float(rate) for j, rate in seen.items()}
-            self._rounds.append(Note(float(step_s), float(sent_bytes), links))
+            self._rounds.append(PaceNote(float(step_s), float(sent_bytes), links))
 
 
 def _within(value: object, low: float, high: float) -> bool:

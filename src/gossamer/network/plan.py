@@ -1,13 +1,13 @@
 """Before anything is trained or rented: what each method would send on a network, how long it takes, and which to take.
 
-Each candidate is written down as the trace that its run would leave and priced like a recorded one (`gossamer.network.pricing`),
-so a plan knows all that a network file can say. What it does not know is how much a token teaches: many local steps and
-few peers learn a little less from each. Hence the choice: the fewest local steps that keep the workers computing.
+Each candidate becomes the trace that its run would leave, and is priced like a recorded one (`gossamer.network.pricing`). So a
+plan uses everything in a network file. It does not know how much a token teaches: with many local steps or few peers, a run
+learns a little less from each. Hence the choice: the fewest local steps that keep the workers computing.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +15,25 @@ import tomli_w
 
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig, parameter_count
+from gossamer.network.limits import ensure, positives
 from gossamer.network.links import Links, Network, links_of, to_options
 from gossamer.network.pacing import Pace, fitting_steps, uplinks_bps, whole_steps
 from gossamer.network.pricing import price
 from gossamer.network.utilisation import step_seconds
-from gossamer.record.trace import Integers, Trace, from_targets
+from gossamer.record.trace import Integers, from_targets
 from gossamer.topologies.matching import random_matchings
 
-__all__ = ["EXACT", "PLAN_HEADINGS", "Candidate", "Plan", "matched_steps", "plan", "plan_rows", "run_toml"]
+__all__ = [
+    "EXACT",
+    "PLAN_HEADINGS",
+    "Candidate",
+    "PlanSettings",
+    "RunPlan",
+    "matched_steps",
+    "plan",
+    "plan_rows",
+    "run_toml",
+]
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
 """The codec that sends fp32 as it is."""
@@ -33,13 +44,13 @@ _METHODS: dict[str, tuple[str, int | None]] = {
     "GASLoC 2-Peer": ("gasloc", 2),
     "GASLoC 1-Peer": ("gasloc", 1),
 }
-"""Rule and peers of each method (None for everyone), those first that mix more."""
+"""Rule and peers of each method (None for everyone), ordered from most mixing to least."""
 
 _BACK_BITS = 16.0
-"""Of the sum of a lossy mean, in bf16."""
+"""Per parameter of the sum of a lossy mean, in bf16."""
 _LIMIT_WORKERS = 2000
 _LIMIT_MESSAGES = 10**7
-"""A mean has a message for each pair of workers: more of them would take gigabytes to write down."""
+"""A mean has a message for each pair of workers; a trace of more messages would take gigabytes."""
 
 
 class Candidate(NamedTuple):
@@ -48,151 +59,187 @@ class Candidate(NamedTuple):
     method: str
     codec: str
     back: str | None
-    """What sums travel back in from their owners; None where there are none, or they do so in fp32."""
+    """The codec of the sums that come back from their owners; None where there are no sums, or they come back in fp32."""
     local_steps: tuple[int, ...]
     """Inner steps of each worker in a round."""
     round_s: float
-    """Seconds of a round, in the mean over the planned ones."""
+    """Seconds of a round, mean over the planned rounds."""
     round_bytes: float
-    """Bytes that a worker sends in a round, in the mean over the workers."""
+    """Bytes that a worker sends in a round, mean over the workers."""
     utilisation: float
-    """Share of the time spent computing, in the mean over the workers."""
+    """Share of the time spent computing, mean over the workers."""
     seconds_per_token: float
-    """Of all workers together."""
+    """Seconds of wall-clock per token of all workers together."""
 
     @property
     def full_steps(self) -> int:
-        """Inner steps of the worker that takes most."""
+        """Most inner steps that any worker takes in a round."""
         return max(self.local_steps)
 
 
-class Plan(NamedTuple):
-    """All candidates, the one to take, and what they were made for."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """What is trained, and which candidates are tried.
+
+    Raises: ConfigError for a number out of bounds.
+    """
+
+    vocab_size: int = 256
+    workers: int | None = None
+    """Needed where the network describes any number of them."""
+    seq_len: int = 128
+    """Tokens of a sequence; times `batch_size`, the tokens of a worker's inner step."""
+    batch_size: int = 8
+    """Sequences of a worker's inner step."""
+    local_steps: Sequence[int] = (15, 30, 60, 120, 240)
+    """Local steps to try."""
+    codecs: Mapping[str, float] = field(default_factory=lambda: EXACT)
+    """Bits per parameter by name, for DiLoCo and GASLoC."""
+    target: float = 0.9
+    """Compute utilisation to reach."""
+    step_s: float | None = None
+    """Seconds of an inner step, where the network gives none; or give `peak_flops`."""
+    peak_flops: float | None = None
+    """FLOP/s of a worker, from which an inner step takes `6·N·tokens / (peak_flops·mfu)` seconds."""
+    mfu: float = 0.4
+    """Share of the peak that is in use."""
+    rounds: int = 64
+    """Rounds to price, fewer where all are alike. A network that changes later is priced as it is until then."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        ensure("the target utilisation", self.target, 0 < self.target <= 1, "above 0 and at most 1; 0.9 is usual")
+        steps = list(self.local_steps)
+        ensure("local_steps", steps, min(steps, default=0) >= 1, "a list of whole numbers from 1, such as [15, 30]")
+        for name in ("seq_len", "batch_size"):
+            value = getattr(self, name)
+            ensure(name, value, value >= 1, "at least 1; give that of a worker's inner step")
+        positives(**{name: v for name in ("step_s", "peak_flops") if (v := getattr(self, name)) is not None})
+        ensure("mfu", self.mfu, 0 < self.mfu <= 1, "above 0 and at most 1; 0.4 is usual")
+        for name, bits in self.codecs.items():
+            ensure(f"the size of codec '{name}'", bits, 0 < bits <= 64, "above 0 and at most 64 bits per parameter")
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a worker's inner step."""
+        return self.seq_len * self.batch_size
+
+
+class RunPlan(NamedTuple):
+    """All candidates, the chosen one, and what they were made for."""
 
     candidates: tuple[Candidate, ...]
     best: Candidate
-    target: float
-    """The utilisation that was asked for."""
     network: Network
     """With the step time that was used."""
     model: ModelConfig
     parameters: int
-    seq_len: int
-    batch_size: int
-    seed: int
+    options: PlanSettings
 
 
-def plan(
-    network: Network,
-    model: ModelConfig,
-    *,
-    vocab_size: int = 256,
-    workers: int | None = None,
-    seq_len: int = 128,
-    batch_size: int = 8,
-    local_steps: Sequence[int] = (15, 30, 60, 120, 240),
-    codecs: Mapping[str, float] = EXACT,
-    target: float = 0.9,
-    step_s: float | None = None,
-    peak_flops: float | None = None,
-    mfu: float = 0.4,
-    rounds: int = 64,
-    seed: int = 0,
-) -> Plan:
-    """Prices data parallelism, DiLoCo and GASLoC with one and two peers, and takes one.
+def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSettings()) -> RunPlan:
+    """Prices data parallelism, DiLoCo and GASLoC with one and two peers, and chooses one.
 
-    DiLoCo is tried with each of `local_steps`, and GASLoC with those as the steps of its fastest worker; the others take
-    as many as let them be ready in time (`matched_steps`). Taken is the first candidate that keeps the workers computing
-    for the target share of the time, fewest local steps first, then more mixing, then the order of `codecs`; if none does,
-    the one with the least time per token.
+    DiLoCo is tried with each of `options.local_steps`. GASLoC takes these as the steps of its fastest worker; the others take
+    as many as let them be ready in time (`matched_steps`). The sums of a lossy mean come back in bf16 where that is less to
+    send; otherwise its payloads go to everyone whole.
 
-    Args:
-        workers: needed where the network describes any number of them.
-        seq_len, batch_size: of one worker's inner step; their product is its tokens.
-        codecs: bits per parameter by name, for DiLoCo and GASLoC. Sums of what a lossy one made travel back in bf16 where that
-            is less to send, and else its payloads go to everyone whole.
-        step_s: seconds of an inner step where the network gives none; or else `6·N·tokens / (peak_flops·mfu)`.
-        rounds: how many to price, fewer where everyone hears everyone and rounds are all alike; a network that changes
-            after these is priced as it is until then.
-    Raises: ConfigError for what cannot be, or when nothing tells the step time.
-    Cost: some 10 ms for each candidate, up to a minute where links are uneven or shared and there are hundreds of workers.
+    The choice is among the candidates that reach the target utilisation: fewest local steps first, then more mixing, then the
+    order of `options.codecs`. If none reaches it, the candidate with the least time per token is chosen.
+
+    Raises: ConfigError for what cannot be, or when nothing gives the step time.
+    Cost: some 10 ms per candidate, up to a minute where links are uneven or shared and there are hundreds of workers.
     """
-    n = network.workers if workers is None else workers
+    n = network.workers if options.workers is None else options.workers
     if n is None:
         raise ConfigError(
-            f"the network is the same for any number of workers and workers is {workers}; give the number of workers"
+            f"the network is the same for any number of workers and workers is {n}; give the number of workers"
         )
     if not 2 <= n <= _LIMIT_WORKERS:
         raise ConfigError(
             f"a plan for {n} workers was asked for but it needs from 2 to {_LIMIT_WORKERS}; choose another number"
         )
-    if not 0 < target <= 1:
-        raise ConfigError(f"the target utilisation is {target} but must be above 0 and at most 1; 0.9 is usual")
-    if not local_steps or min(local_steps) < 1:
-        raise ConfigError(f"the local steps to try are {list(local_steps)} but must be whole numbers from 1; give some")
-    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-        if value < 1:
-            raise ConfigError(f"{name} is {value} but must be at least 1; give that of a worker's inner step")
-    for name, value in (("step_s", step_s), ("peak_flops", peak_flops)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} is {value} but must be a number above 0; correct it, or leave it out")
-    if not 0 < mfu <= 1:
-        raise ConfigError(f"mfu is {mfu} but must be above 0 and at most 1; 0.4 is usual")
-    for name, bits in codecs.items():
-        if not 0 < bits <= 64:
-            raise ConfigError(
-                f"codec '{name}' has {bits} bits per parameter but must have from above 0 to 64; correct it"
-            )
-    parameters = parameter_count(model, vocab_size)
+    parameters = parameter_count(model, options.vocab_size)
     if network.step_s is None:
-        if step_s is None and peak_flops is None:
-            raise ConfigError(
-                f"the seconds of an inner step are {step_s} and the network gives no step_s; give --step-s or --peak-flops, "
-                "or step_s in the network file"
-            )
-        seconds = step_seconds(parameters, seq_len * batch_size, peak_flops, mfu) if peak_flops else step_s
-        network = replace(network, step_s=seconds)
-    links = links_of(network, n)
-
-    candidates = []
-    for method, (rule, peers) in _METHODS.items():
-        if peers is not None and peers >= n:
-            continue
-        for steps in (1,) if rule == "data_parallel" else sorted(set(local_steps)):
-            for codec, bits in EXACT.items() if rule == "data_parallel" else codecs.items():
-                payload_bytes = math.ceil(parameters * bits / 8)
-                own = (steps,) * n if peers is None else matched_steps(links, steps, peers * payload_bytes)
-                some = rounds if peers is not None else _rounds_of_means(network, n, rounds)
-                back = "bf16" if peers is None and codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
-                mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
-                trace = _trace(n, peers, payload_bytes, mean_bytes if back or codec in EXACT else None, own, some, seed)
-                timeline = price(trace, network)
-                tokens = seq_len * batch_size * int(trace.steps.sum())
-                candidates.append(
-                    Candidate(
-                        method=method,
-                        codec=codec,
-                        back=back,
-                        local_steps=own,
-                        round_s=timeline.total_s / trace.rounds,
-                        round_bytes=float(trace.sent_bytes.mean()) / trace.rounds,
-                        utilisation=timeline.mean_utilisation,
-                        seconds_per_token=timeline.total_s / tokens,
-                    )
-                )
-    enough = [candidate for candidate in candidates if candidate.utilisation >= target]
+        network = replace(network, step_s=_step_s(parameters, options))
+    candidates = [_priced(sketch, network, parameters, options) for sketch in _sketches(n, options)]
+    enough = [candidate for candidate in candidates if candidate.utilisation >= options.target]
     # `min` takes the first of equals, and candidates are in the order of their methods and codecs.
     best = min(enough, key=lambda c: c.full_steps) if enough else min(candidates, key=lambda c: c.seconds_per_token)
-    return Plan(tuple(candidates), best, target, network, model, parameters, seq_len, batch_size, seed)
+    return RunPlan(tuple(candidates), best, network, model, parameters, options)
+
+
+def _step_s(parameters: int, options: PlanSettings) -> float:
+    if options.peak_flops is not None:
+        return step_seconds(parameters, options.step_tokens, options.peak_flops, options.mfu)
+    if options.step_s is None:
+        raise ConfigError(
+            "the seconds of an inner step are None and the network gives no step_s; give --step-s or --peak-flops, "
+            "or step_s in the network file"
+        )
+    return options.step_s
+
+
+class _Sketch(NamedTuple):
+    """A candidate before it is priced."""
+
+    n: int
+    method: str
+    full_steps: int
+    codec: str
+    bits: float
+    """Per parameter of a payload."""
+
+    @property
+    def peers(self) -> int | None:
+        return _METHODS[self.method][1]
+
+
+def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
+    for method, (rule, peers) in _METHODS.items():
+        alone = rule == "data_parallel"  # one local step, and gradients as they are
+        if peers is None or peers < n:
+            for steps in (1,) if alone else sorted(set(options.local_steps)):
+                for codec, bits in (EXACT if alone else options.codecs).items():
+                    yield _Sketch(n, method, steps, codec, bits)
+
+
+def _priced(sketch: _Sketch, network: Network, parameters: int, options: PlanSettings) -> Candidate:
+    n, method, steps, codec, bits = sketch
+    payload_bytes = math.ceil(parameters * bits / 8)
+    back, own = None, (steps,) * n
+    if sketch.peers is not None:
+        own = matched_steps(links_of(network, n), steps, sketch.peers * payload_bytes)
+        targets = _gossip_targets(n, sketch.peers, options.rounds, options.seed)
+        trace = from_targets(targets, payload_bytes, own)
+    else:
+        targets = _everyone(n, _rounds_of_means(network, n, options.rounds))
+        back = "bf16" if codec not in EXACT and (bits + _BACK_BITS) / n < bits else None
+        if back or codec in EXACT:
+            mean_bytes = math.ceil(parameters * (bits + _BACK_BITS) / 8) if back else 2 * payload_bytes
+            trace = from_targets(targets, round(mean_bytes / n), own, kind="mean")
+        else:
+            trace = from_targets(targets, payload_bytes, own)
+    timeline = price(trace, network)
+    return Candidate(
+        method=method,
+        codec=codec,
+        back=back,
+        local_steps=own,
+        round_s=timeline.total_s / trace.rounds,
+        round_bytes=float(trace.sent_bytes.mean()) / trace.rounds,
+        utilisation=timeline.mean_utilisation,
+        seconds_per_token=timeline.total_s / (options.step_tokens * int(trace.steps.sum())),
+    )
 
 
 def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int, ...]:
-    """How many inner steps each worker takes so that all are done sending together, as far as one step allows.
+    """How many inner steps each worker takes so that all finish sending together, up to less than one step.
 
-    The worker that would be done first with `full_steps` takes that many (`gossamer.network.pacing`). The link of a site
-    counts in even parts. A slow downlink is not made up for: what comes late through it is sent by somebody else.
+    The worker that would finish first with `full_steps` takes that many (`gossamer.network.pacing`). The workers of a site
+    share its link evenly. A slow downlink does not count: what comes late through it is sent by somebody else.
 
-    Raises: ConfigError when no worker needs any time for a step.
+    Raises: ConfigError when a worker needs no time for a step.
 
     >>> fast = Network(uplink_bps=(4.8e6, 4.8e5), downlink_bps=4.8e6, step_s=1.0)
     >>> matched_steps(links_of(fast, 2), 30, sent_bytes=1e6)
@@ -209,16 +256,16 @@ def matched_steps(links: Links, full_steps: int, sent_bytes: float) -> tuple[int
 
 
 def run_toml(
-    plan: Plan, candidate: Candidate | None = None, *, name: str = "planned", steps: int = 300, adapt: bool = False,
+    plan: RunPlan, candidate: Candidate | None = None, *, name: str = "planned", steps: int = 300, adapt: bool = False,
     weigh_steps: bool = False,
 ) -> str:  # fmt: skip
-    """A run file that trains as planned, on this machine's Python sources read as bytes until `data` names something else.
+    """A run file that trains as planned, on this machine's Python sources read as bytes; change `data` for anything else.
 
     Args:
         candidate: the best one unless given.
-        steps: inner steps; raised to whole rounds.
-        adapt, weigh_steps: as in `gossamer.run.config.LoopConfig`; the planned local steps are then those to begin with. Data
-            parallelism has none, and is written without.
+        steps: inner steps; rounded up to whole rounds.
+        adapt, weigh_steps: as in the `[run]` table; the planned local steps are then the initial ones. Ignored for data
+            parallelism, which has no local steps.
     """
     chosen = plan.best if candidate is None else candidate
     rule, peers = _METHODS[chosen.method]
@@ -226,14 +273,14 @@ def run_toml(
     document = {
         "name": name,
         "workers": len(own),
-        "seed": plan.seed,
+        "seed": plan.options.seed,
         "rule": {"name": rule},
         "topology": {"name": "complete"} if peers is None else {"name": "random", "peers": peers},
         "codec": {"name": chosen.codec, **({"back": chosen.back} if chosen.back else {})},
         "model": {
             key: value for key in ModelConfig.__dataclass_fields__ if (value := getattr(plan.model, key)) is not None
         },
-        "data": {"source": "stdlib", "seq_len": plan.seq_len, "batch_size": plan.batch_size},
+        "data": {"source": "stdlib", "seq_len": plan.options.seq_len, "batch_size": plan.options.batch_size},
         "run": {
             "steps": -(-steps // chosen.full_steps) * chosen.full_steps,
             "local_steps": own[0] if len(set(own)) == 1 else list(own),
@@ -253,8 +300,8 @@ PLAN_HEADINGS = ("method", "codec", "steps", "MB/round", "s/round", "computing",
 """Of the columns of `plan_rows`."""
 
 
-def plan_rows(plan: Plan) -> list[tuple[str, ...]]:
-    """All candidates in words, for a table under `PLAN_HEADINGS`."""
+def plan_rows(plan: RunPlan) -> list[tuple[str, ...]]:
+    """All candidates as text, for a table under `PLAN_HEADINGS`."""
     rows = []
     for one in plan.candidates:
         most, fewest = one.full_steps, min(one.local_steps)
@@ -278,27 +325,14 @@ def _rounds_of_means(network: Network, n: int, rounds: int) -> int:
     return max(1, min(rounds, _LIMIT_MESSAGES // n**2))
 
 
-def _trace(
-    n: int,
-    peers: int | None,
-    payload_bytes: int,
-    mean_bytes: int | None,
-    steps: tuple[int, ...],
-    rounds: int,
-    seed: int,
-) -> Trace:
-    """What a run of so many rounds would leave; `mean_bytes` go through chunk owners there and back, if that is how it is."""
-    if peers is not None:
-        return from_targets(_gossip_targets(n, peers, rounds, seed), payload_bytes, steps)
-    everyone = np.array([[j for j in range(n) if j != i] for i in range(n)])
-    targets = np.broadcast_to(everyone, (rounds, *everyone.shape))
-    if mean_bytes is not None:
-        return from_targets(targets, round(mean_bytes / n), steps, kind="mean")
-    return from_targets(targets, payload_bytes, steps)
+def _everyone(n: int, rounds: int) -> Integers:
+    """All others as targets of each worker, `[rounds, n, n - 1]`."""
+    others = np.array([[j for j in range(n) if j != i] for i in range(n)])
+    return np.broadcast_to(others, (rounds, *others.shape))
 
 
 def _gossip_targets(n: int, peers: int, rounds: int, seed: int) -> Integers:
-    """Whom each worker sends to in the topology "random", `[rounds, n, peers]`; itself for nobody."""
+    """Targets of each worker in the topology "random", `[rounds, n, peers]`; its own number where it sends nothing."""
     targets = np.tile(np.arange(n)[:, None], (rounds, 1, peers))
     for r in range(rounds):
         matchings = random_matchings(n, peers, seed, r).reshape(peers, -1, 2)

@@ -3,23 +3,23 @@
 Worker i starts round t at S_i, which is when its receives are announced, and is ready at `R_i = S_i + H_i·step_s_i`.
 
 * exchange: a message j → i leaves at `max(R_j, S_i)` and arrives after `latency + 8·bytes / rate`. The round of i ends at
-  the latest of R_i, the arrivals at i and the arrivals of what i sent.
-* mean, of P bytes over n members: "owners" is what Gossamer does, two exchanges of P/n between every two members, there
-  and back; each begins its second when its first is over. The others are models of an all-reduce, where all members start
-  at `max R_i` and go on together, in legs that begin when the one before has arrived everywhere: "ring" has 2(n-1) legs of
-  P/n to the next, "tree" 2⌈log2 n⌉ legs of P, pairwise down to one worker and back.
+  the latest of three times: R_i, the last arrival at i, and the last arrival of a message from i.
+* mean, of P bytes over n members. "owners" is what Gossamer does: two exchanges of P/n between every two members, to the
+  chunk owners and back. A worker begins its second exchange when its first is over. The others are models of an all-reduce.
+  All members start at `max R_i` and go on together in legs; a leg begins when the one before it has arrived everywhere.
+  "ring" has 2(n-1) legs of P/n to the next worker, "tree" 2⌈log2 n⌉ legs of P, pairwise down to one worker and back.
 
-Messages that go through one direction of a link at the same time share it, max-min fair (`gossamer.network.fluid`): who is done
-leaves its part to the others. A message alone in both its directions has `min(uplink_j, downlink_i)`, and k that leave
-together have a k-th each; where such cases decide when everyone ends, a round is priced at once. Otherwise it is replayed
-event by event. As no worker is in two rounds at a time, rounds follow each other as before.
+Messages that use the same direction of a link at the same time share it, max-min fair (`gossamer.network.fluid`): when one
+ends, the others speed up. An uncontended message runs at `min(uplink_j, downlink_i)`; k simultaneous ones get 1/k each. Where
+such cases decide when everyone ends, a round is priced at once. Otherwise it is replayed event by event. No worker is in two
+rounds at a time, so each round can be priced by itself.
 
 A whole run is replayed where sites or routes share links, bandwidths change, or an operation overlaps with the steps after
-it. A message that overlaps is waited for after `⌊overlap_steps · steps_i / max steps⌋` more inner steps of worker i, however
-many rounds these belong to, or at the end of the run.
+it. Worker i waits for an overlapping message after `⌊overlap_steps · steps_i / max steps⌋` more inner steps, across rounds if
+need be, or at the end of the run.
 
-While no two messages share a direction, everything is a maximum or a sum of terms that fall with the bandwidth, so more of
-it is never slower. Where they do, more for one may be less for another.
+While no two messages share a direction, all times are maxima and sums of terms that fall with the bandwidth, so more
+bandwidth is never slower. Where messages share, more bandwidth for one may slow down another.
 """
 
 import math
@@ -37,7 +37,7 @@ from gossamer.record.trace import KINDS, Integers, Kind, Messages, Trace
 __all__ = ["price"]
 
 _MOST_REPLAYED = 1000
-"""Messages of a round that is replayed by itself; of more, all could share links with all, and each event is felt by all."""
+"""Most messages of a single round that is replayed; with more, each event may change the rates of all others."""
 
 
 def price(trace: Trace, network: Network) -> Timeline:
@@ -45,8 +45,8 @@ def price(trace: Trace, network: Network) -> Timeline:
 
     Raises: ConfigError when the network describes another number of workers than the trace has.
     Cost: O(messages), vectorised over a round: 1 to 3 s for 10,000 workers and 1,000 rounds of single exchanges. A replay
-        costs 0.1 to 1 ms for each message. A round of more than 1,000 messages is not replayed by itself but priced as if
-        its messages shared their links evenly all the time, which is never too fast and some per cent too slow at most.
+        costs 0.1 to 1 ms per message. A single round of more than 1,000 messages is not replayed. It is priced as if its
+        messages shared their links evenly all the time, which is never too fast and at most some per cent too slow.
 
     >>> from gossamer.record.trace import from_targets
     >>> swap = from_targets(np.array([[1, 0]]), payload_bytes=1000, steps=30)
@@ -79,9 +79,9 @@ def price(trace: Trace, network: Network) -> Timeline:
 def _round(
     start: Floats, ready: Floats, messages: Messages, links: Links, network: Network
 ) -> tuple[Floats, Integers, bool]:
-    """When each worker ends a round, whom it waits for, and whether that is sure; otherwise it may be earlier."""
+    """When each worker ends a round, which worker it waits for, and whether that is exact; if not, it may end earlier."""
     edges = np.searchsorted(messages.kind, np.arange(len(KINDS) + 1))
-    # The shares of a mean may come while others are still busy with an exchange, on one link with it.
+    # Messages of a mean may share a link with those of an exchange that other workers have not finished.
     end, waits_on, all_sure = ready, np.arange(len(ready)), int(np.count_nonzero(np.diff(edges))) < 2
     for kind, first, last in zip(KINDS, edges[:-1], edges[1:], strict=True):
         if first < last:
@@ -96,7 +96,7 @@ _Carry = Callable[[Floats, Floats, Integers, Messages, Links, Network], tuple[Fl
 def _exchange(
     start: Floats, ready: Floats, waits_on: Integers, messages: Messages, links: Links, network: Network
 ) -> tuple[Floats, Integers, bool]:
-    """Point to point, given when each worker began its round and was ready."""
+    """An exchange, given when each worker started its round and was ready."""
     source, target, size = streams_of(messages)
     leaves = np.maximum(ready[source], start[target])
     ways = _ways(source, target, links, network)
@@ -118,7 +118,7 @@ def _exchange(
 def _mean(
     start: Floats, ready: Floats, waits_on: Integers, messages: Messages, links: Links, network: Network
 ) -> tuple[Floats, Integers, bool]:
-    """Through chunk owners, two exchanges; or in legs: all members start when the last is ready and end together."""
+    """A mean: two exchanges through chunk owners, or legs, where all members start when the last is ready and end together."""
     if network.mean == "owners":
         half = messages._replace(bytes=messages.bytes / 2)
         there, waits_there, sure_there = _exchange(start, ready, waits_on, half, links, network)
@@ -148,18 +148,18 @@ _CARRY: dict[Kind, _Carry] = {"exchange": _exchange, "mean": _mean}
 
 
 class _Ways(NamedTuple):
-    """The two directions that each message goes through, as numbers of links, and what an even part of each means for it."""
+    """The two link directions that each message uses, as numbers, and how fast it is if each is shared evenly."""
 
     up: Integers
     down: Integers
     up_s_per_bit: Floats
     down_s_per_bit: Floats
-    lonely: bool
+    uncontended: bool
     """No two messages share a direction."""
 
     @property
     def up_is_slower(self) -> NDArray[np.bool_]:
-        """Whether the sender's side has the smaller part for each message."""
+        """Whether each message is slower on the sender's side."""
         return self.up_s_per_bit >= self.down_s_per_bit
 
 
@@ -167,22 +167,22 @@ def _ways(source: Integers, target: Integers, links: Links, network: Network) ->
     up, down = source, target if network.duplex == "half" else len(links.uplink_bps) + target
     up_s_per_bit, down_s_per_bit = 1 / links.uplink_bps[source], 1 / links.downlink_bps[target]
     both = np.concatenate([up, down])
-    lonely = int(np.bincount(both).max()) == 1
-    if not lonely:
-        # An even part: each bit of one waits until the link has moved a bit of every other message too.
+    uncontended = int(np.bincount(both).max()) == 1
+    if not uncontended:
+        # Shared evenly: for each bit of a message, the link also moves one bit of every other message.
         loads = np.bincount(both, np.concatenate([up_s_per_bit, down_s_per_bit])).astype(float)
         up_s_per_bit, down_s_per_bit = loads[up], loads[down]
-    return _Ways(up, down, up_s_per_bit, down_s_per_bit, lonely)
+    return _Ways(up, down, up_s_per_bit, down_s_per_bit, uncontended)
 
 
 def _even_shares(ways: _Ways, leaves: Floats, size: Integers | Floats) -> tuple[Floats, NDArray[np.bool_]]:
-    """Seconds of each message if all share their links evenly all the time, and whether it surely takes these.
+    """Seconds of each message if all share their links evenly all the time, and whether that is exact.
 
-    Nothing is ever slower. Where a link is the slower one for all its messages, and these leave together and are of one
-    size, it is full until all have gone through it, so none is faster either.
+    No message is ever slower than that. If a link is the slower one for all its messages, and these leave together and have
+    one size, the link is full until all have passed, so none is faster either.
     """
     takes = 8 * size.astype(float) * np.maximum(ways.up_s_per_bit, ways.down_s_per_bit)
-    if ways.lonely:
+    if ways.uncontended:
         return takes, np.ones(len(size), bool)
     slower, other = np.where(ways.up_is_slower, [ways.up, ways.down], [ways.down, ways.up])
     links = 1 + int(max(slower.max(), other.max()))
@@ -197,11 +197,8 @@ def _even_shares(ways: _Ways, leaves: Floats, size: Integers | Floats) -> tuple[
 
 
 def _latest(ready: Floats, source: Integers, target: Integers, arrival: Floats) -> Floats:
-    """When each worker has all that it sends and receives behind it."""
+    """When each worker has finished everything that it sends and receives."""
     end = ready.copy()
     np.maximum.at(end, target, arrival)
     np.maximum.at(end, source, arrival)
     return end
-
-
-# --- shared or changing links: event by event -----------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Measures the links between running workers, as a network file: latency and bandwidth of pairs that talk alone.
+"""Measures the links between running workers, as a network file: latency and bandwidth of each pair, with no other traffic.
 
-Workers meet along a factorisation of the complete graph: in a round each is in one pair, and what a pair sends crosses its
-link in one direction at a time. Messages grow until one takes long enough to be timed, within a limit of bytes and time, so
-that a slow link is not flooded and a fast one is not guessed from its latency.
+Pairs follow a factorisation of the complete graph: in each round every worker is in one pair, and a pair sends in one
+direction at a time. Messages grow until one takes long enough to be timed, within limits of bytes and time. So a slow link is
+not flooded, and the bandwidth of a fast one is not guessed from its latency.
 """
 
 import math
@@ -27,40 +27,38 @@ __all__ = ["Measured", "network_of", "probe"]
 PINGS = 5
 SMALLEST_BYTES = 1 << 14
 SLOWER = 0.8
-"""A pair that reaches less than this part of what both its workers reach elsewhere has a bottleneck of its own."""
+"""A pair that reaches less than this share of what both its workers reach elsewhere has a bottleneck of its own."""
 EQUAL = 1.25
-"""Latencies within this factor of their median, or within a millisecond of it, are taken to be one."""
+"""Latencies within this factor of their median, or within a millisecond of it, count as equal."""
 DIGITS = 3
 
 
 class Measured(NamedTuple):
-    """The way from one worker to another."""
+    """One direction between two workers."""
 
     latency_s: float
-    """Half of the shortest way there and back."""
+    """Half of the shortest round trip."""
     bandwidth_bps: float
 
 
 def probe(
     *, max_bytes: int = 1 << 24, test_s: float = 0.5, max_rounds: int = 15, timeout_s: float = 60.0
 ) -> Network | None:
-    """Joins the other workers, as torchrun or `run_local` started them, and measures; the network, on worker 0 only.
+    """Joins the other workers, as torchrun or `run_local` started them, and measures their links.
 
     Args:
-        max_bytes: of one message; a test sends about 4/3 of it at most.
+        max_bytes: of one message; a test sends at most about 4/3 of it.
         test_s: a message that takes this long is long enough.
-        max_rounds: how many others a worker is paired with; with fewer than all, routes are left out.
+        max_rounds: with how many peers a worker is paired; routes need all of them.
         timeout_s: how long to wait for another worker.
-    Returns: links with three digits; how fast the workers compute is not measured.
+    Returns: the network, to three digits, on worker 0, and None on the others. The workers' speed is not measured.
     Raises: ConfigError for options or an environment that cannot work, PeerError for workers that do not answer.
-    Cost: at most 15 rounds of two tests, of about `4/3·test_s` each unless the link is so slow that 16 kB take longer.
+    Cost: at most 15 rounds of two tests of about `4/3·test_s` each, or longer where 16 kB take longer.
     """
     if not SMALLEST_BYTES <= max_bytes <= 1 << 30:
-        raise ConfigError(
-            f"the largest message is {max_bytes} bytes but must have from {SMALLEST_BYTES} to {1 << 30}; change it"
-        )
+        raise ConfigError(f"max_bytes is {max_bytes} bytes but must be from {SMALLEST_BYTES} to {1 << 30}; change it")
     if not 0 < test_s <= 60:
-        raise ConfigError(f"a test is to take {test_s} s but must take from above 0 to 60; 0.5 is usual")
+        raise ConfigError(f"test_s is {test_s} s but must be above 0 and at most 60; 0.5 is usual")
     world = os.environ.get("WORLD_SIZE", "")
     member = join(int(world) if world.isdigit() else 0, backend="gloo", device="cpu", timeout_s=timeout_s)
     if member.workers < 2:
@@ -85,8 +83,9 @@ def probe(
 def network_of(measured: Sequence[Mapping[int, Measured]]) -> Network:
     """The network that explains what each worker measured to each of its peers.
 
-    A direction of a worker has the most that it reached with anybody. Where latencies differ from pair to pair, or a pair is
-    slower than both of its workers are elsewhere, each worker becomes a site and each pair a route, if all were measured.
+    The bandwidth of a worker, in each direction, is the most that it reached with any peer. If latencies differ between pairs,
+    or a pair is slower than both of its workers are elsewhere, each worker becomes a site and each pair a route, provided
+    that all pairs were measured.
 
     >>> network_of([{1: Measured(0.01, 1e6)}, {0: Measured(0.01, 5e6)}])
     ... # doctest: +ELLIPSIS
@@ -97,50 +96,62 @@ def network_of(measured: Sequence[Mapping[int, Measured]]) -> Network:
     up = [max(way.bandwidth_bps for (i, _), way in ways.items() if i == k) for k in range(n)]
     down = [max(way.bandwidth_bps for (_, j), way in ways.items() if j == k) for k in range(n)]
     latency_s = statistics.median(way.latency_s for way in ways.values())
-    routes = []
-    for i, j in sorted(pair for pair in ways if pair[0] < pair[1] and pair[::-1] in ways):
-        there, back = ways[i, j], ways[j, i]
-        alone = there.bandwidth_bps < SLOWER * min(up[i], down[j]) and back.bandwidth_bps < SLOWER * min(up[j], down[i])
-        routes.append(
-            Route(
-                between=(f"worker-{i}", f"worker-{j}"),
-                latency_s=_rounded(min(there.latency_s, back.latency_s)),
-                bandwidth_bps=_rounded(max(there.bandwidth_bps, back.bandwidth_bps)) if alone else math.inf,
-            )
-        )
+    routes = _routes(ways, up, down)
     differ = any(abs(r.latency_s - latency_s) > max((EQUAL - 1) * latency_s, 1e-3) for r in routes)
     apart = len(routes) == n * (n - 1) // 2 and (differ or any(r.bandwidth_bps < math.inf for r in routes))
     return Network(
         uplink_bps=tuple(map(_rounded, up)),
         downlink_bps=tuple(map(_rounded, down)),
         latency_s=0.0 if apart else _rounded(latency_s),
-        sites={f"worker-{i}": Site(workers=(i,)) for i in range(n)} if apart else {},
-        routes=tuple(routes) if apart else (),
+        sites={_site(i): Site(workers=(i,)) for i in range(n)} if apart else {},
+        routes=routes if apart else (),
     )
 
 
+def _routes(ways: Mapping[tuple[int, int], Measured], up: Sequence[float], down: Sequence[float]) -> tuple[Route, ...]:
+    """A route for each pair measured in both directions; with a bandwidth only where the pair has a bottleneck of its own."""
+    routes = []
+    for i, j in sorted(pair for pair in ways if pair[0] < pair[1] and pair[::-1] in ways):
+        there, back = ways[i, j], ways[j, i]
+        slower = there.bandwidth_bps < SLOWER * min(up[i], down[j]) and back.bandwidth_bps < SLOWER * min(
+            up[j], down[i]
+        )
+        routes.append(
+            Route(
+                between=(_site(i), _site(j)),
+                latency_s=_rounded(min(there.latency_s, back.latency_s)),
+                bandwidth_bps=_rounded(max(there.bandwidth_bps, back.bandwidth_bps)) if slower else math.inf,
+            )
+        )
+    return tuple(routes)
+
+
+def _site(worker: int) -> str:
+    return f"worker-{worker}"
+
+
 class _Link:
-    """Messages to and from one peer, one at a time and of a known size."""
+    """Messages to and from one peer, one at a time and of known size."""
 
     def __init__(self, transport: Transport, peer: int, round: int):
         self.transport, self.peer, self.round, self.count = transport, peer, round, 0
 
     def send(self, *words: torch.Tensor) -> None:
-        """Sends, and returns when it has left."""
+        """Sends a message, and returns once it has left."""
         ticket = self._ticket()
         self.transport.post(ticket, self.peer, words)
         self.transport.wait(ticket)
         self.transport.collect(ticket)
 
     def receive(self, like: torch.Tensor) -> torch.Tensor:
-        """Returns what comes next."""
+        """The next message."""
         ticket = self._ticket()
         self.transport.expect(ticket, self.peer, [like])
         self.transport.wait(ticket)
         return self.transport.collect(ticket)[self.peer][0]
 
     def answer_and_receive(self, like: torch.Tensor) -> torch.Tensor:
-        """Makes room for what comes next, answers that it is there, and returns what came."""
+        """Allocates memory for the next message, tells the peer that it may send, and returns what came."""
         answer, coming = self._ticket(), self._ticket()
         self.transport.expect(coming, self.peer, [like])
         self.transport.post(answer, self.peer, [_NUMBER])
@@ -158,7 +169,7 @@ _NUMBER = torch.zeros(1, dtype=torch.int64)
 
 
 def _measure(link: _Link, first: bool, max_bytes: int, test_s: float) -> Measured:
-    """Both tests of a pair: each end in turn sends and takes the time, while the other answers."""
+    """Both tests of a pair: each end in turn sends and measures, while the other answers."""
     if first:
         own = _send_test(link, max_bytes, test_s)
         _answer_test(link, max_bytes)
@@ -174,12 +185,12 @@ def _send_test(link: _Link, max_bytes: int, test_s: float) -> Measured:
         link.send(_NUMBER)
         link.receive(_NUMBER)
         trips.append(time.perf_counter() - start)
-    trip_s = min(trips[1:])  # the first waited for the peer to be there
+    trip_s = min(trips[1:])  # the first one also waited for the peer to start
     size = SMALLEST_BYTES
     while True:
         payload = torch.zeros(size, dtype=torch.uint8)
         link.send(torch.full_like(_NUMBER, size))
-        link.receive(_NUMBER)  # the peer is waiting for the payload: only now the clock starts
+        link.receive(_NUMBER)  # now the peer waits for the payload, and the clock can start
         start = time.perf_counter()
         link.send(payload)
         link.receive(_NUMBER)
@@ -188,7 +199,7 @@ def _send_test(link: _Link, max_bytes: int, test_s: float) -> Measured:
             break
         size = min(4 * size, max_bytes)
     link.send(_NUMBER)
-    # A message under way for less than its latency says nothing of bandwidth; a tenth of it is the most that is believed.
+    # A message that took about its latency says nothing about bandwidth: at most nine tenths of its time count as latency.
     return Measured(trip_s / 2, 8 * size / max(took_s - trip_s, 0.1 * took_s))
 
 
@@ -199,14 +210,14 @@ def _answer_test(link: _Link, max_bytes: int) -> None:
     while size := int(link.receive(_NUMBER)):
         if not 0 < size <= max_bytes:
             raise PeerError(
-                f"worker {link.peer} announced {size} bytes but at most {max_bytes} were agreed; start all alike"
+                f"worker {link.peer} announced {size} bytes but at most {max_bytes} were agreed; start all with the same options"
             )
         link.answer_and_receive(torch.empty(size, dtype=torch.uint8))
         link.send(_NUMBER)
 
 
 def _measured(worker: int, fact: Any, n: int) -> dict[int, Measured]:
-    """What a worker says it measured. Raises PeerError for anything else."""
+    """The measurements that a worker sent. Raises PeerError for anything else."""
     match fact:
         case dict() if fact and all(
             key.isdigit() and int(key) < n and isinstance(way, list) and len(way) == 2
@@ -215,7 +226,7 @@ def _measured(worker: int, fact: Any, n: int) -> dict[int, Measured]:
         ):  # fmt: skip
             return {int(key): Measured(*way) for key, way in fact.items()}
     raise PeerError(
-        f"worker {worker} said it measured {fact!r:.60}, which are no links; install the same gossamer everywhere"
+        f"worker {worker} sent {fact!r:.60} as its measurements, which is malformed; install the same gossamer everywhere"
     )
 
 

@@ -1,4 +1,4 @@
-"""Published bandwidths, to compare with."""
+"""Published bandwidths, and how far ours are from them."""
 
 import math
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from gossamer.errors import ConfigError, choose
-from gossamer.network.utilisation import BANDWIDTHS_BPS, METHODS, _within, bandwidth_table, setting_of
+from gossamer.network.limits import ensure
+from gossamer.network.utilisation import BANDWIDTHS_BPS, PUBLISHED_METHODS, bandwidth_table, setting_of
 
 __all__ = ["PUBLISHED_GBPS", "grid_steps_above_published"]
 
@@ -44,7 +45,7 @@ def grid_steps_above_published(model: str, method: str, **options: Any) -> list[
     >>> grid_steps_above_published("1b", "diloco")
     [0, 0, 0, 0, 0]
     """
-    for what, name, table in (("model", model, PUBLISHED_GBPS), ("method", method, METHODS)):
+    for what, name, table in (("model", model, PUBLISHED_GBPS), ("method", method, PUBLISHED_METHODS)):
         if name not in table:
             raise ConfigError(choose(f"published {what}", name, table))
     off = []
@@ -52,7 +53,7 @@ def grid_steps_above_published(model: str, method: str, **options: Any) -> list[
         bandwidth_table(setting_of(model, method, **options)), PUBLISHED_GBPS[model][method], strict=True
     ):
         needed = math.inf if row.bandwidth_bps is None else row.bandwidth_bps
-        _within(f"bandwidth for a utilisation of {row.utilisation:.0%}", needed, needed < math.inf, "on the grid")
+        ensure(f"bandwidth for a utilisation of {row.utilisation:.0%}", needed, needed < math.inf, "on the grid")
         # The published ones have one decimal.
         published = int(np.abs(np.log(BANDWIDTHS_BPS / (gbps * 1e9))).argmin())
         off.append(int(np.searchsorted(BANDWIDTHS_BPS, needed)) - published)

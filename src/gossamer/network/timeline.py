@@ -1,4 +1,4 @@
-"""When every worker computed, sent and waited: what pricing a run gives."""
+"""When every worker computed, communicated and waited: the result of pricing a run."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,14 +12,14 @@ __all__ = ["Leg", "Timeline", "compute_seconds", "legs_of", "no_rounds", "stream
 
 
 class Timeline(NamedTuple):
-    """When everything happened, as arrays `[rounds, workers]`; a worker's round starts where its last one ended."""
+    """When everything happened, as arrays `[rounds, workers]`; a worker's round starts when its previous one ends."""
 
     compute_s: Floats
     """Seconds of the local phase."""
     communication_s: Floats
     """Exposed communication: all other seconds of the round."""
     waits_on: Integers
-    """The worker behind most of that wait: who was late, or whose link was the slower end; itself without a wait."""
+    """The worker that caused most of the wait: it was late, or its link was the slower end. The worker itself without a wait."""
     end_s: Floats
     """Seconds from the start of the run to the end of the round."""
 
@@ -41,7 +41,7 @@ class Timeline(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """Messages of a mean that are under way together, as columns, and how often they are sent one after the other."""
+    """Messages of a mean that are in flight together, as columns; the leg runs `times` times in a row."""
 
     source: Integers
     target: Integers
@@ -50,7 +50,7 @@ class Leg(NamedTuple):
 
 
 def legs_of(mean: MeanKind, messages: Messages) -> Iterator[Leg]:
-    """The legs of a mean, whichever way its messages were recorded; all move `2(n-1)` times the bytes that are averaged.
+    """The legs of a mean, however its messages were recorded; all move `2(n-1)` times the bytes that are averaged.
 
     >>> from gossamer.record.trace import from_targets
     >>> trace = from_targets(np.array([[[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]]), 200, steps=1, kind="mean")
@@ -88,7 +88,7 @@ def compute_seconds(trace: Trace, network: Network, links: Links, r: int) -> Flo
 
 
 def streams_of(messages: Messages) -> tuple[Integers, Integers, Integers]:
-    """Source, target and bytes of each pair that talks: fragments for one peer follow each other on one stream."""
+    """Source, target and bytes of each pair of workers; fragments for one peer follow each other on one stream."""
     source, target, size = messages.source, messages.target, messages.bytes
     first = np.ones(len(source), bool)
     first[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])

@@ -1,30 +1,33 @@
-"""How much of a training run is computing rather than waiting for the network; three models, none of which trains.
+"""Compute utilisation of data parallelism, DiLoCo and Streaming DiLoCo between sites, layer by layer.
 
-* `utilisation` follows every layer through the link between sites that compute at one pace: data parallelism, DiLoCo
-  and its streaming form, overlapped or not (Streaming DiLoCo, arXiv 2501.18512, section 3.1).
-* `wall_clock` is closed form: total hours of data parallelism and DiLoCo on links with a latency (scaling laws,
-  arXiv 2503.09799, appendices A and B).
-* `straggler_utilisation` compares all-reduce with gossip when one worker has a slow uplink (GASLoC, arXiv 2606.11081,
-  figure 9).
+Three models say how much of a training run is computing rather than waiting for the network; none of them trains:
+
+* `utilisation`, here, follows every layer through the link between sites that compute at the same speed, overlapped or
+  not (Streaming DiLoCo, arXiv 2501.18512, section 3.1).
+* `gossamer.network.wall_clock` gives total hours of data parallelism and DiLoCo in closed form, on links with a latency
+  (scaling laws, arXiv 2503.09799, appendices A and B).
+* `gossamer.network.straggler` compares all-reduce with gossip when one worker has a slow uplink (GASLoC, arXiv
+  2606.11081, figure 9).
 
 Utilisation is always compute time over total time. Bandwidths are in bits per second, models in parameters.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from gossamer.errors import ConfigError, choose, require
+from gossamer.network.limits import build_settings, counts, ensure, is_whole, positives
+from gossamer.network.links import Floats
 
 __all__ = [
     "BANDWIDTHS_BPS",
-    "METHODS",
     "MODELS",
+    "PUBLISHED_METHODS",
     "TARGETS",
     "BandwidthNeeded",
     "Model",
@@ -40,8 +43,6 @@ __all__ = [
     "utilisation_curve",
 ]
 
-Floats = NDArray[np.float64]
-
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
 """The utilisations for which bandwidths are usually asked."""
 
@@ -50,48 +51,22 @@ BANDWIDTHS_BPS: Floats = np.logspace(-1, 3, 50) * 1e9
 BANDWIDTHS_BPS.flags.writeable = False
 
 
-def _within(what: str, value: float, holds: bool, allowed: str) -> None:
-    """Raises ConfigError unless the condition holds; `allowed` says in words which values do."""
-    if not holds:
-        raise ConfigError(f"{what} is {value!r} but must be {allowed}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_whole(value: float) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _count(name: str, value: float) -> None:
-    _within(name, value, _is_whole(value) and value >= 1, "a whole number, 1 or more")
-
-
-def _positive(name: str, value: float) -> None:
-    _within(name, value, _is_number(value) and 0 < value < math.inf, "a finite number above 0")
-
-
-# --- layer by layer ---------------------------------------------------------------------------------------------------
-
-
 def step_seconds(parameters: float, tokens: float, peak_flops: float, mfu: float = 1.0) -> float:
     """Seconds of one training step by its FLOPs: `6·N·tokens / (peak·MFU)`.
 
-    Args: `tokens` in the batch of whatever has `peak_flops` FLOP/s; `mfu` is the share of that peak in use, in (0, 1].
+    Args: `tokens` of the batch; `peak_flops`, FLOP/s of the hardware that computes it; `mfu`, the share of it in use, in (0, 1].
     Raises: ConfigError for a number out of bounds.
 
     >>> step_seconds(1e9, tokens=1e6, peak_flops=1e15, mfu=0.4)
     15.0
     """
-    for name, value in (("parameters", parameters), ("tokens", tokens), ("peak_flops", peak_flops)):
-        _positive(name, value)
-    _within("mfu", mfu, 0 < mfu <= 1, "above 0 and at most 1")
+    positives(parameters=parameters, tokens=tokens, peak_flops=peak_flops)
+    ensure("mfu", mfu, 0 < mfu <= 1, "above 0 and at most 1")
     return 6 * parameters * tokens / (peak_flops * mfu)
 
 
 class Model(NamedTuple):
-    """What a utilisation model needs to know of a network that is trained."""
+    """A model that is trained, as far as its utilisation depends on it."""
 
     layers: int
     step_s: float
@@ -108,20 +83,20 @@ MODELS: dict[str, Model] = {
 """Known settings. The first three are those of arXiv 2501.18512, table 4. The step of "70b" is our choice: a worker of
 64 accelerators with 989 TFLOP/s each at 40 % takes 17.4 s for 2^20 tokens."""
 
-METHODS: dict[str, dict[str, Any]] = {
+PUBLISHED_METHODS: dict[str, dict[str, Any]] = {
     "data_parallel": {"local_steps": 1, "fragment_layers": None},
     "diloco": {"fragment_layers": None},
     "streaming": {"fragment_layers": 3},
     "streaming_overlap": {"fragment_layers": 3, "overlap_steps": 1},
     "streaming_overlap_fp4": {"fragment_layers": 3, "overlap_steps": 1, "bits_per_parameter": 16 * 0.26},
 }
-"""What each column of the published table asks of a `Setting`. FP4 is priced at 4.16 bits: the 4 % above four, room for
-scales, fit the published numbers best (67 instead of 69 of the 75 are met exactly without them)."""
+"""The `Setting` options of each column of the published table. FP4 is priced at 4.16 bits: the extra 4 %, room for scales,
+fit the published numbers best (without them 67 of the 75 are met exactly, with them 69)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One model, trained by one method. Data parallelism is one local step, DiLoCo one fragment of all layers.
+    """One model and one method. Data parallelism takes one local step, DiLoCo has one fragment with all layers.
 
     Raises: ConfigError for an option out of bounds.
 
@@ -133,37 +108,36 @@ class Setting:
     step_s: float
     """Seconds of one inner step without any waiting."""
     parameters: float
-    """Parameters of the model, taken to be spread evenly over the layers."""
+    """Parameters of the model, assumed to be spread evenly over the layers."""
     local_steps: int = 100
     """Inner steps between two reductions of the same layer (H)."""
     fragment_layers: int | None = 3
-    """Layers of a fragment at most; None reduces the whole model at once."""
+    """Most layers of a fragment; None reduces the whole model at once."""
     assignment: Literal["strided", "sequential"] = "strided"
     """Whether a fragment takes every k-th layer or neighbouring ones."""
     overlap_steps: int = 0
     """Inner steps taken between the step that sends a layer and the step that waits for it (tau)."""
     bits_per_parameter: float = 16.0
     payload_factor: float = 0.84
-    """Bits on the link per bit of the model. Two sites make 2·(1 - 1/2) = 1 of it; 0.84 fits the published table best,
-    which gives no reason for it."""
+    """Bits on the link per bit of the model. An all-reduce between two sites needs 2·(1 - 1/2) = 1; we use 0.84, which fits
+    the published table best. The paper gives no reason for it."""
     forward_share: float = 1 / 3
     """The forward pass's share of a step."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "local_steps"):
-            _count(name, getattr(self, name))
+        counts(layers=self.layers, local_steps=self.local_steps)
         if self.fragment_layers is not None:
-            _count("fragment_layers", self.fragment_layers)
-        for name in ("step_s", "parameters", "bits_per_parameter", "payload_factor"):
-            _positive(name, getattr(self, name))
-        _within("forward_share", self.forward_share, 0 <= self.forward_share <= 1, "between 0 and 1")
+            counts(fragment_layers=self.fragment_layers)
+        positives(step_s=self.step_s, parameters=self.parameters)
+        positives(bits_per_parameter=self.bits_per_parameter, payload_factor=self.payload_factor)
+        ensure("forward_share", self.forward_share, 0 <= self.forward_share <= 1, "between 0 and 1")
         if self.assignment not in ("strided", "sequential"):
             raise ConfigError(choose("assignment", str(self.assignment), ("strided", "sequential")))
         last = self.local_steps - 1
-        _within(
+        ensure(
             "overlap_steps",
             self.overlap_steps,
-            _is_whole(self.overlap_steps) and 0 <= self.overlap_steps <= last,
+            is_whole(self.overlap_steps) and 0 <= self.overlap_steps <= last,
             f"a whole number from 0 to {last}, one less than local_steps: a layer is reduced before it is sent again",
         )
 
@@ -185,13 +159,10 @@ def setting_of(model: str, method: str, **options: Any) -> Setting:
     >>> setting_of("1b", "streaming_overlap", local_steps=30).overlap_steps
     1
     """
-    for what, name, table in (("model", model, MODELS), ("method", method, METHODS)):
+    for what, name, table in (("model", model, MODELS), ("method", method, PUBLISHED_METHODS)):
         if name not in table:
             raise ConfigError(choose(what, name, table))
-    for name in options:
-        if name not in Setting.__dataclass_fields__:
-            raise ConfigError(choose("option", name, Setting.__dataclass_fields__))
-    own = METHODS[method]
+    own = PUBLISHED_METHODS[method]
     if own.get("local_steps") == 1 and options.get("local_steps", 1) != 1:
         raise ConfigError(
             f"{method} reduces in each step but local_steps is {options['local_steps']}; only 1 is allowed, "
@@ -200,17 +171,17 @@ def setting_of(model: str, method: str, **options: Any) -> Setting:
     if own["fragment_layers"] is None and options.get("fragment_layers") is not None:
         raise ConfigError(
             f"{method} reduces the whole model at once but fragment_layers is {options['fragment_layers']}; "
-            "leave it out, or use the method streaming"
+            "remove fragment_layers, or use the method streaming"
         )
-    return Setting(**(MODELS[model]._asdict() | own | options))
+    return build_settings(Setting, MODELS[model]._asdict() | own | options)
 
 
 def utilisation(setting: Setting, bandwidth_bps: ArrayLike) -> Floats:
     """Share of the time spent computing in the steady state, one value for each bandwidth, in its shape.
 
-    A layer's reduction starts when its backward pass has ended and the link is free, first come first served, and takes
+    The reduction of a layer starts when its backward pass has ended and the link is free, first come first served. It takes
     `payload_factor · bits · N / (layers · bandwidth)`. The forward pass of that layer `overlap_steps + 1` steps later
-    waits until it is there. Fragment p of k leaves in step `⌊p·H/k⌋` of each H. The link has no latency.
+    waits for it. Fragment p of k leaves in step `⌊p·H/k⌋` of each H. The link has no latency.
 
     `CU = H / max(steps that pass in a period, steps that the link needs for its bytes)`
 
@@ -243,8 +214,8 @@ def utilisation(setting: Setting, bandwidth_bps: ArrayLike) -> Floats:
             link_free = np.maximum(link_free, ready) + takes
             due.setdefault(step + 1 + s.overlap_steps, []).append((layer, link_free))
         clock = clock + 1
-    # From the second period on only one thing can change: a link that falls behind its bytes while the overlap still
-    # hides it. In the end its load is the pace, so it is taken as such at once.
+    # From the second period on only one thing can change: the link falls behind its bytes while the overlap still hides it.
+    # In the long run its load sets the speed, so we use that at once.
     return period / np.maximum(clock - begin, s.layers * takes)
 
 
@@ -286,7 +257,7 @@ def bandwidth_table(
     """
     targets = tuple(targets)
     for target in targets:
-        _within("the target utilisation", target, 0 < target <= 1, "above 0 and at most 1, such as 0.95")
+        ensure("the target utilisation", target, 0 < target <= 1, "above 0 and at most 1, such as 0.95")
     bandwidths = np.sort(np.asarray(bandwidths_bps, float), axis=None)
     reached = utilisation(setting, bandwidths)
     return [BandwidthNeeded(t, next((float(b) for b in bandwidths[reached >= t]), None)) for t in targets]
@@ -307,7 +278,7 @@ def utilisation_curve(setting: Setting, bandwidths_bps: ArrayLike = BANDWIDTHS_B
 
 
 def assumed(model: str, method: str, setting: Setting) -> str:
-    """What a table of bandwidths is for, in one line."""
+    """What a table of bandwidths assumes, in one line."""
     fragments, overlap = len(setting.fragments), setting.overlap_steps
     return (
         f"{model} ({setting.parameters / 1e9:g}e9 parameters in {setting.layers} layers), {method}: {setting.step_s:g} s a step, "
@@ -317,20 +288,11 @@ def assumed(model: str, method: str, setting: Setting) -> str:
     )
 
 
-# --- closed form ------------------------------------------------------------------------------------------------------
-
-
-# --- one straggler ----------------------------------------------------------------------------------------------------
-
-
-# --- a picture --------------------------------------------------------------------------------------------------------
-
-
 def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], file: Path) -> None:
     """Draws points (bandwidth in bits per second, utilisation) of each curve into a file, PNG or SVG by its name.
 
-    An SVG says nothing of when it was made, so that equal curves are equal files.
-    Raises: ConfigError for another kind of file or one that cannot be written; MissingPackageError without matplotlib.
+    An SVG carries no date, so equal curves give equal files.
+    Raises: ConfigError for another kind of file, or one that cannot be written; MissingPackageError without matplotlib.
     """
     require("matplotlib.figure", "plots", f"the plot '{file}'", "remove --plot")
     from matplotlib import rc_context

@@ -1,10 +1,12 @@
 """Hours of a whole run by formula, and the published fits of loss, learning rate and batch size."""
 
 import math
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 from gossamer.errors import ConfigError, choose
-from gossamer.network.utilisation import _count, _is_number, _positive, _within, step_seconds
+from gossamer.network.limits import counts, ensure, is_number, positives
+from gossamer.network.utilisation import step_seconds
 
 __all__ = [
     "HOURS_HEADINGS",
@@ -12,7 +14,9 @@ __all__ = [
     "SUSTAINED_FLOPS",
     "Hours",
     "Link",
+    "MultiSiteRun",
     "WallClock",
+    "WallClockOptions",
     "WallClockTable",
     "all_reduce_s",
     "balanced_local_steps",
@@ -26,7 +30,7 @@ __all__ = [
 
 
 class Link(NamedTuple):
-    """A connection between nodes."""
+    """The connection of a node to the others."""
 
     bandwidth_bps: float
     latency_s: float
@@ -35,22 +39,22 @@ class Link(NamedTuple):
 LINKS: dict[str, Link] = {"high": Link(400e9, 1e-4), "medium": Link(100e9, 1e-3), "low": Link(10e9, 1e-2)}
 """The networks of arXiv 2503.09799, appendix A; inside a site it is always "high"."""
 SUSTAINED_FLOPS = 300e12
-"""FLOP/s that one node keeps up, of the same source."""
+"""FLOP/s that one node sustains, from the same source."""
 
 
 def all_reduce_s(payload_bits: float, nodes: int, link: Link) -> float:
     """Seconds of a bandwidth-optimal all-reduce: `(2·bits/W)·(1 - 1/R) + latency`, a lower bound.
 
-    Args: `nodes` is R; one node has nothing to send and pays the latency only.
+    Args: `nodes` is R; a single node has nothing to send and pays only the latency.
     Raises: ConfigError for a number out of bounds. Source: arXiv 2503.09799, appendix A.
 
     >>> all_reduce_s(16e9, nodes=4, link=Link(bandwidth_bps=8e9, latency_s=0.5))
     3.5
     """
-    _count("nodes", nodes)
-    _positive("payload_bits", payload_bits)
-    _within("bandwidth_bps of the link", link.bandwidth_bps, link.bandwidth_bps > 0, "above 0")
-    _within("latency_s of the link", link.latency_s, 0 <= link.latency_s < math.inf, "a number of seconds, 0 or more")
+    counts(nodes=nodes)
+    positives(payload_bits=payload_bits)
+    ensure("bandwidth_bps of the link", link.bandwidth_bps, link.bandwidth_bps > 0, "above 0")
+    ensure("latency_s of the link", link.latency_s, 0 <= link.latency_s < math.inf, "a number of seconds, 0 or more")
     return 2 * payload_bits / link.bandwidth_bps * (1 - 1 / nodes) + link.latency_s
 
 
@@ -74,70 +78,92 @@ class WallClock(NamedTuple):
         return self.compute_s / self.total_s
 
 
-def wall_clock(
-    method: Literal["data_parallel", "diloco", "streaming"],
-    *,
-    parameters: float,
-    tokens: float,
-    batch_tokens: float,
-    nodes: int,
-    across: Link,
-    within: Link = LINKS["high"],
-    replicas: int = 1,
-    local_steps: int = 1,
-    fragments: int = 1,
-    overlap_steps: int = 0,
-    bits_per_parameter: float = 16.0,
-    flops: float = SUSTAINED_FLOPS,
-) -> WallClock:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MultiSiteRun:
+    """A whole training run on nodes in several sites.
+
+    Raises: ConfigError for a number out of bounds.
+    """
+
+    parameters: float
+    tokens: float
+    """Of the whole run."""
+    batch_tokens: float
+    """Of one step, over all nodes."""
+    nodes: int
+    """Over all replicas (R)."""
+    across: Link
+    """The link of a node to the other sites."""
+    within: Link = LINKS["high"]
+    """The link of a node to the others of its site."""
+    replicas: int = 1
+    """Sites with a replica each (M)."""
+    local_steps: int = 1
+    """Steps between two reductions across sites (H)."""
+    fragments: int = 1
+    """Parts in which the model is reduced across sites (P)."""
+    overlap_steps: float = 0
+    """Steps that hide the transfer of a fragment."""
+    bits_per_parameter: float = 16.0
+    flops: float = SUSTAINED_FLOPS
+    """FLOP/s of one node."""
+
+    def __post_init__(self) -> None:
+        positives(parameters=self.parameters, tokens=self.tokens, batch_tokens=self.batch_tokens)
+        positives(flops=self.flops, bits_per_parameter=self.bits_per_parameter)
+        counts(nodes=self.nodes, replicas=self.replicas, local_steps=self.local_steps, fragments=self.fragments)
+        _check_replicas(self.replicas, self.nodes)
+
+    @property
+    def payload_bits(self) -> float:
+        """Bits of one copy of the model."""
+        return self.bits_per_parameter * self.parameters
+
+
+def _check_replicas(replicas: int, nodes: int) -> None:
+    allowed = f"a divisor of the {nodes} nodes, so that all replicas are equal"
+    ensure("replicas", replicas, nodes % replicas == 0, allowed)
+
+
+def wall_clock(method: Literal["data_parallel", "diloco", "streaming"], run: MultiSiteRun) -> WallClock:
     """Seconds of training on R nodes in M replicas for `T = tokens / batch_tokens` steps, without overlap in a step.
 
     * compute: `6·N·tokens / (R·flops)`
     * data parallelism: `T · all_reduce(N, R, across)`
     * DiLoCo, M = 1: that, and the same once more in each H steps
     * DiLoCo, M ≥ 2: `T · all_reduce(N, R/M, within) + T/H · all_reduce(N, R, across)`
-    * streaming: as DiLoCo, but `P · all_reduce(N/P, R, across)` in each H steps, of which up to `overlap_steps` steps each
-      are hidden: as many bits in all, a P-th of them at once
+    * streaming: as DiLoCo, but `P · all_reduce(N/P, R, across)` in each H steps. Each of these P transfers moves a P-th of
+      the bits, and up to `overlap_steps` steps hide it.
 
-    Args: `across` links sites, `within` the nodes of one; `local_steps` is H, `fragments` P.
-    Raises: ConfigError for a number out of bounds or one that the method has no use for.
+    Raises: ConfigError for an option that the method does not have.
     Source: arXiv 2503.09799, appendices A and B; bits per parameter are implicit there, 16 is our choice.
     Differs: each fragment pays the latency, which the paper's total of a round counts once.
     """
-    if method not in ("data_parallel", "diloco", "streaming"):
-        raise ConfigError(choose("method", str(method), ("data_parallel", "diloco", "streaming")))
-    floats = {"parameters": parameters, "tokens": tokens, "batch_tokens": batch_tokens, "flops": flops}
-    for name, value in (floats | {"bits_per_parameter": bits_per_parameter}).items():
-        _positive(name, value)
-    counts = {"nodes": nodes, "replicas": replicas, "local_steps": local_steps, "fragments": fragments}
-    for name, value in counts.items():
-        _count(name, value)
-    _within(
-        "replicas", replicas, nodes % replicas == 0, f"a divisor of the {nodes} nodes, so that all replicas are equal"
-    )
-    if method == "data_parallel":
-        for name, value in (("replicas", replicas), ("local_steps", local_steps)):
-            _within(f"{name} of data_parallel", value, value == 1, "1, as it reduces each step over all nodes")
-    streams = method == "streaming"
-    _within(
-        f"fragments of {method}", fragments, streams or fragments == 1, "1; only streaming sends the model in parts"
-    )
-    longest = local_steps // fragments if streams else 0
-    _within(
-        f"overlap_steps of {method}",
-        overlap_steps,
-        _is_number(overlap_steps) and 0 <= overlap_steps <= longest,
-        f"from 0 to {longest}; only streaming hides transfers, each until the next one begins at most",
-    )
-
-    bits, steps = bits_per_parameter * parameters, tokens / batch_tokens
-    compute_s = step_seconds(parameters, tokens, nodes * flops)
-    inner_s = steps * all_reduce_s(bits, nodes // replicas, across if replicas == 1 else within)
+    _check_method(method, run)
+    steps = run.tokens / run.batch_tokens
+    compute_s = step_seconds(run.parameters, run.tokens, run.nodes * run.flops)
+    inner_link = run.across if run.replicas == 1 else run.within
+    inner_s = steps * all_reduce_s(run.payload_bits, run.nodes // run.replicas, inner_link)
     if method == "data_parallel":
         return WallClock(compute_s, inner_s, 0.0)
-    hidden_s = overlap_steps * (compute_s + inner_s) / steps
-    exposed_s = max(0.0, all_reduce_s(bits / fragments, nodes, across) - hidden_s)
-    return WallClock(compute_s, inner_s, steps / local_steps * fragments * exposed_s)
+    hidden_s = run.overlap_steps * (compute_s + inner_s) / steps
+    exposed_s = max(0.0, all_reduce_s(run.payload_bits / run.fragments, run.nodes, run.across) - hidden_s)
+    return WallClock(compute_s, inner_s, steps / run.local_steps * run.fragments * exposed_s)
+
+
+def _check_method(method: str, run: MultiSiteRun) -> None:
+    """Raises ConfigError for an unknown method, or for an option of the run that the method does not have."""
+    if method not in ("data_parallel", "diloco", "streaming"):
+        raise ConfigError(choose("method", str(method), ("data_parallel", "diloco", "streaming")))
+    if method == "data_parallel":
+        for name, value in (("replicas", run.replicas), ("local_steps", run.local_steps)):
+            ensure(f"{name} of data_parallel", value, value == 1, "1, as it reduces each step over all nodes")
+    streams, tau = method == "streaming", run.overlap_steps
+    whole = streams or run.fragments == 1
+    ensure(f"fragments of {method}", run.fragments, whole, "1; only streaming sends the model in parts")
+    longest = run.local_steps // run.fragments if streams else 0
+    allowed = f"from 0 to {longest}; only streaming hides transfers, and each must end before the next one begins"
+    ensure(f"overlap_steps of {method}", tau, is_number(tau) and 0 <= tau <= longest, allowed)
 
 
 def balanced_local_steps(
@@ -149,18 +175,17 @@ def balanced_local_steps(
     `H = ⌈all_reduce(N, R, across) / all_reduce(N, R/M, within)⌉`, which comes to `⌈W0/W1⌉` for many nodes in each
     replica and bandwidths that outweigh latencies.
 
-    Raises: ConfigError for a number out of bounds, or nodes of one replica that reduce for nothing.
+    Raises: ConfigError for a number out of bounds, or where a reduction within a replica takes no time.
     Source: arXiv 2503.09799, appendix A, where H ≥ W0/W1 is the rule.
 
     >>> balanced_local_steps(parameters=1e9, nodes=1024, replicas=2, across=LINKS["medium"]), 400e9 / 100e9
     (5, 4.0)
     """
-    for name, value in (("nodes", nodes), ("replicas", replicas)):
-        _count(name, value)
-    _within("replicas", replicas, nodes % replicas == 0, f"a divisor of the {nodes} nodes")
+    counts(nodes=nodes, replicas=replicas)
+    _check_replicas(replicas, nodes)
     bits = bits_per_parameter * parameters
     inner_s = all_reduce_s(bits, nodes // replicas, within)
-    _within("seconds of a reduction within a replica", inner_s, inner_s > 0, "above 0; give the link a latency")
+    ensure("seconds of a reduction within a replica", inner_s, inner_s > 0, "above 0; give the link a latency")
     return max(1, math.ceil(all_reduce_s(bits, nodes, across) / inner_s * (1 - 1e-12)))
 
 
@@ -168,13 +193,13 @@ def loss_fit(parameters: float, replicas: int = 1) -> float:
     """The loss that DiLoCo reaches on C4 with 20 tokens a parameter and H = 30: `19.226 · N^-0.0985 · M^0.0116` nats a token.
 
     Source: arXiv 2503.09799, fitted from 35M to 2.4B parameters and 1 to 8 replicas.
-    Fails when: there are more; of 10B it promises a loss that is 4 % too low.
+    Fails when: there are more; for 10B it predicts a loss that is 4 % too low.
 
     >>> round(loss_fit(1.3e9, replicas=2), 2), round(loss_fit(1.3e9, replicas=8), 2)  # measured there: 2.46, 2.49
     (2.45, 2.49)
     """
-    _positive("parameters", parameters)
-    _count("replicas", replicas)
+    positives(parameters=parameters)
+    counts(replicas=replicas)
     return 19.226 * parameters**-0.0985 * replicas**0.0116
 
 
@@ -184,22 +209,22 @@ def inner_lr_fit(parameters: float, replicas: int = 1) -> float:
     >>> f"{inner_lr_fit(1e9, replicas=2):.1e}"
     '3.1e-04'
     """
-    _positive("parameters", parameters)
-    _count("replicas", replicas)
+    positives(parameters=parameters)
+    counts(replicas=replicas)
     return 22256 * parameters**-0.8827 * replicas**0.2929
 
 
 def batch_tokens_fit(parameters: float, replicas: int = 1) -> float:
     """The best batch of DiLoCo, of all replicas together: `2048 · 0.00709 · N^0.4695 · M^0.3399` tokens.
 
-    Source: as `loss_fit`. Differs: sequences of 2048 tokens are our reading of its unit; only with them it meets the fit
-    for two replicas alone, `15.75 · N^0.479` tokens.
+    Source: as `loss_fit`. Differs: the unit, sequences of 2048 tokens, is our reading; only with it does this fit agree with
+    the separate one for two replicas, `15.75 · N^0.479` tokens.
 
     >>> f"{batch_tokens_fit(1e9, replicas=2):.2g}", f"{15.75 * 1e9**0.479:.2g}"
     ('3.1e+05', '3.2e+05')
     """
-    _positive("parameters", parameters)
-    _count("replicas", replicas)
+    positives(parameters=parameters)
+    counts(replicas=replicas)
     return 2048 * 0.00709 * parameters**0.4695 * replicas**0.3399
 
 
@@ -209,80 +234,107 @@ class Hours(NamedTuple):
     method: str
     clock: WallClock
     at_once_bits: float
-    """What a reduction across sites moves at a time."""
+    """Bits that one reduction across sites moves at a time."""
 
 
 class WallClockTable(NamedTuple):
-    """Where the seconds of a run go, method by method."""
+    """Where the seconds of a run go, by method."""
 
     rows: tuple[Hours, ...]
     assumptions: tuple[str, ...]
-    """What was assumed, a sentence each, to be printed beside the numbers."""
+    """What was assumed, a sentence each, to be printed with the numbers."""
 
 
-def wall_clock_table(
-    parameters: float = 1e9,
-    *,
-    replicas: int = 4,
-    local_steps: int = 30,
-    network: str = "low",
-    tokens: float | None = None,
-    batch_tokens: float | None = None,
-    nodes: int | None = None,
-    node_tokens: float = 2.0**14,
-    fragments: int = 3,
-    overlap_steps: int = 1,
-    bits_per_parameter: float = 16.0,
-    flops: float = SUSTAINED_FLOPS,
-) -> WallClockTable:
-    """`wall_clock` of each method on one of `LINKS` between the sites.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WallClockOptions:
+    """The run that `wall_clock_table` compares the methods on.
 
-    Args: 20 tokens a parameter, the batch of `batch_tokens_fit` and as many nodes as let each have about `node_tokens` of it,
-        in equal replicas, unless given; `fragments` and `overlap_steps` are those of streaming.
     Raises: ConfigError for an unknown network or a number out of bounds.
     """
-    if network not in LINKS:
-        raise ConfigError(choose("network", network, LINKS))
-    for name, value in (("parameters", parameters), ("node_tokens", node_tokens)):
-        _positive(name, value)
-    _count("replicas", replicas)
-    _count("fragments", fragments)
-    batch_tokens = batch_tokens_fit(parameters, replicas) if batch_tokens is None else batch_tokens
-    tokens = 20 * parameters if tokens is None else tokens
-    _positive("batch_tokens", batch_tokens)
-    nodes = max(1, round(batch_tokens / node_tokens / replicas)) * replicas if nodes is None else nodes
-    across, within, bits = LINKS[network], LINKS["high"], bits_per_parameter * parameters
-    run: dict[str, Any] = {
-        "parameters": parameters,
-        "tokens": tokens,
-        "batch_tokens": batch_tokens,
-        "nodes": nodes,
-        "across": across,
-        "bits_per_parameter": bits_per_parameter,
-        "flops": flops,
-    }
-    split: dict[str, Any] = run | {"replicas": replicas, "local_steps": local_steps}
-    streams: dict[str, Any] = split | {"fragments": fragments}
-    overlapped = wall_clock("streaming", **streams, overlap_steps=overlap_steps)
+
+    parameters: float = 1e9
+    replicas: int = 4
+    local_steps: int = 30
+    network: str = "low"
+    """One of `LINKS`, between the sites."""
+    tokens: float | None = None
+    """Of the whole run; 20 per parameter if None."""
+    batch_tokens: float | None = None
+    """Of one step; those of `batch_tokens_fit` if None."""
+    nodes: int | None = None
+    """Over all replicas; if None, as many as give each about `node_tokens` of the batch, the same number in each replica."""
+    node_tokens: float = 2.0**14
+    fragments: int = 3
+    """Of streaming."""
+    overlap_steps: float = 1
+    """Of streaming."""
+    bits_per_parameter: float = 16.0
+    flops: float = SUSTAINED_FLOPS
+    """FLOP/s of one node."""
+
+    def __post_init__(self) -> None:
+        if self.network not in LINKS:
+            raise ConfigError(choose("network", self.network, LINKS))
+        positives(parameters=self.parameters, node_tokens=self.node_tokens)
+        counts(replicas=self.replicas, fragments=self.fragments)
+
+    def run(self) -> MultiSiteRun:
+        """The run of DiLoCo in all replicas. Raises ConfigError for a number out of bounds."""
+        batch_tokens, nodes = self.batch_tokens, self.nodes
+        if batch_tokens is None:
+            batch_tokens = batch_tokens_fit(self.parameters, self.replicas)
+        positives(batch_tokens=batch_tokens)
+        if nodes is None:
+            nodes = max(1, round(batch_tokens / self.node_tokens / self.replicas)) * self.replicas
+        return MultiSiteRun(
+            parameters=self.parameters,
+            tokens=20 * self.parameters if self.tokens is None else self.tokens,
+            batch_tokens=batch_tokens,
+            nodes=nodes,
+            across=LINKS[self.network],
+            replicas=self.replicas,
+            local_steps=self.local_steps,
+            bits_per_parameter=self.bits_per_parameter,
+            flops=self.flops,
+        )
+
+
+def wall_clock_table(options: WallClockOptions = WallClockOptions()) -> WallClockTable:
+    """`wall_clock` of each method. Raises ConfigError for a number out of bounds."""
+    split = options.run()
+    one = replace(split, replicas=1)
+    streams = replace(split, fragments=options.fragments)
+    bits, tau = split.payload_bits, options.overlap_steps
     rows = (
-        Hours("data parallelism", wall_clock("data_parallel", **run), bits),
-        Hours("DiLoCo, M = 1", wall_clock("diloco", **run, local_steps=local_steps), bits),
-        Hours(f"DiLoCo, M = {replicas}", wall_clock("diloco", **split), bits),
-        Hours("streaming", wall_clock("streaming", **streams), bits / fragments),
-        Hours(f"streaming, τ = {overlap_steps}", overlapped, bits / fragments),
+        Hours("data parallelism", wall_clock("data_parallel", replace(one, local_steps=1)), bits),
+        Hours("DiLoCo, M = 1", wall_clock("diloco", one), bits),
+        Hours(f"DiLoCo, M = {split.replicas}", wall_clock("diloco", split), bits),
+        Hours("streaming", wall_clock("streaming", streams), bits / options.fragments),
+        Hours(
+            f"streaming, τ = {tau}",
+            wall_clock("streaming", replace(streams, overlap_steps=tau)),
+            bits / options.fragments,
+        ),
     )
+    return WallClockTable(rows, _assumptions(streams))
+
+
+def _assumptions(run: MultiSiteRun) -> tuple[str, ...]:
+    across, within = run.across, run.within
     half = balanced_local_steps(
-        parameters=parameters, nodes=nodes, replicas=replicas, across=across, bits_per_parameter=bits_per_parameter
-    )
-    assumptions = (
-        f"{parameters:.3g} parameters of {bits_per_parameter:g} bits, {tokens:.3g} tokens, batches of {batch_tokens:.3g}",
-        f"{nodes} nodes in {replicas} replicas, {flops:.3g} FLOP/s each; H = {local_steps}, {fragments} fragments in streaming",
+        parameters=run.parameters, nodes=run.nodes, replicas=run.replicas, across=across,
+        bits_per_parameter=run.bits_per_parameter,
+    )  # fmt: skip
+    return (
+        f"{run.parameters:.3g} parameters of {run.bits_per_parameter:g} bits, {run.tokens:.3g} tokens, batches of "
+        f"{run.batch_tokens:.3g}",
+        f"{run.nodes} nodes in {run.replicas} replicas, {run.flops:.3g} FLOP/s each; H = {run.local_steps}, "
+        f"{run.fragments} fragments in streaming",
         f"{across.bandwidth_bps / 1e9:g} Gbit/s and {across.latency_s:g} s across sites, {within.bandwidth_bps / 1e9:g} Gbit/s "
         f"and {within.latency_s:g} s within one; data parallelism and M = 1 reduce over all sites in each step",
-        f"H = {half} and more leave the sites at most half of the communication of DiLoCo, M = {replicas}",
+        f"H = {half} and more leave the sites at most half of the communication of DiLoCo, M = {run.replicas}",
         "nothing overlaps within a step",
     )
-    return WallClockTable(rows, assumptions)
 
 
 HOURS_HEADINGS = ("method", "hours", "computing", "reducing each step", "each round", "Gbit at once")
@@ -290,7 +342,7 @@ HOURS_HEADINGS = ("method", "hours", "computing", "reducing each step", "each ro
 
 
 def hours_rows(table: WallClockTable) -> list[tuple[str, ...]]:
-    """Hours and where they go in words, for a table under `HOURS_HEADINGS`."""
+    """The hours and their shares as text, for a table under `HOURS_HEADINGS`."""
     return [
         (
             row.method,

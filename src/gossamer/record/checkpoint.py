@@ -1,11 +1,11 @@
-"""Snapshots of one worker at the end of one round: plain files that can be checked, and never a pickle.
+"""Snapshots of one worker at the end of one round: plain files that can be verified, never a pickle.
 
     checkpoints/round-000120/worker-003.safetensors     every tensor of the state
-    checkpoints/round-000120/worker-003.json            the manifest: all else, and what the tensor file must hash to
+    checkpoints/round-000120/worker-003.json            the manifest: everything else, and the hash of the tensor file
 
-Each worker writes on its own, without a barrier. A generation exists once its manifest does, which is written last, and
-the one before is removed only after that; so a kill or a power cut at any time leaves a whole generation behind. All
-workers resume from the newest round that every one of them still owns.
+Each worker writes by itself, without a barrier. The manifest is written last, and a generation exists once its manifest does.
+The generation before it is removed only then, so a kill or a power cut at any time leaves a complete one. All workers resume
+from the newest round that every one of them still owns.
 """
 
 import contextlib
@@ -46,14 +46,14 @@ def save(
 ) -> None:
     """Writes one generation of one worker, then removes its generations before the newest `keep`.
 
-    Tensors that share memory are written one by one, and come back as tensors that do not.
+    Tensors that share memory are written separately, and are loaded as tensors that do not share it.
 
     Args:
         round: finished rounds, from 0.
         state: nested dicts (with str or int keys), lists and tuples of tensors, ints, floats, bools, strings and None.
-        digest: names the configuration; `load` takes the snapshot back for no other.
-        keep: with two, workers may be a whole checkpoint interval apart and still own a round in common.
-        since: keep every generation from this round on as well; the round that the slowest worker is known to own.
+        digest: identifies the configuration; `load` refuses the snapshot for any other.
+        keep: with two, workers may be a whole checkpoint interval apart and still have a round in common.
+        since: also keep every generation from this round on; the round that the slowest worker is known to own.
     Raises: CheckpointError when the state holds anything else, or the disk refuses.
     Cost: one write and one read of all tensors, no copy of contiguous CPU tensors that do not share memory.
 
@@ -87,7 +87,9 @@ def save(
                 f"the state of worker {worker} needs a manifest of {len(document)} bytes and at most "
                 f"{MAX_MANIFEST_BYTES} are allowed; keep long lists and texts out of it, or as tensors"
             )
-        manifest.unlink(missing_ok=True)  # a round saved again: an old manifest must not speak for new tensors
+        manifest.unlink(
+            missing_ok=True
+        )  # if a round is saved again, the old manifest must not describe the new tensors
         _move(scratch, tensor_file)
         _sync(tensor_file.parent)
         atomic_write(manifest, document)
@@ -180,15 +182,15 @@ def nothing_to_resume(folder: Path, owners: Iterable[int], owned: Sequence[Seque
 
 
 def ended(folder: Path, rounds: int) -> str:
-    """What is said in place of resuming a run that is over."""
+    """The message in place of resuming a run that is over."""
     return f"the run has ended after {rounds} rounds; gossamer evaluate {folder} scores it"
 
 
 def rewind(folder: Path, round: int, worker: int) -> None:
-    """Removes this worker's generations after `round`, from which it resumes: they belong to a future that will not be.
+    """Removes this worker's generations after `round`, from which it resumes.
 
-    Without it, a worker that was ahead keeps such a generation until it comes there again, and the next resume could
-    join it with newly computed ones of the others. Call it once all workers know the round that they resume from.
+    Otherwise a worker that was ahead would keep such a generation until it reaches that round again, and the next resume could
+    combine it with newly computed ones of the others. Call it once all workers know the round that they resume from.
     """
     _forget(folder, worker, [r for r in _rounds(folder) if r > round])
 
@@ -211,17 +213,15 @@ def _forget(folder: Path, worker: int, gone: Sequence[int]) -> None:
         manifest, tensor_file = _paths(folder, round, worker)
         manifest.unlink(missing_ok=True)  # first, so that no manifest is ever without its tensors
         tensor_file.unlink(missing_ok=True)
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # another worker may remove the emptied folder while we look into it
+        with contextlib.suppress(FileNotFoundError):  # another worker may remove the empty folder meanwhile
             for scratch in manifest.parent.glob(f".{manifest.stem}.*"):
                 scratch.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others may still own files of the round, or remove it at this moment
+        with contextlib.suppress(OSError):  # other workers may still have files there, or remove the folder right now
             manifest.parent.rmdir()
 
 
 def _move(scratch: Path, target: Path) -> None:
-    """Puts the file in its place; the folder may vanish in between, when a worker that is ahead finds it empty."""
+    """Moves the file to its place; the folder may vanish meanwhile, when a worker that is ahead finds it empty."""
     while True:
         try:
             target.parent.mkdir(exist_ok=True)
@@ -247,7 +247,7 @@ def _sha256(path: Path) -> str:
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
-    """A manifest as JSON whose first line is the hash of all that follows, so that no byte of it can change unseen."""
+    """A manifest as JSON whose first line is the hash of the rest, so that every changed byte is detected."""
     body = json.dumps(content, allow_nan=False).removeprefix("{").encode()
     return _seal(body) + body
 

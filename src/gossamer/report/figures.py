@@ -1,7 +1,7 @@
-"""An experiment over what it swept: one table and one figure, from the summaries of its runs (`gossamer.report.page`).
+"""The result of an experiment as one table and one figure, from the summaries of its runs (`gossamer.report.table`).
 
-What was swept decides which: final loss against one key, a heat map over two, or, where nothing was, the wall-clock at
-which each method first is as good as one of them ended.
+A sweep over one key gives final loss against it, a sweep over two a heat map. An experiment with a target method compares the
+wall-clock at which each method first reaches the target's last loss.
 """
 
 import math
@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 from gossamer.errors import ConfigError, choose, require
 from gossamer.record.folder import finite
 from gossamer.record.jsonl import json_line
-from gossamer.report.page import drawing, line_style, markdown_lines, plain, svg
+from gossamer.report.charts import drawing, line_style, plain_axes, svg
+from gossamer.report.table import DASH, markdown_lines
 
-__all__ = ["Figure", "Outcome", "Reach", "draw", "lines", "reach", "table"]
-
-_DASH = "–"
+__all__ = ["Figure", "PointResult", "Reach", "draw_figure", "lines", "reach", "table"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class Figure:
     """A second swept key: a heat map for each variant in place of curves."""
     log_x: bool = False
     target: str = ""
-    """In place of x, a variant: when each is first as good as this one ended, on every network."""
+    """In place of x, a variant: when each variant first reaches the last loss of this one, on every network."""
 
     def __post_init__(self) -> None:
         if bool(self.x) == bool(self.target):
@@ -47,21 +46,21 @@ class Figure:
         return (self.x,) if isinstance(self.x, str) else self.x
 
 
-class Outcome(NamedTuple):
-    """How one run of an experiment ended."""
+class PointResult(NamedTuple):
+    """The result of one run of an experiment."""
 
     method: str
     at: Mapping[str, Any]
     """The swept keys and their values."""
     seed: int
     row: Mapping[str, Any]
-    """Of `gossamer.report.page.summary_rows`."""
+    """Of `gossamer.report.table.summary_rows`."""
 
 
-def table(outcomes: Sequence[Outcome], figure: Figure) -> str:
+def table(results: Sequence[PointResult], figure: Figure) -> str:
     """The figure's numbers as Markdown: mean ± sample standard deviation over the seeds.
 
-    >>> runs = [Outcome("a", {"h": h}, seed, {"loss": h + 0.25 * seed}) for h in (1, 2) for seed in (0, 2)]
+    >>> runs = [PointResult("a", {"h": h}, seed, {"loss": h + 0.25 * seed}) for h in (1, 2) for seed in (0, 2)]
     >>> print(table(runs, Figure(x="h")))
     | h | 1 | 2 |
     | --- | ---: | ---: |
@@ -69,8 +68,8 @@ def table(outcomes: Sequence[Outcome], figure: Figure) -> str:
     <BLANKLINE>
     """
     if figure.target:
-        return _reach_table(outcomes, figure.target)
-    losses = _losses(outcomes, figure)
+        return _reach_table(results, figure.target)
+    losses = _losses(results, figure)
     if not figure.y:
         x_values = list(dict.fromkeys(x for _, x, _ in losses))
         names = list(dict.fromkeys(method for method, _, _ in losses))
@@ -86,53 +85,53 @@ def table(outcomes: Sequence[Outcome], figure: Figure) -> str:
     return "\n".join(parts)
 
 
-def draw(outcomes: Sequence[Outcome], figure: Figure) -> bytes:
-    """The figure as SVG; the same outcomes give the same bytes. Raises: MissingPackageError without matplotlib."""
+def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
+    """The figure as SVG; equal results give equal bytes. Raises MissingPackageError without matplotlib."""
     require("matplotlib.figure", "plots", "the figure of an experiment")
     paint = _draw_reach if figure.target else _draw_maps if figure.y else _draw_curves
     with drawing():
-        return svg(paint(outcomes, figure))
+        return svg(paint(results, figure))
 
 
-def lines(outcomes: Iterable[Outcome]) -> str:
-    """One line of JSON for each run: all that the figure is made of, small enough to keep."""
-    return "".join(json_line(finite({**run._asdict(), "row": dict(run.row)})) for run in outcomes)
+def lines(results: Iterable[PointResult]) -> str:
+    """One line of JSON for each run, with everything that the figure shows."""
+    return "".join(json_line(finite({**run._asdict(), "row": dict(run.row)})) for run in results)
 
 
 class Reach(NamedTuple):
-    """When a run was as good as the target run of its seed and network had ended."""
+    """When a run reached the last loss of the target run, for one seed and network."""
 
     method: str
     network: str
     seed: int
     ratio: float | None
-    """Seconds until then over those of the whole target run; None if it never was."""
+    """Seconds until then over those of the whole target run; None if it never did."""
     behind: float | None
-    """Loss above the target's end at the last evaluation within the target run's time; None without one."""
+    """Loss at the last evaluation within the target run's time, minus the target's last; None without such an evaluation."""
 
 
-def reach(outcomes: Sequence[Outcome], target: str) -> list[Reach]:
-    """For every run and network the share of the target's wall-clock after which its loss first was the target's last.
+def reach(results: Sequence[PointResult], target: str) -> list[Reach]:
+    """For every run and network, the share of the target's wall-clock after which its loss first reached the target's last.
 
-    Evaluations stand as they are: nothing is interpolated or smoothed.
+    Evaluations are used as they are: nothing is interpolated or smoothed.
 
     Raises: ConfigError when no run has that label.
 
-    >>> def run(method, *points): return Outcome(method, {}, 0, {"loss_at_s": {"lan": points}})
+    >>> def run(method, *points): return PointResult(method, {}, 0, {"loss_at_s": {"lan": points}})
     >>> reach([run("a", (10, 3.0), (20, 2.5)), run("b", (4, 2.8), (8, 2.4))], "a")[1]
     Reach(method='b', network='lan', seed=0, ratio=0.4, behind=-0.10000000000000009)
     """
     ends = {
         (network, run.seed): curve[-1]
-        for run in outcomes
+        for run in results
         if run.method == target
         for network, curve in run.row["loss_at_s"].items()
         if curve
     }
     if not ends:
-        raise ConfigError(choose("target of the figure", target, {run.method for run in outcomes}) + "; correct it")
+        raise ConfigError(choose("target of the figure", target, {run.method for run in results}) + "; correct it")
     found = []
-    for run in outcomes:
+    for run in results:
         for network, curve in run.row["loss_at_s"].items():
             if (network, run.seed) in ends:
                 end_s, loss = ends[network, run.seed]
@@ -146,10 +145,10 @@ def reach(outcomes: Sequence[Outcome], target: str) -> list[Reach]:
 _Losses = dict[tuple[str, Any, Any], list[float]]
 
 
-def _losses(outcomes: Sequence[Outcome], figure: Figure) -> _Losses:
-    """Final losses of all seeds by method, x and y; a run that ended without a finite loss leaves its place empty."""
+def _losses(results: Sequence[PointResult], figure: Figure) -> _Losses:
+    """Final losses of all seeds by method, x and y; a run that ended without a finite loss adds none."""
     losses: _Losses = {}
-    for run in outcomes:
+    for run in results:
         for key in [figure.y] if figure.y else []:
             if key not in run.at:
                 raise ConfigError(choose("figure.y", key, run.at) + "; name a key that every variant sweeps")
@@ -165,7 +164,7 @@ def _losses(outcomes: Sequence[Outcome], figure: Figure) -> _Losses:
 
 
 def _named(value: Any) -> Any:
-    """A swept value as one that can be written on an axis."""
+    """A swept value as an axis label."""
     return str(value.get("name", value)) if isinstance(value, Mapping) else value
 
 
@@ -175,14 +174,14 @@ def _axes_of(losses: _Losses, method: str) -> tuple[list[Any], list[Any]]:
 
 
 def _axis(key: str) -> str:
-    """A key as people say it: "run.local_steps" is "local steps"."""
+    """A key as an axis title: "run.local_steps" is "local steps"."""
     section, _, last = key.rpartition(".")
     return section if last == "name" else last.replace("_", " ")
 
 
 def _spread(values: Sequence[float], form: str = ".4f") -> str:
     if not values:
-        return _DASH
+        return DASH
     mean = format(statistics.fmean(values), form)
     return f"{mean} ± {format(statistics.stdev(values), form)}" if len(values) > 1 else mean
 
@@ -191,8 +190,8 @@ def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *rows])
 
 
-def _reach_table(outcomes: Sequence[Outcome], target: str) -> str:
-    found = reach(outcomes, target)
+def _reach_table(results: Sequence[PointResult], target: str) -> str:
+    found = reach(results, target)
     parts = []
     for network in dict.fromkeys(one.network for one in found):
         rows = []
@@ -200,7 +199,7 @@ def _reach_table(outcomes: Sequence[Outcome], target: str) -> str:
             mine = [one for one in found if one.network == network and one.method == method]
             ratios = [one.ratio for one in mine if one.ratio is not None]
             behind = [one.behind for one in mine if one.behind is not None]
-            each = ", ".join(_DASH if one.ratio is None else f"{one.ratio:.3f}" for one in mine)
+            each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in mine)
             share = _spread(ratios, ".3f") if len(ratios) == len(mine) else f"{len(ratios)} of {len(mine)} runs"
             rows.append([method, share, each, _spread(behind, "+.4f").replace("± +", "± ")])
         headings = [f"on {network}", f"time to {target}'s last loss, over {target}'s time", "each seed"]
@@ -208,10 +207,10 @@ def _reach_table(outcomes: Sequence[Outcome], target: str) -> str:
     return "\n".join(parts)
 
 
-def _draw_curves(outcomes: Sequence[Outcome], figure: Figure) -> Any:
+def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
     from matplotlib.figure import Figure as Canvas
 
-    losses = _losses(outcomes, figure)
+    losses = _losses(results, figure)
     x_values = list(dict.fromkeys(x for _, x, _ in losses))
     numeric = all(isinstance(x, int | float) for x in x_values)
     place_of: Callable[[Any], float] = float if numeric else lambda x: float(x_values.index(x))
@@ -219,33 +218,40 @@ def _draw_curves(outcomes: Sequence[Outcome], figure: Figure) -> Any:
     axes = canvas.add_subplot()
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     for place, method in enumerate(methods):
-        aside = 0.0 if numeric else 0.08 * (place - (len(methods) - 1) / 2)  # else one mark would hide another
-        points = [(place_of(x) + aside, own) for (name, x, _), own in losses.items() if name == method and own]
-        colour, dashes = line_style(place)
-        axes.errorbar(
-            [x for x, _ in points],
-            [statistics.fmean(own) for _, own in points],
-            [statistics.stdev(own) if len(own) > 1 else 0.0 for _, own in points],
-            color=colour, label=method, marker="o", markersize=4, capsize=3, linewidth=1.6,
-            linestyle=(0, dashes) if numeric and dashes else "-" if numeric else "",
-        )  # fmt: skip
+        aside = 0.0 if numeric else 0.08 * (place - (len(methods) - 1) / 2)  # otherwise one mark would hide another
+        points = {place_of(x) + aside: own for (name, x, _), own in losses.items() if name == method and own}
+        _draw_points(axes, points, method, place, joined=numeric)
     if figure.log_x:
         axes.set_xscale("log")
         axes.minorticks_off()
     axes.set_xticks([place_of(x) for x in x_values], [str(x) for x in x_values])
     axes.set_ylabel("validation loss of the mean model")
     axes.legend(frameon=False)
-    plain(axes, _axis(figure.keys[0]))
+    plain_axes(axes, _axis(figure.keys[0]))
     return canvas
 
 
-def _draw_maps(outcomes: Sequence[Outcome], figure: Figure) -> Any:
+def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str, place: int, *, joined: bool) -> None:
+    """Draws mean and sample standard deviation over the seeds at each x."""
+    colour, dashes = line_style(place)
+    line = (0, dashes) if dashes else "-"
+    axes.errorbar(
+        list(points),
+        [statistics.fmean(own) for own in points.values()],
+        [statistics.stdev(own) if len(own) > 1 else 0.0 for own in points.values()],
+        color=colour, label=label, marker="o", markersize=4, capsize=3, linewidth=1.6, linestyle=line if joined else "",
+    )  # fmt: skip
+
+
+def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
     from matplotlib.figure import Figure as Canvas
 
-    losses = {key: statistics.fmean(own) for key, own in _losses(outcomes, figure).items() if own}
+    losses = {key: statistics.fmean(own) for key, own in _losses(results, figure).items() if own}
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     low = min(losses.values(), default=0.0)
-    high = min(max(losses.values(), default=1.0), low + 1.0)  # what diverged would leave one colour to all else
+    high = min(
+        max(losses.values(), default=1.0), low + 1.0
+    )  # a run that diverged would leave one colour for all others
     canvas = Canvas(figsize=(1.2 + 4.4 * len(methods), 3.9), layout="constrained")
     for place, method in enumerate(methods):
         axes = canvas.add_subplot(1, len(methods), place + 1)
@@ -264,25 +270,25 @@ def _draw_maps(outcomes: Sequence[Outcome], figure: Figure) -> Any:
         axes.set_yticks(range(len(y_values)), [str(y) for y in y_values])
         axes.set_title(method, fontsize=10)
         axes.set_ylabel(_axis(figure.y))
-        plain(axes, _axis(figure.keys[0]), grid=False)
+        plain_axes(axes, _axis(figure.keys[0]), grid=False)
     return canvas
 
 
-def _draw_reach(outcomes: Sequence[Outcome], figure: Figure) -> Any:
+def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
     from matplotlib.figure import Figure as Canvas
 
-    found = reach(outcomes, figure.target)
+    found = reach(results, figure.target)
     networks = list(dict.fromkeys(one.network for one in found))
     methods = list(dict.fromkeys(one.method for one in found))
     canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
     panels = canvas.subplots(1, len(networks), squeeze=False)[0]
     for axes, network in zip(panels, networks, strict=True):
-        ends = {r.seed: r.row["loss_at_s"][network][-1] for r in outcomes if r.method == figure.target}
-        for run in outcomes:
+        ends = {r.seed: r.row["loss_at_s"][network][-1] for r in results if r.method == figure.target}
+        for run in results:
             if run.seed not in ends or not run.row["loss_at_s"].get(network):
                 continue
             end_s, loss = ends[run.seed]
-            # Against the target run's own end, so that seeds may be laid over each other.
+            # Relative to the end of the target run of the same seed, so that seeds can share one panel.
             points = [(s / end_s, own - loss) for s, own in run.row["loss_at_s"][network] if s <= 1.02 * end_s]
             colour, _ = line_style(methods.index(run.method))
             axes.plot([x for x, _ in points], [y for _, y in points], color=colour, linewidth=1.2, alpha=0.75)
@@ -292,7 +298,7 @@ def _draw_reach(outcomes: Sequence[Outcome], figure: Figure) -> Any:
         axes.set_xlim(0, 1.02)
         axes.set_ylim(-0.15, 0.6)
         axes.set_title(network, fontsize=10)
-        plain(axes, f"wall-clock over that of {figure.target}")
+        plain_axes(axes, f"wall-clock over that of {figure.target}")
     panels[0].set_ylabel(f"validation loss above {figure.target}'s last")
     handles = [panels[-1].plot([], [], color=line_style(i)[0], label=name)[0] for i, name in enumerate(methods)]
     panels[-1].legend(handles=handles, frameon=False)

@@ -1,4 +1,4 @@
-"""Pictures of many runs, where curves in one chart would only hide each other: a ranking, and a small chart for each run."""
+"""Pictures of many runs, whose curves would hide each other in one chart: a ranking, and a small chart for each run."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,20 +6,19 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MANY", "Curve", "grid", "ranking"]
+from gossamer.report.charts import FAINT, INK
+from gossamer.report.runs import Curve
+from gossamer.report.table import number_text
 
-MANY = 12
-"""Runs from which on pictures are drawn like this."""
+__all__ = ["grid", "ranking"]
 
-Curve = tuple[list[float], list[float]]
-
-_INK, _FAINT, _BAND, _OWN = "#2b2b2b", "#d9d9d9", "#e7e7e3", "#1f6f9f"
+_BAND, _OWN = "#e7e7e3", "#1f6f9f"
 
 
 def ranking(rows: Sequence[Mapping[str, Any]]) -> Any:
     """A figure with a line for each row of `summary_rows`, in their order: loss, worst worker, and bytes sent.
 
-    Losses far behind the best half stand at the edge, with their number.
+    Losses far behind the best half are drawn at the edge, with their number.
     """
     from matplotlib.figure import Figure
 
@@ -30,12 +29,11 @@ def ranking(rows: Sequence[Mapping[str, Any]]) -> Any:
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
     for place, row in enumerate(rows):
         loss, worst = _edge(row["loss"], far), _edge(row["worst_loss"], far)
-        left.plot([loss, max(loss, worst)], [place, place], color=_FAINT, linewidth=2.5, solid_capstyle="round")
+        left.plot([loss, max(loss, worst)], [place, place], color=FAINT, linewidth=2.5, solid_capstyle="round")
         left.plot(loss, place, "o", color=_OWN, markersize=4.5)
-        text = _DASH if row["loss"] is None else f"{row['loss']:.4f}" if math.isfinite(row["loss"]) else "not finite"
         left.annotate(
-            text, (1.0, place), xycoords=("axes fraction", "data"), xytext=(3, 0), textcoords="offset points", va="center",
-            fontsize=7, color=_INK,
+            number_text(row["loss"], ".4f"), (1.0, place), xycoords=("axes fraction", "data"), xytext=(3, 0),
+            textcoords="offset points", va="center", fontsize=7, color=INK,
         )  # fmt: skip
         if row["sent_bytes"]:
             right.plot(row["sent_bytes"], place, "o", color=_OWN, markersize=4.5)
@@ -47,16 +45,16 @@ def ranking(rows: Sequence[Mapping[str, Any]]) -> Any:
     if any(row["sent_bytes"] for row in rows):
         right.set_xscale("log")
     for axes in (left, right):
-        axes.grid(color=_FAINT, linewidth=0.5)
+        axes.grid(color=FAINT, linewidth=0.5)
         axes.set_axisbelow(True)
-        axes.tick_params(length=0, colors=_INK, labelsize=7.5)
+        axes.tick_params(length=0, colors=INK, labelsize=7.5)
         for spine in axes.spines.values():
             spine.set_visible(False)
     return figure
 
 
 def grid(labels: Sequence[str], curves: Sequence[Curve], x_label: str, *, log: bool = False, columns: int = 8) -> Any:
-    """A figure with a small chart for each curve, on equal axes, over the middle half of all of them and the lowest end."""
+    """A figure with a small chart for each curve on equal axes, each with the middle half of all curves and the best one."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -72,11 +70,11 @@ def grid(labels: Sequence[str], curves: Sequence[Curve], x_label: str, *, log: b
     lowest = min(finite_ends, default=(0.0, 0))[1]
     for axes, (label, xs, ys) in zip(panels, drawn, strict=False):
         axes.fill_between(at, low, high, color=_BAND, linewidth=0)
-        axes.plot(*drawn[lowest][1:], color=_INK, linewidth=0.6)
+        axes.plot(*drawn[lowest][1:], color=INK, linewidth=0.6)
         axes.plot(xs, ys, color=_OWN, linewidth=1.4)
-        axes.set_title(label, fontsize=6.5, pad=2, color=_INK)
-        axes.tick_params(length=0, labelsize=6, colors=_INK)
-        axes.grid(color=_FAINT, linewidth=0.4)
+        axes.set_title(label, fontsize=6.5, pad=2, color=INK)
+        axes.tick_params(length=0, labelsize=6, colors=INK)
+        axes.grid(color=FAINT, linewidth=0.4)
         axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.locator_params(axis="x", nbins=3)
@@ -86,17 +84,14 @@ def grid(labels: Sequence[str], curves: Sequence[Curve], x_label: str, *, log: b
     if log and (values > 0).any():
         panels[0].set_yscale("log", nonpositive="mask")
     else:
-        # What diverged would leave all else one line at the bottom.
+        # A run that diverged would flatten all others into one line at the bottom.
         bottom, top = (
             values.min(),
             min(values.max(), np.quantile(values, 0.9) + 2 * np.ptp(np.quantile(values, (0.1, 0.9)))),
         )
         panels[0].set_ylim(bottom - 0.05 * (top - bottom or 1.0), top + 0.05 * (top - bottom or 1.0))
-    figure.supxlabel(x_label, fontsize=7.5, color=_INK)
+    figure.supxlabel(x_label, fontsize=7.5, color=INK)
     return figure
-
-
-_DASH = "–"
 
 
 def _edge(value: float | None, far: float) -> float:
@@ -104,7 +99,7 @@ def _edge(value: float | None, far: float) -> float:
 
 
 def _middle_half(curves: Sequence[Curve]) -> tuple[Any, Any, Any]:
-    """Where the middle half of all curves lies, on the points of the one that has most."""
+    """The middle half of all curves, at the points of the curve that has most."""
     at = np.array(max((xs for xs, _ in curves), key=len, default=[0.0]))
     heights = np.array([np.interp(at, xs, ys, left=np.nan, right=np.nan) for xs, ys in curves])
     known = np.isfinite(heights).any(axis=0)

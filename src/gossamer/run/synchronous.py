@@ -18,7 +18,7 @@ from torch import Tensor
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network, jitter_factors, links_of
-from gossamer.network.pacing import Note, links_at, uplinks_bps
+from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
@@ -195,7 +195,7 @@ def _paced_by(config: RunConfig) -> Network | None:
 
 def _adapt(network: Network, workers: Sequence[Worker], round: int, reports: Sequence[RoundReport]) -> None:
     """Local steps for the next round, as seconds measured on this network would have them."""
-    n, notes = len(workers), dict[int, Note]()
+    n, notes = len(workers), dict[int, PaceNote]()
     links = links_at(network, n, max(worker.pacer.clock_s for worker in workers if worker.pacer is not None))
     assert links.step_s is not None
     step_s = (links.step_s * jitter_factors(network, round, n)).tolist()

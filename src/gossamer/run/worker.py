@@ -8,7 +8,7 @@ from torch import Tensor
 from gossamer.codecs import make_codec
 from gossamer.errors import CheckpointError, PairingError
 from gossamer.layout import Layout
-from gossamer.network.pacing import Note, Pacer, first_leg_bytes
+from gossamer.network.pacing import PaceNote, Pacer, first_leg_bytes
 from gossamer.record.trace import Operation
 from gossamer.rounds import loop as outer
 from gossamer.rounds import stability
@@ -146,7 +146,7 @@ class Worker:
 
     def pace_note(
         self, report: RoundReport, uplinks_bytes_per_s: Mapping[int, float], step_s: float | None = None
-    ) -> Note:
+    ) -> PaceNote:
         """Gives the pacer the seconds of a round, and returns what the others should know; `step_s` replaces the measured one."""
         assert self.pacer is not None
         phase = report.whole
@@ -156,7 +156,7 @@ class Worker:
         )
         return self.pacer.measured(own_s, sent_bytes, uplinks_bytes_per_s)
 
-    def adapt(self, notes: Mapping[int, Note]) -> None:
+    def adapt(self, notes: Mapping[int, PaceNote]) -> None:
         """Sets the local steps of the next round by the notes of all workers."""
         assert self.pacer is not None
         self.set_local_steps(self.pacer.decided(notes, self.config.workers))

@@ -1,6 +1,6 @@
-"""Carrying frames between workers: `memory` inside one process, `group` over torch.distributed.
+"""Sending frames between workers: `memory` inside one process, `group` over torch.distributed, `stream` over one socket.
 
-A transport belongs to one worker. It knows tickets, peers and frames (flat tensors), and nothing of rules or codecs.
+A transport belongs to one worker. It knows tickets, peers and frames (flat tensors), but neither rules nor codecs.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class Transport(Protocol):
 
     worker: int
     keeps_frames: bool
-    """Whether posted frames are held by reference, so that the caller must not change them until all have collected."""
+    """Whether posted frames are kept by reference; the caller must then not change them until all peers have collected."""
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
         """Announces that `peer` will send frames of these shapes and dtypes under this ticket; may be called early."""
@@ -71,7 +71,7 @@ class Transport(Protocol):
         ...
 
     def ready(self, ticket: Ticket) -> bool:
-        """Whether everything expected under the ticket has come and everything posted has left. Raises PeerError."""
+        """Whether everything expected under the ticket has arrived and everything posted has left. Raises PeerError."""
         ...
 
     def wait(self, ticket: Ticket) -> None:
@@ -79,9 +79,9 @@ class Transport(Protocol):
         ...
 
     def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
-        """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
+        """The frames that arrived under a ready ticket, by peer; forgets the ticket."""
         ...
 
     def close(self) -> None:
-        """Ends every transfer that is under way and frees what the transport holds."""
+        """Ends every transfer in flight and frees the memory of the transport."""
         ...

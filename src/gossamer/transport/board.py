@@ -1,9 +1,10 @@
 """The notice board of a run, in the store of its launcher: who waits for whom, and who failed first.
 
-A worker only sees its own connections, yet the worker that failed may be two hops away. So whoever waits for long pins up
-for whom, again and again, and whoever fails pins up why, which only the first can do. For that the board is read and written
-on long waits and on errors alone. Beside it hang small notes of each worker: what it has saved, and how fast it is. Each use
-is bounded in time: a store that is gone costs the blame and the news, never the run's end.
+A worker sees only its own connections, but the worker that failed may be two hops away. So a worker that waits for long
+repeatedly posts which peers it waits for. A worker that fails posts why, and only the first failure is kept. This part of the
+board is used only on long waits and on errors. The board also holds small notes of each worker: what it has saved, and its pace.
+
+Every store access has a deadline. If the store is gone we lose diagnostics, never termination.
 """
 
 import json
@@ -16,17 +17,17 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 __all__ = ["THREADS", "Board", "Failure", "Note", "blame"]
 
 THREADS = "gossamer transfer"
-"""The name of all threads that may be inside torch when a run ends: those that follow transfers, and that of a board."""
+"""The name of all threads that may be inside torch when a run ends: those of transfers and of the board."""
 T = TypeVar("T")
 
 
 class Note(NamedTuple):
-    """What a waiting worker pins up."""
+    """What a waiting worker posts."""
 
     beat: int
     """Counts up while the worker is alive and waits."""
     peers: tuple[int, ...]
-    """For whom it waits; nobody once it has gone on."""
+    """The peers that it waits for; none once it continues."""
 
 
 class Failure(NamedTuple):
@@ -39,10 +40,10 @@ class Failure(NamedTuple):
 
 
 def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], after: Mapping[int, Note]) -> list[int]:
-    """The chain of waits from a peer that `worker` misses to the one at its end, which waits for nobody.
+    """The chain of waits from a peer that `worker` waits for to the worker at its end, which waits for nobody.
 
-    A worker whose beat went on between the two looks is alive, and the blame passes to those it waits for; one that has no
-    note, or one that stands still, is the end. If everybody waits for somebody, the chain is the first peer alone.
+    A worker whose beat increased between the two looks is alive, so the chain continues with a peer that it waits for. A
+    worker without a note, or whose beat stands still, ends the chain. If all wait in a circle, the chain is the first peer alone.
 
     >>> blame(0, [1], {1: Note(4, (2,))}, {1: Note(7, (2,))})
     [1, 2]
@@ -63,12 +64,12 @@ def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], aft
 
 
 class Board:
-    """The notices of one worker and of all others; nothing here raises, and nothing takes longer than `patience_s`."""
+    """Access of one worker to the notices of all; no method raises or takes longer than `patience_s`."""
 
     def __init__(self, store: Store, worker: int, n: int, patience_s: float) -> None:
         self.worker = worker
         self.gone = False
-        """Whether the store did not answer in time; it is not asked again."""
+        """Whether the store has failed to answer in time; it is then not used again."""
         self._n = n
         self._patience_s = patience_s
         self._store = PrefixStore("gossamer/board", store)
@@ -77,7 +78,7 @@ class Board:
         self._circulated: dict[int, bytes] = {}
 
     def waits_for(self, peers: Iterable[int]) -> None:
-        """Pins up, with a new beat, for whom this worker waits."""
+        """Posts, with a new beat, the peers that this worker waits for."""
         self._beat += 1
         text = json.dumps([self._beat, sorted(peers)])
         self._ask(lambda: self._store.set(f"note/{self.worker}", text))
@@ -94,28 +95,28 @@ class Board:
         return notes
 
     def failure(self) -> Failure | None:
-        """The failure that was pinned up first, if any."""
+        """The failure that was posted first, if any."""
         text = self._read("failure")
         return None if text is None else self._failure(text)
 
     def claim(self, failure: Failure) -> Failure:
-        """Pins up a failure unless one is there, and returns the one that stands."""
+        """Posts a failure unless there is one already, and returns the one that counts."""
         text = json.dumps(failure)
         standing = self._ask(lambda: self._store.compare_set("failure", "", text))
         return (self._failure(standing) if standing is not None else None) or failure
 
     def saved(self, round: int) -> int:
-        """Pins up that this worker owns the snapshot of a round; returns the round that everybody is known to own one of, or
-        a later one of. 0 if somebody has said nothing yet, or the store does not answer.
+        """Posts that this worker owns the snapshot of a round; returns the newest round r such that every worker is known to own
+        one of round r or later. It is 0 while a worker has posted nothing, or if the store does not answer.
         """
         self._ask(lambda: self._store.set(f"saved/{self.worker}", str(round)))
         said = [self._read(f"saved/{worker}") for worker in range(self._n)]
         return min(int(text) if text is not None and text.isdigit() else 0 for text in said)
 
     def circulate(self, text: str) -> dict[int, bytes]:
-        """Pins up a note for all in the background, and returns the notes of all that the last time found; never waits.
+        """Posts a note to all in the background, and returns the notes of all as the previous call found them; never waits.
 
-        While the store has not answered yet, nothing more is asked of it.
+        While the store has not answered the previous call, this one posts nothing.
         """
         if not self.gone and (self._errand is None or not self._errand.is_alive()):
             self._errand = threading.Thread(target=self._circulate, args=(text,), name=THREADS, daemon=True)
@@ -126,7 +127,7 @@ class Board:
         keys = {worker: f"circular/{worker}" for worker in range(self._n)}
         try:
             self._store.set(keys[self.worker], text)
-            if not self._store.check(list(keys.values())):  # a store waits for what is not there
+            if not self._store.check(list(keys.values())):  # reading a missing key would block
                 keys = {worker: key for worker, key in keys.items() if self._store.check([key])}
             self._circulated = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
         except RuntimeError:
@@ -136,7 +137,7 @@ class Board:
         return self._ask(lambda: self._store.get(name) if self._store.check([name]) else None)
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The answer of the store, or None if it is gone: a call into a store that hangs cannot be ended, only left behind."""
+        """The answer of the store, or None if it is gone; a call that hangs cannot be ended, so its thread is left behind."""
         if self.gone:
             return None
         answers: list[T] = []
@@ -154,7 +155,7 @@ class Board:
         return answers[0] if answers else None
 
     def _note(self, text: bytes) -> Note:
-        """Reads a note; one that makes no sense counts as none."""
+        """Reads a note; a malformed one counts as none."""
         match _parsed(text):
             case [int(beat), [*peers]] if all(self._is_worker(peer) for peer in peers):
                 return Note(beat, tuple(peers))

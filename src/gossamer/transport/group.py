@@ -1,21 +1,20 @@
-"""Workers in processes of their own: point-to-point messages of torch.distributed, over gloo or NCCL; no collectives.
+"""One worker per process: point-to-point messages of torch.distributed, over gloo or NCCL; no collectives.
 
-What gloo (torch 2.13) does, found by experiment, and what follows from it:
+What gloo (torch 2.13) does, found by experiment, and what we do about it:
 
 * `Work.is_completed()` of an `isend` or `irecv` stays false until somebody calls `wait()`, and there is no future. A `wait`
-  that times out closes the connections to all peers, healthy ones too. So each transfer is followed by a thread of its own
-  in a `wait` that does not time out; it costs no processor time and leaves the interpreter free, and our deadline is kept
-  on a condition variable.
-* A message that is larger than the memory it is received into ends the receiving process. So a payload travels under a tag
-  that depends on its size, and the header, which says what is wrong, under one that does not.
-* Memory fresh from the system costs as much to touch as a transfer over loopback (64 MB: 71 instead of 42 ms), so receive
-  buffers are used again once nobody holds a view of them.
-* When a peer is killed, transfers with it that have not begun fail within milliseconds, and all others go on; but one
-  that is in the middle of its bytes waits forever. So there is a lifeline to each peer, a receive that nobody answers: it
-  fails when the connection does, and then so does whatever else is under way with that peer.
+  that times out closes the connections to all peers, healthy ones too. So each transfer has its own thread in a `wait`
+  without a timeout. It costs no processor time and does not block the interpreter; our deadline is on a condition variable.
+* A message larger than the memory it is received into ends the receiving process. So the tag of a payload depends on its
+  size. The tag of the header does not, so that a header can always be read and tell what is wrong.
+* To touch fresh memory costs as much as a transfer over loopback (64 MB: 71 instead of 42 ms). So receive buffers are reused
+  once nobody holds a view of them.
+* When a peer is killed, transfers with it that have not begun fail within milliseconds, and those with other peers go on. But
+  a transfer in the middle of its bytes waits forever. So there is a lifeline to each peer, a receive that nobody answers: it
+  fails when the connection does, and then we end all transfers with that peer.
 * When a peer is stopped, nothing happens at all until our deadline.
 * A thread that comes back from C++ while Python shuts down aborts the process. So before `main` returns, `hang_up` closes
-  all connections, for which the `wait` that times out comes in handy, and sees the threads off.
+  all connections, by a `wait` that times out, and joins the threads.
 
 On NCCL tags do not exist, and each transfer waits on the device for those before it. So nothing starts until the first
 `ready` or `wait` of a ticket, which starts all its transfers as one batch: call `ready` once after the last post, and
@@ -43,28 +42,28 @@ from gossamer.transport import Delivery, Reduce, Ticket, Wait, wire
 from gossamer.transport.board import THREADS, Board, Failure, Note, blame
 from gossamer.transport.member import Member
 
-__all__ = ["GroupTransport", "Traffic", "all_reduce", "hang_up"]
+__all__ = ["ByteCount", "GroupTransport", "all_reduce", "hang_up"]
 
 FOREVER = timedelta(days=365)
 LIFELINE = key(0, "lifeline") >> 32
 """The tag of the receive that nobody answers."""
 GRACE_S = 0.25
-"""How long after its connection a transfer that had ended well may be noticed to have done so."""
+"""How long after a lost connection a transfer that had completed may still be reported as complete."""
 Way = Literal["from", "to"]
 
 
-class Traffic(NamedTuple):
-    """Bytes in one direction since the start."""
+class ByteCount(NamedTuple):
+    """Bytes sent, or received, since the start."""
 
     payload_bytes: int = 0
     """The frames."""
     wire_bytes: int = 0
     """The frames, the gaps between them and the headers."""
 
-    def plus(self, frames: Sequence[Tensor], packed: int) -> "Traffic":
-        """With one message more."""
+    def plus(self, frames: Sequence[Tensor], packed: int) -> "ByteCount":
+        """The count after one more message."""
         payload = sum(frame.numel() * frame.element_size() for frame in frames)
-        return Traffic(self.payload_bytes + payload, self.wire_bytes + wire.HEADER_BYTES + packed)
+        return ByteCount(self.payload_bytes + payload, self.wire_bytes + wire.HEADER_BYTES + packed)
 
 
 class _Landing(NamedTuple):
@@ -76,33 +75,33 @@ class _Landing(NamedTuple):
     like: tuple[Tensor, ...]
 
     def check_header(self) -> wire.Header[Ticket]:
-        header = wire.decode(self.header.cpu().numpy().tobytes(), self.expected.sender, Ticket)
-        wire.check(header, self.expected)
+        header = wire.decode_header(self.header.cpu().numpy().tobytes(), self.expected.sender, Ticket)
+        wire.check_header(header, self.expected)
         return header
 
     def check_payload(self, header: wire.Header[Ticket]) -> None:
         if header.checksum is not None and header.checksum != wire.checksum(self.payload):
             raise TransportError(
-                f"the {header.payload_bytes} bytes of worker {header.sender} in {header.ticket} changed on their way, "
+                f"the {header.payload_bytes} bytes of worker {header.sender} in {header.ticket} changed in transit, "
                 f"checksum {wire.checksum(self.payload):08x} instead of {header.checksum:08x}; a network card or memory is faulty"
             )
 
 
 class _Exchange:
-    """What is under way for one ticket."""
+    """The transfers of one ticket."""
 
     def __init__(self) -> None:
         self.landings: dict[int, _Landing] = {}
         self.pending: set[tuple[Way, int]] = set()
         self.batch: list[dist.P2POp] = []
         self.gathered: set[tuple[Way, int]] = set()
-        """What is to be started together, as operations and as the transfers they make."""
+        """Transfers that will start together; `batch` has their operations."""
         self.failure: tuple[int, Exception] | None = None
-        """With whom a transfer failed first, and how."""
+        """The peer of the first transfer that failed, and its error."""
 
 
 class _Memory:
-    """Host memory for messages, used again once nobody holds a view of it."""
+    """Host memory for messages, reused once nobody holds a view of it."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = {}
@@ -145,8 +144,8 @@ class GroupTransport:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.worker = member.worker
-        self.sent = Traffic()
-        self.received = Traffic()
+        self.sent = ByteCount()
+        self.received = ByteCount()
         self._member = member
         self._run = run
         self._timeout_s = timeout_s
@@ -172,7 +171,7 @@ class GroupTransport:
         """
         exchange = self._exchange(ticket)
         assert peer not in exchange.landings, (ticket, peer)
-        size = wire.packed_bytes(like)
+        size = wire.frames_bytes(like)
         expected = wire.Header(self._run, ticket, peer, size, 0 if self._checksum else None)
         landing = _Landing(expected, self._allocate(wire.HEADER_BYTES), self._allocate(size), tuple(like))
         exchange.landings[peer] = landing
@@ -183,9 +182,9 @@ class GroupTransport:
 
         Raises: TransportError when the message is larger than `wire.LIMIT_BYTES`.
         """
-        payload = wire.pack(frames, self._allocate if self._device == self._carrier else None).to(self._carrier)
+        payload = wire.pack_frames(frames, self._allocate if self._device == self._carrier else None).to(self._carrier)
         crc = wire.checksum(payload) if self._checksum else None
-        raw = bytearray(wire.encode(wire.Header(self._run, ticket, self.worker, payload.numel(), crc)))
+        raw = bytearray(wire.encode_header(wire.Header(self._run, ticket, self.worker, payload.numel(), crc)))
         header = torch.frombuffer(raw, dtype=torch.uint8).to(self._carrier)
         self.sent = self.sent.plus(frames, payload.numel())
         self._begin(self._exchange(ticket), ticket, "to", peer, header, payload)
@@ -234,7 +233,7 @@ class GroupTransport:
         frames: dict[int, list[Tensor]] = {}
         for peer, landing in sorted(exchange.landings.items()):
             self.received = self.received.plus(landing.like, landing.payload.numel())
-            frames[peer] = wire.unpack(landing.payload.to(self._device), landing.like)
+            frames[peer] = wire.unpack_frames(landing.payload.to(self._device), landing.like)
         return frames
 
     def deliveries(self) -> list[Delivery]:
@@ -251,7 +250,7 @@ class GroupTransport:
         return waited
 
     def close(self) -> None:
-        """Forgets all tickets; what is under way ends with the process group (`hang_up`), which others may still use."""
+        """Forgets all tickets; transfers in flight end with the process group (`hang_up`), which others may still use."""
         self._exchanges.clear()
 
     def _exchange(self, ticket: Ticket) -> _Exchange:
@@ -263,7 +262,7 @@ class GroupTransport:
         return torch.empty(size, dtype=torch.uint8, device=self._carrier)
 
     def _begin(self, exchange: _Exchange, ticket: Ticket, way: Way, peer: int, header: Tensor, payload: Tensor) -> None:
-        """Starts, or on NCCL gathers, the two messages that carry header and payload to or from a peer."""
+        """Starts, or on NCCL collects for later, the header and the payload to or from a peer."""
         assert peer != self.worker and (way, peer) not in exchange.pending, (ticket, way, peer)
         if peer not in self._lifelines and not self._batched:
             self._lifelines.add(peer)
@@ -281,7 +280,7 @@ class GroupTransport:
             self._launch(exchange)
 
     def _launch(self, exchange: _Exchange) -> None:
-        """Starts what was gathered, and a thread that follows it to its end."""
+        """Starts the collected transfers, and a thread that waits for their end."""
         batch, transfers = exchange.batch, exchange.gathered
         exchange.batch, exchange.gathered = [], set()
         if not batch:
@@ -289,7 +288,7 @@ class GroupTransport:
         landings = [exchange.landings[peer] for way, peer in transfers if way == "from"]
         try:
             works = dist.batch_isend_irecv(batch)
-        except RuntimeError as error:  # gloo says so at once when the connection has been lost before
+        except RuntimeError as error:  # gloo raises at once when the connection was lost before
             self._settle(exchange, transfers, error)
             return
         _start(self._follow, exchange, transfers, landings, works, batch)
@@ -302,9 +301,9 @@ class GroupTransport:
         works: list[dist.Work],
         _memory: list[dist.P2POp],
     ) -> None:
-        """Waits for transfers and checks what they bring; holds on to their memory for as long as it may be written to."""
+        """Waits for transfers and checks what arrives; keeps their memory alive as long as it may be written to."""
         try:
-            # A payload that does not fit its header never comes, so the header is looked at first where that can be.
+            # A payload of an unexpected size never arrives, so the header is checked first where possible.
             before = len(works) if self._batched else 1
             for work in works[:before]:
                 self._finish(work)
@@ -325,7 +324,7 @@ class GroupTransport:
             self._settle(exchange, transfers, None)
 
     def _hold_lifeline(self, peer: int) -> None:
-        """Waits for the connection to be lost, and then gives up what gloo leaves hanging."""
+        """Waits until the connection is lost, and then fails the transfers that gloo would leave hanging."""
         try:
             lifeline = dist.irecv(torch.empty(1, dtype=torch.uint8), self._member.rank_of(peer), self._group, LIFELINE)
             assert lifeline is not None
@@ -345,7 +344,7 @@ class GroupTransport:
             self._news.notify_all()
 
     def _missing(self, exchange: _Exchange, deadline: float) -> list[int]:
-        """Waits a beat at most, and returns whom the exchange still waits for; nobody once it is done or has failed."""
+        """Waits at most a beat, and returns the peers that the exchange still waits for; none once it is done or has failed."""
         with self._news:
             beat = min(self._beat_s, max(0.0, deadline - time.monotonic()))
             if self._news.wait_for(lambda: not exchange.pending or exchange.failure is not None, beat):
@@ -408,7 +407,7 @@ def all_reduce(timeout_s: float) -> Reduce:
 
 
 def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 1.0) -> None:
-    """Closes the connections of a gloo group and waits for the threads that followed transfers, for `limit_s` at most."""
+    """Closes the connections of a gloo group and waits for the threads of transfers, at most `limit_s`."""
     if dist.get_backend(group) == "gloo":
         for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
             try:
@@ -430,13 +429,13 @@ def _start(target: Callable[..., None], *args: object) -> None:
 
 
 def _block(work: dist.Work) -> None:
-    """Waits in gloo, which has no other way to learn that a transfer has ended."""
+    """Blocks in gloo, which has no other way to tell that a transfer has ended."""
     if not work.wait(FOREVER):
         raise RuntimeError("the process group ended before the transfer did")
 
 
 def _poll(work: dist.Work) -> None:
-    """Waits for work on a device without holding up its stream."""
+    """Waits for work on a device without blocking its stream."""
     pause_s = 1e-4
     while not work.is_completed():
         time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""Starting a run of real processes: joining the others, agreeing with them, and starting all of them on one machine."""
+"""Starting a run of real processes: joining the other workers, agreeing with them, and launching all on one machine."""
 
 import atexit
 import contextlib
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import IO, Any, TextIO
 
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 LIMIT_BYTES = 1 << 20
-"""What one worker may publish of itself in `agree`."""
+"""Most bytes that one worker may publish in `agree`."""
 LISTENER = "GOSSAMER_LISTENER"
-"""The variable that tells a server the number of the listening socket it has inherited."""
+"""The environment variable with the file descriptor of the listening socket that a server inherits."""
 LAUNCHER = "GOSSAMER_LAUNCHER"
-"""The variable that tells a worker the process id of the `run_local` that started it."""
+"""The environment variable with the process id of the launcher that started a process."""
 
 log = logging.getLogger("gossamer")
 
@@ -119,7 +119,7 @@ def _assemble(member: Member, backend: str, timeout_s: float) -> None:
 
 
 def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -> list[Any]:
-    """Makes sure that all workers run one configuration, and tells each what the others say of themselves.
+    """Checks that all workers run one configuration, and exchanges facts between them.
 
     Args:
         digest: of everything that all workers must have in common.
@@ -130,7 +130,7 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
     text = json.dumps([digest, facts])
     if len(text) > LIMIT_BYTES:
         raise TransportError(
-            f"worker {member.worker} would publish {len(text)} bytes of itself; at most {LIMIT_BYTES} are allowed"
+            f"worker {member.worker} would publish {len(text)} bytes of facts; at most {LIMIT_BYTES} are allowed"
         )
     store = member.store
     turn = store.add(f"agree/{member.rank}/turns", 1)  # facts of an earlier agreement are not read again
@@ -155,7 +155,7 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
 
 
 def leave(timeout_s: float = 5.0) -> bool:
-    """Ends the process group, also with transfers under way; happens by itself when Python ends.
+    """Ends the process group, even with transfers in flight; also runs when Python exits.
 
     Returns: whether it ended in time. If not (a GPU waits for a peer that is gone), only `os._exit` ends the process.
     """
@@ -176,7 +176,7 @@ def run_local(
     timeout_s: float = 300.0,
     grace_s: float = 10.0,
 ) -> int:
-    """Runs n workers on this machine over loopback, and forwards what they print with their number before each line.
+    """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
 
     The store lives here, so it outlives every worker. When a worker fails, the others have `timeout_s + grace_s` to notice
     and to end by themselves. No worker outlives this process: on Linux the kernel sees to it.
@@ -186,91 +186,85 @@ def run_local(
         command: what to run with them.
     Returns: 0, or the exit code of the worker that failed first (128 + k if signal k ended it).
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the workers are not there yet
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the workers have not started yet
     common = {
-        **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        LAUNCHER: str(os.getpid()),
         "GLOO_SOCKET_IFNAME": _loopback(),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
-        "PYTHONUNBUFFERED": "1",
     }
-    workers: list[subprocess.Popen[str]] = []
-    pumps: list[threading.Thread] = []
-    try:
-        for i in range(n):
-            # A session of their own: Ctrl-C reaches this process alone, which then ends them.
-            worker = subprocess.Popen(
-                [*command, *argv], env={**common, "RANK": str(i), "LOCAL_RANK": str(i)}, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-            )  # fmt: skip
-            workers.append(worker)
-            pumps += [_forward(worker.stdout, sys.stdout, f"[{i}] "), _forward(worker.stderr, sys.stderr, f"[{i}] ")]
+    with _children(n) as start:
+        ranks = [{**common, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(n)]
+        workers = [start([*command, *argv], f"[{i}] ", environment) for i, environment in enumerate(ranks)]
         return _outcome(workers, timeout_s + grace_s)
-    finally:
-        _end(workers)
-        for pump in pumps:
-            pump.join(1.0)
 
 
 def run_served(n: int, argv: Sequence[str], *, grace_s: float = 10.0) -> int:
     """Runs a server and n workers on this machine over loopback; a worker that fails does not stop the others.
 
-    The socket to listen on is made here and inherited by the server, so that nobody else can have its port.
+    The listening socket is made here and inherited by the server, so that no other process can take its port.
 
     Args:
-        argv: the arguments of everybody's `gossamer`, to which `--server HOST:PORT` and, for workers, `--worker I` are added.
-        grace_s: what workers have to end by themselves once the server has ended.
+        argv: the arguments of every `gossamer`; `--server HOST:PORT` and, for workers, `--worker I` are added.
+        grace_s: how long workers have to end by themselves once the server has ended.
     Returns: the exit code of the server (128 + k if signal k ended it).
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", 0)) as listener, _children(n) as start:
         listener.set_inheritable(True)
         command = [sys.executable, "-m", "gossamer", *argv, "--server", f"127.0.0.1:{listener.getsockname()[1]}"]
-        common = {
-            **os.environ,
-            LAUNCHER: str(os.getpid()),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
-            "PYTHONUNBUFFERED": "1",
-        }
-        processes: list[subprocess.Popen[str]] = []
-        pumps: list[threading.Thread] = []
-        try:
-            for i in range(n + 1):
-                served = i < n
-                process = subprocess.Popen(
-                    [*command, "--worker", str(i)] if served else command,
-                    env=common if served else {**common, LISTENER: str(listener.fileno())},
-                    pass_fds=() if served else (listener.fileno(),), start_new_session=True,
-                    stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-                )  # fmt: skip
-                processes.append(process)
-                prefix = f"[{i}] " if served else "[server] "
-                pumps += [_forward(process.stdout, sys.stdout, prefix), _forward(process.stderr, sys.stderr, prefix)]
-            listener.close()  # the server has it now; where it is gone, nobody can connect
-            *workers, server = processes
-            fallen: set[int] = set()
-            while (code := server.poll()) is None:
-                for i, worker in enumerate(workers):
-                    if worker.poll() and i not in fallen:
-                        fallen.add(i)
-                        log.warning("worker %d ended with code %d; the others go on", i, worker.returncode)
-                time.sleep(0.05)
-            deadline = time.monotonic() + grace_s
-            while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            return code if code >= 0 else 128 - code
-        finally:
-            _end(processes)
-            for pump in pumps:
-                pump.join(1.0)
+        workers = [start([*command, "--worker", str(i)], f"[{i}] ", {}) for i in range(n)]
+        handle = listener.fileno()
+        server = start(command, "[server] ", {LISTENER: str(handle)}, (handle,))
+        listener.close()  # the server has it now; once the server is gone, nobody can connect
+        fallen: set[int] = set()
+        while (code := server.poll()) is None:
+            for i, worker in enumerate(workers):
+                if worker.poll() and i not in fallen:
+                    fallen.add(i)
+                    log.warning("worker %d ended with code %d; the others go on", i, worker.returncode)
+            time.sleep(0.05)
+        deadline = time.monotonic() + grace_s
+        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _children(n: int) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A function that starts processes, whose output is forwarded with a prefix; at the end, all of them are ended."""
+    common = {
+        **os.environ,
+        LAUNCHER: str(os.getpid()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
+        "PYTHONUNBUFFERED": "1",
+    }
+    processes: list[subprocess.Popen[str]] = []
+    pumps: list[threading.Thread] = []
+
+    def start(
+        command: Sequence[str], prefix: str, environment: Mapping[str, str], handles: Sequence[int] = ()
+    ) -> subprocess.Popen[str]:
+        # A session of their own: Ctrl-C reaches this process alone, which then ends them.
+        process = subprocess.Popen(
+            list(command), env={**common, **environment}, pass_fds=handles, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        )  # fmt: skip
+        processes.append(process)
+        pumps.extend([_forward(process.stdout, sys.stdout, prefix), _forward(process.stderr, sys.stderr, prefix)])
+        return process
+
+    try:
+        yield start
+    finally:
+        _end(processes)
+        for pump in pumps:
+            pump.join(1.0)
 
 
 def _outcome(workers: Sequence[subprocess.Popen[str]], patience_s: float) -> int:
-    """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since."""
+    """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since that failure."""
     code, deadline = 0, float("inf")
     while True:
         codes = [worker.poll() for worker in workers]
@@ -282,7 +276,7 @@ def _outcome(workers: Sequence[subprocess.Popen[str]], patience_s: float) -> int
 
 
 def _end(workers: Sequence[subprocess.Popen[str]], grace_s: float = 2.0) -> None:
-    """Ends the workers that still run, by their ids: politely, then surely."""
+    """Ends the workers that still run, by their process ids: first terminate, then kill."""
     running = [worker for worker in workers if worker.poll() is None]
     for worker in running:
         log.warning("ending worker %d (process %d), which has not ended by itself", workers.index(worker), worker.pid)
@@ -312,7 +306,7 @@ def _forward(source: IO[str] | None, sink: TextIO, prefix: str) -> threading.Thr
 
 
 def end_with_launcher() -> None:
-    """Makes this process end within a second of the launcher that started it, if one did, however that ended."""
+    """Makes this process exit within a second after its launcher, if it has one, however that ended."""
     if LAUNCHER not in os.environ:
         return
     launcher = _number(LAUNCHER)
@@ -344,7 +338,7 @@ def _store(rank: int, ranks: int, timeout_s: float) -> Store:
 
 
 def _absent(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """The places of the keys that nobody has set within `timeout_s`."""
+    """The indices of the keys that nobody has set within `timeout_s`."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError:
@@ -358,7 +352,7 @@ def _absent(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
 
 
 def _statement(worker: int, raw: bytes) -> tuple[str, Any]:
-    """What a worker published in `agree`."""
+    """Digest and facts that a worker published in `agree`. Raises PeerError for anything else."""
     try:
         match json.loads(raw) if len(raw) <= LIMIT_BYTES else None:
             case [str(digest), facts]:
@@ -371,7 +365,7 @@ def _statement(worker: int, raw: bytes) -> tuple[str, Any]:
 
 
 def device_of(device: str, turn: int | None = None) -> torch.device:
-    """Where a process computes: on the GPU of its turn, LOCAL_RANK unless given. Raises ConfigError when it cannot."""
+    """The device of a process: GPU number `turn`, or LOCAL_RANK if None, or the CPU. Raises ConfigError for an unusable one."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"run.device is '{device}'; allowed: auto, cpu, cuda")
     gpus = torch.cuda.device_count()
@@ -383,7 +377,7 @@ def device_of(device: str, turn: int | None = None) -> torch.device:
 
 
 def one_device(device: str) -> torch.device:
-    """Where one process computes for all workers."""
+    """The device of a single process that computes for all workers."""
     return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
 
 
@@ -420,7 +414,7 @@ def _unset(name: str) -> str:
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

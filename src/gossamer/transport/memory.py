@@ -1,4 +1,4 @@
-"""Workers of one process: frames pass by reference through mailboxes, and tests decide which of them arrive."""
+"""Workers of one process: frames pass by reference through mailboxes, and a test may decide which of them arrive."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -25,8 +25,8 @@ class MemoryNetwork:
 
     Args:
         n: number of workers.
-        deliver: whether a parcel arrives at once; those that do not are kept in `held`, in the order they were posted.
-            Leaving one there drops it, releasing it later delays it, releasing several in another order reorders them.
+        deliver: whether a parcel arrives at once; the others are kept in `held`, in the order they were posted. A test can
+            drop a parcel by leaving it there, delay it by releasing it later, or release several in another order.
 
     >>> import torch
     >>> network = MemoryNetwork(2)
@@ -104,7 +104,7 @@ class MemoryTransport:
     def wait(self, ticket: Ticket) -> None:
         """Returns if `ready(ticket)`.
 
-        Raises: TransportError otherwise, for nobody else can post while the only thread waits.
+        Raises: TransportError otherwise, as nobody else can post while the only thread waits.
         """
         missing = self._missing(ticket)
         if missing:

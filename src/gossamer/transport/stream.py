@@ -1,7 +1,7 @@
-"""Frames over one TCP connection between a server and a worker, each announced by the header of `wire`.
+"""Frames over one TCP connection between a server and a worker, each after a header of `wire`.
 
-Both ends know what may come next and how large it is, so every header is compared with that before any memory is taken;
-what does not match ends the connection with a sentence. Nothing is ever unpickled.
+Both ends know what may come next and how large it is. Every header is compared with that before memory is allocated, and a
+mismatch ends the connection with an error message. Nothing is ever unpickled.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ _PIECE_BYTES = 1 << 20
 
 
 class Stream:
-    """One end of a connection; one thread may use it at a time.
+    """One end of a connection, for one thread at a time.
 
     Args:
         run: 64-bit digest of the run that both ends must be of.
-        me, peer: their numbers; the peer's is None until its first frame has said it.
-        name: what to call the other end in messages.
+        me, peer: the numbers of both ends; the peer's may be None, and is then taken from its first message.
+        name: of the other end, in error messages.
         timeout_s: how long to wait for the next bytes.
     """
 
@@ -43,18 +43,20 @@ class Stream:
         self.wait_at_most(timeout_s)
 
     def wait_at_most(self, timeout_s: float) -> None:
-        """How long to wait for the next bytes from now on."""
+        """Sets how long to wait for the next bytes."""
         self._timeout_s = timeout_s
         self._sock.settimeout(timeout_s)
 
     def send(self, turn: Turn, frames: Sequence[Tensor]) -> int:
         """Sends one message; returns the bytes of its payload. Raises PeerError when the other end takes no more."""
-        payload = wire.pack([frame.cpu() for frame in frames])
+        payload = wire.pack_frames([frame.cpu() for frame in frames])
         header = wire.Header(self._run, turn, self._me, payload.numel(), wire.checksum(payload))
         try:
-            self._sock.sendall(wire.encode(header))
+            self._sock.sendall(wire.encode_header(header))
             view = payload.numpy().data
-            for start in range(0, len(view), _PIECE_BYTES):  # so that the timeout is for progress, not for the whole
+            for start in range(
+                0, len(view), _PIECE_BYTES
+            ):  # so that the timeout limits progress, not the whole transfer
                 self._sock.sendall(view[start : start + _PIECE_BYTES])
         except OSError as error:
             raise self._lost(error) from None
@@ -63,14 +65,14 @@ class Stream:
     def receive(self, turn: Turn, like: Sequence[Tensor]) -> list[Tensor]:
         """The message of this turn, with frames like these (which may be meta tensors).
 
-        Raises: PeerError and TransportError when anything else comes, or nothing in time.
+        Raises: PeerError or TransportError when anything else arrives, or nothing in time.
         """
-        header = wire.decode(self._exactly(wire.HEADER_BYTES).numpy().tobytes(), self.peer, Turn)
+        header = wire.decode_header(self._exactly(wire.HEADER_BYTES).numpy().tobytes(), self.peer, Turn)
         if header.ticket.kind == _REFUSE and header.payload_bytes <= _LIMIT_REFUSAL_BYTES:
             text = self._exactly(header.payload_bytes).numpy().tobytes().decode("utf-8", "replace")
             raise PeerError(f"{self.name} refused this process: {''.join(c for c in text if c.isprintable())}")
         who = header.sender if self.peer is None else self.peer
-        wire.check(header, wire.Header(self._run, turn, who, wire.packed_bytes(like), 0))
+        wire.check_header(header, wire.Header(self._run, turn, who, wire.frames_bytes(like), 0))
         payload = self._exactly(header.payload_bytes)
         if wire.checksum(payload) != header.checksum:
             raise TransportError(
@@ -78,22 +80,22 @@ class Stream:
                 f"{wire.checksum(payload):08x}; a network card or memory is faulty"
             )
         self.peer = who
-        return wire.unpack(payload, like)
+        return wire.unpack_frames(payload, like)
 
     def refuse(self, reason: str) -> None:
-        """Tells the other end why it is not served, if it still listens."""
+        """Sends the other end the reason why it is refused, if it is still connected."""
         text = torch.frombuffer(bytearray(reason.encode()[:_LIMIT_REFUSAL_BYTES] or b" "), dtype=torch.uint8)
         with contextlib.suppress(TransportError):
             self.send(Turn(0, 0, _REFUSE), [text])
 
     def close(self) -> None:
-        """Ends the connection, and what another thread waits for on it; may be called twice."""
+        """Ends the connection, also for another thread that waits on it; may be called twice."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _exactly(self, size: int) -> Tensor:
-        """The next so many bytes."""
+        """The next `size` bytes."""
         buffer = torch.empty(size, dtype=torch.uint8)
         view, filled = buffer.numpy().data, 0
         while filled < size:
@@ -115,7 +117,7 @@ class Stream:
 
 
 def connect(host: str, port: int, *, run: int, me: int, server: int, timeout_s: float) -> Stream:
-    """A connection with the server, which may come up within `timeout_s`. Raises PeerError when it does not."""
+    """A connection to the server, retried for `timeout_s` while the server starts. Raises PeerError when it cannot be reached."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -1,7 +1,7 @@
-"""What goes over a wire: a header of fixed size, and the frames of one message as one flat buffer of bytes.
+"""The wire format: a header of fixed size, and the frames of one message as one flat buffer of bytes.
 
-Both come from another machine, so nothing here trusts them: sizes are bounded and compared with what was announced, and
-nothing is ever unpickled.
+Both come from another machine and are not trusted: sizes are bounded and compared with what was announced, and nothing is
+ever unpickled.
 """
 
 import struct
@@ -20,14 +20,14 @@ __all__ = [
     "HEADER_BYTES",
     "LIMIT_BYTES",
     "Header",
-    "check",
+    "check_header",
     "checksum",
-    "decode",
-    "encode",
-    "pack",
-    "packed_bytes",
+    "decode_header",
+    "encode_header",
+    "frames_bytes",
+    "pack_frames",
     "tags",
-    "unpack",
+    "unpack_frames",
 ]
 
 MAGIC = b"GOSS"
@@ -35,7 +35,7 @@ VERSION = 1
 ALIGN = 16
 """Each frame starts at a multiple of this many bytes: the widest dtype, so that frames can be views."""
 LIMIT_BYTES = 1 << 36
-"""No message is larger than 64 GiB; whatever claims to be is refused."""
+"""No message may be larger than 64 GiB."""
 
 _LAYOUT = struct.Struct("<4sHHQQIIIIQ")
 _CHECKED = 1
@@ -57,10 +57,10 @@ class Header(NamedTuple, Generic[Name]):
     """CRC-32 of the payload, where the run asks for it."""
 
 
-def encode(header: Header[Name]) -> bytes:
+def encode_header(header: Header[Name]) -> bytes:
     """The header as `HEADER_BYTES` bytes, little-endian.
 
-    >>> decode(encode(Header(run=7, ticket=Ticket(3, 1), sender=2, payload_bytes=64)), sender=2, name=Ticket)
+    >>> decode_header(encode_header(Header(run=7, ticket=Ticket(3, 1), sender=2, payload_bytes=64)), sender=2, name=Ticket)
     Header(run=7, ticket=Ticket(round=3, fragment=1, leg=0), sender=2, payload_bytes=64, checksum=None)
     """
     run, ticket, sender, payload_bytes, crc = header
@@ -68,7 +68,7 @@ def encode(header: Header[Name]) -> bytes:
     return _LAYOUT.pack(MAGIC, VERSION, flags, run, *ticket, sender, crc or 0, payload_bytes)
 
 
-def decode(raw: bytes, sender: int | None, name: Callable[[int, int, int], Name]) -> Header[Name]:
+def decode_header(raw: bytes, sender: int | None, name: Callable[[int, int, int], Name]) -> Header[Name]:
     """Reads a header that came over the connection with `sender`, None before that one has said who it is.
 
     Args: `name` makes the ticket, or the turn, of its three numbers.
@@ -89,7 +89,7 @@ def decode(raw: bytes, sender: int | None, name: Callable[[int, int, int], Name]
     return Header(run, name(first, second, third), said, payload_bytes, crc if flags & _CHECKED else None)
 
 
-def check(header: Header[Name], expected: Header[Name]) -> None:
+def check_header(header: Header[Name], expected: Header[Name]) -> None:
     """Compares a header with the one that was expected; of `expected.checksum` only whether there is one.
 
     Raises: PeerError when run, sender or use of checksums differ, TransportError when ticket or size do.
@@ -129,8 +129,8 @@ def checksum(payload: Tensor) -> int:
 def tags(run: int, ticket: Ticket, payload_bytes: int) -> tuple[int, int]:
     """The 31-bit tags under which header and payload travel.
 
-    The payload's depends on its size and the run: gloo ends the process that receives more bytes than it made room for, so
-    messages that do not belong together must never meet. The header's does not, so that it can say what is wrong.
+    The payload's tag depends on its size and the run: gloo ends a process that receives more bytes than it has allocated, so
+    a payload must never meet the wrong receive. The header's tag does not, so that a header can tell what is wrong.
 
     >>> a, b = tags(7, Ticket(3), 64), tags(7, Ticket(3), 65)
     >>> a[0] == b[0], a[1] == b[1]
@@ -139,18 +139,18 @@ def tags(run: int, ticket: Ticket, payload_bytes: int) -> tuple[int, int]:
     return key(0, *ticket) >> 32, key(run, *ticket, payload_bytes) >> 32
 
 
-def packed_bytes(frames: Sequence[Tensor]) -> int:
-    """The size of `pack(frames)`.
+def frames_bytes(frames: Sequence[Tensor]) -> int:
+    """The size of `pack_frames(frames)`.
 
     Raises: TransportError beyond `LIMIT_BYTES`.
 
-    >>> packed_bytes([torch.empty(3), torch.empty(5, dtype=torch.uint8)])
+    >>> frames_bytes([torch.empty(3), torch.empty(5, dtype=torch.uint8)])
     21
     """
     return _places(frames)[1]
 
 
-def pack(frames: Sequence[Tensor], allocate: Callable[[int], Tensor] | None = None) -> Tensor:
+def pack_frames(frames: Sequence[Tensor], allocate: Callable[[int], Tensor] | None = None) -> Tensor:
     """The frames as one flat uint8 buffer, each starting at a multiple of `ALIGN`.
 
     Args: `allocate` makes uninitialised uint8 memory of so many bytes; on the device of the frames when None.
@@ -165,17 +165,17 @@ def pack(frames: Sequence[Tensor], allocate: Callable[[int], Tensor] | None = No
     packed = allocate(size) if allocate else torch.empty(size, dtype=torch.uint8, device=frames[0].device)
     filled = 0
     for frame, (start, stop) in zip(frames, places, strict=True):
-        packed[filled:start].zero_()  # what the memory held before is nobody's business
+        packed[filled:start].zero_()  # the old content of the memory must not leave this machine
         packed[start:stop].copy_(frame.reshape(-1).view(torch.uint8))
         filled = stop
     return packed
 
 
-def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The frames of a buffer made by `pack`, as views of it with the shapes and dtypes of `like` (which may be meta tensors).
+def unpack_frames(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The frames of a buffer made by `pack_frames`, as views with the shapes and dtypes of `like` (which may be meta tensors).
 
     >>> frames = [torch.tensor([1, 2], dtype=torch.int64), torch.tensor(0.5, dtype=torch.bfloat16)]
-    >>> unpack(pack(frames), frames)
+    >>> unpack_frames(pack_frames(frames), frames)
     [tensor([1, 2]), tensor(0.5000, dtype=torch.bfloat16)]
     """
     places, size = _places(like)
@@ -184,7 +184,7 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     for frame, (start, stop) in zip(like, places, strict=True):
         part = packed[start:stop]
         if part.storage_offset() % frame.element_size():
-            part = part.clone()  # a buffer that itself starts at an odd place of its storage cannot be viewed
+            part = part.clone()  # a buffer at an unaligned offset of its storage cannot be viewed
         frames.append(part.view(frame.dtype).view(frame.shape))
     return frames
 

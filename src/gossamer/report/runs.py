@@ -1,0 +1,166 @@
+"""Runs as a report needs them: what each left in its folder, priced on any number of networks."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gossamer.errors import DataError
+from gossamer.network.links import Network
+from gossamer.network.pricing import price
+from gossamer.network.timeline import Timeline
+from gossamer.record.events import EventLog, read_events
+from gossamer.record.folder import read_metrics
+from gossamer.record.trace import read_trace, trace_files
+
+__all__ = [
+    "Curve",
+    "RunData",
+    "disagreement_curve",
+    "loss_curves",
+    "priced_curve",
+    "read_runs",
+    "summary_row",
+    "training_curve",
+]
+
+_PROGRESS = (("tokens", "tokens"), ("step", "inner steps"), ("round", "round"))
+
+Curve = tuple[list[float], list[float]]
+"""The x and the y of its points; a y of NaN leaves a gap."""
+
+
+class RunData(NamedTuple):
+    """The contents of one run folder."""
+
+    label: str
+    evals: list[dict[str, Any]]
+    """Evaluations of the mean model, one a round, by round."""
+    trains: list[dict[str, Any]]
+    sent_bytes: float | None
+    """Mean over the workers; None where nothing was recorded."""
+    timelines: dict[str, Timeline]
+    """By name of network."""
+    config: str | None
+    sample: str | None
+
+
+def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[RunData]:
+    """The runs by label, with the time that each takes on each network.
+
+    Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
+    """
+    return [_read_run(label, Path(folder), networks) for label, folder in runs.items()]
+
+
+def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunData:
+    if not folder.is_dir():
+        raise DataError(
+            f"run '{label}' should be in {folder}, which is not a folder; give the folder of a finished or running run"
+        )
+    metrics = read_metrics(folder)
+    evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
+    sent_bytes, timelines = None, {}
+    if (events := read_events(folder)) is not None:
+        sent_bytes, timelines = float(events.sent_bytes.mean()), {events.network: _as_it_went(events)}
+    elif any(path.stat().st_size for path in trace_files(folder)):  # a run that has only just started has none
+        trace = read_trace(folder)
+        sent_bytes = float(trace.sent_bytes.mean())
+        if trace.workers > 1:  # a single worker sends nothing
+            timelines = {name: price(trace, network) for name, network in networks.items()}
+    return RunData(
+        label,
+        list(evals.values()),
+        [line for line in metrics if line["kind"] == "train"],
+        sent_bytes,
+        timelines,
+        _read_text(folder / "run.toml"),
+        _read_text(folder / "sample.txt"),
+    )
+
+
+def _as_it_went(events: EventLog) -> Timeline:
+    """The timeline of an asynchronous run, whose seconds are part of its result."""
+    end_s = np.broadcast_to(events.end_s[:, None], events.compute_s.shape)
+    spent_s = np.diff(end_s, axis=0, prepend=0.0)
+    return Timeline(events.compute_s, spent_s - events.compute_s, np.zeros(end_s.shape, np.int32), end_s)
+
+
+def _read_text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+
+
+def _number(line: Mapping[str, Any], key: str) -> float | None:
+    """A number of a metrics line: None where it is missing, NaN where it was not finite. Raises DataError for anything else."""
+    return _as_number(line[key], key, line["round"]) if key in line else None
+
+
+def _as_number(value: object, key: str, round: int) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        raise DataError(
+            f"the metrics of round {round} have {key} {value!r:.60} but need a number or null; repair the file"
+        )
+    return float(value)
+
+
+def summary_row(run: RunData) -> dict[str, Any]:
+    """The run's row of `gossamer.report.table.summary_rows`."""
+    last: dict[str, Any] = run.evals[-1] if run.evals else {"round": -1}
+    losses = last.get("worker_losses", [])
+    if not isinstance(losses, list):
+        raise DataError(
+            f"the metrics of round {last['round']} have worker_losses {losses!r:.60} but need a list of numbers"
+        )
+    worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
+    return {
+        "method": run.label,
+        "loss": _number(last, "loss"),
+        # max() would lose a NaN among finite losses.
+        "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
+        "disagreement": _number(last, "disagreement"),
+        "sent_bytes": run.sent_bytes,
+        "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
+        "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
+        "loss_at_s": {name: list(zip(*priced_curve(run, name, 1.0), strict=True)) for name in run.timelines},
+    }
+
+
+def loss_curves(runs: Sequence[RunData]) -> tuple[str, list[Curve]]:
+    """What the progress of the runs is measured in, and the validation loss of each against it."""
+    evals = [line for run in runs for line in run.evals]
+    key, label = next(
+        choice for choice in _PROGRESS if choice[0] == "round" or all(choice[0] in line for line in evals)
+    )
+    return label, [_curve((_number(e, key), _number(e, "loss")) for e in run.evals) for run in runs]
+
+
+def _curve(points: Iterable[tuple[float | None, float | None]]) -> Curve:
+    """The points that have both coordinates; NaN leaves a gap."""
+    known = [(x, y) for x, y in points if x is not None and y is not None]
+    return [x for x, _ in known], [y for _, y in known]
+
+
+def priced_curve(run: RunData, network: str, unit_s: float) -> Curve:
+    """Validation loss against the time when the last worker ended the round, in units of `unit_s`; empty without a price."""
+    if network not in run.timelines:
+        return [], []
+    finish = [0.0, *(run.timelines[network].end_s.max(axis=1) / unit_s).tolist()]
+    return _curve((finish[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(finish) - 1)
+
+
+def disagreement_curve(run: RunData) -> Curve:
+    """Disagreement of the workers against the round."""
+    return _curve((float(e["round"]), _number(e, "disagreement")) for e in run.evals)
+
+
+def training_curve(run: RunData) -> Curve:
+    """Training loss against the round, mean over the workers."""
+    losses: dict[int, list[float]] = {}
+    for line in run.trains:
+        if (loss := _number(line, "loss")) is not None:
+            losses.setdefault(line["round"], []).append(loss)
+    return [float(round) for round in losses], [sum(values) / len(values) for values in losses.values()]

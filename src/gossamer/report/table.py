@@ -1,0 +1,180 @@
+"""Runs side by side as a table, for the terminal, in Markdown and in HTML.
+
+A value that a run does not have is a dash; a number that was not finite is "not finite".
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from gossamer.network.links import Network
+from gossamer.report.runs import read_runs, summary_row
+
+__all__ = [
+    "DASH",
+    "DAY",
+    "HOUR",
+    "MANY",
+    "MINUTE",
+    "html_table",
+    "loss_rank",
+    "markdown_lines",
+    "markdown_table",
+    "number_text",
+    "over_seeds",
+    "ranked",
+    "render_table",
+    "summary_rows",
+]
+
+MANY = 12
+"""From this number of runs on, tables are ranked by loss and charts get a panel for each run."""
+DASH = "–"
+MINUTE, HOUR, DAY = 60, 3600, 86400
+
+
+def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[dict[str, Any]]:
+    """One row per run: its last losses, the bytes it sent and the time it takes on each network.
+
+    Keys: `method`; `loss`, `worst_loss` and `disagreement` of the last evaluation; `sent_bytes`, the mean over the workers;
+    `wall_s` and `utilisation`, each by name of network; `loss_at_s`, by name of network pairs of the seconds when the last
+    worker ended an evaluated round, and the loss then. A value is None where it is missing, and NaN where it was not finite.
+
+    Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
+    """
+    return [summary_row(run) for run in read_runs(runs, networks)]
+
+
+def ranked(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows in the order to show them: as given, or the lowest loss first if there are many."""
+    return list(rows) if len(rows) < MANY else sorted(rows, key=lambda row: loss_rank(row["loss"]))
+
+
+def loss_rank(loss: float | None) -> float:
+    """A key that sorts losses from best to worst; those missing or not finite come last."""
+    return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
+def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The rows of `summary_rows` as a table for the terminal."""
+    headings, cells = _cells(ranked(rows))
+    table = Table(header_style="bold")
+    for place, heading in enumerate(headings):
+        table.add_column(Text(heading), justify="right" if place else "left")
+    for line in cells:
+        table.add_row(*map(Text, line))
+    return table
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of `summary_rows` as a Markdown table."""
+    headings, cells = _cells(ranked(rows))
+    return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *cells])
+
+
+def markdown_lines(lines: Iterable[Sequence[str]]) -> str:
+    r"""A Markdown table of these lines of cells; the first has the headings, the second their dashes.
+
+    >>> print(markdown_lines([["a", "b"], ["---", "---"], ["1", "2"]]), end="")
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
+    return "".join(
+        "| " + " | ".join(cell.replace("\n", " ").replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
+
+
+def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float], float, float]]:
+    """Per method the final losses of its seeds, their mean and their sample standard deviation.
+
+    The label of a seed ends in " seed=3"; a row without a loss does not count.
+
+    >>> over_seeds([{"method": "a seed=0", "loss": 1.0}, {"method": "a seed=1", "loss": 3.0}])
+    [('a', [1.0, 3.0], 2.0, 1.4142135623730951)]
+    """
+    losses: dict[str, list[float]] = {}
+    for row in rows:
+        if row["loss"] is not None:
+            losses.setdefault(row["method"].partition(" seed=")[0], []).append(row["loss"])
+    return [
+        (method, own, statistics.fmean(own), statistics.stdev(own) if len(own) > 1 else 0.0)
+        for method, own in losses.items()
+    ]
+
+
+def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows of `summary_rows` as an HTML table that marks the best loss."""
+    rows = ranked(rows)
+    headings, cells = _cells(rows)
+    best = min((row["loss"] for row in rows if row["loss"] is not None and math.isfinite(row["loss"])), default=None)
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    lines = []
+    for row, line in zip(rows, cells, strict=True):
+        first, loss, *rest = map(escape, line)
+        mark = ' class="best"' if best is not None and row["loss"] == best and len(rows) > 1 else ""
+        lines.append(f"<tr><th>{first}</th><td{mark}>{loss}</td>{''.join(f'<td>{cell}</td>' for cell in rest)}</tr>")
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+
+
+def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The headings and the cells of each row, as the page and the terminal show them."""
+    networks = list(dict.fromkeys(name for row in rows for name in row["wall_s"]))
+    headings = ["method", "val loss", "worst worker", "disagreement", "sent per worker"]
+    return headings + [f"time on {name} (computing)" for name in networks], [_line(row, networks) for row in rows]
+
+
+def _line(row: Mapping[str, Any], networks: Sequence[str]) -> list[str]:
+    wall_s, utilisation = row["wall_s"], row["utilisation"]
+    return [
+        row["method"],
+        number_text(row["loss"], ".4f"),
+        number_text(row["worst_loss"], ".4f"),
+        number_text(row["disagreement"], ".3g"),
+        DASH if row["sent_bytes"] is None else _bytes_text(row["sent_bytes"]),
+        *(
+            f"{_seconds_text(wall_s[name])} ({100 * utilisation[name]:.0f} %)" if name in wall_s else DASH
+            for name in networks
+        ),
+    ]
+
+
+def number_text(value: float | None, form: str) -> str:
+    """A number for a table or a picture; a dash for None."""
+    if value is None:
+        return DASH
+    return format(value, form) if math.isfinite(value) else "not finite"
+
+
+def _bytes_text(number: float) -> str:
+    """A number of bytes for people.
+
+    >>> _bytes_text(0), _bytes_text(34_000_000)
+    ('0 B', '34.0 MB')
+    """
+    if number < 1000:
+        return f"{number:.0f} B"
+    power = min(int(math.log10(number)) // 3, 5)
+    return f"{number / 1000**power:.1f} {' kMGTP'[power]}B"
+
+
+def _seconds_text(number: float) -> str:
+    """A span of time for people.
+
+    >>> _seconds_text(0.25), _seconds_text(31.7), _seconds_text(5400), _seconds_text(200_000)
+    ('0.25 s', '31.7 s', '1 h 30 min', '2 d 7 h')
+    """
+    if number < MINUTE:
+        return f"{number:.3g} s"
+    whole = int(number)
+    if number < HOUR:
+        return f"{whole // MINUTE} min {whole % MINUTE} s"
+    if number < DAY:
+        return f"{whole // HOUR} h {whole % HOUR // MINUTE} min"
+    return f"{whole // DAY} d {whole % DAY // HOUR} h"
