@@ -34,6 +34,11 @@ class WorkerLearner:
         return self._worker.layout
 
     @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The fragments of x, as slices."""
+        return self._worker.spans
+
+    @property
     def local_steps(self) -> int:
         """Inner steps of a local phase."""
         return self._worker.local_steps

@@ -111,7 +111,7 @@ class Worker:
         model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
         self.model = model.to(device)
         schedule = config.schedule
-        self.layout, self.spans = arrange(layout_of(self.model), schedule.fragments, schedule.pattern)
+        self.layout, self.spans = arrange(layout_of(self.model), *config.fragments)
         self.x = attach(self.model, self.layout, buffer)
         self.averaged: Tensor | None = None
         """The average x and the iterate z of an optimizer that averages, one after the other `[2P]`; the parameters follow."""
