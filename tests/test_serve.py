@@ -24,6 +24,7 @@ from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import evaluate
 from gossamer.run.serve import serve
 from gossamer.run.serve_protocol import Terms, run_key
+from gossamer.run.serve_replay import replay_server
 from gossamer.run.serve_worker import work
 from gossamer.run.virtual import simulate_events
 from gossamer.transport import Ticket, wire
@@ -429,6 +430,8 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
     assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))
     ours, theirs = ([(e["round"], e["loss"]) for e in evals(tmp_path / where)] for where in ("real", "virtual"))
     assert ours == theirs
+    replay_server(config, tmp_path / "replay", tmp_path / "real")
+    assert torch.equal(model(tmp_path / "replay", config), model(tmp_path / "real", config))
 
 
 def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):

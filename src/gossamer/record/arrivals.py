@@ -110,6 +110,8 @@ def read_arrivals(run_folder: Path) -> list[ServerInput]:
         if len(items) == _LIMIT_LINES:
             raise DataError(f"{path} has more than {_LIMIT_LINES} lines, which no run of gossamer writes; shorten it")
         items.append(item)
+    if not items:
+        raise DataError(f"{path} has 0 lines, but the record of a server begins with 'serve'; give a whole run folder")
     return items
 
 
