@@ -44,6 +44,7 @@ LIGHT = [  # work without torch
     "record.files",
     "record.jsonl",
     "record.trace",
+    "record.arrivals",
     "record.events",
     "record.folder",
     "record.progress",

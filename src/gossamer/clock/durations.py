@@ -19,7 +19,9 @@ class Durations:
                 "of its own that stays as it is; give uplink_bps, downlink_bps and latency_s per worker"
             )
         links = links_of(network, workers)
-        if links.step_s is None or not links.step_s.min() > 0:
+        if links.step_s is None:
+            raise ConfigError(f"network.step_s is not given for {workers} workers; give one number, or one per worker")
+        if not links.step_s.min() > 0:
             raise ConfigError(f"network.step_s is {network.step_s}; an inner step must take more than 0 seconds here")
         self.step_s: tuple[float, ...] = tuple(links.step_s.tolist())
         """Of an inner step of each worker."""
