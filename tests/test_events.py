@@ -26,10 +26,10 @@ from gossamer.asynchronous import (
     meeting_rates,
 )
 from gossamer.asynchronous.dadao import meetings_per_s
-from gossamer.clock import SERVER, Absence, GossipRun, PairRun, Phase, ServerRun, Transfer, Update
+from gossamer.clock import SERVER, Absence, GossipRun, LoopOptions, PairRun, Phase, ServerRun, Transfer, Update
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError, PairingError
-from gossamer.layout import Layout, Leaf
+from gossamer.layout import Layout, Leaf, arrange
 from gossamer.network.links import Network
 from gossamer.record import checkpoint
 from gossamer.rules import RULES, diloco, gasloc, gossip
@@ -40,6 +40,7 @@ from gossamer.run.simulate import simulate
 from gossamer.run.worker import method
 from gossamer.topologies import make_topology, ring
 from rounds import play, random_vectors
+from test_virtual import timed
 from tiny import tiny
 
 P = 6
@@ -83,6 +84,13 @@ def network(step_s=1.0, *, latency_s=0.0, bps=INF):
     return Network(step_s=step_s, latency_s=latency_s, uplink_bps=bps, downlink_bps=bps)
 
 
+def spans(fragments):
+    """The fragments of LAYOUT, whose tensors lie in the order that packing gives them."""
+    packed, slices = arrange(LAYOUT, fragments, "packed")
+    assert packed == LAYOUT
+    return slices
+
+
 def of(kind, records):
     return [record for record in records if isinstance(record, kind)]
 
@@ -95,13 +103,19 @@ def plain(records):
 UNEVEN = network((1.0, 1.3, 2.9, 0.4), latency_s=0.05, bps=(1e4, 500.0, 1e4, 1e3))
 RATES = meeting_rates(ring(4).mixing(0), 2.0)
 RUNS = {
-    **{name: lambda ws, f=factory, **o: ServerRun(f(), ws, UNEVEN, **o) for name, factory in SERVERS.items()},
+    **{
+        name: lambda ws, f=factory, **o: ServerRun(f(), ws, UNEVEN, options=LoopOptions(**o))
+        for name, factory in SERVERS.items()
+    },
     "decoupled_diloco-overlap": lambda ws, **o: ServerRun(
-        decoupled_diloco(quorum=2, grace_s=0.1), ws, UNEVEN, fragments=3, overlap=True, **o
+        decoupled_diloco(quorum=2, grace_s=0.1), ws, UNEVEN, spans=spans(3), overlap=True, options=LoopOptions(**o)
     ),
-    "cgad-fragments": lambda ws, **o: ServerRun(cgad(), ws, UNEVEN, fragments=2, **o),
-    **{name: lambda ws, r=rule, **o: PairRun(r, ws, UNEVEN, RATES, seed=3, **o) for name, rule in PAIR_ROWS.items()},
-    "gasloc": lambda ws, **o: GossipRun(gasloc(momentum=0.3), make_topology("random", 4), ws, UNEVEN, **o),
+    "cgad-fragments": lambda ws, **o: ServerRun(cgad(), ws, UNEVEN, spans=spans(2), options=LoopOptions(**o)),
+    **{
+        name: lambda ws, r=rule, **o: PairRun(r, ws, UNEVEN, RATES, LoopOptions(seed=3, **o))
+        for name, rule in PAIR_ROWS.items()
+    },
+    "gasloc": lambda ws, **o: GossipRun(gasloc(momentum=0.3), make_topology("random", 4), ws, UNEVEN, LoopOptions(**o)),
 }
 every_run = pytest.mark.parametrize("make", RUNS.values(), ids=RUNS.keys())
 
@@ -196,7 +210,7 @@ def test_a_run_that_nobody_is_left_in_stands_still(make):
 
 def test_meetings_begin_again_when_somebody_returns():
     absences = [Absence(1.0, i, "leave") for i in (0, 1)] + [Absence(5.0, i, "return") for i in (0, 1)]
-    run = PairRun(ad_psgd(), walkers(2), network(), {(0, 1): 5.0}, absences=absences)
+    run = PairRun(ad_psgd(), walkers(2), network(), {(0, 1): 5.0}, LoopOptions(absences=absences))
     times = [t.end_s for t in of(Transfer, run.run(10.0))]
     assert not [t for t in times if 1.0 <= t < 5.0]
     assert len([t for t in times if t >= 5.0]) > 20
@@ -296,7 +310,7 @@ def test_the_age_of_a_message_counts_the_updates_since_its_worker_was_greeted():
 
 
 def test_each_fragment_has_an_age_of_its_own():
-    run = ServerRun(cgad(), walkers(2), network((1.0, 3.4)), fragments=3)
+    run = ServerRun(cgad(), walkers(2), network((1.0, 3.4)), spans=spans(3))
     updates = of(Update, run.run(12.0))
     assert [u.fragment for u in updates if u.workers == (0,)] == [k % 3 for k in range(12)]
     assert [(u.fragment, u.ages) for u in updates if u.workers == (1,)] == [(0, (1,)), (1, (2,)), (2, (3,))]
@@ -307,13 +321,12 @@ def test_equal_workers_with_fragments_move_every_fragment_by_what_they_learned(f
     start = random_vectors(1, P)[0]
     rule = decoupled_diloco(lr=1.0, momentum=0.0, quorum=3, merging="average")
     drift = lambda worker: lambda phase, x: torch.full_like(x, worker + 1.0)  # noqa: E731
-    run = ServerRun(rule, walkers(3, start, drift), network(), fragments=fragments)
+    run = ServerRun(rule, walkers(3, start, drift), network(), spans=spans(fragments))
     for _ in run.run(2.0 * fragments):
         pass
     # In 2F phases fragment p has been taken in after 1 + p and after 1 + p + F of them; a phase moves the mean by 2.
-    for p, fragment in enumerate(run.fragments):
-        for a, b in fragment.spans:
-            assert torch.allclose(run.model()[a:b], start[a:b] + 2.0 * (1 + p + fragments))
+    for p, (a, b) in enumerate(run.spans):
+        assert torch.allclose(run.model()[a:b], start[a:b] + 2.0 * (1 + p + fragments))
 
 
 def test_a_quorum_lets_the_fast_go_on_and_merges_the_slow_into_a_later_round():
@@ -345,7 +358,9 @@ def test_learners_weigh_what_they_trained_on_since_they_were_greeted():
 
 def test_a_quorum_shrinks_to_those_who_are_present():
     rule = decoupled_diloco(quorum=3)
-    run = ServerRun(rule, walkers(3), network((1.0, 1.0, 5.0)), absences=[Absence(2.0, 2, "leave")])
+    run = ServerRun(
+        rule, walkers(3), network((1.0, 1.0, 5.0)), options=LoopOptions(absences=[Absence(2.0, 2, "leave")])
+    )
     updates = of(Update, run.run(4.0))
     assert [(u.time_s, u.workers) for u in updates] == [(2.0, (0, 1)), (3.0, (0, 1)), (4.0, (0, 1))]
 
@@ -354,14 +369,14 @@ def test_a_window_that_nobody_can_fill_any_more_closes():
     # After its absence worker 1 pushes another fragment than worker 0, so neither quorum of two could ever be there.
     rule = decoupled_diloco(quorum=2)
     absences = [Absence(1.5, 1, "leave"), Absence(2.7, 1, "return")]
-    run = ServerRun(rule, walkers(2), network(), fragments=2, absences=absences)
+    run = ServerRun(rule, walkers(2), network(), spans=spans(2), options=LoopOptions(absences=absences))
     updates = of(Update, run.run(30.0))
     assert updates[-1].time_s > 28.0
     assert {u.fragment for u in updates} == {0, 1}
 
 
 def test_with_overlap_nobody_waits_for_a_reply_that_comes_within_a_phase():
-    run = ServerRun(decoupled_diloco(), walkers(3), network(latency_s=0.2), fragments=3, overlap=True)
+    run = ServerRun(decoupled_diloco(), walkers(3), network(latency_s=0.2), spans=spans(3), overlap=True)
     phases = of(Phase, run.run(12.0))
     assert Counter(phase.worker for phase in phases) == {0: 12, 1: 12, 2: 12}
 
@@ -369,19 +384,19 @@ def test_with_overlap_nobody_waits_for_a_reply_that_comes_within_a_phase():
 def test_with_overlap_a_reply_overwrites_its_fragment_alone_at_the_end_of_a_phase():
     rule = decoupled_diloco(lr=1.0, momentum=0.0, quorum=2, merging="average")
     drift = lambda worker: lambda phase, x: torch.full_like(x, worker + 1.0)  # noqa: E731
-    run = ServerRun(rule, walkers(2, torch.zeros(P), drift), network(latency_s=0.2), fragments=2, overlap=True)
+    run = ServerRun(rule, walkers(2, torch.zeros(P), drift), network(latency_s=0.2), spans=spans(2), overlap=True)
     for _ in run.run(2.0):
         pass
-    first, second = run.fragments
+    first, second = run.spans
     for worker, learner in enumerate(run.learners):
-        (a, b), *_ = first.spans
+        a, b = first
         assert torch.equal(learner.x[a:b], torch.full((b - a,), 1.5))  # the mean of the first phase; the second is lost
-        (a, b), *_ = second.spans
+        a, b = second
         assert torch.equal(learner.x[a:b], torch.full((b - a,), 2.0 * (worker + 1)))
 
 
 def test_with_overlap_a_worker_waits_before_it_would_push_a_fragment_again_unanswered():
-    run = ServerRun(decoupled_diloco(), walkers(1), network(latency_s=3.0), fragments=2, overlap=True)
+    run = ServerRun(decoupled_diloco(), walkers(1), network(latency_s=3.0), spans=spans(2), overlap=True)
     records = list(run.run(12.0))
     # Fragment 0 is pushed at 1 and answered at 7; meanwhile the worker takes two more phases, and then it stands.
     assert [(p.start_s, p.end_s) for p in of(Phase, records)][:4] == [(0, 1), (1, 2), (2, 3), (7, 8)]
@@ -396,8 +411,8 @@ def test_overlap_with_a_single_fragment_is_refused():
 
 def test_a_worker_that_returns_starts_from_what_the_server_has_then():
     run = ServerRun(
-        delayed_nesterov(), walkers(2), network((1.0, 0.7)), fragments=2,
-        absences=[Absence(0.5, 0, "leave"), Absence(10.0, 0, "return")],
+        delayed_nesterov(), walkers(2), network((1.0, 0.7)), spans=spans(2),
+        options=LoopOptions(absences=[Absence(0.5, 0, "leave"), Absence(10.0, 0, "return")]),
     )  # fmt: skip
     for _ in run.run(10.0):
         pass
@@ -486,7 +501,9 @@ def test_a_worker_is_in_one_meeting_at_a_time():
 def test_a_meeting_that_one_end_leaves_changes_neither_and_frees_the_other():
     starts = random_vectors(3, P)
     rates = {(0, 1): 50.0}
-    run = PairRun(ad_psgd(), still(starts), network(1e6, latency_s=2.0), rates, absences=[Absence(1.0, 0, "leave")])
+    run = PairRun(
+        ad_psgd(), still(starts), network(1e6, latency_s=2.0), rates, LoopOptions(absences=[Absence(1.0, 0, "leave")])
+    )
     assert not of(Transfer, run.run(10.0))
     assert all(torch.equal(a, b) for a, b in zip(run.models(), starts, strict=True))
     again = PairRun(
@@ -494,7 +511,7 @@ def test_a_meeting_that_one_end_leaves_changes_neither_and_frees_the_other():
         still(starts),
         network(1e6, latency_s=2.0),
         {**rates, (1, 2): 50.0},
-        absences=[Absence(1.0, 0, "leave")],
+        LoopOptions(absences=[Absence(1.0, 0, "leave")]),
     )
     assert {t.source for t in of(Transfer, again.run(10.0))} == {1, 2}
 
@@ -630,7 +647,11 @@ def test_a_slow_link_makes_messages_old_and_holds_up_nobody():
 def test_an_absent_worker_is_not_heard():
     records = list(
         GossipRun(
-            gossip(), make_topology("complete", 3), walkers(3), network(), absences=[Absence(2.5, 1, "leave")]
+            gossip(),
+            make_topology("complete", 3),
+            walkers(3),
+            network(),
+            LoopOptions(absences=[Absence(2.5, 1, "leave")]),
         ).run(6.0)
     )
     assert {t.source for t in of(Transfer, records) if t.end_s > 2.5} == {0, 2}
@@ -674,18 +695,27 @@ def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("config", "make"),
     [
-        lambda workers: ServerRun(delayed_nesterov(delay=3, momentum=0.5), workers, network((1.0, 1.5, 0.7))),
-        lambda workers: ServerRun(
-            decoupled_diloco(quorum=2, momentum=0.5), workers, network((1.0, 1.5, 0.7)), fragments=4, overlap=True
+        (
+            tiny(),
+            lambda workers: ServerRun(delayed_nesterov(delay=3, momentum=0.5), workers, network((1.0, 1.5, 0.7))),
         ),
-        lambda workers: PairRun(a2cid2(0.05), workers, network((1.0, 1.5, 0.7)), {(0, 1): 0.3, (1, 2): 0.3}),
+        (
+            timed(server={"name": "decoupled_diloco"}, events={"fragments": 4}, run__steps=12),
+            lambda workers: ServerRun(
+                decoupled_diloco(quorum=2, momentum=0.5), workers, network((1.0, 1.5, 0.7)), spans=workers[0].spans,
+                overlap=True,
+            ),
+        ),
+        (
+            tiny(),
+            lambda workers: PairRun(a2cid2(0.05), workers, network((1.0, 1.5, 0.7)), {(0, 1): 0.3, (1, 2): 0.3}),
+        ),
     ],
     ids=["delayed_nesterov", "decoupled_diloco", "a2cid2"],
-)
-def test_real_models_learn_without_waiting_for_each_other(make):
-    config = tiny()
+)  # fmt: skip
+def test_real_models_learn_without_waiting_for_each_other(config, make):
     workers, corpus = workers_of(config)
     probe = Probe(config, corpus, torch.device("cpu"))
     run = make(workers)

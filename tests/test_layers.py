@@ -46,6 +46,7 @@ LIGHT = [  # work without torch
     "record.jsonl",
     "record.seconds",
     "record.trace",
+    "record.arrivals",
     "record.events",
     "record.folder",
     "record.progress",

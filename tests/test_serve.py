@@ -22,11 +22,13 @@ from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
 from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import evaluate
-from gossamer.run.serve import _common, serve, work
-from gossamer.run.simulate import simulate
+from gossamer.run.serve import serve
+from gossamer.run.serve_protocol import Terms, run_key
+from gossamer.run.serve_replay import replay_server
+from gossamer.run.serve_worker import work
 from gossamer.transport import Turn, wire
 from gossamer.transport.launch import LISTENER
-from gossamer.transport.stream import GREET, HELLO, PUSH, Stream
+from gossamer.transport.stream import HELLO, PUSH, START, Stream
 from test_train import finish
 from test_virtual import EVEN, evals, timed
 
@@ -42,7 +44,7 @@ def model(folder, config, round=None):
 
 def common(config):
     """What both ends of a connection must name."""
-    return _common(config, open_corpus(config.data, config.workers, config.seed))
+    return run_key(config, open_corpus(config.data, config.workers, config.seed))
 
 
 def events(folder, who=None):
@@ -175,10 +177,10 @@ def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, 
         mute = Stream(
             socket.create_connection(("127.0.0.1", port)), run=key, me=1, peer=2, name="the server", timeout_s=20
         )
-        mute.send(Turn(0, 0, HELLO), [])
+        mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
         P = torch.empty(192_960, device="meta")
-        news, _ = mute.receive(Turn(0, 0, GREET), [torch.empty(7, dtype=torch.int64), P])
-        assert news[2] == 1  # go
+        news, _ = mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
+        assert Terms(*news.tolist()).go == 1
         mute.close()
         sides = [Process(work, config, tmp_path, "127.0.0.1", port, i) for i in range(2)]
         for side in sides:
@@ -195,30 +197,37 @@ FORGED = {
         b"GET / HTTP/1.1\r\nHost: here\r\nAccept: everything, and more than a header holds\r\n\r\n",
         "GET",
     ),
-    "another run": (lambda run: header(run + 1), "configuration"),
-    "a stranger": (lambda run: header(run, sender=7), "worker 7"),
-    "itself": (lambda run: header(run, sender=1), "worker 1"),
+    "another run": (lambda run: hello(run + 1), "configuration"),
+    "a stranger": (lambda run: hello(run, sender=7), "worker 7"),
+    "itself": (lambda run: hello(run, sender=1), "worker 1"),
     "a push before it was greeted": (lambda run: header(run, leg=PUSH), "leg=2"),
     "a huge first word": (lambda run: header(run, size=1 << 40), str(1 << 40)),
     "a later version": (lambda run: b"GOSS\x09\x00" + header(run)[6:], "version 9"),
     "half a header": (lambda run: header(run)[:20], "closed the connection after 20"),
-    "a push of another size": (lambda run: (header(run), header(run, leg=PUSH, size=1 << 50)), str(1 << 50)),
-    "a push of another phase": (lambda run: (header(run), header(run, leg=PUSH, size=771_840, round=5)), "round=5"),
-    "a push that is cut": (lambda run: (header(run), header(run, leg=PUSH, size=771_840) + b"x"), "closed"),
+    "a push of another size": (lambda run: (hello(run), header(run, leg=PUSH, size=1 << 50)), str(1 << 50)),
+    "a push of another phase": (lambda run: (hello(run), header(run, leg=PUSH, size=771_840, round=5)), "round=5"),
+    "a push that is cut": (lambda run: (hello(run), header(run, leg=PUSH, size=771_840) + b"x"), "closed"),
     "a push with another checksum": (
-        lambda run: (header(run), header(run, leg=PUSH, size=771_840) + bytes(771_840)),
+        lambda run: (hello(run), header(run, leg=PUSH, size=771_840) + bytes(771_840)),
         "checksum",
     ),
     "a push of numbers that are none": (
-        lambda run: (header(run), header(run, PUSH, 771_840, crc=wire.checksum(NAN)) + NAN.numpy().tobytes()),
+        lambda run: (hello(run), header(run, PUSH, 771_840, crc=wire.checksum(NAN)) + NAN.numpy().tobytes()),
         "not all finite",
     ),
 }
+NO_CHECKPOINTS = torch.zeros(2, dtype=torch.int64)
 NAN = torch.full((192_960,), float("nan")).view(torch.uint8)
 
 
 def header(run, leg=HELLO, size=0, *, sender=0, round=0, crc=0):
     return wire.encode_header(wire.Header(run, Turn(round, 0, leg), sender, size, crc))
+
+
+def hello(run, sender=0):
+    """The first word of a worker without checkpoints."""
+    payload = wire.pack_frames([NO_CHECKPOINTS])
+    return header(run, size=payload.numel(), sender=sender, crc=wire.checksum(payload)) + payload.numpy().tobytes()
 
 
 def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
@@ -263,13 +272,13 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
     with pytest.raises(ConfigError, match="--worker got 3 but the run file says workers = 1"):
         work(config, tmp_path / "b", "127.0.0.1", port, 3)
 
-    said = torch.tensor([0, -5, 1, 0, 0, 0, 0])
+    said = torch.tensor(Terms(0, -5, 1, 0, 0, 0, 0, 0))
 
     def lie(listener):
         sock, _ = listener.accept()
         liar = Stream(sock, run=common(config), me=1, peer=0, name="worker 0", timeout_s=10)
-        liar.receive(Turn(0, 0, HELLO), [])
-        liar.send(Turn(0, 0, GREET), [said, torch.zeros(192_960)])
+        liar.receive(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        liar.send(Turn(0, 0, START), [said, torch.zeros(192_960)])
         liar.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -314,7 +323,7 @@ def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
             name="",
             timeout_s=9,
         )
-        mute.send(Turn(0, 0, HELLO), [])
+        mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
         worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
         worker.join(60)
     mute.close()
@@ -420,6 +429,8 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
     assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))
     ours, theirs = ([(e["round"], e["loss"]) for e in evals(tmp_path / where)] for where in ("real", "virtual"))
     assert ours == theirs
+    replay_server(config, tmp_path / "replay", tmp_path / "real")
+    assert torch.equal(model(tmp_path / "replay", config), model(tmp_path / "real", config))
 
 
 def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):

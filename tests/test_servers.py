@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gossamer.asynchronous import (
     PAIRS,
     SERVERS,
-    Arrival,
+    PushInfo,
     a2cid2,
     acceleration,
     ad_psgd,
@@ -24,13 +24,11 @@ from gossamer.asynchronous import (
     dylu_steps,
     heloco,
     meeting_rates,
-    pack,
 )
 from gossamer.asynchronous.cgad import attenuation
 from gossamer.asynchronous.decoupled_diloco import grace_s, radial_mean, token_weight, weighted_mean
-from gossamer.asynchronous.fragments import put, take
 from gossamer.errors import ConfigError
-from gossamer.layout import Layout, Leaf
+from gossamer.layout import Layout, Leaf, arrange
 from gossamer.rules import diloco
 from gossamer.topologies import ring
 from gossamer.tree import leaves, map_leaves
@@ -51,7 +49,7 @@ every_pair = pytest.mark.parametrize("rule", PAIR_ROWS.values(), ids=PAIR_ROWS.k
 
 
 def arrival(age=0, worker=0, tokens=100, local_steps=10, layout=LAYOUT):
-    return Arrival(worker, age, tokens, local_steps, layout)
+    return PushInfo(worker, age, tokens, local_steps, layout)
 
 
 def absorbed(rule, start, messages, ages=(0,) * 99):
@@ -440,39 +438,40 @@ def best_peak(sizes, parts):
     )
 
 
+def fragment_sizes(sizes, parts):
+    return [b - a for a, b in arrange(layout_of_sizes(sizes), parts, "packed")[1]]
+
+
 @given(st.lists(st.integers(1, 40), min_size=3, max_size=7), st.integers(1, 3))
 @settings(max_examples=40, deadline=None)
 def test_the_largest_fragment_is_at_most_four_thirds_of_the_best_packing(sizes, parts):
-    fragments = pack(layout_of_sizes(sizes), parts)
-    peak = max(fragment.layout.numel for fragment in fragments)
-    assert peak <= 4 / 3 * best_peak(sizes, parts)
+    assert max(fragment_sizes(sizes, parts)) <= 4 / 3 * best_peak(sizes, parts)
 
 
 def test_the_greedy_packing_can_be_worse_than_the_best():
     sizes = [3, 3, 2, 2, 2]
-    assert max(fragment.layout.numel for fragment in pack(layout_of_sizes(sizes), 2)) == 7
+    assert max(fragment_sizes(sizes, 2)) == 7
     assert best_peak(sizes, 2) == 6
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.data())
 @settings(max_examples=40, deadline=None)
-def test_fragments_hold_every_element_once(sizes, data):
+def test_packed_fragments_are_slices_that_hold_every_tensor_once_and_in_its_order(sizes, data):
     layout = layout_of_sizes(sizes)
-    fragments = pack(layout, data.draw(st.integers(1, len(sizes))))
-    x = torch.arange(layout.numel)
-    copy = torch.full_like(x, -1)
-    for fragment in fragments:
-        part = take(x, fragment)
-        assert part.numel() == fragment.layout.numel
-        put(copy, fragment, part)
-    assert torch.equal(copy, x)
-    assert sum(fragment.layout.numel for fragment in fragments) == layout.numel
+    packed, spans = arrange(layout, data.draw(st.integers(1, len(sizes))), "packed")
+    assert sorted(leaf.name for leaf in packed.leaves) == sorted(leaf.name for leaf in layout.leaves)
+    assert packed.numel == layout.numel == spans[-1][1] and spans[0][0] == 0
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+    for a, b in spans:
+        names = [int(leaf.name) for leaf in packed.slice(a, b).leaves]
+        assert names == sorted(names)
+        assert [sizes[name] for name in names] == [leaf.stop - leaf.start for leaf in packed.slice(a, b).leaves]
 
 
 @pytest.mark.parametrize("parts", [0, 4])
 def test_more_fragments_than_tensors_are_refused(parts):
     with pytest.raises(ConfigError, match=rf"fragments is {parts} .* 1 to 3"):
-        pack(LAYOUT, parts)
+        arrange(LAYOUT, parts, "packed")
 
 
 # Every pair rule

@@ -255,7 +255,7 @@ WRONG = {
         {"server__name": "cgad", "network__clock": {"uplink_bps": 1e6, "downlink_bps": 1e6}},
         ["step_s is not given"],
     ),
-    "a clock of others": ({"server__name": "cgad", "workers": 4}, ["list of 3 for 4 workers"]),
+    "a clock of others": ({"server__name": "cgad", "workers": 4}, ["step_s lists 3 workers but the run has 4"]),
     "absence of a stranger": (
         {"server__name": "cgad", "events__absences": [{"worker": 7, "leave_s": 1.0}]},
         ["worker=7", "0 to 2"],

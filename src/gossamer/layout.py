@@ -8,7 +8,10 @@ from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 
-__all__ = ["Layout", "Leaf", "arrange", "attach", "flat_gradients", "layout_of", "views"]
+__all__ = ["Layout", "Leaf", "Pattern", "arrange", "attach", "flat_gradients", "layout_of", "views"]
+
+Pattern = Literal["strided", "sequential", "packed"]
+"""How tensors are put into fragments; `arrange` explains each."""
 
 
 class Leaf(NamedTuple):
@@ -56,16 +59,18 @@ def layout_of(model: nn.Module) -> Layout:
     return Layout(tuple(leaves), start)
 
 
-def arrange(
-    layout: Layout, fragments: int, pattern: Literal["strided", "sequential"] = "strided"
-) -> tuple[Layout, tuple[tuple[int, int], ...]]:
-    """The same tensors in an order in which each fragment is one span of the flat vector, and these spans.
+def arrange(layout: Layout, fragments: int, pattern: Pattern = "strided") -> tuple[Layout, tuple[tuple[int, int], ...]]:
+    """The same tensors in an order in which each fragment is one slice of the flat vector, and these slices.
 
-    Layers are told by the number in their tensors' names; what comes before the first layer (the embedding) goes with it, what
-    comes after one (the final norm, the head) with that one. A model without numbers is cut between any two tensors.
+    "strided" puts every fragments-th layer in a fragment, "sequential" neighbouring layers. Layers are known by the number in
+    their tensors' names; what comes before the first layer (the embedding) goes with it, what comes after one (the final norm,
+    the head) with that one. A model without numbers is cut between any two tensors.
 
-    Args: `pattern` "strided" puts every fragments-th layer in a fragment, "sequential" neighbours.
-    Raises: ConfigError when there are fewer layers than fragments.
+    "packed" knows no layers and makes the largest fragment small: tensors are dealt, largest first, each to the fragment that
+    is smallest so far. The largest fragment is then at most 4/3 - 1/(3 fragments) times as large as in the best packing
+    (Graham's bound). Source: arXiv 2604.21428 (fragments by greedy bin packing).
+
+    Raises: ConfigError when there are fewer layers, or packed tensors, than fragments.
 
     >>> layers = [Leaf(f"layers.{k}.w", (2,), 2 * k, 2 * k + 2) for k in range(4)]
     >>> layout, spans = arrange(Layout(tuple(layers), 8), 2)
@@ -74,21 +79,42 @@ def arrange(
     """
     if fragments == 1:
         return layout, ((0, layout.numel),)
-    units = [list(group) for _, group in groupby(_with_layer(layout), key=lambda pair: pair[0])]
+    groups = _packed(layout, fragments) if pattern == "packed" else _by_layers(layout, fragments, pattern)
+    leaves: list[Leaf] = []
+    ends = [0]
+    for group in groups:
+        for leaf in group:
+            start = leaves[-1].stop if leaves else 0
+            leaves.append(leaf._replace(start=start, stop=start + leaf.stop - leaf.start))
+        ends.append(leaves[-1].stop)
+    return Layout(tuple(leaves), layout.numel), tuple(pairwise(ends))
+
+
+def _by_layers(layout: Layout, fragments: int, pattern: Pattern) -> list[list[Leaf]]:
+    """The tensors of each fragment, where a layer is never split."""
+    units = [[leaf for _, leaf in group] for _, group in groupby(_with_layer(layout), key=lambda pair: pair[0])]
     if len(units) < fragments:
         raise ConfigError(
             f"schedule.fragments is {fragments} and the model has {len(units)} layers; take at most one fragment per layer"
         )
     place = (lambda u: u % fragments) if pattern == "strided" else (lambda u: u * fragments // len(units))
-    leaves: list[Leaf] = []
-    ends = [0]
-    for fragment in range(fragments):
-        for u, unit in enumerate(units):
-            for _, leaf in unit if place(u) == fragment else ():
-                start = leaves[-1].stop if leaves else 0
-                leaves.append(leaf._replace(start=start, stop=start + leaf.stop - leaf.start))
-        ends.append(leaves[-1].stop)
-    return Layout(tuple(leaves), layout.numel), tuple(pairwise(ends))
+    return [[leaf for u, unit in enumerate(units) if place(u) == p for leaf in unit] for p in range(fragments)]
+
+
+def _packed(layout: Layout, fragments: int) -> list[list[Leaf]]:
+    """The tensors of each fragment, where the largest fragment is small; in one fragment they keep their order."""
+    if not 1 <= fragments <= len(layout.leaves):
+        raise ConfigError(
+            f"events.fragments is {fragments} for a model of {len(layout.leaves)} tensors; allowed is 1 to "
+            f"{len(layout.leaves)}, as a tensor is never split: choose fewer fragments"
+        )
+    bins: list[list[Leaf]] = [[] for _ in range(fragments)]
+    sizes = [0] * fragments
+    for leaf in sorted(layout.leaves, key=lambda leaf: leaf.start - leaf.stop):
+        smallest = sizes.index(min(sizes))
+        bins[smallest].append(leaf)
+        sizes[smallest] += leaf.stop - leaf.start
+    return [sorted(group, key=lambda leaf: leaf.start) for group in bins]
 
 
 def _with_layer(layout: Layout) -> list[tuple[str, Leaf]]:

@@ -5,20 +5,18 @@ from collections.abc import Callable
 from gossamer.asynchronous.a2cid2 import a2cid2, acceleration
 from gossamer.asynchronous.ad_psgd import ad_psgd
 from gossamer.asynchronous.cgad import cgad
-from gossamer.asynchronous.contract import Arrival, PairRule, ServerRule, Window
+from gossamer.asynchronous.contract import PairRule, PushInfo, ServerRule, Window
 from gossamer.asynchronous.dadao import dadao
 from gossamer.asynchronous.decoupled_diloco import decoupled_diloco
 from gossamer.asynchronous.delayed_nesterov import delayed_nesterov, dylu_steps
-from gossamer.asynchronous.fragments import Fragment, pack
 from gossamer.asynchronous.heloco import heloco
 from gossamer.asynchronous.meetings import Rates, conditions, meeting_rates
 
 __all__ = [
     "PAIRS",
     "SERVERS",
-    "Arrival",
-    "Fragment",
     "PairRule",
+    "PushInfo",
     "Rates",
     "ServerRule",
     "Window",
@@ -33,7 +31,6 @@ __all__ = [
     "dylu_steps",
     "heloco",
     "meeting_rates",
-    "pack",
 ]
 
 SERVERS: dict[str, Callable[..., ServerRule]] = {

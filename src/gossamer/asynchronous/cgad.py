@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous.contract import Arrival, ServerRule
+from gossamer.asynchronous.contract import PushInfo, ServerRule
 from gossamer.options import within
 
 __all__ = ["attenuation", "cgad"]
@@ -76,7 +76,7 @@ def cgad(
     def greet(s: _State) -> Tensor:
         return s.x
 
-    def absorb(s: _State, message: Tensor, arrival: Arrival) -> _State:
+    def absorb(s: _State, message: Tensor, arrival: PushInfo) -> _State:
         sigma = attenuation(arrival.age, decay, cutoff)
         if sigma < NEGLIGIBLE:
             return s

@@ -11,21 +11,21 @@ from torch import Tensor
 from gossamer.layout import Layout
 from gossamer.tree import Tree
 
-__all__ = ["Arrival", "PairRule", "ServerRule", "Window"]
+__all__ = ["PairRule", "PushInfo", "ServerRule", "Window"]
 
 
-class Arrival(NamedTuple):
-    """What a server may know of a message."""
+class PushInfo(NamedTuple):
+    """What a server knows about a push."""
 
     worker: int
     age: int
-    """How many updates the server has made since it greeted this worker; 0 for a message that nothing overtook."""
+    """How many updates the server has made since it sent this worker its starting point; 0 if nothing overtook the push."""
     tokens: int
-    """Tokens the worker trained on since it was greeted."""
+    """Tokens the worker trained on since it had the starting point."""
     local_steps: int
     """Inner steps it took for them."""
     layout: Layout
-    """Names, shapes and offsets of the tensors in the message."""
+    """Names, shapes and offsets of the tensors in the push."""
 
 
 class Window(NamedTuple):
@@ -35,7 +35,7 @@ class Window(NamedTuple):
     """Messages that are enough; all present workers where fewer are present."""
     grace_s: float
     """Seconds it then waits for more."""
-    merge: Callable[[Sequence[Tensor], Sequence[Arrival]], Tensor]
+    merge: Callable[[Sequence[Tensor], Sequence[PushInfo]], Tensor]
     """One message of those gathered, which come in ascending order of their workers."""
 
 
@@ -53,7 +53,7 @@ class ServerRule(NamedTuple):
     options: dict[str, Any]
     init: Callable[[Tensor], Any]
     greet: Callable[[Any], Tensor]
-    absorb: Callable[[Any, Tensor, Arrival], Any]
+    absorb: Callable[[Any, Tensor, PushInfo], Any]
     window: Window | None = None
     """How messages are gathered; None absorbs each on its own."""
     elementwise: bool = True

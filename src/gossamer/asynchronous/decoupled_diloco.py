@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous.contract import Arrival, ServerRule, Window
+from gossamer.asynchronous.contract import PushInfo, ServerRule, Window
 from gossamer.errors import ConfigError
 from gossamer.options import one_of, within
 
@@ -105,7 +105,7 @@ def decoupled_diloco(
         raise ConfigError(f"decoupled_diloco got quorum = {quorum!r}; allowed is a whole number from 1: choose one")
     eta, mu = lr, momentum
 
-    def merge(messages: Sequence[Tensor], arrivals: Sequence[Arrival]) -> Tensor:
+    def merge(messages: Sequence[Tensor], arrivals: Sequence[PushInfo]) -> Tensor:
         weights = [token_weight(arrival.tokens, arrival.local_steps) for arrival in arrivals]
         if merging == "average":
             return weighted_mean(messages, weights)
@@ -121,7 +121,7 @@ def decoupled_diloco(
     def greet(s: _State) -> Tensor:
         return s.x
 
-    def absorb(s: _State, message: Tensor, arrival: Arrival) -> _State:
+    def absorb(s: _State, message: Tensor, arrival: PushInfo) -> _State:
         b = mu * s.b + message
         return _State(s.x - eta * (message + mu * b), b)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous.contract import Arrival, ServerRule
+from gossamer.asynchronous.contract import PushInfo, ServerRule
 from gossamer.errors import ConfigError
 from gossamer.options import within
 
@@ -59,7 +59,7 @@ def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, delay: int = 4, spr
     def greet(s: _State) -> Tensor:
         return s.x
 
-    def absorb(s: _State, message: Tensor, arrival: Arrival) -> _State:
+    def absorb(s: _State, message: Tensor, arrival: PushInfo) -> _State:
         arrivals, acc = s.arrivals + 1, s.acc + message
         if int(arrivals) % n == 0:
             m = beta * s.m + acc / n

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous.contract import Arrival, ServerRule
+from gossamer.asynchronous.contract import PushInfo, ServerRule
 from gossamer.errors import ConfigError
 from gossamer.options import within
 
@@ -80,7 +80,7 @@ def heloco(
     def greet(s: _State) -> Tensor:
         return s.x - eta * mu * s.m
 
-    def absorb(s: _State, message: Tensor, arrival: Arrival) -> _State:
+    def absorb(s: _State, message: Tensor, arrival: PushInfo) -> _State:
         blocks = [corrected(message[b.start : b.stop], s.m[b.start : b.stop]) for b in arrival.layout.leaves]
         g = rho * torch.cat(blocks)
         m = mu * s.m + (1 - mu) * g

@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from gossamer.asynchronous import pack
 from gossamer.codecs import make_codec
-from gossamer.codecs.message import payload_bytes
 from gossamer.layout import Layout, Leaf, arrange, layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import parameter_count
@@ -82,7 +80,7 @@ def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
         return _on_a_clock(config, layout)
     m, n = method(config), config.workers
     network, schedule, size = MemoryNetwork(n), config.schedule, layout.numel
-    layout, spans = arrange(layout, schedule.fragments, schedule.pattern)
+    layout, spans = arrange(layout, *config.fragments)
     x = torch.empty(size, device="meta")
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
     parts = parts_of(x, layout, spans, torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every))
@@ -124,8 +122,8 @@ def _on_a_clock(config: RunConfig, layout: Layout) -> Traffic:
     codec, copies = make_codec(config.codec.name, **config.codec.options), 1.0  # the point a server greeted it with
     if config.pair is not None:
         copies = float(pair_rule(config).state_copies)
-    parts = [part.layout.numel for part in pack(layout, config.events.fragments)]
-    sizes = [payload_bytes(codec, numel) for numel in parts]
+    spans = arrange(layout, *config.fragments)[1]
+    sizes = [nbytes(codec.encode(torch.empty(b - a, device="meta"), 0)) for a, b in spans]
     sent_bytes = sum(sizes) / len(sizes)
     return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)
 

@@ -13,17 +13,24 @@ __all__ = ["command", "train_here"]
 
 
 def command(
-    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None
-) -> None:
+    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
+    replay: Path | None = None,
+) -> None:  # fmt: skip
     """Trains all workers of a run in this process, and writes its report.
 
     Args:
         out: run folder (default: runs/NAME)
         resume: continue this run folder from its newest checkpoint
+        replay: compute the real server run in this folder again, from its record
     """
     config, folder = run_and_folder(file, overrides, out, resume)
     with resume_hint(folder, resumable=not config.event_driven):
-        train_here(config, folder, resume=resume is not None)
+        if replay is not None:
+            from gossamer.run.serve_replay import replay_server
+
+            replay_server(config, folder, replay)
+        else:
+            train_here(config, folder, resume=resume is not None)
         publish({config.name: folder}, folder / "report.html", config.network)
 
 

@@ -69,7 +69,9 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
 
 def _train_served(config: "RunConfig", folder: Path, server: str | None, worker: int | None, *, resume: bool) -> None:
     """The server of a run, or one of its workers."""
-    from gossamer.run.serve import address, serve, work
+    from gossamer.run.serve import serve
+    from gossamer.run.serve_protocol import address
+    from gossamer.run.serve_worker import work
 
     if server is None:
         raise ConfigError(

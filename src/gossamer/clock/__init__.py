@@ -1,6 +1,6 @@
 """Training over virtual time: every local phase and every message is an event, and each worker has its own speed and link.
 
-Three loops over one agenda, for three ways of not waiting for everybody:
+Three loops over one agenda and one `gossamer.clock.phases.Phases`, for three ways of not waiting for everybody:
 
 * `ServerRun`: workers push to a server and fetch from it, with any of `gossamer.asynchronous.SERVERS`.
 * `PairRun`: pairs of workers meet at random times, with any of `gossamer.asynchronous.PAIRS`.
@@ -11,9 +11,10 @@ each message as if it were alone. Virtual seconds decide the numbers here, since
 for one network and cannot be priced on another.
 """
 
-from gossamer.clock.agenda import SERVER, Absence, Learner, Phase, Record, Report, Transfer, Update
+from gossamer.clock.events import SERVER, Absence, Phase, Record, Transfer, Update
 from gossamer.clock.gossip import GossipRun
 from gossamer.clock.pairs import PairRun
+from gossamer.clock.phases import Learner, LoopOptions, Report
 from gossamer.clock.server import ServerRun
 from gossamer.clock.settings import Away, EventsConfig
 
@@ -24,6 +25,7 @@ __all__ = [
     "EventsConfig",
     "GossipRun",
     "Learner",
+    "LoopOptions",
     "PairRun",
     "Phase",
     "Record",

@@ -8,22 +8,11 @@ from functools import partial
 
 from torch import Tensor
 
-from gossamer.clock.agenda import (
-    DECISION,
-    PHASE,
-    Absence,
-    Agenda,
-    Begins,
-    Budget,
-    Learner,
-    Links,
-    Phase,
-    Record,
-    Transfer,
-    plan_absences,
-)
-from gossamer.codecs import Codec, exact
-from gossamer.codecs.message import round_trip
+from gossamer.clock.agenda import DECISION, Agenda
+from gossamer.clock.durations import Durations
+from gossamer.clock.events import Absence, Phase, Record, Transfer
+from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
+from gossamer.codecs import exact
 from gossamer.errors import ConfigError, PairingError
 from gossamer.network.links import Network
 from gossamer.rounds.exchange import initial_state, own_message
@@ -50,9 +39,8 @@ class GossipRun:
         rule: one that hears a `pull` on any connected graph, such as `gasloc()`.
         learners: each starts from its own parameters, which everyone else knows from the start.
         network: links between workers, and seconds of an inner step.
-        codec: what is published goes through it, drawing from `seed`; its publisher, too, mixes with what comes out.
-        budget: inner steps of all workers together; the run ends with the last local phase.
-        begins: called when a local phase begins; `models` shows parameters that are trained meanwhile.
+        options: absences, budget and so on; the publisher of a message, too, mixes with what comes out of the codec. The run
+            ends with the last local phase. `models` shows parameters that may be in training.
     Raises: PairingError for a rule that does not gossip, or that acts on gradients; ConfigError for a network that does not fit.
     Cost: a worker's messages of the longest transfer; one model per peer and phase on the wire.
     Differs (from the synchronous rule): the mean of the workers is *not* kept. Reading is one-sided: a fast worker moves towards
@@ -64,9 +52,8 @@ class GossipRun:
     """
 
     def __init__(
-        self, rule: Rule, topology: Topology, learners: Sequence[Learner], network: Network, *,
-        absences: Sequence[Absence] = (), codec: Codec | None = None, seed: int = 0, budget: float = math.inf,
-        begins: Begins = lambda worker, number: None,
+        self, rule: Rule, topology: Topology, learners: Sequence[Learner], network: Network,
+        options: LoopOptions = DEFAULTS,
     ) -> None:  # fmt: skip
         if rule.hear is not pull or rule.needs != "connected" or rule.site != "parameters":
             raise PairingError(
@@ -77,24 +64,20 @@ class GossipRun:
             raise ConfigError(
                 f"the topology has {topology.n} workers and there are {len(learners)} learners; give one learner for each"
             )
-        self._codec, self._seed, self._budget = codec or exact(), seed, Budget(budget)
-        check(rule, topology, self._codec)
+        check(rule, topology, options.codec or exact())
         self.rule, self.topology, self.learners = rule, topology, learners
-        self._links, self._begins = Links(network, len(learners)), begins
-        self._agenda = Agenda()
-        self._alive, self._epoch, self._phases = set(range(len(learners))), [0] * len(learners), [0] * len(learners)
-        self._trains = [False] * len(learners)
+        self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
+        self._phases = Phases(self._agenda, self._durations, learners, options, self._publish, self._change)
         first = topology.mixing(0)
         self._states = [
-            initial_state(rule, first, learner.x, self._context(i, first)) for i, learner in enumerate(learners)
+            initial_state(rule, first, learner.x, self._context(i, 0, first)) for i, learner in enumerate(learners)
         ]
-        self._bytes = self._message(0, first)[1]
-        self._published = [[(-math.inf, self._send(i, first))] for i in range(len(learners))]
+        self._bytes = options.transmit(self._send(0, 0, first), 0, 0)[1]
+        self._published = [[(-math.inf, self._send(i, 0, first))] for i in range(len(learners))]
         pairs = itertools.permutations(range(len(learners)), 2)
-        self._slowest_s = max((self._links.transfer_s(j, i, self._bytes) for j, i in pairs), default=0.0)
-        plan_absences(self._agenda, absences, len(learners), self._change)
+        self._slowest_s = max((self._durations.transfer_s(j, i, self._bytes) for j, i in pairs), default=0.0)
         for i in range(len(learners)):
-            self._begin_phase(i)
+            self._phases.begin(i)
 
     @property
     def time_s(self) -> float:
@@ -113,64 +96,40 @@ class GossipRun:
         """What happens up to a virtual time, as it happens; may be stopped anywhere and called again."""
         return self._agenda.run(until_s)
 
-    def _context(self, i: int, mixing: Mixing) -> Context:
+    def _context(self, i: int, number: int, mixing: Mixing) -> Context:
         learner = self.learners[i]
-        return Context(i, mixing.n, self._phases[i], learner.local_steps, mixing.weight(i), learner.layout)
+        return Context(i, mixing.n, number, learner.local_steps, mixing.weight(i), learner.layout)
 
-    def _send(self, i: int, mixing: Mixing) -> Tree:
-        return own_message(self.rule, self.learners[i].x, self._states[i], self._context(i, mixing))
+    def _send(self, i: int, number: int, mixing: Mixing) -> Tree:
+        return own_message(self.rule, self.learners[i].x, self._states[i], self._context(i, number, mixing))
 
-    def _message(self, i: int, mixing: Mixing) -> tuple[Tree, int]:
-        return round_trip(self._codec, self._send(i, mixing), self._seed, i, self._phases[i], 0)
+    def _publish(self, i: int, number: int, start_s: float) -> list[Record]:
+        report = self.learners[i].local_phase(number)
+        present = frozenset(j for j, present in enumerate(self._phases.present) if present)
+        mixing = self.topology.mixing(number, present)
+        message, own = self._options.transmit(self._send(i, number, mixing), i, number)[0], self._published[i]
+        own.append((self.time_s, message))
+        oldest_of_use = bisect_right(own, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
+        del own[:oldest_of_use]
+        self._agenda.plan(self.time_s, DECISION, i, partial(self._mix, i, number, message, mixing))
+        return [Phase(start_s, self.time_s, i, number, report)]
 
-    def _begin_phase(self, i: int) -> None:
-        steps = self.learners[i].local_steps
-        self._trains[i] = self._budget.claim(steps)
-        if self._trains[i]:
-            end_s = self.time_s + self._links.phase_s(i, self._phases[i], steps)
-            self._agenda.plan(end_s, PHASE, i, partial(self._publish, i, self._epoch[i], self.time_s))
-            self._begins(i, self._phases[i])
-
-    def _publish(self, i: int, epoch: int, start_s: float) -> list[Record]:
-        if epoch != self._epoch[i]:
-            return []
-        self._trains[i] = False
-        report = self.learners[i].local_phase(self._phases[i])
-        mixing = self.topology.mixing(self._phases[i], frozenset(self._alive))
-        message, mine = self._message(i, mixing)[0], self._published[i]
-        mine.append((self.time_s, message))
-        oldest_of_use = bisect_right(mine, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
-        del mine[:oldest_of_use]
-        self._agenda.plan(self.time_s, DECISION, i, partial(self._mix, i, message, mixing))
-        return [Phase(start_s, self.time_s, i, self._phases[i], report)]
-
-    def _mix(self, i: int, own: Tree, mixing: Mixing) -> list[Record]:
+    def _mix(self, i: int, number: int, sent: Tree, mixing: Mixing) -> list[Record]:
         received, records = [], []
         for j in mixing.hears_from(i):
-            size = self._bytes
-            takes_s = self._links.transfer_s(j, i, size)
-            left_s = self.time_s - takes_s
+            left_s = self.time_s - self._durations.transfer_s(j, i, self._bytes)
             newest = bisect_right(self._published[j], left_s, key=lambda version: version[0]) - 1
             published_s, message = self._published[j][newest]
             received.append(message)
             if published_s > -math.inf:
-                records.append(Transfer("fetch", left_s, self.time_s, j, i, 0, size))
-        messages = Messages(own, tuple(received), i, mixing.rows[i])
+                records.append(Transfer("fetch", left_s, self.time_s, j, i, 0, self._bytes))
         x, s = self.learners[i].x, self._states[i]
-        outer_update(self.rule, self.rule.hear, x, s, messages, self._context(i, mixing))
-        self._phases[i] += 1
-        self._begin_phase(i)
+        messages = Messages(sent, tuple(received), i, mixing.rows[i])
+        outer_update(self.rule, self.rule.hear, x, s, messages, self._context(i, number, mixing))
+        self._phases.begin(i)
         return records
 
     def _change(self, absence: Absence) -> list[Record]:
-        i = absence.worker
-        self._epoch[i] += 1
-        if self._trains[i]:
-            self._budget.give_back(self.learners[i].local_steps)
-            self._trains[i] = False
         if absence.change == "return":
-            self._alive.add(i)
-            self._begin_phase(i)
-        else:
-            self._alive.discard(i)
-        return [absence]
+            self._phases.begin(absence.worker)
+        return []

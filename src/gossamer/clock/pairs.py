@@ -10,23 +10,10 @@ from functools import partial
 from torch import Tensor
 
 from gossamer.asynchronous import PairRule, Rates, conditions
-from gossamer.clock.agenda import (
-    DECISION,
-    PHASE,
-    REPLY,
-    Absence,
-    Agenda,
-    Begins,
-    Budget,
-    Learner,
-    Links,
-    Phase,
-    Record,
-    Transfer,
-    plan_absences,
-)
-from gossamer.codecs import Codec, exact
-from gossamer.codecs.message import round_trip
+from gossamer.clock.agenda import DECISION, REPLY, Agenda
+from gossamer.clock.durations import Durations
+from gossamer.clock.events import Absence, Phase, Record, Transfer
+from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network
 from gossamer.rng import numpy_rng
@@ -43,11 +30,7 @@ class _Peer:
     s: Tree
     start: Tensor  # of the local phase it is in
     time_s: float = 0.0
-    present: bool = True
-    epoch: int = 0
-    phases: int = 0
     meets: int | None = None  # the number of the meeting it is in
-    trains: bool = False
 
 
 class PairRun:
@@ -65,17 +48,15 @@ class PairRun:
         network: links between workers, and seconds of an inner step.
         rates: meetings per second of each pair, such as `meeting_rates(mixing, 1.0)`; a rule that takes its numbers from
             them is settled here.
-        codec: what is told goes through it, and both ends act on what comes out.
-        budget: inner steps of all workers together; the run ends with the last local phase.
-        begins: called when a local phase begins, so that a driver may compute it meanwhile.
+        options: absences, budget and so on; both ends of a meeting act on what comes out of the codec. The run ends with the
+            last local phase.
     Raises: ConfigError for pairs that are not workers and rates that are not above zero.
     Cost: two vectors per worker beside its model, and the rule's state.
     """
 
     def __init__(
-        self, rule: PairRule, learners: Sequence[Learner], network: Network, rates: Rates, *, seed: int = 0,
-        absences: Sequence[Absence] = (), codec: Codec | None = None, budget: float = math.inf,
-        begins: Begins = lambda worker, number: None,
+        self, rule: PairRule, learners: Sequence[Learner], network: Network, rates: Rates,
+        options: LoopOptions = DEFAULTS,
     ) -> None:  # fmt: skip
         for (i, j), rate in rates.items():
             if not 0 <= i < j < len(learners) or not 0 < rate < math.inf:
@@ -86,17 +67,15 @@ class PairRun:
         if rule.settle is not None:
             rule = rule.settle(*conditions(len(learners), rates))
         self.rule, self.learners = rule, learners
-        self._codec, self._seed, self._budget = codec or exact(), seed, Budget(budget)
-        self._links, self._begins = Links(network, len(learners)), begins
-        self._agenda = Agenda()
+        self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
+        self._phases = Phases(self._agenda, self._durations, learners, options, self._end_phase, self._change)
         self._pairs = sorted(rates)
         self._edges = list(itertools.accumulate(rates[pair] for pair in self._pairs))
-        self._rng = numpy_rng(seed, "meetings")
+        self._rng = numpy_rng(options.seed, "meetings")
         self._meetings = itertools.count()
         self._meeting_planned = False
         starts = [learner.x.clone() for learner in learners]
         self._peers = [_Peer(x, rule.init(x), x) for x in starts]
-        plan_absences(self._agenda, absences, len(learners), self._change)
         for i in range(len(learners)):
             self._begin_phase(i)
         self._plan_meeting()
@@ -128,26 +107,18 @@ class PairRun:
     def _begin_phase(self, i: int) -> None:
         peer = self._now(i)
         peer.start = peer.x
-        peer.trains = self._budget.claim(self.learners[i].local_steps)
-        if peer.trains:
-            end_s = self.time_s + self._links.phase_s(i, peer.phases, self.learners[i].local_steps)
-            self._agenda.plan(end_s, PHASE, i, partial(self._end_phase, i, peer.epoch, self.time_s))
-            self.learners[i].x.copy_(peer.start)
-            self._begins(i, peer.phases)
+        self.learners[i].x.copy_(peer.start)
+        self._phases.begin(i)
 
-    def _end_phase(self, i: int, epoch: int, start_s: float) -> list[Record]:
-        learner, peer = self.learners[i], self._peers[i]
-        if epoch != peer.epoch:
-            return []
-        peer = self._now(i)
-        index, peer.phases = peer.phases, peer.phases + 1
-        report = learner.local_phase(index)
+    def _end_phase(self, i: int, number: int, start_s: float) -> list[Record]:
+        learner, peer = self.learners[i], self._now(i)
+        report = learner.local_phase(number)
         peer.x, peer.s = self.rule.learn(peer.x, peer.s, learner.x - peer.start)
         self._begin_phase(i)
-        return [Phase(start_s, self.time_s, i, index, report)]
+        return [Phase(start_s, self.time_s, i, number, report)]
 
     def _plan_meeting(self) -> None:
-        self._meeting_planned = bool(self._pairs) and any(peer.trains for peer in self._peers)
+        self._meeting_planned = bool(self._pairs) and any(self._phases.trains)
         if not self._meeting_planned:
             return
         wait_s = self._rng.exponential(1 / self._edges[-1])
@@ -157,28 +128,28 @@ class PairRun:
 
     def _begin_meeting(self, i: int, j: int) -> list[Record]:
         self._plan_meeting()
-        if all(self._peers[k].present and self._peers[k].meets is None for k in (i, j)):
+        if all(self._phases.present[k] and self._peers[k].meets is None for k in (i, j)):
             number = next(self._meetings)
-            told, size = [], 0
+            sent, size = [], 0
             for k in (i, j):
                 peer = self._now(k)
                 peer.meets = number
-                message, size = round_trip(self._codec, self.rule.tell(peer.x, peer.s), self._seed, k, number, 0)
-                told.append(message)
-            takes_s = max(self._links.transfer_s(i, j, size), self._links.transfer_s(j, i, size))
-            action = partial(self._meet, number, (i, j), (told[0], told[1]), size, self.time_s)
+                message, size = self._options.transmit(self.rule.tell(peer.x, peer.s), k, number)
+                sent.append(message)
+            takes_s = max(self._durations.transfer_s(i, j, size), self._durations.transfer_s(j, i, size))
+            action = partial(self._meet, number, (i, j), (sent[0], sent[1]), size, self.time_s)
             self._agenda.plan(self.time_s + takes_s, REPLY, i, action)
         return []
 
     def _meet(
-        self, number: int, ends: tuple[int, int], told: tuple[Tensor, Tensor], size: int, start_s: float
+        self, number: int, ends: tuple[int, int], sent: tuple[Tensor, Tensor], size: int, start_s: float
     ) -> list[Record]:
         i, j = ends
         if any(self._peers[k].meets != number for k in ends):
             return []
-        for k, mine, theirs in ((i, told[0], told[1]), (j, told[1], told[0])):
+        for k, own, other in ((i, sent[0], sent[1]), (j, sent[1], sent[0])):
             peer = self._now(k)
-            peer.x, peer.s = self.rule.meet(peer.x, peer.s, mine, theirs)
+            peer.x, peer.s = self.rule.meet(peer.x, peer.s, own, other)
             peer.meets = None
         return [
             Transfer("meet", start_s, self.time_s, i, j, 0, size),
@@ -187,11 +158,7 @@ class PairRun:
 
     def _change(self, absence: Absence) -> list[Record]:
         peer = self._now(absence.worker)
-        peer.present, peer.epoch = absence.change == "return", peer.epoch + 1
-        if peer.trains:
-            self._budget.give_back(self.learners[absence.worker].local_steps)
-            peer.trains = False
-        if peer.present:
+        if absence.change == "return":
             self._begin_phase(absence.worker)
             if not self._meeting_planned:
                 self._plan_meeting()
@@ -200,4 +167,4 @@ class PairRun:
                 if other is not peer and peer.meets is not None and other.meets == peer.meets:
                     other.meets = None
             peer.meets = None
-        return [absence]
+        return []

@@ -1,37 +1,19 @@
-"""Workers around a server that takes what they send as it comes."""
+"""Workers around a server that absorbs their pushes as they arrive, over virtual time."""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gossamer.asynchronous import ServerRule, pack
-from gossamer.asynchronous.fragments import put, take
-from gossamer.clock.agenda import (
-    ARRIVAL,
-    DECISION,
-    PHASE,
-    REPLY,
-    SERVER,
-    Absence,
-    Agenda,
-    Begins,
-    Budget,
-    Learner,
-    Links,
-    Phase,
-    Record,
-    Transfer,
-    Update,
-    plan_absences,
-)
-from gossamer.clock.desk import Desk, Greeting, Push, Seat
-from gossamer.codecs import Codec, exact
-from gossamer.codecs.message import round_trip
+from gossamer.asynchronous import ServerRule
+from gossamer.clock.agenda import ARRIVAL, DECISION, REPLY, Agenda
+from gossamer.clock.durations import Durations
+from gossamer.clock.events import SERVER, Absence, Phase, Record, Transfer, Update
+from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
+from gossamer.clock.server_core import Push, Send, ServerAction, ServerCore
+from gossamer.clock.server_worker import ServerWorker
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network
 from gossamer.tree import nbytes
@@ -39,67 +21,48 @@ from gossamer.tree import nbytes
 __all__ = ["ServerRun"]
 
 
-@dataclass
-class _Presence:
-    """Whether a worker is there."""
-
-    present: bool = True
-    epoch: int = 0  # counts leaves and returns: what was planned in an earlier one is void
-    trains: bool = False
-
-
-@dataclass
-class _Queue:
-    """Pushes of one fragment that wait for their window to close, each with its worker and that one's epoch."""
-
-    pushes: list[tuple[int, int, Push]] = field(default_factory=list)
-    closing: bool = False
-
-
 class ServerRun:
-    """Workers that push pseudo-gradients to a server and fetch where to go on from, each at its own pace.
+    """Workers that push pseudo-gradients to a server and fetch the next starting points, each at its own pace.
 
-    After its k-th local phase a worker pushes fragment k mod `fragments`. It then waits for the reply, or with `overlap` goes
-    on training and takes the reply at the end of the phase it arrived in; what it did meanwhile on that fragment is lost. A
-    server with a window also closes it when nobody is left who could still come.
+    After its k-th local phase a worker pushes fragment k mod `len(spans)`. It then waits for the reply, or with `overlap` goes
+    on training and uses the reply at the end of the phase it arrived in; what it learned meanwhile on that fragment is lost. A
+    server with a window also closes it when nobody is left who could still push.
 
-    A worker that leaves loses the phase it is in; its pushes on the way still count. When it returns it fetches all fragments.
+    A worker that leaves loses the phase it is in; its pushes in flight still count. When it returns it fetches all fragments.
 
     Args:
         learners: all start from the parameters of the first.
         network: links to the server, whose own costs nothing, and seconds of an inner step.
-        fragments: parts of whole tensors that travel one by one, each with its own ages and state.
+        spans: the fragments, each a slice of the flat vector with its own ages and state; None is the whole vector.
         overlap: needs at least two fragments.
-        codec: what pushes go through, drawing from `seed`; starting points are sent as they are.
-        budget: inner steps of all workers together; the run ends when all of them have been absorbed.
-        begins: called when a local phase begins, so that a driver may compute it meanwhile.
+        options: absences, budget and so on; pushes go through the codec, starting points are sent as they are. The run ends
+            when all pushes have been absorbed.
     Raises: ConfigError for options that do not fit together.
-    Cost: the rule's state at the server; one starting point per worker beside its model.
+    Cost: the rule's state at the server; one starting point per worker in addition to its model.
     """
 
     def __init__(
-        self, rule: ServerRule, learners: Sequence[Learner], network: Network, *, fragments: int = 1, overlap: bool = False,
-        absences: Sequence[Absence] = (), codec: Codec | None = None, seed: int = 0, budget: float = math.inf,
-        begins: Begins = lambda worker, number: None,
+        self, rule: ServerRule, learners: Sequence[Learner], network: Network, *,
+        spans: Sequence[tuple[int, int]] | None = None, overlap: bool = False, options: LoopOptions = DEFAULTS,
     ) -> None:  # fmt: skip
-        if overlap and fragments < 2:
+        x, layout = learners[0].x, learners[0].layout
+        self.spans = ((0, layout.numel),) if spans is None else spans
+        if overlap and len(self.spans) < 2:
             raise ConfigError(
-                f"overlap = {overlap} with fragments = {fragments} would throw away all that is learned meanwhile; "
+                f"overlap = {overlap} with fragments = {len(self.spans)} would throw away all that is learned meanwhile; "
                 "take at least 2 fragments, or let workers wait"
             )
-        self.rule, self.learners = rule, learners
-        self.fragments = pack(learners[0].layout, fragments)
-        self._codec, self._seed, self._budget = codec or exact(), seed, Budget(budget)
-        self._links, self._begins = Links(network, len(learners)), begins
-        self._agenda = Agenda()
-        self._desks = [Desk(rule, take(learners[0].x, fragment), fragment.layout) for fragment in self.fragments]
-        self._queues = [_Queue() for _ in self.fragments]
-        greetings = [desk.greet() for desk in self._desks]
-        self._seats = [Seat(learner, self.fragments, greetings, overlap=overlap) for learner in learners]
-        self._presence = [_Presence() for _ in learners]
-        plan_absences(self._agenda, absences, len(learners), self._change)
+        self.learners = learners
+        self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
+        self._core = ServerCore(rule, x, layout, self.spans, [learner.local_steps for learner in learners])
+        self._workers: list[ServerWorker] = []
+        for i, learner in enumerate(learners):
+            for action in self._core.join(i):
+                assert isinstance(action, Send)
+                self._workers.append(ServerWorker(learner, self.spans, action.starts, overlap=overlap))
+        self._phases = Phases(self._agenda, self._durations, learners, options, self._end_phase, self._change)
         for i in range(len(learners)):
-            self._begin_phase(i)
+            self._phases.begin(i)
 
     @property
     def time_s(self) -> float:
@@ -108,100 +71,65 @@ class ServerRun:
 
     def model(self) -> Tensor:
         """The server's parameters `[P]`."""
-        x = torch.empty_like(self.learners[0].x)
-        for fragment, desk in zip(self.fragments, self._desks, strict=True):
-            put(x, fragment, desk.state.x)
-        return x
+        return self._core.model()
 
     def states(self) -> list[Any]:
         """The state of the rule for each fragment."""
-        return [desk.state for desk in self._desks]
+        return self._core.states()
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """What happens up to a virtual time, as it happens; may be stopped anywhere and called again."""
-        return self._agenda.run(until_s, self._close_all)
+        return self._agenda.run(until_s, self._flush)
 
-    def _begin_phase(self, i: int) -> None:
-        start_s, seat, steps = self.time_s, self._seats[i], self.learners[i].local_steps
-        self._presence[i].trains = self._budget.claim(steps)
-        if self._presence[i].trains:
-            end_s = start_s + self._links.phase_s(i, seat.phases, steps)
-            self._agenda.plan(end_s, PHASE, i, partial(self._end_phase, i, self._presence[i].epoch, start_s))
-            self._begins(i, seat.phases)
-
-    def _end_phase(self, i: int, epoch: int, start_s: float) -> list[Record]:
-        seat = self._seats[i]
-        if epoch != self._presence[i].epoch:
-            return []
-        self._presence[i].trains = False
-        number, report, push = seat.train()
+    def _end_phase(self, i: int, number: int, start_s: float) -> list[Record]:
+        worker = self._workers[i]
+        report, push = worker.train(number)
         if push is not None:
-            message, size = round_trip(self._codec, push.message, self._seed, i, number, push.fragment)
-            arrives_s = self.time_s + self._links.transfer_s(i, SERVER, size)
-            action = partial(self._arrive, i, epoch, push._replace(message=message), size, self.time_s)
-            self._agenda.plan(arrives_s, ARRIVAL, i, action)
-        if seat.waits_for is None:
-            self._begin_phase(i)
+            message, size = self._options.transmit(push.message, i, number, push.fragment)
+            arrives_s = self.time_s + self._durations.transfer_s(i, SERVER, size)
+            epoch, push = self._phases.epoch[i], push._replace(message=message)
+            self._agenda.plan(arrives_s, ARRIVAL, i, partial(self._arrive, i, epoch, push, size, self.time_s))
+        if worker.waits_for is None:
+            self._phases.begin(i)
         return [Phase(start_s, self.time_s, i, number, report)]
 
     def _arrive(self, i: int, epoch: int, push: Push, size: int, start_s: float) -> list[Record]:
-        p = push.fragment
-        arrived = Transfer("push", start_s, self.time_s, i, SERVER, p, size)
-        if self.rule.window is None:
-            return [arrived, self._absorb(p, [(i, epoch, push)])]
-        self._queues[p].pushes.append((i, epoch, push))
-        self._consider(p)
-        return [arrived]
+        arrived = Transfer("push", start_s, self.time_s, i, SERVER, push.fragment, size)
+        return [arrived, *self._perform(self._core.push(i, push, self.time_s, reply=epoch == self._phases.epoch[i]))]
 
-    def _consider(self, p: int) -> None:
-        """Lets the window of a fragment close after the grace period if its quorum is there."""
-        window, queue = self.rule.window, self._queues[p]
-        if window is None or queue.closing or not queue.pushes:
-            return
-        if len(queue.pushes) >= min(window.quorum, sum(worker.present for worker in self._presence)):
-            queue.closing = True
-            self._agenda.plan(self.time_s + window.grace_s, DECISION, p, partial(self._close, p))
+    def _tick(self) -> list[Record]:
+        return self._perform(self._core.tick(self.time_s))
 
-    def _close(self, p: int) -> list[Record]:
-        pushes, self._queues[p] = self._queues[p].pushes, _Queue()
-        return [self._absorb(p, sorted(pushes, key=lambda waiting: waiting[0]))] if pushes else []
+    def _flush(self) -> list[Record]:
+        self._core.flush(self.time_s)
+        records: list[Record] = []
+        while closed := self._tick():
+            records += closed
+        return records
 
-    def _close_all(self) -> list[Record]:
-        return [record for p in range(len(self.fragments)) for record in self._close(p)]
+    def _perform(self, actions: Sequence[ServerAction]) -> list[Record]:
+        """Plans what the core has decided; returns the updates it made."""
+        for action in actions:
+            if isinstance(action, Send):
+                size = sum(nbytes(start.x) for start in action.starts.values())
+                arrives_s = self.time_s + self._durations.transfer_s(SERVER, action.worker, size)
+                reply = partial(self._receive, self._phases.epoch[action.worker], action, self.time_s)
+                self._agenda.plan(arrives_s, REPLY, action.worker, reply)
+            elif not isinstance(action, Update):
+                self._agenda.plan(action.at_s, DECISION, action.fragment, self._tick)
+        return [action for action in actions if isinstance(action, Update)]
 
-    def _absorb(self, p: int, pushes: Sequence[tuple[int, int, Push]]) -> Update:
-        ages = self._desks[p].absorb([(i, push) for i, _, push in pushes])
-        for i, epoch, _ in pushes:
-            if epoch == self._presence[i].epoch:
-                self._reply(i, (p,))
-        return Update(self.time_s, p, tuple(i for i, _, _ in pushes), ages)
-
-    def _reply(self, i: int, parts: Sequence[int]) -> None:
-        greetings = {p: self._desks[p].greet() for p in parts}
-        takes_s = self._links.transfer_s(SERVER, i, sum(nbytes(greeting.start) for greeting in greetings.values()))
-        action = partial(self._receive, i, self._presence[i].epoch, greetings, self.time_s)
-        self._agenda.plan(self.time_s + takes_s, REPLY, i, action)
-
-    def _receive(self, i: int, epoch: int, greetings: dict[int, Greeting], start_s: float) -> list[Record]:
-        if epoch != self._presence[i].epoch:
+    def _receive(self, epoch: int, sent: Send, start_s: float) -> list[Record]:
+        i = sent.worker
+        if epoch != self._phases.epoch[i]:
             return []
-        if self._seats[i].receive(greetings):
-            self._begin_phase(i)
+        if self._workers[i].receive(sent.starts):
+            self._phases.begin(i)
         return [
-            Transfer("fetch", start_s, self.time_s, SERVER, i, p, nbytes(greeting.start))
-            for p, greeting in greetings.items()
+            Transfer("fetch", start_s, self.time_s, SERVER, i, p, nbytes(start.x)) for p, start in sent.starts.items()
         ]
 
     def _change(self, absence: Absence) -> list[Record]:
-        i, worker = absence.worker, self._presence[absence.worker]
-        worker.present, worker.epoch = absence.change == "return", worker.epoch + 1
-        self._seats[i].leave()
-        if worker.trains:
-            self._budget.give_back(self.learners[i].local_steps)
-            worker.trains = False
-        if worker.present:
-            self._reply(i, range(len(self.fragments)))
-        else:
-            for p in range(len(self.fragments)):
-                self._consider(p)  # fewer present workers need a smaller quorum
-        return [absence]
+        i = absence.worker
+        self._workers[i].leave()
+        return self._perform(self._core.join(i) if absence.change == "return" else self._core.leave(i, self.time_s))

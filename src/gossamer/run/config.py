@@ -15,6 +15,7 @@ import tomli_w
 from gossamer.clock import Away, EventsConfig
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError, PairingError, choose
+from gossamer.layout import Pattern
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, from_options, to_options
 from gossamer.optimizers.inner import InnerConfig
@@ -204,6 +205,13 @@ class RunConfig:
     def step_tokens(self) -> int:
         """Tokens one worker trains on in one inner step."""
         return self.data.batch_size * self.data.accumulate * self.data.seq_len
+
+    @property
+    def fragments(self) -> tuple[int, Pattern]:
+        """How many fragments the parameters are cut into, and how; those of a server are packed by size."""
+        if self.server is not None:
+            return self.events.fragments, "packed"
+        return self.schedule.fragments, self.schedule.pattern
 
     def due(self, every: int, finished: int) -> bool:
         """Whether something done every so many inner steps is due after this many finished rounds; always after the last."""

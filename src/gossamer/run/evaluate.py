@@ -67,7 +67,7 @@ class Probe:
 
 def _layout(model: nn.Module, config: RunConfig) -> Layout:
     """The order in which the workers of a run hold their parameters."""
-    return arrange(layout_of(model), config.schedule.fragments, config.schedule.pattern)[0]
+    return arrange(layout_of(model), *config.fragments)[0]
 
 
 def mean_of(vectors: Sequence[Tensor]) -> Tensor:

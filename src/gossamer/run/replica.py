@@ -55,8 +55,7 @@ class Replica:
         self.index, self.config, self.corpus, self.device = index, config, corpus, device
         model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
         self.model = model.to(device)
-        schedule = config.schedule
-        self.layout, self.spans = arrange(layout_of(self.model), schedule.fragments, schedule.pattern)
+        self.layout, self.spans = arrange(layout_of(self.model), *config.fragments)
         self.x = attach(self.model, self.layout, buffer)
         self.averaged: Tensor | None = None
         """The average x and the iterate z of an optimizer that averages, one after the other `[2P]`; the parameters follow."""
@@ -72,7 +71,7 @@ class Replica:
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.moments: tuple[Tensor, Tensor] | None = None
         """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
-        if schedule.inner_every:
+        if config.schedule.inner_every:
             self.moments = share_moments(self.optimizer, self.model, self.layout)
         self.gradient: Tensor | None = None
         """The flat gradient `[P]` of a replica whose inner steps wait for the mean gradient; see `keep_gradient`."""

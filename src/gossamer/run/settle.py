@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from gossamer.asynchronous import PAIRS, SERVERS, PairRule, ServerRule, dylu_steps
-from gossamer.clock.agenda import Links
+from gossamer.clock.durations import Durations
 from gossamer.errors import ConfigError, PairingError, choose
 from gossamer.network.links import Network
 from gossamer.run.config import RunConfig
@@ -67,5 +67,5 @@ def paced(config: RunConfig, network: Network) -> RunConfig:
             f"events.dylu = true sets local steps by speed and run.local_steps is {list(steps)}; give one number, that of the "
             "fastest worker"
         )
-    step_s = Links(network, config.workers).step_s
+    step_s = Durations(network, config.workers).step_s
     return replace(config, run=replace(config.run, local_steps=dylu_steps(step_s, steps)))

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gossamer.asynchronous import conditions, meeting_rates
-from gossamer.clock import Absence, GossipRun, PairRun, ServerRun
-from gossamer.clock.agenda import Links
-from gossamer.codecs import make_codec
+from gossamer.clock import Absence, GossipRun, LoopOptions, PairRun, ServerRun
+from gossamer.clock.durations import Durations
+from gossamer.codecs import Codec, make_codec
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import PairingError
 from gossamer.network.links import Network
@@ -48,7 +48,7 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
     name, network = clock(config)
     settled = paced(config, network)
     device = one_device(config.run.device)
-    make = _prepare(config)  # before the data, so that a mistake is found at once
+    make = _prepare(config)  # before the data, so that a mistake is reported at once
     corpus = open_corpus(config.data, config.workers, config.seed)
     with lanes(device, config.workers, config.run.threads) as (pool, count):
         tally, began = _Tally(config), time.perf_counter()
@@ -79,50 +79,57 @@ _Prepared = Callable[[RunConfig, Network, "Sequence[_Learner]"], _Loop]
 
 def _prepare(config: RunConfig) -> _Prepared:
     """How the loop of this run is made; whatever can be wrong without data is found here."""
-    events, codec = config.events, make_codec(config.codec.name, **config.codec.options)
-    absences = [Absence(away.leave_s, away.worker, "leave") for away in events.absences]
-    absences += [Absence(away.return_s, away.worker, "return") for away in events.absences if away.return_s < math.inf]
-    budget = config.workers * config.run.steps
+    codec = make_codec(config.codec.name, **config.codec.options)
     if config.server is not None:
         server = server_rule(config)
         return lambda settled, network, learners: ServerRun(
-            server, learners, network, fragments=events.fragments, overlap=events.overlap, absences=absences, codec=codec,
-            seed=config.seed, budget=budget, begins=_begins(learners),
+            server, learners, network, spans=learners[0].spans, overlap=config.events.overlap,
+            options=_options(config, codec, learners),
         )  # fmt: skip
     if config.pair is not None:
-        pair, topology = pair_rule(config), topology_of(config)
-        if not topology.static:
-            raise PairingError(
-                f"pair '{pair.name}' on topology '{topology.name}' cannot work: pairs meet at random along the edges of one "
-                "graph, and this one changes; use a static topology such as 'complete' or 'ring'"
-            )
-
-        def pairs(settled: RunConfig, network: Network, learners: Sequence[_Learner]) -> PairRun:
-            step_s = Links(network, config.workers).step_s
-            phase_s = math.fsum(s * settled.local_steps(i) for i, s in enumerate(step_s)) / config.workers
-            rates = meeting_rates(topology.mixing(0), (events.meetings or 1.0) / phase_s)
-            conditions(config.workers, rates)  # refuses a graph that falls apart
-            return PairRun(
-                pair, learners, network, rates, seed=config.seed, absences=absences, codec=codec, budget=budget,
-                begins=_begins(learners),
-            )  # fmt: skip
-
-        return pairs
-    if events.meetings is not None:
+        return _prepare_pairs(config, codec)
+    if config.events.meetings is not None:
         raise PairingError(
-            f"rule '{config.rule.name}' got events.meetings = {events.meetings}, but its workers read what their peers "
+            f"rule '{config.rule.name}' got events.meetings = {config.events.meetings}, but its workers read what their peers "
             "published last and never meet; leave it out, or take a [pair] method"
         )
     no_server_options(config, f"rule '{config.rule.name}'")
     m = method(config)
     return lambda settled, network, learners: GossipRun(
-        m.rule, m.topology, learners, network, absences=absences, codec=m.codec, seed=config.seed, budget=budget,
-        begins=_begins(learners),
-    )  # fmt: skip
+        m.rule, m.topology, learners, network, _options(config, codec, learners)
+    )
 
 
-def _begins(learners: "Sequence[_Learner]") -> Callable[[int, int], None]:
-    return lambda worker, number: learners[worker].begin(number)
+def _prepare_pairs(config: RunConfig, codec: Codec) -> _Prepared:
+    pair, topology = pair_rule(config), topology_of(config)
+    if not topology.static:
+        raise PairingError(
+            f"pair '{pair.name}' on topology '{topology.name}' cannot work: pairs meet at random along the edges of one "
+            "graph, and this one changes; use a static topology such as 'complete' or 'ring'"
+        )
+
+    def pairs(settled: RunConfig, network: Network, learners: Sequence[_Learner]) -> PairRun:
+        step_s = Durations(network, config.workers).step_s
+        phase_s = math.fsum(s * settled.local_steps(i) for i, s in enumerate(step_s)) / config.workers
+        rates = meeting_rates(topology.mixing(0), (config.events.meetings or 1.0) / phase_s)
+        conditions(config.workers, rates)  # refuses a graph that falls apart
+        return PairRun(pair, learners, network, rates, _options(config, codec, learners))
+
+    return pairs
+
+
+def _options(config: RunConfig, codec: Codec, learners: "Sequence[_Learner]") -> LoopOptions:
+    away = config.events.absences
+    return LoopOptions(
+        absences=[
+            *(Absence(one.leave_s, one.worker, "leave") for one in away),
+            *(Absence(one.return_s, one.worker, "return") for one in away if one.return_s < math.inf),
+        ],
+        codec=codec,
+        seed=config.seed,
+        budget=config.workers * config.run.steps,
+        begins=lambda worker, number: learners[worker].begin(number),
+    )
 
 
 def _may_run_ahead(config: RunConfig) -> bool:

@@ -15,9 +15,9 @@ from torch import Tensor
 from gossamer.errors import PeerError, TransportError
 from gossamer.transport import Turn, wire
 
-__all__ = ["GREET", "HELLO", "PUSH", "Stream", "connect"]
+__all__ = ["HELLO", "PUSH", "START", "Stream", "connect"]
 
-HELLO, GREET, PUSH, _REFUSE = range(4)
+HELLO, START, PUSH, _REFUSE = range(4)
 """What a frame is, as the kind of its turn: a worker's first word, a starting point, a pseudo-gradient, a refusal."""
 
 _LIMIT_REFUSAL_BYTES = 1000

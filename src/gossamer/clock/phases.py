@@ -1,0 +1,159 @@
+"""The local phases of all workers over virtual time, for every loop: who is present, who trains, and until when."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from gossamer.clock.agenda import ABSENCE, PHASE, Agenda
+from gossamer.clock.durations import Durations
+from gossamer.clock.events import Absence, Record
+from gossamer.codecs import Codec, exact
+from gossamer.codecs.message import round_trip
+from gossamer.errors import ConfigError
+from gossamer.layout import Layout
+from gossamer.tree import Tree
+
+__all__ = ["DEFAULTS", "Begins", "Budget", "Learner", "LoopOptions", "Phases", "Report"]
+
+
+class Report(Protocol):
+    """The result of a local phase."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens it trained on, at least one."""
+        ...
+
+
+class Learner(Protocol):
+    """What the loops train: a model replica, or anything with a flat vector that a local phase moves."""
+
+    @property
+    def x(self) -> Tensor:
+        """The flat parameters `[P]`; written to in place, by the loop as well."""
+        ...
+
+    @property
+    def layout(self) -> Layout:
+        """Where each tensor lies in them."""
+        ...
+
+    @property
+    def local_steps(self) -> int:
+        """Inner steps of a local phase."""
+        ...
+
+    def local_phase(self, round: int) -> Report:
+        """Moves x by the inner steps of this worker's phase number `round`."""
+        ...
+
+
+Begins = Callable[[int, int], None]
+"""Called with a worker and the number of the phase it begins; until that phase ends, nothing else touches its parameters."""
+
+
+class LoopOptions(NamedTuple):
+    """The options that every loop has."""
+
+    absences: Sequence[Absence] = ()
+    codec: Codec | None = None
+    """What messages are sent through; None sends them as they are."""
+    seed: int = 0
+    """Of everything the loop draws, the codec's draws included."""
+    budget: float = math.inf
+    """Inner steps of all workers together, after which nobody begins another local phase."""
+    begins: Begins = lambda worker, number: None
+    """Called when a local phase begins, so that a driver may compute it in the meantime."""
+
+    def transmit(self, message: Tree, worker: int, number: int, fragment: int = 0) -> tuple[Tree, int]:
+        """What arrives of a worker's message after its phase `number`, and the bytes it took."""
+        return round_trip(self.codec or exact(), message, self.seed, worker, number, fragment)
+
+
+DEFAULTS = LoopOptions()
+
+
+class Budget:
+    """Inner steps of all workers together, after which nobody begins another local phase."""
+
+    def __init__(self, steps: float = math.inf) -> None:
+        self.steps, self.begun = steps, 0
+
+    def claim(self, steps: int) -> bool:
+        """Whether another phase of so many steps may begin; it is counted if so."""
+        if self.begun >= self.steps:
+            return False
+        self.begun += steps
+        return True
+
+    def give_back(self, steps: int) -> None:
+        """Returns the steps of a phase that was lost, so that another worker can take them."""
+        self.begun -= steps
+
+
+class Phases:
+    """When each worker trains over virtual time. A worker that leaves loses the phase it is in and gives its steps back.
+
+    Args:
+        ended: called at the end of a phase with its worker, number and start; a phase that was lost has no end.
+        changed: called when a worker has left or returned.
+    Raises: ConfigError for absences that contradict each other.
+    """
+
+    def __init__(
+        self, agenda: Agenda, durations: Durations, learners: Sequence[Learner], options: LoopOptions,
+        ended: Callable[[int, int, float], list[Record]], changed: Callable[[Absence], list[Record]],
+    ) -> None:  # fmt: skip
+        self._agenda, self._durations, self._learners = agenda, durations, learners
+        self._begins, self._ended, self._changed = options.begins, ended, changed
+        self._budget = Budget(options.budget)
+        self.present = [True] * len(learners)
+        self.epoch = [0] * len(learners)
+        """Counts the absences of a worker: what was planned for it in an earlier epoch is void."""
+        self.trains = [False] * len(learners)
+        self.count = [0] * len(learners)
+        """Phases of each worker that have ended."""
+        self._plan_absences(options.absences)
+
+    def begin(self, worker: int) -> None:
+        """Begins the worker's next phase, unless the budget is spent."""
+        steps, number, start_s = self._learners[worker].local_steps, self.count[worker], self._agenda.time_s
+        self.trains[worker] = self._budget.claim(steps)
+        if self.trains[worker]:
+            end_s = start_s + self._durations.phase_s(worker, number, steps)
+            self._agenda.plan(end_s, PHASE, worker, partial(self._end, worker, self.epoch[worker], start_s))
+            self._begins(worker, number)
+
+    def _end(self, worker: int, epoch: int, start_s: float) -> list[Record]:
+        if epoch != self.epoch[worker]:
+            return []
+        number, self.trains[worker] = self.count[worker], False
+        self.count[worker] += 1
+        return self._ended(worker, number, start_s)
+
+    def _change(self, absence: Absence) -> list[Record]:
+        worker = absence.worker
+        self.present[worker], self.epoch[worker] = absence.change == "return", self.epoch[worker] + 1
+        if self.trains[worker]:
+            self._budget.give_back(self._learners[worker].local_steps)
+            self.trains[worker] = False
+        return [absence, *self._changed(absence)]
+
+    def _plan_absences(self, absences: Sequence[Absence]) -> None:
+        present = [True] * len(self._learners)
+        for absence in sorted(absences, key=lambda absence: (absence.time_s, absence.worker)):
+            if not 0 <= absence.worker < len(present) or absence.time_s < 0:
+                raise ConfigError(
+                    f"{absence} is outside of the run; workers are 0 to {len(present) - 1} and times from 0 seconds on"
+                )
+            if present[absence.worker] != (absence.change == "leave"):
+                state = "present" if present[absence.worker] else "away"
+                raise ConfigError(
+                    f"worker {absence.worker} is to {absence.change} at {absence.time_s} s but is {state} then; "
+                    "let leave and return take turns, leave first"
+                )
+            present[absence.worker] = absence.change == "return"
+            self._agenda.plan(absence.time_s, ABSENCE, absence.worker, partial(self._change, absence))

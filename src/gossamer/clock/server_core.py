@@ -1,0 +1,313 @@
+"""What a server decides, without input or output: no clock, no sockets, no threads and no training.
+
+A driver tells the core what happened (`join`, `push`, `leave`, and `tick` as time goes by), with the time, and carries out the
+actions it returns. Virtual time (`gossamer.clock.server`), real processes (`gossamer.run.serve`) and the replay of a real
+run (`gossamer.run.serve_replay`) run the same core, so the same inputs give the same bits. The drivers differ in three things:
+
+* Who spends the budget. A real worker may train a phase for each starting point it is sent, so the core claims its steps
+  then and gives them back when the worker leaves. Over virtual time a worker claims them when a phase begins, because with
+  overlap it begins phases without a word from the server; the core has no budget there.
+* What a worker has done. The core counts phases and steps of real workers itself (`counted`); with overlap only the worker
+  knows on which starting point it trained, so over virtual time its own figures count.
+* When a window closes although its quorum is not there, as nobody is left who could push. With a budget the core knows who
+  trains. Over virtual time messages are in flight that only the agenda knows of, so the driver calls `flush`.
+
+A push that was sent before its worker left still counts, and gets no reply. Connections deliver everything that was sent
+before they report a loss, except one that a newer connection of the same worker replaces; its driver drops what is left.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.asynchronous import PushInfo, ServerRule
+from gossamer.clock.events import Update
+from gossamer.clock.phases import Budget
+from gossamer.errors import CheckpointError
+from gossamer.layout import Layout
+from gossamer.tree import leaves, must_fit, refill
+
+__all__ = ["CloseWindow", "Push", "Send", "ServerAction", "ServerCore", "StartingPoint"]
+
+
+class StartingPoint(NamedTuple):
+    """The parameters of one fragment that a worker trains from, and how many updates the server had made of it."""
+
+    x: Tensor
+    updates: int
+
+
+class Push(NamedTuple):
+    """A pseudo-gradient of one fragment."""
+
+    fragment: int
+    message: Tensor
+    updates: int
+    """Those the server had made when it sent the starting point."""
+    tokens: int
+    """Tokens the worker trained on since it had the starting point."""
+    steps: int
+    """Inner steps it took for them."""
+
+
+class Send(NamedTuple):
+    """An action: send these starting points to a worker."""
+
+    worker: int
+    starts: dict[int, StartingPoint]
+    """By fragment."""
+    go: bool
+    """Whether the worker may train another phase; False when the budget is spent."""
+    phases: int
+    """Local phases whose push the server has had from this worker."""
+    absorbed_steps: int
+    """Inner steps of all workers in the pushes that the server has absorbed."""
+
+
+class CloseWindow(NamedTuple):
+    """An action: call `tick` at this time, when the window of a fragment closes."""
+
+    fragment: int
+    at_s: float
+
+
+ServerAction = Send | Update | CloseWindow
+"""What a driver has to do; an `Update` is to be recorded."""
+
+
+class _Waiting(NamedTuple):
+    """A push that waits for its window to close."""
+
+    worker: int
+    push: Push
+    reply: bool  # whether its worker waits for the reply
+
+
+class _FragmentState:
+    """What the server keeps of one fragment: the rule's state, the updates it made, and the pushes that wait."""
+
+    def __init__(self, rule: ServerRule, x: Tensor, layout: Layout) -> None:
+        self.rule, self.layout = rule, layout
+        self.state = rule.init(x)
+        self.updates = 0
+        self.waiting: list[_Waiting] = []
+        self.closes_s = math.inf
+
+    def start(self) -> StartingPoint:
+        """Where a worker starts from now."""
+        return StartingPoint(self.rule.greet(self.state), self.updates)
+
+    def absorb(self) -> tuple[list[_Waiting], tuple[int, ...]]:
+        """One update of all pushes that wait, in ascending order of their workers; returns them and their ages."""
+        absorbed, self.waiting, self.closes_s = sorted(self.waiting, key=lambda one: one.worker), [], math.inf
+        infos = [
+            PushInfo(worker, self.updates - push.updates, push.tokens, push.steps, self.layout)
+            for worker, push, _ in absorbed
+        ]
+        message, oldest = absorbed[0].push.message, max(infos, key=lambda info: info.age)
+        if self.rule.window is not None:
+            message = self.rule.window.merge([one.push.message for one in absorbed], infos)
+        self.state = self.rule.absorb(self.state, message, oldest)
+        self.updates += 1
+        return absorbed, tuple(info.age for info in infos)
+
+
+@dataclass
+class _Member:
+    """What the server knows of one worker."""
+
+    local_steps: int
+    phases: int = 0
+    joins: int = 0
+    present: bool = False
+    trains: bool = False
+
+
+class ServerCore:
+    """The state of a server, and what it does about each input. Inputs come in the order of their times.
+
+    Args:
+        x: the initial parameters `[P]`; `layout` is theirs.
+        spans: the fragments, as slices of x.
+        local_steps: of each worker, in a local phase.
+        budget: the inner steps that the workers are sent out for; None where workers claim them.
+        expected_until_s: until then a worker that has not joined yet counts as one that may still push.
+    Cost: the rule's state, and the messages that wait.
+    """
+
+    def __init__(
+        self, rule: ServerRule, x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], local_steps: Sequence[int], *,
+        budget: Budget | None = None, expected_until_s: float = -math.inf,
+    ) -> None:  # fmt: skip
+        self.spans, self.absorbed_steps = spans, 0
+        self._rule, self._budget, self._expected_until_s = rule, budget, expected_until_s
+        self._fragments = [_FragmentState(rule, x[a:b], layout.slice(a, b)) for a, b in spans]
+        self._members = [_Member(steps) for steps in local_steps]
+        self._seen: set[int] = set()  # who has joined since this core was made
+        self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # worker and fragment: updates and phases at that time
+        self._refused = False
+
+    # Inputs
+
+    def join(self, worker: int) -> list[ServerAction]:
+        """A worker comes, or returns, and needs starting points of all fragments."""
+        member = self._members[worker]
+        member.present, member.joins = True, member.joins + 1
+        self._seen.add(worker)
+        return [self._send(worker, range(len(self._fragments)))]
+
+    def push(self, worker: int, push: Push, now_s: float, *, reply: bool = True) -> list[ServerAction]:
+        """A push has arrived; `reply` is False when its worker has left since it sent it."""
+        member, fragment = self._members[worker], self._fragments[push.fragment]
+        member.phases, member.trains = member.phases + 1, False
+        fragment.waiting.append(_Waiting(worker, push, reply))
+        return self._absorb(push.fragment, now_s) if self._rule.window is None else self._plan(now_s)
+
+    def leave(self, worker: int, now_s: float) -> list[ServerAction]:
+        """A worker is gone; the phase it was in is lost."""
+        member = self._members[worker]
+        member.present = False
+        for fragment in self._fragments:
+            fragment.waiting = [one._replace(reply=one.reply and one.worker != worker) for one in fragment.waiting]
+        if member.trains and self._budget is not None:
+            self._budget.give_back(member.local_steps)
+        member.trains = False
+        return self._plan(now_s)  # fewer present workers need a smaller quorum
+
+    def tick(self, now_s: float) -> list[ServerAction]:
+        """Closes at most one window that is due; call it until it returns nothing."""
+        actions = self._plan(now_s)
+        if self._budget is not None and not self._expects_pushes(now_s):
+            self.flush(now_s)
+        for p, fragment in enumerate(self._fragments):
+            if fragment.waiting and now_s >= fragment.closes_s:
+                return [*actions, *self._absorb(p, now_s)]
+        return actions
+
+    def flush(self, now_s: float) -> None:
+        """Nobody can push any more: lets the windows that have a push close at the next ticks."""
+        for fragment in self._fragments:
+            if fragment.waiting:
+                fragment.closes_s = min(fragment.closes_s, now_s)
+
+    # What drivers may ask
+
+    @property
+    def over(self) -> bool:
+        """Whether the budget is spent, or somebody was refused a phase, and everything has been absorbed."""
+        if self._budget is None or any(member.trains for member in self._members):
+            return False
+        spent = self._refused or self._budget.begun >= self._budget.steps
+        return spent and not any(fragment.waiting for fragment in self._fragments)
+
+    @property
+    def present(self) -> int:
+        """The number of workers that are present."""
+        return sum(member.present for member in self._members)
+
+    @property
+    def updates(self) -> int:
+        """Updates of all fragments."""
+        return sum(fragment.updates for fragment in self._fragments)
+
+    @property
+    def next_closing_s(self) -> float:
+        """When the next window closes."""
+        return min(fragment.closes_s for fragment in self._fragments)
+
+    def joins(self, worker: int) -> int:
+        """How often a worker has joined the run."""
+        return self._members[worker].joins
+
+    def seen(self, worker: int) -> bool:
+        """Whether a worker has joined since this core was made or restored."""
+        return worker in self._seen
+
+    def may_push(self, worker: int) -> tuple[int, int] | None:
+        """Phase and fragment of the push that the worker was sent out for; None when it was not."""
+        member = self._members[worker]
+        return (member.phases, member.phases % len(self.spans)) if member.trains else None
+
+    def counted(self, worker: int, fragment: int, message: Tensor, step_tokens: int) -> Push:
+        """A message as a push, with what its worker must have done since the server sent it a starting point."""
+        member, (updates, phases) = self._members[worker], self._sent[worker, fragment]
+        steps = (member.phases + 1 - phases) * member.local_steps
+        return Push(fragment, message, updates, steps * step_tokens, steps)
+
+    def model(self) -> Tensor:
+        """The server's parameters `[P]`."""
+        return torch.cat([fragment.state.x for fragment in self._fragments])
+
+    def states(self) -> list[Any]:
+        """The state of the rule for each fragment."""
+        return [fragment.state for fragment in self._fragments]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; pushes that wait and phases that are under way are lost with a server."""
+        return {
+            "x": self.model(),
+            "outer": [leaf for state in self.states() for leaf in leaves(state)],
+            "updates": [fragment.updates for fragment in self._fragments],
+            "phases": [member.phases for member in self._members],
+            "joins": [member.joins for member in self._members],
+            "steps": self.absorbed_steps,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint, with nobody present. Raises CheckpointError when it does not fit."""
+        try:
+            must_fit(state["outer"], [leaf for mine in self.states() for leaf in leaves(mine)])
+            supply = iter(state["outer"])
+            for fragment, updates in zip(self._fragments, state["updates"], strict=True):
+                fragment.state, fragment.updates = refill(fragment.state, supply), int(updates)
+            for member, phases, joins in zip(self._members, state["phases"], state["joins"], strict=True):
+                member.phases, member.joins = int(phases), int(joins)
+            self.absorbed_steps = int(state["steps"])
+            if self.absorbed_steps < 0 or float(state["time_s"]) < 0:
+                raise ValueError(f"steps = {self.absorbed_steps}, time_s = {state['time_s']}")
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint of the server does not fit this run: {error!r}; resume with the run file it was written by"
+            ) from None
+        if self._budget is not None:
+            self._budget.begun = self.absorbed_steps
+
+    # Decisions
+
+    def _plan(self, now_s: float) -> list[ServerAction]:
+        """Lets each window close after the grace period once its quorum is there."""
+        window, actions = self._rule.window, list[ServerAction]()
+        if window is None:
+            return actions
+        quorum = min(window.quorum, self._count(lambda member: member.present, now_s))
+        for p, fragment in enumerate(self._fragments):
+            if fragment.waiting and fragment.closes_s == math.inf and len(fragment.waiting) >= quorum:
+                fragment.closes_s = now_s + window.grace_s
+                actions.append(CloseWindow(p, fragment.closes_s))
+        return actions
+
+    def _expects_pushes(self, now_s: float) -> bool:
+        return self._count(lambda member: member.trains, now_s) > 0
+
+    def _count(self, counts: Callable[[_Member], bool], now_s: float) -> int:
+        """Workers for which this holds, and those that are expected to join."""
+        starting = now_s < self._expected_until_s
+        return sum(counts(member) or (starting and i not in self._seen) for i, member in enumerate(self._members))
+
+    def _absorb(self, p: int, now_s: float) -> list[ServerAction]:
+        absorbed, ages = self._fragments[p].absorb()
+        self.absorbed_steps += sum(self._members[one.worker].local_steps for one in absorbed)
+        update = Update(now_s, p, tuple(one.worker for one in absorbed), ages)
+        return [update, *(self._send(one.worker, (p,)) for one in absorbed if one.reply)]
+
+    def _send(self, worker: int, parts: Iterable[int]) -> Send:
+        member = self._members[worker]
+        starts = {p: self._fragments[p].start() for p in parts}
+        self._sent.update({(worker, p): (start.updates, member.phases) for p, start in starts.items()})
+        member.trains = self._budget is None or self._budget.claim(member.local_steps)
+        self._refused |= not member.trains
+        return Send(worker, starts, member.trains, member.phases, self.absorbed_steps)

@@ -1,0 +1,85 @@
+"""What a server and its workers agree on: which run it is, where the server is, and what goes with every starting point."""
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.data.corpus import Corpus, fingerprint
+from gossamer.errors import ConfigError, PairingError, TransportError
+from gossamer.run.config import RunConfig, digest
+from gossamer.run.settle import clock, paced
+
+__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "settled_run", "terms_of", "use_threads"]
+
+HERE = "these machines"
+"""What a real run calls the network whose seconds it records."""
+OWNED = 2
+"""Rounds that a worker says it has checkpoints of when it joins: as many as it keeps."""
+
+
+class Terms(NamedTuple):
+    """What the server sends with every starting point, as whole numbers."""
+
+    updates: int
+    """Those the server has made of this fragment."""
+    round: int
+    """Rounds that are over."""
+    go: int
+    """1 to train another phase, 0 when there is nothing left to begin."""
+    phases: int
+    """Local phases whose push the server has had from this worker."""
+    again: int
+    """1 for a worker that has been in the run before."""
+    cut_round: int
+    """What the worker has recorded of this round and of later ones is void: an interrupted run continues from there."""
+    checkpoint: int
+    """The round of the worker's own checkpoint that it restores its inner optimizer from; 0 for a new inner optimizer."""
+    elapsed_us: int
+    """Since the run began."""
+
+
+def terms_of(numbers: Tensor) -> Terms:
+    """The terms in a frame. Raises TransportError for numbers that cannot be."""
+    terms = Terms(*numbers.tolist())
+    if not 0 <= min(terms) <= max(terms) < 1 << 60 or max(terms.round, terms.phases, terms.cut_round) >= 1 << 31:
+        raise TransportError(
+            f"malformed reply from the server: {terms}; check that all machines run the same gossamer version"
+        )
+    return terms
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`.
+
+    >>> address("127.0.0.1:29400")
+    ('127.0.0.1', 29400)
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"--server got '{text}'; write HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:29400")
+    return host.strip("[]"), int(port)
+
+
+def run_key(settled: RunConfig, corpus: Corpus) -> int:
+    """64 bits of what a server and its workers must have in common: the run with its local steps, and the text."""
+    common = f"{digest(settled)} {fingerprint(corpus)}"
+    return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
+
+
+def settled_run(config: RunConfig) -> RunConfig:
+    """The run with the local steps of its workers. Raises ConfigError for what real processes do not do."""
+    if config.events.overlap or config.events.absences:
+        given = "overlap = true" if config.events.overlap else f"{len(config.events.absences)} absences"
+        raise PairingError(
+            f"gossamer train got events with {given}, which only virtual time knows: a real worker waits for its reply, and "
+            "leaves when it is stopped; remove it, or use gossamer simulate"
+        )
+    return paced(config, clock(config)[1]) if config.events.dylu else config
+
+
+def use_threads(config: RunConfig) -> None:
+    """As many intra-op threads as the run file says; those of the environment where it says nothing."""
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)

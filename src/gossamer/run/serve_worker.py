@@ -1,0 +1,161 @@
+"""One worker of a server: what it does between two messages, and the process that does it over a connection."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from gossamer.clock import SERVER
+from gossamer.clock.server_core import Push, StartingPoint
+from gossamer.clock.server_worker import ServerWorker
+from gossamer.codecs import make_codec
+from gossamer.data.corpus import Corpus, open_corpus
+from gossamer.errors import ConfigError
+from gossamer.record import checkpoint
+from gossamer.record.events import EventWriter
+from gossamer.record.files import worker_suffix
+from gossamer.record.folder import RunFolder
+from gossamer.rng import key as random_key
+from gossamer.run.config import RunConfig, digest, dump
+from gossamer.run.replica import LocalPhase, Replica
+from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_run, terms_of, use_threads
+from gossamer.transport import Turn
+from gossamer.transport.launch import device_of, end_with_launcher
+from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
+from gossamer.tree import leaves, nbytes
+
+__all__ = ["ServedWorker", "Trained", "work"]
+
+
+class Trained(NamedTuple):
+    """A local phase that is over."""
+
+    number: int
+    round: int
+    """The round of the run that was under way."""
+    report: LocalPhase
+    push: Push
+
+
+class ServedWorker:
+    """A worker of a server with its model, data, records and checkpoints, and without a connection.
+
+    Args: `settled` is the run with the local steps of its workers, `config` the run as its file says.
+    """
+
+    def __init__(
+        self, index: int, config: RunConfig, settled: RunConfig, folder: Path, corpus: Corpus, device: torch.device
+    ) -> None:
+        self.index, self.config = index, config
+        self.learner = Replica(index, settled, corpus, device)
+        self._store, self._digest = folder / "checkpoints", digest(config)
+        self._terms: Terms
+        self._worker: ServerWorker
+
+    def owned(self) -> list[int]:
+        """The newest rounds of which it has a checkpoint."""
+        return checkpoint.rounds(self._store, self.index, self._digest)[-OWNED:]
+
+    def join(self, starts: Mapping[int, StartingPoint], terms: Terms) -> None:
+        """Begins from the server's reply, and from the own checkpoint that this names. Raises CheckpointError."""
+        if terms.again:
+            checkpoint.rewind(self._store, terms.checkpoint, self.index)
+            if terms.checkpoint:
+                self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._digest))
+        self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
+
+    def train(self) -> Trained:
+        """The next local phase."""
+        self.learner.round = self._terms.round
+        report, push = self._worker.train(self._terms.phases)
+        assert push is not None  # without overlap there is one after each phase
+        assert isinstance(report, LocalPhase)
+        return Trained(self._terms.phases, min(self._terms.round, self.config.rounds - 1), report, push)
+
+    def log(self, record: RunFolder, events: EventWriter, trained: Trained, start_s: float, end_s: float) -> None:
+        """Writes a local phase into metrics and events."""
+        report, steps, done = trained.report, self.learner.local_steps, trained.number + 1
+        events.write(
+            trained.round, "phase", worker=self.index, number=trained.number, start_s=start_s, end_s=end_s, steps=steps,
+            tokens=report.tokens,
+        )  # fmt: skip
+        record.log(
+            "train", round=trained.round, worker=self.index, step=done * steps, loss=report.loss, lr=report.lr,
+            tokens=done * report.tokens, time_s=end_s,
+        )  # fmt: skip
+
+    def receive(self, trained: Trained, starts: Mapping[int, StartingPoint], terms: Terms) -> range:
+        """Continues from the reply to the push of a phase, and saves what is due; returns the rounds that are over since."""
+        self._worker.receive(starts)
+        self._terms = terms
+        finished = range(trained.round + 1, min(terms.round, self.config.rounds) + 1)
+        if any(self.config.due(self.config.run.checkpoint_every, r) for r in finished):
+            checkpoint.save(self._store, finished[-1], self.index, self.learner.state(), digest=self._digest)
+        return finished
+
+
+def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> None:
+    """Trains one worker of the server at this address until there is nothing left to train.
+
+    Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it.
+    Cost: one model, its gradients and inner state, and one starting point.
+    """
+    end_with_launcher()
+    use_threads(config)
+    if not 0 <= worker < config.workers:
+        raise ConfigError(
+            f"--worker got {worker} but the run file says workers = {config.workers}; give 0 to {config.workers - 1}"
+        )
+    settled = settled_run(config)
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    served = ServedWorker(worker, config, settled, folder, corpus, device_of(config.run.device, worker))
+    stream = connect(
+        host, port, run=run_key(settled, corpus), me=worker, server=config.workers, timeout_s=config.run.timeout_s
+    )
+    try:
+        stream.send(Turn(0, 0, HELLO), [torch.tensor([0] * OWNED + served.owned())[-OWNED:]])
+        arrived = [_starting_point(stream, 0, p, span) for p, span in enumerate(served.learner.spans)]
+        terms = arrived[-1][1]
+        served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
+        cut = terms.cut_round if terms.again else None
+        with (
+            RunFolder(folder, dump(config), config.record, worker=worker, resume_round=cut) as record,
+            EventWriter(
+                folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut
+            ) as events,
+        ):
+            _train(stream, served, terms, record, events)
+    finally:
+        stream.close()
+
+
+def _train(stream: Stream, served: ServedWorker, terms: Terms, record: RunFolder, events: EventWriter) -> None:
+    """Trains and pushes until the server has nothing left."""
+    config, spans = served.config, served.learner.spans
+    codec, early_s = make_codec(config.codec.name, **config.codec.options), terms.elapsed_us / 1e6 - time.monotonic()
+    while terms.go:
+        began_s = time.monotonic() + early_s
+        trained = served.train()
+        p, number = trained.push.fragment, trained.number
+        served.log(record, events, trained, began_s, time.monotonic() + early_s)
+        payload = codec.encode(trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
+        stream.send(Turn(number, p, PUSH), leaves(payload))
+        sent_s = time.monotonic() + early_s
+        start, terms = _starting_point(stream, number, p, spans[p])
+        finished = served.receive(trained, {p: start}, terms)
+        events.write(
+            trained.round, "fetch", source=SERVER, target=served.index, fragment=p, bytes=nbytes(start.x), start_s=sent_s,
+            end_s=time.monotonic() + early_s,
+        )  # fmt: skip
+        if any(config.due(config.run.eval_every, r) for r in finished):
+            print(f"round {finished[-1]} of {config.rounds}: loss {trained.report.loss:.4f} after {number + 1} phases")
+
+
+def _starting_point(stream: Stream, number: int, p: int, span: tuple[int, int]) -> tuple[StartingPoint, Terms]:
+    """The next starting point of a fragment, with its terms. Raises PeerError and TransportError."""
+    like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(span[1] - span[0], device="meta")]
+    numbers, x = stream.receive(Turn(number, p, START), like)
+    terms = terms_of(numbers)
+    return StartingPoint(x, terms.updates), terms

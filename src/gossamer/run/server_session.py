@@ -1,0 +1,165 @@
+"""One process of a real server without its connections: the core, its records and its checkpoints.
+
+Sockets (`gossamer.run.serve`) and the replay of a record (`gossamer.run.serve_replay`) give it the same inputs.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gossamer.clock import SERVER, Absence, Transfer, Update
+from gossamer.clock.phases import Budget
+from gossamer.clock.server_core import Send, ServerAction, ServerCore
+from gossamer.layout import arrange, layout_of
+from gossamer.record import checkpoint
+from gossamer.record.arrivals import ArrivalWriter, ServerInput
+from gossamer.record.events import EventWriter
+from gossamer.record.files import worker_suffix
+from gossamer.record.folder import RunFolder
+from gossamer.run.config import RunConfig, digest, dump
+from gossamer.run.evaluate import Probe
+from gossamer.run.journal import EventJournal, Journal, saver
+from gossamer.run.serve_protocol import HERE, Terms
+from gossamer.run.settle import server_rule
+
+__all__ = ["Reply", "ServerSession", "open_session"]
+
+log = logging.getLogger("gossamer")
+
+
+class Reply(NamedTuple):
+    """Starting points for a worker, and what goes with them."""
+
+    send: Send
+    terms: Terms
+
+
+class ServerSession:
+    """The core of one server process with its records. Inputs come from one thread, with the seconds since the run began.
+
+    Args:
+        local_steps: of each worker, in a local phase.
+        start: rounds of the run that are over, whose checkpoint is restored; None for a new run.
+        record, events: the files of this process.
+        arrivals: where every input is written first; None in a replay.
+    """
+
+    def __init__(
+        self, config: RunConfig, local_steps: Sequence[int], folder: Path, probe: Probe, start: int | None, record: RunFolder,
+        events: EventWriter, arrivals: ArrivalWriter | None,
+    ) -> None:  # fmt: skip
+        self.config, self.record, self.events, self._arrivals = config, record, events, arrivals
+        self._probe, self._resumed, self._local_steps = probe, start, local_steps
+        n, saved = config.workers, dict[str, Any]()
+        if start is not None:
+            saved = checkpoint.load(folder / "checkpoints", start, n, digest(config))
+            checkpoint.rewind(folder / "checkpoints", start, n)
+        self.begin_s = saved.get("time_s", 0.0)
+        """When this process of the server began, since the run began."""
+        layout, spans = arrange(layout_of(probe.model), *config.fragments)
+        self.core = ServerCore(
+            server_rule(config), probe.x.clone(), layout, spans, local_steps, budget=Budget(n * config.run.steps),
+            expected_until_s=self.begin_s + config.run.timeout_s,
+        )  # fmt: skip
+        if saved:
+            self.core.restore(saved)
+        self._now_s = self.begin_s
+        self._write("serve", workers=n, round=start or 0, digest=digest(config))
+        save = saver(config, folder, lambda: [(n, {**self.core.state(), "time_s": self._now_s})])
+        self.journal = EventJournal(Journal(config, record, self._assess, save), events)
+        self.journal.round, self.journal.steps = start or 0, self.core.absorbed_steps
+
+    def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:
+        """A worker comes that has checkpoints of the rounds `owned`."""
+        again, rounds = self.core.joins(worker) > 0, self.config.rounds
+        cut = rounds if self._resumed is None or self.core.seen(worker) else self._resumed
+        restored = max((r for r in owned if 0 < r <= cut), default=0) if again else 0
+        self._now_s = now_s
+        self._write("join", worker=worker, checkpoint=restored)
+        if again:
+            self.journal.enter(Absence(now_s, worker, "return"), now_s, [])
+        return self._perform(self.core.join(worker), Terms(0, 0, 0, 0, int(again), cut, restored, 0))
+
+    def push(self, worker: int, fragment: int, message: Tensor, size: int, start_s: float, now_s: float) -> list[Reply]:
+        """The worker's next push of `size` bytes has arrived, which it was sent out for."""
+        self._now_s = now_s
+        phase, _ = self.core.may_push(worker) or (0, 0)
+        self._write("push", worker=worker, phase=phase, fragment=fragment)
+        self.journal.enter(Transfer("push", start_s, now_s, worker, SERVER, fragment, size), now_s, [])
+        push = self.core.counted(worker, fragment, message, self.config.step_tokens)
+        return self._perform(self.core.push(worker, push, now_s))
+
+    def leave(self, worker: int, reason: str | None, now_s: float) -> list[Reply]:
+        """A worker is gone, because of a reason; None for one to which nothing was left to train."""
+        self._now_s = now_s
+        self._write("leave", worker=worker)
+        if reason is not None:
+            log.warning("worker %d is gone (%s); the others go on", worker, reason)
+            self.journal.enter(Absence(now_s, worker, "leave"), now_s, [])
+        return self._perform(self.core.leave(worker, now_s))
+
+    def tick(self, now_s: float) -> list[Reply]:
+        """Closes the windows that are due."""
+        replies: list[Reply] = []
+        while actions := self.core.tick(now_s):
+            self._now_s = now_s
+            self._write("tick")
+            replies += self._perform(actions)
+        return replies
+
+    def close(self, now_s: float) -> None:
+        """The last round is over: validates and saves."""
+        self._now_s = self.journal.time_s = now_s
+        self.journal.end()
+
+    def _perform(self, actions: Sequence[ServerAction], joined: Terms | None = None) -> list[Reply]:
+        replies: list[Reply] = []
+        for action in actions:
+            if isinstance(action, Update):
+                self.journal.tokens = self.core.absorbed_steps * self.config.step_tokens
+                self.journal.enter(action, self._now_s, self._local_steps)
+            elif isinstance(action, Send):
+                terms = (joined or Terms(0, 0, 0, 0, 0, self.config.rounds, 0, 0))._replace(
+                    round=action.absorbed_steps // (self.config.workers * self.config.full_steps),
+                    go=int(action.go), phases=action.phases, elapsed_us=int(self._now_s * 1e6),
+                )  # fmt: skip
+                replies.append(Reply(action, terms))
+        return replies
+
+    def _assess(self) -> dict[str, Any]:
+        loss = self._probe.loss(self.core.model())
+        print(
+            f"round {self.journal.round} of {self.config.rounds}: validation {loss:.4f} after {self.core.updates} updates, "
+            f"{self.core.present} workers"
+        )
+        return {"loss": loss}
+
+    def _write(self, event: str, **fields: Any) -> None:
+        if self._arrivals is not None:
+            self._arrivals.write(ServerInput(event, self._now_s, **fields))
+
+
+@contextlib.contextmanager
+def open_session(
+    config: RunConfig,
+    local_steps: Sequence[int],
+    folder: Path,
+    probe: Probe,
+    start: int | None,
+    *,
+    replays: bool = False,
+) -> Iterator[ServerSession]:
+    """A session with its files, which a replay writes for the workers as well. Raises CheckpointError and ConfigError."""
+    n = config.workers
+    owner, suffix = (None, "") if replays else (n, worker_suffix(n))
+    with contextlib.ExitStack() as files:
+        record = files.enter_context(RunFolder(folder, dump(config), config.record, worker=owner, resume_round=start))
+        events = files.enter_context(EventWriter(folder, network=HERE, workers=n, suffix=suffix, resume_round=start))
+        arrivals = None
+        if not replays:
+            arrivals = files.enter_context(ArrivalWriter(folder, resume=start is not None))
+        yield ServerSession(config, local_steps, folder, probe, start, record, events, arrivals)
