@@ -11,21 +11,25 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
+import numpy as np
 import pytest
 import torch
 
 from gossamer.cli import main
+from gossamer.clock import SERVER
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.record import checkpoint
 from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
+from gossamer.record.seconds import read_seconds
 from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import evaluate
 from gossamer.run.serve import serve
 from gossamer.run.serve_protocol import Terms, run_key
 from gossamer.run.serve_replay import replay_server
 from gossamer.run.serve_worker import work
+from gossamer.run.simulate import simulate
 from gossamer.transport import Turn, wire
 from gossamer.transport.launch import LISTENER
 from gossamer.transport.stream import HELLO, PUSH, START, Stream
@@ -120,6 +124,10 @@ def test_one_worker_over_a_socket_computes_the_bits_of_virtual_time(method, tmp_
         for log in (events(tmp_path / "real", 1), events(tmp_path / "virtual"))
     ]
     assert sizes[0] == sizes[1]
+    measured, known = (read_seconds(tmp_path / where) for where in ("real", "virtual"))
+    assert [(one.round, one.worker) for one in measured] == [(one.round, one.worker) for one in known]
+    assert all(one.compute_s > 0 and set(one.waiting_for) == {SERVER} for one in measured)
+    assert np.cumsum([one.total_s for one in measured]) == pytest.approx([one.end_s for one in measured])
 
 
 def test_a_run_that_has_ended_is_not_served_again(tmp_path, monkeypatch, capsys):

@@ -5,9 +5,9 @@
 * `{"round":r,"worker":i,"network":"home","compute_s":a,"transfer_s":b,"waiting_for":{"2":c},"other_s":d,"end_s":t}`
 
 The seconds of a worker's rounds follow each other without a gap: a round lasts `compute_s + transfer_s + waiting_s + other_s`
-and ends `end_s` after the start of the run. Only what holds up training is transfer or waiting; messages that travel while a
-worker trains cost no seconds here. A worker waits for a peer until the last message that it needs has left that peer, and
-what remains is transfer. `network` names the declared network whose seconds these are; null stands for measured seconds.
+and ends `end_s` after the first of all rounds began. Only what holds up training is transfer or waiting; messages that travel
+while a worker trains cost no seconds here. A worker waits for a peer until the last message that it needs has left that peer,
+and what remains is transfer. `network` names the declared network whose seconds these are; null stands for measured seconds.
 
 A real worker measures its seconds and writes a line when a round ends. A simulation in rounds prices its trace on each network
 of the run file when it ends; without a network it has compute seconds alone. A simulation over virtual time knows all.
@@ -42,7 +42,7 @@ class RoundSeconds(NamedTuple):
     """All else: outer steps, codecs, validation and checkpoints of a real worker; in virtual time absence, a local phase that
     an absence ended, and the end of the run when no steps are left to take."""
     end_s: float
-    """When the round ended, since the start of the run."""
+    """When the round ended, since the first of all rounds began."""
 
     @property
     def waiting_s(self) -> float:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -9,11 +10,11 @@ from gossamer.clock import SERVER, Absence, Phase, Record, Transfer, Update
 from gossamer.network.links import Floats, Network
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
-from gossamer.record.seconds import RoundSeconds
+from gossamer.record.seconds import RoundSeconds, read_seconds
 from gossamer.record.trace import KINDS, Integers, Trace
 from gossamer.transport import Delivery, Ticket, Wait
 
-__all__ = ["EventSeconds", "Stopwatch", "Tally", "held_up", "priced"]
+__all__ = ["EventSeconds", "Stopwatch", "Tally", "held_up", "priced", "recorded_s"]
 
 
 class Tally:
@@ -66,14 +67,19 @@ def held_up(waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> Iterator[t
 class Stopwatch:
     """Measures the rounds of a real worker.
 
-    A message has left its sender when its header comes. On NCCL that cannot be seen, so that all waiting counts as transfer.
+    A message has left its sender when its header comes. On NCCL that cannot be seen, so that all waiting counts as transfer; a
+    worker of a server cannot see it either, and there the transfer of a reply counts as waiting for the server.
 
     Args: `before_s` is when the last round ended that is not run again, of a run that is resumed.
     """
 
     def __init__(self, worker: int, before_s: float = 0.0) -> None:
         self._tally = Tally(worker, before_s=before_s)
-        self._start_s = time.perf_counter() - before_s
+        self.start()
+
+    def start(self) -> None:
+        """Begins to measure: what came before belongs to no round."""
+        self._start_s = time.perf_counter() - self._tally.end_s
 
     def blocking(self, act: Callable[[], None]) -> None:
         """Does something that blocks until others have done the same; all of it counts as transfer."""
@@ -81,19 +87,31 @@ class Stopwatch:
         act()
         self._tally.transfer_s += time.perf_counter() - start_s
 
-    def round(
-        self, round: int, compute_s: float, waits: Sequence[Wait], deliveries: Sequence[Delivery]
-    ) -> RoundSeconds:
-        """The seconds of the round that ends now."""
-        tally, now_s = self._tally, time.perf_counter() - self._start_s
-        tally.compute_s = compute_s
+    def phase(self, compute_s: float, sending_s: float = 0.0, waiting_s: float = 0.0) -> None:
+        """Counts a local phase, and the seconds of sending its result to a server and waiting for the reply."""
+        self._tally.compute_s += compute_s
+        self._tally.transfer_s += sending_s
+        self._tally.wait(SERVER, waiting_s)
+
+    def waited(self, waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> None:
+        """Counts what held up this worker in a round."""
         for peer, waiting_s, transfer_s in held_up(waits, deliveries):
-            tally.transfer_s += transfer_s
+            self._tally.transfer_s += transfer_s
             if peer is not None:
-                tally.wait(peer, waiting_s)
+                self._tally.wait(peer, waiting_s)
+
+    def round(self, round: int) -> RoundSeconds:
+        """Ends a round now."""
+        tally, now_s = self._tally, time.perf_counter() - self._start_s
         counted_s = tally.compute_s + tally.transfer_s + sum(tally.waiting_for.values())
         tally.other_s, tally.end_s = max(0.0, now_s - tally.end_s - counted_s), now_s
         return tally.round(round)
+
+
+def recorded_s(folder: Path, worker: int, newest: int | None) -> float:
+    """When the last round of this worker ended that is not run again."""
+    kept = [one.end_s for one in read_seconds(folder) if one.worker == worker and one.round < (newest or 0)]
+    return max(kept, default=0.0)
 
 
 # --- priced -----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from gossamer.record.folder import RunFolder
 from gossamer.rng import key as random_key
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.replica import LocalPhase, Replica
+from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_run, terms_of, use_threads
 from gossamer.transport import Turn
 from gossamer.transport.launch import device_of, end_with_launcher
@@ -126,12 +127,15 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
                 folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut
             ) as events,
         ):
-            _train(stream, served, terms, record, events)
+            stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
+            _train(stream, served, terms, record, events, stopwatch)
     finally:
         stream.close()
 
 
-def _train(stream: Stream, served: ServedWorker, terms: Terms, record: RunFolder, events: EventWriter) -> None:
+def _train(
+    stream: Stream, served: ServedWorker, terms: Terms, record: RunFolder, events: EventWriter, stopwatch: Stopwatch
+) -> None:
     """Trains and pushes until the server has nothing left."""
     config, spans = served.config, served.learner.spans
     codec, early_s = make_codec(config.codec.name, **config.codec.options), terms.elapsed_us / 1e6 - time.monotonic()
@@ -139,16 +143,21 @@ def _train(stream: Stream, served: ServedWorker, terms: Terms, record: RunFolder
         began_s = time.monotonic() + early_s
         trained = served.train()
         p, number = trained.push.fragment, trained.number
-        served.log(record, events, trained, began_s, time.monotonic() + early_s)
+        ended_s = time.monotonic() + early_s
+        served.log(record, events, trained, began_s, ended_s)
         payload = codec.encode(trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
         stream.send(Turn(number, p, PUSH), leaves(payload))
         sent_s = time.monotonic() + early_s
         start, terms = _starting_point(stream, number, p, spans[p])
+        replied_s = time.monotonic() + early_s
+        stopwatch.phase(trained.report.compute_s, sent_s - ended_s, replied_s - sent_s)
         finished = served.receive(trained, {p: start}, terms)
         events.write(
             trained.round, "fetch", source=SERVER, target=served.index, fragment=p, bytes=nbytes(start.x), start_s=sent_s,
-            end_s=time.monotonic() + early_s,
+            end_s=replied_s,
         )  # fmt: skip
+        if finished or not terms.go:
+            record.log_seconds(stopwatch.round(trained.round))
         if any(config.due(config.run.eval_every, r) for r in finished):
             print(f"round {finished[-1]} of {config.rounds}: loss {trained.report.loss:.4f} after {number + 1} phases")
 

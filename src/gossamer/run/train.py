@@ -16,13 +16,12 @@ from gossamer.errors import GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
-from gossamer.record.seconds import read_seconds
 from gossamer.rounds.loop import Method
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.journal import Journal, Save
 from gossamer.run.replica import Replica
-from gossamer.run.seconds import Stopwatch
+from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.worker import RoundReport, Worker, method
 from gossamer.topologies import Topology
 from gossamer.transport import Delivery, Reduce
@@ -70,7 +69,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
         return
     run, key = config.run, digest(config)
     transport = GroupTransport(member, run=int(key, 16), timeout_s=run.timeout_s)
-    stopwatch = Stopwatch(member.worker, _recorded_s(folder, member.worker, newest))
+    stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
     replica = Replica(member.worker, config, corpus, member.device)
     worker = Worker(
         replica, m, transport, _timed_all_reduce(run.timeout_s, stopwatch) if run.mean == "all_reduce" else None
@@ -86,9 +85,12 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
         probe = Probe(config, corpus, member.device)
         save = _saver(config, folder, worker, board, newest or 0)
         journal = Journal(config, record, lambda: {"loss": probe.loss(replica.evaluated)}, save, kind="validation")
+        stopwatch.start()
         for round in range(newest or 0, config.rounds):
             report = _train_round(worker, round, config)
             deliveries = transport.deliveries()
+            stopwatch.phase(report.whole.compute_s)
+            stopwatch.waited(transport.waits(), deliveries)
             journal.enter(worker, round, report)
             if worker.pacer is not None and round + 1 < config.rounds:
                 _adapt(worker, report, deliveries, board, m.topology)
@@ -98,7 +100,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
             if config.due(run.eval_every, finished):
                 scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
                 print(f"round {finished} of {config.rounds}: {scored}")
-            record.log_seconds(stopwatch.round(round, whole.compute_s, transport.waits(), deliveries))
+            record.log_seconds(stopwatch.round(round))
     transport.close()
 
 
@@ -137,12 +139,6 @@ def _train_round(worker: Worker, round: int, config: RunConfig) -> RoundReport:
 
 def _nothing() -> None:
     """After an inner step of a worker that has nothing in flight."""
-
-
-def _recorded_s(folder: Path, worker: int, newest: int | None) -> float:
-    """When the last round of this worker ended that is not run again."""
-    kept = [one.end_s for one in read_seconds(folder) if one.worker == worker and one.round < (newest or 0)]
-    return max(kept, default=0.0)
 
 
 def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:
