@@ -1,16 +1,23 @@
 """Run files: what is written comes back, and an experiment file means the runs it looks like."""
 
+import dataclasses
+import inspect
+import json
 import tomllib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer.codecs import make_codec
+from gossamer.asynchronous import PAIRS, SERVERS
+from gossamer.clock import Away
+from gossamer.codecs import CODECS, make_codec
 from gossamer.errors import ConfigError
+from gossamer.network.links import Change, Network, Route, Site
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.rules import RULES
-from gossamer.run.config import Choice, RunConfig, digest, dump, parse
+from gossamer.run.choice import Choice
+from gossamer.run.config import RunConfig, digest, dump, faults, json_schema, parse
 from gossamer.run.document import load, with_settings
 from gossamer.run.document import settings as overrides
 from gossamer.run.experiment import points
@@ -58,6 +65,116 @@ def test_the_digest_covers_what_decides_the_numbers_and_nothing_else():
         "data__cache": "/x",
     }.items():
         assert digest(tiny(**{key: value})) == base, key
+
+
+def test_the_network_and_the_events_count_in_the_digest_only_where_their_seconds_decide_the_numbers():
+    def with_links(bps, name="wan", **options):
+        return tiny(**{f"network__{name}": {"uplink_bps": bps, "downlink_bps": 1e9, "step_s": 1.0}}, **options)
+
+    assert digest(with_links(1e9)) == digest(with_links(1e8)) == digest(tiny())
+    assert digest(tiny(events__dylu=True)) == digest(tiny())
+    for clocked in ({"run__adapt": True}, {"server__name": "cgad"}, {"run__wait": False}):
+        assert digest(with_links(1e9, **clocked)) != digest(with_links(1e8, **clocked)), clocked
+    served = with_links(1e9, server__name="cgad")
+    assert digest(dataclasses.replace(served, name="other")) == digest(served)
+    named = {"server__name": "cgad", "events__network": "wan"}
+    other = {"network__lan": {"uplink_bps": 1e6, "downlink_bps": 1e6}}
+    assert digest(with_links(1e9, **other, **named)) == digest(with_links(1e9, **named))
+    assert digest(with_links(1e9, events__dylu=True, **named)) != digest(with_links(1e9, **named))
+
+
+def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first():
+    wrong = {
+        "workers": 0,
+        "rule": {"name": "gasloc", "momentun": 0.5, "alhpa": 1.0},
+        "codec": {"name": "int8", "back": "fp17"},
+        "run": {"steps": 1.5, "local_steps": [3, 0], "stesp": 3},
+        "inner": 3,
+        "network": {"wan": {"uplink_bps": True, "changes": [{"at_s": 1, "factor": 0.5}]}},
+        "modle": {},
+    }
+    expected = [
+        "workers is 0 but must be a whole number of at least 1",
+        "rule 'gasloc' got an unknown option 'momentun'; did you mean 'momentum'?",
+        "rule 'gasloc' got an unknown option 'alhpa'; did you mean 'alpha'?",
+        "unknown codec 'fp17'; did you mean 'fp16'?",
+        "inner is 3 but must be a table",
+        "run.steps is 1.5 but must be a whole number of at least 1",
+        "run.local_steps is 0 but must be a whole number of at least 1, or a list of them",
+        "unknown key in [run] 'stesp'; did you mean 'steps'?",
+        "network.wan.uplink_bps is True but must be a number of bits per second from 1 to 1e18, or inf",
+        "network.wan has the keys ['changes', 'uplink_bps'] and 'downlink_bps' is needed too; add it: a number of bits",
+        "network.wan.changes[0]: a change names worker None and site None but must name one of the two",
+        "unknown key 'modle'; did you mean 'model'?",
+    ]
+    found = faults(wrong)
+    assert len(found) == len(expected), found
+    assert all(one.startswith(start) for one, start in zip(found, expected, strict=True)), found
+    with pytest.raises(ConfigError) as caught:
+        parse(wrong)
+    assert str(caught.value) == found[0]
+    assert faults(document()) == []
+
+
+@pytest.mark.parametrize(
+    ("document", "sentence"),
+    [
+        ({"method": "no such"}, "no such"),
+        ({"variant": []}, "use gossamer compare"),
+        ({"uplink_bps": 1e9}, "it is a network file"),
+        ({"server": "cgad", "pair": "ad_psgd"}, "a server method has no pair"),
+        ({"server": "cgad", "schedule": {"fragments": 2}}, "[schedule]"),
+    ],
+)
+def test_what_is_no_run_at_all_is_a_fault_too(document, sentence):
+    (found,) = faults(document)
+    assert sentence in found
+    with pytest.raises(ConfigError) as caught:
+        parse(document)
+    assert str(caught.value) == found
+
+
+def settings_below(kind):
+    """A class of settings and all those that its fields hold."""
+    yield kind
+    for field in dataclasses.fields(kind):
+        if hasattr(field.default, "__table__"):
+            yield from settings_below(type(field.default))
+
+
+def test_the_json_schema_names_and_explains_every_key_of_a_run_file():
+    schema = json_schema()
+    json.dumps(schema, allow_nan=False)
+    tables = {"RunConfig": schema, **schema["$defs"]}
+    kinds = [*settings_below(RunConfig), Network, Site, Route, Change, Away]
+    assert len(kinds) == 13
+    for kind in kinds:
+        properties = tables[kind.__name__]["properties"]
+        assert {f.name for f in dataclasses.fields(kind)} <= properties.keys()
+        assert tables[kind.__name__]["additionalProperties"] is False
+    assert tables["LoopSettings"]["properties"]["steps"] == {
+        "default": 300,
+        "description": "Inner steps of a worker that takes the full number per round.",
+        "minimum": 1,
+        "title": "Steps",
+        "type": "integer",
+    }
+    assert {"method", "variant", "sweep", "scale", "figure"} <= schema["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "table"),
+    {"rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS}.items(),
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_the_json_schema_names_every_method_with_its_options(kind, table):
+    choices = json_schema()["properties"][kind]["anyOf"]
+    names, *rows = [choice for choice in choices if choice != {"type": "null"}]
+    assert names["enum"] == sorted(table)
+    assert [row["properties"]["name"]["const"] for row in rows] == sorted(table)
+    for row in rows:
+        taken = inspect.signature(table[row["properties"]["name"]["const"]]).parameters
+        assert set(taken) - {"n", "seed"} <= row["properties"].keys()
 
 
 def test_naming_another_rule_drops_the_options_of_the_old_one():

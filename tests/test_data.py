@@ -532,7 +532,7 @@ def test_too_little_text_is_refused_with_what_it_needs(tmp_path: Path) -> None:
         ({"val_fraction": 1.0}, "data.val_fraction is 1.0"),
         ({"shards": "continuous"}, "did you mean 'contiguous'"),
         ({"source": ""}, "data.source is ''"),
-        ({"source": ()}, r"data.source is \(\)"),
+        ({"source": ()}, "data.source is an empty list"),
         ({"tokenizer": ""}, "data.tokenizer is ''"),
         ({"source": ("hf:a", "b")}, "must be the only source"),
         ({"source": "hf:a", "max_bytes": 9}, "data.max_bytes is 9, which works for files only"),

@@ -20,7 +20,6 @@ WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
     "no run file was given": "nothing was given",
     "no experiment file was given": "nothing was given",
     "run.device = 'cuda' but torch sees 0 GPUs": "the only value that leads here is in the sentence",
-    "data.tokenizer is ''": "the same",
     "data.shards is 'contiguous'": "the same",
 }
 

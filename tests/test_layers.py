@@ -23,6 +23,7 @@ MODULES = {name: ast.parse("\n".join(source)) for name, source in SOURCES.items(
 
 LAYERS = (  # a room (a module, or a package of modules) imports from the rooms above its own line only
     "errors rng tree",
+    "schema",
     "options layout record data transport",
     "topologies codecs models optimizers",
     "rules asynchronous network",
@@ -38,6 +39,7 @@ LIGHT = [  # work without torch
     "errors",
     "rng",
     "tree",
+    "schema",
     "options",
     "models.sizes",
     "topologies",

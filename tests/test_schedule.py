@@ -214,7 +214,7 @@ def test_inner_moments_are_averaged_at_their_own_periods_and_by_nothing_but_a_me
     ("wrong", "says"),
     [
         ({"fragments": 0}, "at least 1"),
-        ({"overlap_steps": -1}, "0 or more"),
+        ({"overlap_steps": -1}, "at least 0"),
         ({"merge": 1.5}, "from 0 to 1"),
         ({"inner_every": (3,)}, "two numbers"),
     ],

@@ -15,7 +15,7 @@ from gossamer.record.trace import (
     Entry,
     Operation,
     Trace,
-    entry_from_json,
+    entry_of,
     from_entries,
     from_targets,
     line_of,
@@ -59,7 +59,7 @@ def write(path: Path, entries: list[Entry]) -> None:
 @settings(max_examples=50, deadline=None)
 @given(ENTRIES)
 def test_an_entry_comes_back_from_its_line(entry: Entry) -> None:
-    assert entry_from_json(json.loads(line_of(entry)), "here") == entry
+    assert entry_of(line_of(entry), "here") == entry
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_an_operation_that_waits_at_once_has_the_line_it_always_had() -> None:
 
 
 def test_a_missing_key_is_refused() -> None:
-    with pytest.raises(DataError, match="exactly the keys"):
-        entry_from_json({key: value for key, value in GOOD.items() if key != "steps"}, "here")
+    with pytest.raises(DataError, match=r"here: this has the keys .* and 'steps' is needed too"):
+        entry_of(json.dumps({key: value for key, value in GOOD.items() if key != "steps"}), "here")
 
 
 @pytest.mark.parametrize("line", ["[1]", "nonsense", '{"a": NaN}', '{"a": 1e', "[" * 100_000, "\xff"])

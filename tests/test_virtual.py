@@ -302,19 +302,28 @@ def test_list_names_servers_and_pairs(capsys):
     assert all(name in out for name in [*SERVERS, *PAIRS])
 
 
+PHASE = {"event": "phase", "worker": 0, "number": 0, "start_s": 0, "end_s": 1, "steps": 3, "tokens": 9}
+PUSH = {"event": "push", "source": 0, "target": -1, "fragment": 0, "bytes": 8, "start_s": 0, "end_s": 1}
+UPDATE = {"event": "update", "fragment": 0, "workers": [0], "ages": [1], "time_s": 1}
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "sentence"),
     [
-        '{"round":0,"event":"phase","worker":0,"start_s":0,"end_s":-1}',
-        '{"round":0,"event":"phase","worker":5,"start_s":0,"end_s":1}',
-        '{"round":0,"event":"push","source":0,"bytes":1e99,"end_s":1}',
-        '{"round":0,"event":"update","ages":[-1],"workers":[0],"time_s":1}',
-        '{"round":0,"event":"dance"}',
-        '{"round":4611686018427387904,"event":"dance"}',
-        '{"round":2000000000,"event":"leave"}',
+        (PHASE | {"end_s": -1}, "jsonl:2: end_s is -1 but must be a number of at least 0"),
+        (PHASE | {"worker": 5}, "name worker 5 of 3"),
+        (PHASE | {"seconds": 5}, "unknown key 'seconds'"),
+        (PUSH | {"bytes": 1e99}, r"jsonl:2: bytes is 1e\+99 but must be a whole number"),
+        (UPDATE | {"ages": [-1]}, "jsonl:2: ages is -1 but must be a list"),
+        (UPDATE | {"ages": 1}, "jsonl:2: ages is 1 but must be a list"),
+        ({"event": "dance"}, r"jsonl:2: unknown event 'dance'; .*Allowed: fetch, leave"),
+        ({"worker": 0}, "jsonl:2: unknown event 'None'"),
+        ({"event": "leave", "worker": 0, "time_s": 0, "round": 2**62}, "jsonl:2: round is 4611686018427387904"),
+        ({"event": "leave", "worker": 0, "time_s": 0, "round": 2_000_000_000}, "cells are allowed"),
     ],
 )
-def test_an_event_that_gossamer_does_not_write_is_refused(line, tmp_path):
-    (tmp_path / "events.jsonl").write_text(f'{{"round":-1,"event":"start","network":"a","workers":3}}\n{line}\n')
-    with pytest.raises(DataError):
+def test_an_event_that_gossamer_does_not_write_is_refused(line, sentence, tmp_path):
+    start = {"round": -1, "event": "start", "network": "a", "workers": 3}
+    (tmp_path / "events.jsonl").write_text(f"{json.dumps(start)}\n{json.dumps({'round': 0} | line)}\n")
+    with pytest.raises(DataError, match=sentence):
         read_events(tmp_path)

@@ -1,30 +1,33 @@
 """What a run file says of a run that looks at the clock: whose clock, how fragments travel, and who is away when."""
 
 import math
-from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AllowInfNan, Field
 
 from gossamer.errors import ConfigError
+from gossamer.schema import Positive, settings
 
 __all__ = ["Away", "EventsConfig"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("events.absences")
 class Away:
     """A worker that leaves, and returns or does not."""
 
     worker: int
-    leave_s: float
-    return_s: float = math.inf
+    leave_s: Annotated[float, Field(ge=0)]
+    return_s: Annotated[float, AllowInfNan(True)] = math.inf
 
     def __post_init__(self) -> None:
-        if not 0 <= self.leave_s < self.return_s:
+        if not self.leave_s < self.return_s:
             raise ConfigError(
                 f"events.absences has worker {self.worker} leave at {self.leave_s} s and return at {self.return_s} s; "
                 "let it leave at 0 s or later, and return after that"
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("events")
 class EventsConfig:
     """How a run with a server, with pairs, or without waiting goes; runs in rounds do not read it."""
 
@@ -33,21 +36,17 @@ class EventsConfig:
     dylu: bool = False
     """Whether slower workers take fewer inner steps a phase, so that all return at about the same time (run.local_steps is
     that of the fastest)."""
-    fragments: int = 1
+    fragments: Positive = 1
     """Parts of the model that a server keeps and workers push one by one."""
     overlap: bool = False
     """Whether a worker goes on training while a reply of the server is under way; needs at least two fragments."""
-    meetings: float | None = None
+    meetings: Annotated[float, Field(gt=0)] | None = None
     """Meetings of a pair rule that a worker takes part in while it takes a mean local phase; 1 when left out."""
     absences: tuple[Away, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.fragments < 1:
-            raise ConfigError(f"events.fragments is {self.fragments}; it must be at least 1")
         if self.overlap and self.fragments < 2:
             raise ConfigError(
                 f"events.overlap is true with fragments = {self.fragments}, which would throw away all that is learned "
                 "meanwhile; take at least 2 fragments, or let workers wait"
             )
-        if self.meetings is not None and not 0 < self.meetings < math.inf:
-            raise ConfigError(f"events.meetings is {self.meetings}; it must be above 0 and finite")

@@ -1,53 +1,44 @@
 """What a run file says of its data."""
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from gossamer.errors import ConfigError, choose
+from pydantic import Field
+
+from gossamer.errors import ConfigError
+from gossamer.schema import NEUTRAL, Positive, Words, settings
 
 __all__ = ["DataConfig"]
 
 
-@dataclass(frozen=True, kw_only=True)
+_Text = Annotated[str, Field(min_length=1), Words("text: a path, 'stdlib' or 'hf:NAME'")]
+
+
+@settings("data")
 class DataConfig:
     """What to train on, and in what portions."""
 
-    source: str | tuple[str, ...] = "stdlib"
+    source: _Text | Annotated[tuple[_Text, ...], Field(min_length=1)] = "stdlib"
     """"stdlib" (the source of this machine's Python), files, folders or globs, or a stream "hf:NAME[:CONFIG]"."""
     text_field: str = "text"
     """The field or column with the text, in jsonl, parquet and streams."""
-    tokenizer: str = "bytes"
+    tokenizer: Annotated[str, Field(min_length=1), Words("the name of one; 'bytes' needs no file")] = "bytes"
     """"bytes", the path of a tokenizers JSON file or of a folder with a tokenizer.json, or a name on the Hub."""
-    seq_len: int = 128
+    seq_len: Positive = 128
     """Tokens of a sequence that the model predicts from."""
-    batch_size: int = 8
+    batch_size: Positive = 8
     """Sequences per worker in a forward and backward pass."""
-    accumulate: int = 1
+    accumulate: Positive = 1
     """Passes per inner step, their gradients averaged."""
     shards: Literal["iid", "contiguous"] = "iid"
     """Whether workers draw from all training text, or each only from its own n-th of it, in the order of documents."""
-    val_fraction: float = 0.05
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The part of the text that is kept for validation."""
-    max_bytes: int | None = None
+    max_bytes: Positive | None = None
     """Text of files beyond so many bytes of UTF-8 is left out."""
-    cache: str | None = None
+    cache: Annotated[str | None, NEUTRAL] = None
     """A folder that keeps tokenised files, which are then mapped and not held in memory."""
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "batch_size", "accumulate", "max_bytes"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"data.{name} is {value} but must be at least 1; raise it")
-        if not 0 < self.val_fraction < 1:
-            raise ConfigError(
-                f"data.val_fraction is {self.val_fraction} but must be above 0 and below 1; 0.05 is usual"
-            )
-        if self.shards not in ("iid", "contiguous"):
-            raise ConfigError(choose("data.shards", str(self.shards), ("iid", "contiguous")) + "; correct the name")
-        if not self.source or not all(self.sources):
-            raise ConfigError(f"data.source is {self.source!r} but must name text; give a path, 'stdlib' or 'hf:NAME'")
-        if not self.tokenizer:
-            raise ConfigError("data.tokenizer is '' but must name one; 'bytes' needs no file")
         if any(source.startswith("hf:") for source in self.sources):
             if len(self.sources) > 1:
                 raise ConfigError(f"data.source is {self.source!r}, but a stream must be the only source; name one")

@@ -1,9 +1,9 @@
 """The sizes that the built-in model comes in, and how many parameters each has; what a plan needs to know of a model."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError
+from gossamer.schema import OneOf, Positive, settings
 
 __all__ = ["SIZES", "ModelConfig", "Shape", "parameter_count"]
 
@@ -32,28 +32,23 @@ SIZES: dict[str, Shape] = {
 """Shapes by name: up to 30m the name counts a byte vocabulary, from 134m on one of 32,000 tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("model")
 class ModelConfig:
     """A Llama: a named size, of which any number may be replaced."""
 
-    size: str = "1m"
-    hidden_size: int | None = None
-    layers: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
+    size: Annotated[str, OneOf(SIZES)] = "1m"
+    hidden_size: Positive | None = None
+    layers: Positive | None = None
+    heads: Positive | None = None
+    kv_heads: Positive | None = None
     """Heads that keys and values have (grouped-query attention when fewer than `heads`)."""
-    intermediate_size: int | None = None
+    intermediate_size: Positive | None = None
     """Width of the feed-forward layer."""
     tie_embeddings: bool = False
     """One matrix for the embedding and the output head."""
 
     def __post_init__(self) -> None:
-        if self.size not in SIZES:
-            raise ConfigError(choose("model.size", self.size, SIZES) + "; correct the name")
         hidden, _, heads, kv_heads, _ = self.shape
-        for name, value in self.shape._asdict().items():
-            if value < 1:
-                raise ConfigError(f"model.{name} is {value} but must be at least 1; raise it or leave it out")
         if hidden % (2 * heads):
             raise ConfigError(
                 f"model.hidden_size is {hidden} with {heads} heads, which is {hidden / heads:.4g} per head, but rotary "

@@ -34,18 +34,20 @@ Streams that share a worker's link, a site's or a route get max-min fair parts o
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import field
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import tomli_w
 from numpy.typing import NDArray
+from pydantic import AfterValidator, AllowInfNan, Field
 
 from gossamer.errors import ConfigError, choose
 from gossamer.record.trace import Integers
 from gossamer.rng import numpy_rng
+from gossamer.schema import Words, build, plain, settings
 
 __all__ = [
     "Change",
@@ -74,82 +76,90 @@ JitterKind = Literal["lognormal", "uniform"]
 MeanKind = Literal["owners", "ring", "tree"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def _finite_or_endless(bps: float) -> float:
+    if 1e18 < bps < math.inf:
+        raise ValueError
+    return bps
+
+
+_Rate = Annotated[
+    float, AllowInfNan(True), Field(ge=1), AfterValidator(_finite_or_endless),
+    Words("a number of bits per second from 1 to 1e18, or inf"),
+]  # fmt: skip
+_Seconds = Annotated[float, Field(ge=0, le=1e9), Words("a number of seconds from 0 to 1e9")]
+_Index = Annotated[int, Field(ge=0, lt=2**31)]
+_Rates = _Rate | Annotated[tuple[_Rate, ...], Field(min_length=1)]
+_Times = _Seconds | Annotated[tuple[_Seconds, ...], Field(min_length=1)]
+
+
+@settings()
 class Site:
     """Workers in one place, and the link that they share for all that leaves or enters it."""
 
-    workers: tuple[int, ...]
-    uplink_bps: float = math.inf
-    downlink_bps: float = math.inf
-
-    def __post_init__(self) -> None:
-        _as_floats(self, "sites", "uplink_bps", "downlink_bps")
+    workers: Annotated[tuple[_Index, ...], Field(min_length=1)]
+    uplink_bps: _Rate = math.inf
+    downlink_bps: _Rate = math.inf
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings()
 class Route:
     """What lies between two sites; both directions are alike, and each has the whole bandwidth."""
 
-    between: tuple[str, str]
-    latency_s: float = 0.0
-    bandwidth_bps: float = math.inf
-
-    def __post_init__(self) -> None:
-        _as_floats(self, "routes", "latency_s", "bandwidth_bps")
+    between: Annotated[tuple[str, str], Words("a list of the names of two sites")]
+    latency_s: _Seconds = 0.0
+    bandwidth_bps: _Rate = math.inf
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings()
 class Change:
     """From `at_s` on, the link of a worker, or the one a site shares, has `factor` times its own bandwidth."""
 
-    at_s: float
-    factor: float
-    worker: int | None = None
+    at_s: _Seconds
+    factor: Annotated[float, Field(ge=1e-6, le=1e6)]
+    worker: _Index | None = None
     site: str | None = None
 
     def __post_init__(self) -> None:
-        _as_floats(self, "changes", "at_s")
-        if not _is_number(self.factor) or not 1e-6 <= self.factor <= 1e6:
-            raise ConfigError(
-                f"network: changes.factor is {self.factor!r:.60} but must be a number from 1e-6 to 1e6; "
-                "0.1 leaves a tenth of the bandwidth"
-            )
         if (self.worker is None) == (self.site is None):
             raise ConfigError(
-                f"network: a change names worker {self.worker} and site {self.site} but must name one of the two; "
+                f"a change names worker {self.worker} and site {self.site} but must name one of the two; "
                 "write two changes for two links"
             )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings()
 class Network:
     """The links between the workers and, if given, the workers' speed; the module's docstring explains each option.
 
     Raises: ConfigError for a value that is out of bounds, or parts that contradict each other.
     """
 
-    uplink_bps: PerWorker
-    downlink_bps: PerWorker
-    latency_s: PerWorker = 0.0
+    uplink_bps: _Rates
+    """Bits per second that a worker can send; one number for all, or one per worker."""
+    downlink_bps: _Rates
+    """Bits per second that a worker can receive; inf for a link that costs nothing."""
+    latency_s: _Times = 0.0
+    """Seconds to leave or reach a worker; a message takes the larger of its two ends."""
     duplex: Duplex = "full"
-    step_s: PerWorker | None = None
-    jitter: float = 0.0
+    """"half": sending and receiving take turns on one link."""
+    step_s: _Times | None = None
+    """Seconds of one inner step; the measured times of the trace when left out."""
+    jitter: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Standard deviation of the seconds of a local phase, over their mean."""
     jitter_kind: JitterKind = "lognormal"
-    seed: int = 0
+    """The distribution of the jitter; both have mean one."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of the jitter; equal seeds give equal seconds."""
     mean: MeanKind = "owners"
+    """How a mean is carried: "owners" of chunks as gossamer does, "ring" or "tree"."""
     sites: Mapping[str, Site] = field(default_factory=dict)
+    """Workers in one place by the name of the place; every worker is in one site."""
     routes: tuple[Route, ...] = ()
+    """What lies between two sites; one for each pair, or none at all."""
     changes: tuple[Change, ...] = ()
+    """From then on, until the next change of the same link, a link is faster or slower."""
 
     def __post_init__(self) -> None:
-        for name in ("uplink_bps", "downlink_bps", "latency_s", "step_s"):
-            value = getattr(self, name)
-            if value is not None or name != "step_s":
-                object.__setattr__(self, name, _per_worker(name, value))
-        for name, kind in (("duplex", Duplex), ("jitter_kind", JitterKind), ("mean", MeanKind)):
-            if getattr(self, name) not in get_args(kind):
-                raise ConfigError(f"network: {choose(name, str(getattr(self, name)), get_args(kind))}")
-        _whole("seed", self.seed, 2**63)
         _check_jitter(self)
         _check_sites(self)
         _check_routes(self)
@@ -227,15 +237,15 @@ def links_of(network: Network, workers: int) -> Links:
         a, b = map(names.index, route.between)
         latency_s[a, b] = latency_s[b, a] = route.latency_s
         bandwidth_bps[a, b] = bandwidth_bps[b, a] = route.bandwidth_bps
-    own = list(network.sites.values()) or [Site(workers=())]
+    shared = [(site.uplink_bps, site.downlink_bps) for site in network.sites.values()] or [(math.inf, math.inf)]
     return Links(
         uplink_bps=spread("uplink_bps"),
         downlink_bps=spread("downlink_bps"),
         latency_s=spread("latency_s"),
         step_s=None if network.step_s is None else spread("step_s"),
         site=site,
-        site_uplink_bps=np.array([s.uplink_bps for s in own]),
-        site_downlink_bps=np.array([s.downlink_bps for s in own]),
+        site_uplink_bps=np.array([up for up, _ in shared]),
+        site_downlink_bps=np.array([down for _, down in shared]),
         route_latency_s=latency_s,
         route_bps=bandwidth_bps,
     )
@@ -263,17 +273,7 @@ def from_options(options: Any, where: str = "network") -> Network:
 
     Raises: ConfigError for an unknown or missing key, or a value out of bounds.
     """
-    table = dict(_table(options, Network, where))
-    sites = table.get("sites", {})
-    if not isinstance(sites, Mapping):
-        raise ConfigError(f"{where}: sites is {sites!r:.60} but must be tables; write each as [sites.NAME]")
-    table["sites"] = {name: Site(**_table(site, Site, f"{where}.sites.{name}")) for name, site in sites.items()}
-    for key, kind in (("routes", Route), ("changes", Change)):
-        rows = table.get(key, [])
-        if not isinstance(rows, list | tuple):
-            raise ConfigError(f"{where}: {key} is {rows!r:.60} but must be tables; write each as [[{key}]]")
-        table[key] = tuple(kind(**_table(row, kind, f"{where}.{key}")) for row in rows)
-    return Network(**table)
+    return build(Network, options, source=where)
 
 
 def from_toml(text: str, where: str = "network") -> Network:
@@ -298,7 +298,7 @@ def from_toml(text: str, where: str = "network") -> Network:
 
 def to_options(network: Network) -> dict[str, Any]:
     """The table from which `from_options` makes this network again, without what is at its default."""
-    return _plain(network)
+    return plain(network, defaults=False)
 
 
 def to_toml(network: Network) -> str:
@@ -326,129 +326,58 @@ def read_network(path: Path) -> Network:
     return from_toml(text, str(path))
 
 
-def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        given = {f: getattr(value, f.name) for f in fields(value)}
-        return {f.name: _plain(option) for f, option in given.items() if option != _default(f)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _default(option: "Field[Any]") -> Any:
-    return option.default if option.default_factory is MISSING else option.default_factory()
-
-
-def _table(value: Any, kind: type, where: str) -> dict[str, Any]:
-    """The keys of a table, which must be those that the dataclass knows and needs; lists become tuples."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where} is {value!r:.60} but must be a table of options; write one key per line")
-    known = {f.name: f for f in fields(kind)}
-    for key in value:
-        if key not in known:
-            raise ConfigError(f"{where}: {choose('key', str(key), known)}; correct the name")
-    for name, option in known.items():
-        if name not in value and option.default is MISSING and option.default_factory is MISSING:
-            unit = " in bits per second" if name.endswith("_bps") else ""
-            raise ConfigError(f"{where} gives the keys {sorted(value)} but '{name}' is needed too; add it{unit}")
-    return {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
-
-
 def _check_jitter(network: Network) -> None:
-    high = 1 / math.sqrt(3) if network.jitter_kind == "uniform" else 10.0
-    if not _is_number(network.jitter) or not 0 <= network.jitter <= high:
+    high = 1 / math.sqrt(3)
+    if network.jitter_kind == "uniform" and network.jitter > high:
         raise ConfigError(
-            f"network: jitter is {network.jitter!r:.60} but must be a number from 0 to {high:.3g} for {network.jitter_kind} "
-            "jitter; 0.1 lets the seconds of a local phase vary by 10 %"
+            f"jitter is {network.jitter} but must be a number from 0 to {high:.3g} for uniform jitter; 0.1 lets the seconds of "
+            "a local phase vary by 10 %"
         )
     if network.jitter and network.step_s is None:
         raise ConfigError(
-            f"network: jitter is {network.jitter} without step_s, but measured times vary by themselves; "
-            "give step_s or leave jitter out"
+            f"jitter is {network.jitter} without step_s, but measured times vary by themselves; give step_s or remove jitter"
         )
 
 
 def _check_sites(network: Network) -> None:
     seen: set[int] = set()
     for name, site in network.sites.items():
-        if not isinstance(site.workers, tuple) or not site.workers:
-            raise ConfigError(
-                f"network: sites.{name}.workers is {site.workers!r:.60} but must list the workers of the site; "
-                "give at least one"
-            )
         for worker in site.workers:
-            _whole(f"sites.{name}.workers", worker, 2**31)
             if worker in seen:
-                raise ConfigError(f"network: worker {worker} is in two sites, or twice in '{name}'; put it in one")
+                raise ConfigError(f"worker {worker} is in two sites, or twice in '{name}'; put it in one")
             seen.add(worker)
     if seen and max(seen) >= len(seen):
         missing = min(set(range(len(seen))) - seen)
         raise ConfigError(
-            f"network: the sites name {len(seen)} workers up to {max(seen)} but not worker {missing}; "
-            "put every worker in a site"
+            f"the sites name {len(seen)} workers up to {max(seen)} but not worker {missing}; put every worker in a site"
         )
 
 
 def _check_routes(network: Network) -> None:
     pairs: set[frozenset[str]] = set()
     for route in network.routes:
-        ends = route.between
-        named = isinstance(ends, tuple) and all(isinstance(end, str) for end in ends)
-        if not named or len(ends) != 2 or ends[0] == ends[1]:
-            raise ConfigError(f"network: routes.between is {ends!r:.60} but must name two sites; give their names")
-        for end in ends:
+        for end in route.between:
             if end not in network.sites:
-                raise ConfigError(f"network: {choose('site in routes.between', str(end), network.sites)}")
-        if frozenset(ends) in pairs:
-            raise ConfigError(f"network: two routes are between {ends[0]} and {ends[1]}; keep one")
-        pairs.add(frozenset(ends))
+                raise ConfigError(choose("site in routes.between", end, network.sites) + "; correct the name")
+        if len(set(route.between)) < 2:
+            raise ConfigError(f"routes.between is {list(route.between)} but must name two sites; give their names")
+        if frozenset(route.between) in pairs:
+            raise ConfigError(f"two routes are between {' and '.join(route.between)}; keep one")
+        pairs.add(frozenset(route.between))
     missing = next((pair for pair in combinations(network.sites, 2) if frozenset(pair) not in pairs), None)
     if pairs and missing:
         raise ConfigError(
-            f"network: {len(pairs)} routes are given but none between {missing[0]} and {missing[1]}; "
+            f"{len(pairs)} routes are given but none between {missing[0]} and {missing[1]}; "
             "give one for each pair of sites, or none at all"
         )
 
 
 def _check_changes(network: Network) -> None:
     for change in network.changes:
-        if change.site is not None and (not isinstance(change.site, str) or change.site not in network.sites):
-            raise ConfigError(f"network: {choose('site in changes', str(change.site), network.sites)}")
-        if change.worker is not None:
-            _whole("changes.worker", change.worker, network.workers or 2**31)
-
-
-def _as_floats(owner: Any, where: str, *names: str) -> None:
-    """Makes numbers of a frozen part floats. Raises ConfigError for one out of bounds."""
-    for name in names:
-        object.__setattr__(owner, name, _number(f"{where}.{name}", getattr(owner, name)))
-
-
-def _per_worker(name: str, value: Any) -> PerWorker:
-    """An option as floats. Raises ConfigError unless it is one number within bounds or a list of them."""
-    if isinstance(value, list | tuple):
-        if not value:
-            raise ConfigError(f"network: {name} is an empty list; give one number for all workers, or one per worker")
-        return tuple(_number(name, number) for number in value)
-    return _number(name, value)
-
-
-def _number(name: str, value: Any) -> float:
-    rate = name.endswith("_bps")
-    low, high = (1, 1e18) if rate else (0, 1e9)
-    if not _is_number(value) or not (low <= value <= high or (rate and value == math.inf)):
-        allowed = "bits per second from 1 to 1e18, or inf" if rate else "seconds from 0 to 1e9"
-        several = "" if "." in name else "; give one for all workers or a list"
-        raise ConfigError(f"network: {name} is {value!r:.60} but must be a number of {allowed}{several}")
-    return float(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _whole(name: str, value: Any, limit: int) -> None:
-    if type(value) is not int or not 0 <= value < limit:
-        raise ConfigError(
-            f"network: {name} is {value!r:.60} but must be a whole number from 0 to {limit - 1}; choose one of those"
-        )
+        if change.site is not None and change.site not in network.sites:
+            raise ConfigError(choose("site in changes", change.site, network.sites) + "; correct the name")
+        if change.worker is not None and change.worker >= (network.workers or 2**31):
+            raise ConfigError(
+                f"changes.worker is {change.worker} but must be a whole number from 0 to {(network.workers or 1) - 1}; "
+                "choose one of those"
+            )

@@ -2,90 +2,64 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import AllowInfNan, Field
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
 
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined
+from gossamer.schema import AtLeastZero, Positive, settings
 
 __all__ = ["InnerConfig", "build_optimizer", "clip_gradients", "lr_scale", "share_moments"]
 
 
-@dataclass(frozen=True, kw_only=True)
+_Above = Annotated[float, Field(gt=0)]
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@settings("inner")
 class InnerConfig:
     """How a worker trains between two exchanges."""
 
     optimizer: Literal["accum_adamw", "adamw", "muon", "sgd"] = "adamw"
     """muon is Muon on the hidden matrices and AdamW on all else; accum_adamw is AdamW with moments of mean gradients."""
-    lr: float = 1e-3
+    lr: _Above = 1e-3
     """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so that one number serves both."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments per step."""
-    eps: float = 1e-8
+    eps: _Above = 1e-8
     """What AdamW adds to its denominator."""
-    moments_every: int = 4
+    moments_every: Positive = 4
     """Inner steps whose mean gradient makes one update of accum_adamw's moments (s); its authors take more for more workers."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay per step and unit of learning rate (in sgd an L2 gradient); never on norms and biases."""
-    momentum: float = 0.95
+    momentum: _Decay = 0.95
     """Momentum of muon and sgd."""
     nesterov: bool = True
     """Whether the momentum of muon and sgd looks ahead."""
-    clip: float | None = None
+    clip: Annotated[float, Field(gt=0), AllowInfNan(True)] | None = None
     """Largest global norm of a worker's gradient; longer ones are shortened to it. None never clips."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: a cosine to the end, a plateau with a linear decay at its end (wsd), or a plateau."""
-    warmup_steps: int = 20
+    warmup_steps: AtLeastZero = 20
     """Inner steps in which the learning rate rises linearly; a shorter run is all warm-up."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: _Share = 0.1
     """Learning rate at the end over that at the peak."""
-    decay_fraction: float = 0.2
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The last part of the run in which wsd decays."""
     autocast: Literal["bf16"] | None = None
     """Lower precision for forward and backward; parameters and optimizer stay in fp32."""
     averaging: Literal["gpa", "schedule_free"] | None = None
     """What is evaluated: an exponential average of the optimizer's iterates (gpa), their mean (schedule_free), or the last."""
-    mu_x: float = 0.9967
+    mu_x: _Decay = 0.9967
     """Weight of gpa's old average in the new one; `0.9^(1/H)` averages like a DiLoCo of one worker with H local steps."""
-    mu_y: float = 0.7
+    mu_y: _Share = 0.7
     """Where between the last iterate (0) and the average (1) an averaging optimizer takes its gradients."""
-
-    def __post_init__(self) -> None:
-        tables = {
-            "optimizer": ("accum_adamw", "adamw", "muon", "sgd"),
-            "schedule": ("cosine", "wsd", "constant"),
-            "averaging": ("gpa", "schedule_free", None),
-        }
-        for name, allowed in tables.items():
-            if getattr(self, name) not in allowed:
-                allowed = [word for word in allowed if word is not None]
-                raise ConfigError(choose(f"inner.{name}", str(getattr(self, name)), allowed) + "; correct the name")
-        if self.autocast not in (None, "bf16"):
-            raise ConfigError(f"inner.autocast is {self.autocast!r} but can only be 'bf16'; leave it out for fp32")
-        if len(self.betas) != 2:
-            raise ConfigError(f"inner.betas has {len(self.betas)} numbers ({self.betas}) but AdamW takes 2; give two")
-        within = "at least 0 and below 1"
-        for name, value, fine, allowed in [
-            ("lr", self.lr, 0 < self.lr < math.inf, "above 0"),
-            ("betas", self.betas, all(0 <= beta < 1 for beta in self.betas), within),
-            ("eps", self.eps, 0 < self.eps < math.inf, "above 0"),
-            ("moments_every", self.moments_every, self.moments_every >= 1, "at least 1"),
-            ("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "at least 0"),
-            ("momentum", self.momentum, 0 <= self.momentum < 1, within),
-            ("clip", self.clip, self.clip is None or self.clip > 0, "above 0, or left out"),
-            ("warmup_steps", self.warmup_steps, self.warmup_steps >= 0, "at least 0"),
-            ("min_lr_ratio", self.min_lr_ratio, 0 <= self.min_lr_ratio <= 1, "between 0 and 1"),
-            ("decay_fraction", self.decay_fraction, 0 < self.decay_fraction <= 1, "above 0 and at most 1"),
-            ("mu_x", self.mu_x, 0 <= self.mu_x < 1, within),
-            ("mu_y", self.mu_y, 0 <= self.mu_y <= 1, "between 0 and 1"),
-        ]:
-            if not fine:
-                raise ConfigError(f"inner.{name} is {value} but must be {allowed}; correct it")
 
 
 def build_optimizer(

@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import with_config
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from gossamer.errors import CheckpointError
 from gossamer.record.files import atomic_write, worker_suffix
+from gossamer.schema import RECORD, Records
 
 __all__ = ["ended", "load", "newest_common", "nothing_to_resume", "owned", "rewind", "rounds", "save"]
 
@@ -39,6 +42,22 @@ DTYPES = frozenset(  # those that safetensors has a name for
         torch.float64, torch.complex64,
     }
 )  # fmt: skip
+
+
+@with_config(RECORD)
+class _Manifest(TypedDict):
+    manifest_sha256: str
+    format: str
+    round: int
+    worker: int
+    digest: str
+    bytes: int
+    sha256: str
+    state: Any
+    """JSON for all but the tensors, as `_encode` makes it."""
+
+
+_MANIFEST = Records[_Manifest](_Manifest)
 
 
 def save(
@@ -256,7 +275,7 @@ def _seal(body: bytes) -> bytes:
     return f'{{"manifest_sha256": "{hashlib.sha256(body).hexdigest()}",\n'.encode()
 
 
-def _manifest(path: Path, round: int, worker: int, digest: str | None) -> dict[str, Any]:
+def _manifest(path: Path, round: int, worker: int, digest: str | None) -> _Manifest:
     """What a manifest says, after everything that can be checked without the tensors has been."""
     where = f"checkpoint file '{path}'"
     try:
@@ -274,17 +293,16 @@ def _manifest(path: Path, round: int, worker: int, digest: str | None) -> dict[s
             "remove it and resume from an older round"
         )
     try:
-        content = json.loads(document)
-        found = {name: content[name] for name in ("format", "round", "worker", "digest", "bytes", "sha256")}
-    except (ValueError, KeyError, RecursionError) as error:
+        content = _MANIFEST.of(json.loads(document), "the manifest")
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{where} is no manifest of '{FORMAT}' ({error!r}); resume from a folder that gossamer wrote"
+            f"{where} is no manifest of '{FORMAT}' ({error}); resume from a folder that gossamer wrote"
         ) from error
     expected = {"format": FORMAT, "round": round, "worker": worker, **({} if digest is None else {"digest": digest})}
     for name, value in expected.items():
-        if found[name] != value:
+        if content[name] != value:
             raise CheckpointError(
-                f"{where} has {name} {found[name]!r} and {value!r} is needed; resume with the run file, folder and "
+                f"{where} has {name} {content[name]!r} and {value!r} is needed; resume with the run file, folder and "
                 "version that wrote it, or start anew in another folder"
             )
     return content

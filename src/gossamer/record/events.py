@@ -12,22 +12,83 @@ while the r-th part of the run was under way; a round is as many inner steps of 
 * `{"event":"leave","worker":i,"time_s":t}`, also "return".
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
 from gossamer.record.files import atomic_write
-from gossamer.record.jsonl import json_line, json_lines
+from gossamer.record.jsonl import json_line, records
+from gossamer.schema import RECORD, Records
 
 __all__ = ["EventLog", "EventWriter", "event_files", "read_events"]
 
-_LIMITS = {"bytes": 2**50, "workers": 2**20} | dict.fromkeys(("round", "worker", "source", "age"), 2**31)
 _MAX_CELLS = 2**28
+
+
+_Round = Annotated[int, Field(ge=-1, lt=2**31)]
+_Index = Annotated[int, Field(ge=0, lt=2**31)]
+_End = Annotated[int, Field(ge=-1, lt=2**31)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+
+
+@with_config(RECORD)
+class _Start(TypedDict):
+    event: Literal["start"]
+    round: _Round
+    network: str
+    workers: Annotated[int, Field(ge=1, lt=2**20)]
+
+
+@with_config(RECORD)
+class _Phase(TypedDict):
+    event: Literal["phase"]
+    round: _Round
+    worker: _Index
+    number: int
+    start_s: _Seconds
+    end_s: _Seconds
+    steps: int
+    tokens: int
+
+
+@with_config(RECORD)
+class _Transfer(TypedDict):
+    event: Literal["push", "fetch", "meet"]
+    round: _Round
+    source: _End
+    target: _End
+    fragment: int
+    bytes: Annotated[int, Field(ge=0, lt=2**50)]
+    start_s: float
+    end_s: _Seconds
+
+
+@with_config(RECORD)
+class _Update(TypedDict):
+    event: Literal["update"]
+    round: _Round
+    fragment: int
+    workers: list[_Index]
+    ages: list[_Index]
+    time_s: _Seconds
+
+
+@with_config(RECORD)
+class _Absence(TypedDict):
+    event: Literal["leave", "return"]
+    round: _Round
+    worker: _Index
+    time_s: float
+
+
+_Event = Annotated[_Start | _Phase | _Transfer | _Update | _Absence, Field(discriminator="event")]
+_EVENTS = Records[_Start | _Phase | _Transfer | _Update | _Absence](_Event)
 
 
 class EventLog(NamedTuple):
@@ -67,9 +128,7 @@ class EventWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"events{suffix}.jsonl"
         if resume_round is not None and self.path.exists():
-            kept = [
-                line for where, line in json_lines(self.path) if _whole(line, "round", where, low=-1) < resume_round
-            ]
+            kept = [line for _, line in records(self.path, _EVENTS) if line["round"] < resume_round]
             atomic_write(self.path, "".join(map(json_line, kept)).encode())
         self._file = self.path.open("a", encoding="utf-8")
         self.write(-1, "start", network=network, workers=workers)
@@ -111,29 +170,25 @@ def read_events(run_folder: Path) -> EventLog | None:
     sent: list[tuple[int, int]] = []
     ages: list[int] = []
     absorbed: list[int] = []
-    for where, line in (found for path in files for found in json_lines(path)):
-        round, event = _whole(line, "round", where, low=-1), line.get("event")
+    for _, line in (found for path in files for found in records(path, _EVENTS)):
+        round = line["round"]
         rounds = max(rounds, round + 1)
-        if event == "start":
-            network, workers = f"{line.get('network')!s:.80}", max(workers, _whole(line, "workers", where, low=1))
-        elif event == "phase":
-            start_s, end_s = _seconds(line, "start_s", where), _seconds(line, "end_s", where)
-            phases.append((round, _whole(line, "worker", where), max(0.0, end_s - start_s)))
-            ends.append((round, end_s))
-        elif event in ("push", "fetch", "meet"):
-            source, size = _whole(line, "source", where, low=-1), _whole(line, "bytes", where)
-            if source >= 0:
-                sent.append((source, size))
-            ends.append((round, _seconds(line, "end_s", where)))
-        elif event == "update":
-            for key, found in (("ages", ages), ("workers", absorbed)):
-                values = line.get(key)
-                if not isinstance(values, list):
-                    raise DataError(f"{where}: '{key}' is {values!r:.60} but must be a list; repair the line")
-                found.extend(_whole({"worker": value}, "worker", where) for value in values)
-            ends.append((round, _seconds(line, "time_s", where)))
-        elif event not in ("leave", "return"):
-            raise DataError(f"{where} has event {event!r:.60}, which is none that gossamer writes; remove the line")
+        match line["event"]:
+            case "start":
+                network, workers = f"{line['network']:.80}", max(workers, line["workers"])
+            case "phase":
+                phases.append((round, line["worker"], max(0.0, line["end_s"] - line["start_s"])))
+                ends.append((round, line["end_s"]))
+            case "push" | "fetch" | "meet":
+                if line["source"] >= 0:
+                    sent.append((line["source"], line["bytes"]))
+                ends.append((round, line["end_s"]))
+            case "update":
+                ages += line["ages"]
+                absorbed += line["workers"]
+                ends.append((round, line["time_s"]))
+            case "leave" | "return":
+                pass
     if rounds * workers > _MAX_CELLS:
         raise DataError(
             f"the events span {rounds} rounds of {workers} workers but at most {_MAX_CELLS} cells are allowed; "
@@ -153,19 +208,3 @@ def read_events(run_folder: Path) -> EventLog | None:
         sent_bytes[source] += size
     counts = np.bincount(np.array(absorbed, np.int64), minlength=workers)
     return EventLog(network, compute_s, np.maximum.accumulate(end_s), sent_bytes, tuple(ages), counts)
-
-
-def _whole(line: Mapping[str, Any], key: str, where: str, low: int = 0) -> int:
-    value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < _LIMITS[key]:
-        raise DataError(
-            f"{where}: '{key}' is {value!r:.60} but must be an integer from {low} to {_LIMITS[key] - 1}; repair the line"
-        )
-    return value
-
-
-def _seconds(line: Mapping[str, Any], key: str, where: str) -> float:
-    value = line.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
-        raise DataError(f"{where}: '{key}' is {value!r:.60} but must be seconds from 0 to 1e12; repair the line")
-    return float(value)

@@ -21,21 +21,24 @@ before training has round -1. A number that is not finite is written as null.
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
-from gossamer.errors import ConfigError, DataError, require
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import ConfigError, require
 from gossamer.record.files import atomic_write, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
 from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.trace import Entry, line_of
+from gossamer.schema import RECORD, Positive, Records, settings
 
 __all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@settings("record")
 class RecordConfig:
     """What a run leaves behind beside its metrics and its trace."""
 
@@ -45,12 +48,21 @@ class RecordConfig:
     """The Weights & Biases project to log to; nothing leaves the machine when None."""
     export: bool = True
     """Whether a simulated run ends by writing its mean model for `from_pretrained`, and a sample of its text."""
-    print_every: int = 10
+    print_every: Positive = 10
     """Rounds between two lines of the log where no terminal shows live progress."""
 
-    def __post_init__(self) -> None:
-        if self.print_every < 1:
-            raise ConfigError(f"print_every is {self.print_every} rounds but must be at least 1; raise it")
+
+@with_config({**RECORD, "extra": "allow"})
+class _Line(TypedDict):
+    round: Annotated[int, Field(ge=-1, lt=2**31)]
+
+
+@with_config({**RECORD, "extra": "allow"})
+class _Metric(_Line):
+    kind: str
+
+
+_LINES, _METRICS = Records[_Line](_Line), Records[_Metric](_Metric)
 
 
 class RunFolder:
@@ -191,10 +203,7 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = []
     for path in sorted(Path(run_folder).glob("metrics*.jsonl"), key=lambda path: path.stem):
         for where, value in json_lines(path):
-            if not isinstance(value.get("kind"), str):
-                got = f"{value.get('kind')!r:.60}"
-                raise DataError(f"{where} has kind {got} but a metric names its kind, such as 'eval'; remove the line")
-            _round(value, where)
+            _METRICS.of(value, where)
             lines.append(value)
     return sorted(lines, key=lambda line: line["round"])
 
@@ -203,7 +212,7 @@ def _cut(path: Path, round: int) -> int:
     """Rewrites a JSONL file without the lines of `round` and later; returns the first step that none of the rest has."""
     if not path.exists():
         return 0
-    kept = [value for where, value in json_lines(path) if _round(value, where) < round]
+    kept = [value for where, value in json_lines(path) if _LINES.of(value, where)["round"] < round]
     atomic_write(path, "".join(map(json_line, kept)).encode())
     return max([0, *(value["step"] + 1 for value in kept if isinstance(value.get("step"), int))])
 
@@ -223,16 +232,6 @@ def _scalars(kind: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]
     for name, value in fields.items():
         if name not in ("round", "worker", "step") and isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{kind}/{name}{suffix}", value
-
-
-def _round(value: Mapping[str, Any], where: str) -> int:
-    """The round that a line is about. Raises DataError when it names none."""
-    round = value.get("round")
-    if isinstance(round, bool) or not isinstance(round, int) or not -1 <= round < 2**31:
-        raise DataError(
-            f"{where} has round {round!r:.60} but every line names its round, an integer from -1; remove the line"
-        )
-    return round
 
 
 def _tensorboard(folder: Path, worker: int | None, next_step: int | None) -> Any:

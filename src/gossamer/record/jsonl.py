@@ -3,11 +3,14 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gossamer.errors import DataError
+from gossamer.schema import Records
 
-__all__ = ["json_line", "json_lines", "short"]
+__all__ = ["json_line", "json_lines", "records", "short"]
+
+T = TypeVar("T")
 
 
 def json_line(value: Mapping[str, Any]) -> str:
@@ -37,6 +40,31 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not isinstance(value, dict):
                 raise DataError(f"{where} holds {short(value)} but must hold one object; remove the line")
             yield where, value
+
+
+def records(path: Path, kind: Records[T]) -> Iterator[tuple[str, T]]:
+    """The records of a JSONL file, each with the "file:line" it stands at; a last line that was cut short is skipped.
+
+    Raises: DataError for any other line that holds no such record.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}:{number}"
+            try:
+                record = kind.parse(line, where)
+            except DataError:
+                if line.endswith(b"\n") or _is_json(line):
+                    raise
+                return
+            yield where, record
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _refuse(constant: str) -> float:

@@ -6,15 +6,18 @@ A simulated run leaves one `trace.jsonl` in its folder, a real one a `trace-003.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
-from gossamer.errors import DataError, choose
-from gossamer.record.jsonl import json_line, json_lines, short
+from gossamer.errors import DataError
+from gossamer.record.jsonl import json_line, records
+from gossamer.schema import RECORD, Records
 
 __all__ = [
     "KINDS",
@@ -24,7 +27,7 @@ __all__ = [
     "Messages",
     "Operation",
     "Trace",
-    "entry_from_json",
+    "entry_of",
     "from_entries",
     "from_targets",
     "line_of",
@@ -45,7 +48,6 @@ Kind = Literal["exchange", "mean"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 """Every kind; its place is its code in the columns of a trace, and kinds of one round happen in this order."""
 
-_LIMITS = {"bytes": 2**50} | dict.fromkeys(("round", "worker", "steps", "fragment", "peer", "overlap_steps"), 2**31)
 _MAX_CELLS = 2**28
 """Rounds times workers that a trace may span: a foreign line that names round 2^30 must not claim all memory."""
 
@@ -73,6 +75,36 @@ class Entry(NamedTuple):
     local_steps: int
     compute_s: float
     operations: tuple[Operation, ...]
+
+
+_Index = Annotated[int, Field(ge=0, lt=2**31)]
+_Size = Annotated[int, Field(ge=0, lt=2**50)]
+_Messages = tuple[tuple[_Index, _Size], ...]
+
+
+@with_config(RECORD)
+class _Part(TypedDict):
+    """An operation in a line of a trace file."""
+
+    kind: Kind
+    fragment: _Index
+    sends: _Messages
+    receives: _Messages
+    overlap_steps: NotRequired[_Index]
+
+
+@with_config(RECORD)
+class _Line(TypedDict):
+    """A line of a trace file."""
+
+    round: _Index
+    worker: _Index
+    steps: _Index
+    compute_s: Annotated[float, Field(ge=0, le=1e9)]
+    ops: tuple[_Part, ...]
+
+
+_LINES = Records[_Line](_Line)
 
 
 class Messages(NamedTuple):
@@ -135,19 +167,25 @@ def line_of(entry: Entry) -> str:
     )
 
 
-def entry_from_json(value: object, where: str) -> Entry:
-    """The entry that a parsed line stands for; `where` is named when it is none.
+def entry_of(line: bytes | str, where: str) -> Entry:
+    """The entry that a line of a trace file stands for; `where` is named when it is none.
 
     Raises: DataError for a missing or unknown key, a wrong type, or a number out of bounds.
     """
-    fields = _object(value, ("round", "worker", "steps", "compute_s", "ops"), where)
-    worker, seconds = _integer(fields, "worker", where), fields["compute_s"]
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= 1e9:
-        raise DataError(
-            f"{where}: 'compute_s' is {short(seconds)} but must be a number of seconds from 0 to 1e9; repair the line"
-        )
-    operations = tuple(_operation(raw, worker, where) for raw in _list(fields["ops"], "ops", where))
-    return Entry(_integer(fields, "round", where), worker, _integer(fields, "steps", where), float(seconds), operations)
+    return _entry(_LINES.parse(line, where), where)
+
+
+def _entry(line: _Line, where: str) -> Entry:
+    worker = line["worker"]
+    operations = []
+    for part in line["ops"]:
+        sends, receives = part["sends"], part["receives"]
+        if any(peer == worker for peer, _ in sends) or any(peer == worker for peer, _ in receives):
+            raise DataError(
+                f"{where} has worker {worker} talking to itself but peers are other workers; repair the line"
+            )
+        operations.append(Operation(part["kind"], part["fragment"], sends, receives, part.get("overlap_steps", 0)))
+    return Entry(line["round"], worker, line["steps"], line["compute_s"], tuple(operations))
 
 
 def trace_files(run_folder: Path) -> list[Path]:
@@ -165,7 +203,7 @@ def read_trace(run_folder: Path) -> Trace:
         raise DataError(
             f"{run_folder} holds no trace*.jsonl; give the folder of a run made by gossamer simulate or gossamer train"
         )
-    return from_entries(entry_from_json(value, where) for path in files for where, value in json_lines(path))
+    return from_entries(_entry(line, where) for path in files for where, line in records(path, _LINES))
 
 
 def from_entries(entries: Iterable[Entry]) -> Trace:
@@ -289,50 +327,3 @@ def _plain(operation: Operation) -> dict[str, Any]:
     if not operation.overlap_steps:
         del fields["overlap_steps"]
     return fields
-
-
-def _operation(value: object, worker: int, where: str) -> Operation:
-    if isinstance(value, dict):
-        value = {"overlap_steps": 0} | value
-    fields = _object(value, ("kind", "fragment", "sends", "receives", "overlap_steps"), where)
-    if fields["kind"] not in KINDS:
-        raise DataError(f"{where}: {choose('kind of operation', str(fields['kind']), KINDS)}; repair the line")
-    sends, receives = (
-        tuple(_pair(raw, worker, where) for raw in _list(fields[key], key, where)) for key in ("sends", "receives")
-    )
-    numbers = _integer(fields, "fragment", where), _integer(fields, "overlap_steps", where)
-    return Operation(fields["kind"], numbers[0], sends, receives, numbers[1])
-
-
-def _pair(value: object, worker: int, where: str) -> tuple[int, int]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise DataError(f"{where} has {short(value)} where a pair [peer, bytes] is needed; repair the line")
-    pair = {"peer": value[0], "bytes": value[1]}
-    peer, size = _integer(pair, "peer", where), _integer(pair, "bytes", where)
-    if peer == worker:
-        raise DataError(f"{where} has worker {worker} talking to itself but peers are other workers; repair the line")
-    return peer, size
-
-
-def _object(value: object, keys: tuple[str, ...], where: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or set(value) != set(keys):
-        got = f"the keys {sorted(map(str, value))}" if isinstance(value, dict) else short(value)
-        raise DataError(
-            f"{where} has {got:.200} but needs an object with exactly the keys {list(keys)}; repair or remove the line"
-        )
-    return value
-
-
-def _list(value: object, key: str, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise DataError(f"{where}: '{key}' is {short(value)} but must be a list; repair the line")
-    return value
-
-
-def _integer(fields: Mapping[str, object], key: str, where: str) -> int:
-    value = fields[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _LIMITS[key]:
-        raise DataError(
-            f"{where}: '{key}' is {short(value)} but must be an integer from 0 to {_LIMITS[key] - 1}; repair the line"
-        )
-    return value

@@ -7,7 +7,6 @@ wall-clock at which each method first reaches the target's last loss.
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, choose, require
@@ -15,11 +14,12 @@ from gossamer.record.folder import finite
 from gossamer.record.jsonl import json_line
 from gossamer.report.charts import drawing, line_style, plain_axes, svg
 from gossamer.report.table import DASH, markdown_lines
+from gossamer.schema import settings
 
 __all__ = ["Figure", "PointResult", "Reach", "draw_figure", "lines", "reach", "table"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("figure")
 class Figure:
     """What the `[figure]` table of an experiment file asks for."""
 

@@ -5,10 +5,12 @@ received `overlap_steps` inner steps later. One fragment without overlap is the 
 training are Streaming DiLoCo, or streaming anything.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
 
 from gossamer.errors import ConfigError
+from gossamer.schema import AtLeastZero, Positive, settings
 
 __all__ = ["Schedule", "Stop"]
 
@@ -37,31 +39,25 @@ class Stop(NamedTuple):
         return self.step * local_steps // full_steps
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("schedule")
 class Schedule:
     """How a round is divided, and how long a transfer may take without anybody waiting for it."""
 
-    fragments: int = 1
+    fragments: Positive = 1
     """Parts of the model that are exchanged one after the other (P)."""
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers make a fragment: every P-th, or neighbours."""
-    overlap_steps: int = 0
+    overlap_steps: AtLeastZero = 0
     """Inner steps between sending a fragment and hearing it (τ), for the worker that takes most; at most a whole round."""
-    merge: Literal["keep"] | float = "keep"
+    merge: Literal["keep"] | Annotated[float, Field(ge=0, le=1)] = "keep"
     """What becomes of a worker's parameters x when it hears: "keep" adds the outer update to x, so that nothing trained since
     the send is lost; a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo."""
-    inner_every: tuple[int, ...] = ()
+    inner_every: tuple[AtLeastZero, ...] = ()
     """Rounds between two averagings of the inner optimizer's first and second moments, as in DES-LOC; 0 for never, and ()
     leaves them to each worker alone."""
 
     def __post_init__(self) -> None:
-        if self.fragments < 1:
-            raise ConfigError(f"schedule.fragments is {self.fragments}; it must be at least 1")
-        if self.overlap_steps < 0:
-            raise ConfigError(f"schedule.overlap_steps is {self.overlap_steps}; it must be 0 or more")
-        if self.merge != "keep" and not 0.0 <= self.merge <= 1.0:
-            raise ConfigError(f'schedule.merge is {self.merge}; it must be "keep" or a weight from 0 to 1')
-        if self.inner_every and (len(self.inner_every) != 2 or min(self.inner_every) < 0):
+        if self.inner_every and len(self.inner_every) != 2:
             raise ConfigError(
                 f"schedule.inner_every is {list(self.inner_every)}; give two numbers of rounds, for the first and the second "
                 "moments of the inner optimizer, 0 for never"

@@ -1,52 +1,45 @@
-"""Run files: frozen dataclasses beside their owners, one TOML file, `--set rule.lr=0.5`, and no flag per field."""
+"""Run files: settings that each room declares, one TOML file, `--set rule.lr=0.5`, and no flag per field."""
 
-import dataclasses
 import hashlib
-import inspect
 import json
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
 import tomli_w
+from pydantic import Field, TypeAdapter
 
-from gossamer.clock import Away, EventsConfig
+from gossamer.clock import EventsConfig
 from gossamer.data.settings import DataConfig
-from gossamer.errors import ConfigError, PairingError, choose
+from gossamer.errors import ConfigError, GossamerError, PairingError, choose
 from gossamer.layout import Pattern
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.links import Network, from_options, to_options
+from gossamer.network.links import Network, to_options
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.record.folder import RecordConfig
 from gossamer.rounds.schedule import Schedule
-from gossamer.rules import WRAPPERS
+from gossamer.run.choice import Choice, Row
 from gossamer.run.document import EXPERIMENT, INSTEAD, TABLES, with_settings
+from gossamer.run.methods import recipes
+from gossamer.schema import NEUTRAL, AtLeastZero, Positive, build, plain, settings
+from gossamer.schema import faults as schema_faults
 
-__all__ = ["Choice", "LoopConfig", "RunConfig", "digest", "dump", "parse"]
+__all__ = ["LoopSettings", "RunConfig", "digest", "dump", "faults", "json_schema", "parse"]
 
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
+_Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A row of one of the tables, and the options for its factory."""
-
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+@settings("run")
+class LoopSettings:
     """How long to train, how often to talk, and on what."""
 
-    steps: int = 300
+    steps: Positive = 300
     """Inner steps of a worker that takes the full number per round."""
     wait: bool = True
     """Whether a worker waits for the messages of its round; without, it mixes with what its peers published last, over the
     virtual time of `events.network`."""
-    local_steps: int | tuple[int, ...] = 15
+    local_steps: Positive | Annotated[tuple[Positive, ...], Field(min_length=1)] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
     adapt: bool | str = False
     """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
@@ -54,88 +47,68 @@ class LoopConfig:
     takes the name of the network whose seconds count."""
     weigh_steps: bool = False
     """Whether a worker that took fewer local steps has its drift scaled to as many as the others took (H / H_i)."""
-    eval_every: int = 60
+    eval_every: Annotated[AtLeastZero, NEUTRAL] = 60
     """Inner steps between two validations, each after the first round that gets there; 0 validates only at the end."""
-    eval_batches: int = 8
+    eval_batches: Annotated[Positive, NEUTRAL] = 8
     """Validation batches of `data.batch_size` sequences."""
-    checkpoint_every: int = 150
+    checkpoint_every: Annotated[AtLeastZero, NEUTRAL] = 150
     """Inner steps between two checkpoints; the last round always has one, 0 means only that."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], NEUTRAL] = "auto"
+    backend: Annotated[Literal["auto", "gloo", "nccl"], NEUTRAL] = "auto"
     """What carries real runs: gloo for CPU tensors, NCCL for GPUs."""
     mean: Literal["ordered", "all_reduce"] = "ordered"
     """How a real run carries a mean: summed in worker order by chunk owners, or the backend's own all-reduce, whose order
     and last bits are its own."""
-    threads: int = 0
+    threads: Annotated[AtLeastZero, NEUTRAL] = 0
     """Intra-op threads per worker; 0 takes one in the simulator and an equal share of the cores in real runs."""
-    compile: bool = False
+    compile: Annotated[bool, NEUTRAL] = False
     """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
-    timeout_s: float = 300.0
+    timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S), NEUTRAL] = 300.0
     """How long a worker waits for a peer before it gives up."""
-    pace_s: float | tuple[float, ...] = 0.0
+    pace_s: Annotated[_Pace | Annotated[tuple[_Pace, ...], Field(min_length=1)], NEUTRAL] = 0.0
     """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
     stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""
 
     def __post_init__(self) -> None:
-        for name in ("local_steps", "pace_s"):
-            if getattr(self, name) == ():
-                raise ConfigError(f"run.{name} is an empty list; give one number, or one per worker")
         steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
-        for name, value, low in [("steps", self.steps, 1), *(("local_steps", h, 1) for h in steps)]:
-            if value < low:
-                raise ConfigError(f"run.{name} is {value}; it must be at least {low}")
         if self.steps % max(steps):
             fewer = self.steps // max(steps) * max(steps)
             raise ConfigError(
                 f"run.steps is {self.steps}, which is not a multiple of run.local_steps = {max(steps)}; "
                 f"set run.steps to {f'{fewer} or ' if fewer else ''}{fewer + max(steps)}"
             )
-        if not 0 < self.timeout_s <= _LONGEST_S:
-            raise ConfigError(
-                f"run.timeout_s is {self.timeout_s}; it must be above 0 and at most {_LONGEST_S:g} seconds"
-            )
         if self.adapt and max(steps) == 1:
             raise ConfigError(
                 f"run.adapt is set and run.local_steps is {self.local_steps}, of which none can be left out; raise "
                 "run.local_steps to the most that a worker shall take"
             )
-        for name in ("eval_every", "checkpoint_every", "threads"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"run.{name} is {getattr(self, name)}; it must be 0 or more")
-        for pace_s in self.pace_s if isinstance(self.pace_s, tuple) else (self.pace_s,):
-            if not 0 <= pace_s <= _LONGEST_S:
-                raise ConfigError(f"run.pace_s is {pace_s}; it must be from 0 to {_LONGEST_S:g} seconds")
-        if self.eval_batches < 1:
-            raise ConfigError(f"run.eval_batches is {self.eval_batches}; it must be at least 1")
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings("")
 class RunConfig:
     """One run, resolved: everything that decides its numbers, and a little that does not."""
 
-    name: str = "run"
+    name: Annotated[str, NEUTRAL] = "run"
     seed: int = 0
-    workers: int = 8
-    rule: Choice = Choice("gasloc")
-    topology: Choice = Choice("random")
-    codec: Choice = Choice("exact")
-    server: Choice | None = None
+    workers: Positive = 8
+    rule: Annotated[Choice, Row("rule")] = Choice("gasloc")
+    topology: Annotated[Choice, Row("topology")] = Choice("random")
+    codec: Annotated[Choice, Row("codec")] = Choice("exact")
+    server: Annotated[Choice, Row("server")] | None = None
     """A server that takes each message as it comes, in place of rule and topology."""
-    pair: Choice | None = None
+    pair: Annotated[Choice, Row("pair")] | None = None
     """What workers do that meet in pairs along the edges of the topology, in place of a rule."""
     events: EventsConfig = EventsConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
-    run: LoopConfig = LoopConfig()
+    run: LoopSettings = LoopSettings()
     schedule: Schedule = Schedule()
-    record: RecordConfig = RecordConfig()
-    network: Mapping[str, Network] = field(default_factory=dict)
+    record: Annotated[RecordConfig, NEUTRAL] = RecordConfig()
+    network: Annotated[Mapping[str, Network], NEUTRAL] = field(default_factory=dict)
     """Networks to price the run on, by name."""
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise ConfigError(f"workers is {self.workers}; it must be at least 1")
         for name in ("local_steps", "pace_s"):
             value = getattr(self.run, name)
             if isinstance(value, tuple) and len(value) != self.workers:
@@ -222,114 +195,57 @@ class RunConfig:
 def parse(document: Mapping[str, Any]) -> RunConfig:
     """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
     document = with_settings(document, {})
-    if several := [key for key in EXPERIMENT if key in document]:
-        raise ConfigError(
-            f"the file has '{several[0]}', so it is an experiment with several runs; use gossamer compare"
+    if found := [*_foreign(document), *_exclusive(document)]:
+        raise found[0]
+    return build(RunConfig, _completed(document))
+
+
+def faults(document: Mapping[str, Any]) -> list[str]:
+    """Everything that is wrong with a run file, one sentence each, of which `parse` raises the first; empty when it parses.
+
+    What concerns several tables at once is checked only when each of them is sound.
+    """
+    try:
+        document = with_settings(document, {})
+    except GossamerError as error:
+        return [str(error)]
+    found = _foreign(document) or [*_exclusive(document), *schema_faults(RunConfig, _completed(document))]
+    return [str(error) for error in found]
+
+
+def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
+    """Why a document is not a run file but an experiment or a network."""
+    for key in EXPERIMENT:
+        if key in document:
+            return [
+                ConfigError(f"the file has '{key}', so it is an experiment with several runs; use gossamer compare")
+            ]
+    for key in ("uplink_bps", "downlink_bps"):
+        if key in document:
+            return [
+                ConfigError(
+                    f"the file has '{key}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
+                )
+            ]
+    return []
+
+
+def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
+    """Kinds of methods that exclude each other."""
+    found = {
+        frozenset((kind, other)): PairingError(
+            f"the run has [{kind}] and [{other}], but a {kind} method has no {other}; remove one of the two"
         )
-    if network := [key for key in ("uplink_bps", "downlink_bps") if key in document]:
-        raise ConfigError(
-            f"the file has '{network[0]}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
-        )
-    for kind, others in INSTEAD.items():
-        if kind in document and (unused := [other for other in others if other in document]):
-            raise PairingError(
-                f"the run has [{kind}] and [{unused[0]}], but a {kind} method has no {unused[0]}; remove one of the two"
-            )
-    if "pair" in document and "topology" not in document:
-        document = {**document, "topology": {"name": "complete"}}
-    return _build(RunConfig, document, "")
+        for kind, others in reversed(INSTEAD.items())
+        for other in others
+        if kind in document and other in document
+    }
+    return [*found.values()][::-1]
 
 
-def _build(cls: type, table: Any, where: str) -> Any:
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"[{where}] is {table!r}; it must be a table of options")
-    hints = typing.get_type_hints(cls)
-    names = [f.name for f in dataclasses.fields(cls)]
-    for key in table:
-        if key not in names:
-            raise ConfigError(choose(f"key in [{where}]" if where else "key", str(key), names) + "; correct the name")
-    values = {key: _value(hints[key], value, f"{where}.{key}" if where else key) for key, value in table.items()}
-    return cls(**values)
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if hint in (Choice, Choice | None):
-        return _choice(value, where)
-    if hint == tuple[Away, ...] and isinstance(value, list | tuple):
-        return tuple(_build(Away, row, where) for row in value)
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where)
-    if where == "network":
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"network is {value!r}; write each network as a [network.NAME] table")
-        return {name: from_options(table, f"network.{name}") for name, table in value.items()}
-    if isinstance(value, list):
-        value = tuple(value)
-    if not _fits(hint, value):
-        raise ConfigError(f"{where} is {value!r}; it must be {_words(hint)}")
-    return float(value) if hint is float else value
-
-
-def _fits(hint: Any, value: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return any(_fits(arg, value) for arg in args)
-    if origin is Literal:
-        return any(type(value) is type(arg) and value == arg for arg in args)
-    if origin is tuple:
-        inner = [args[0]] * len(value) if isinstance(value, tuple) and args[-1] is ... else list(args)
-        return isinstance(value, tuple) and len(value) == len(inner) and all(map(_fits, inner, value))
-    if hint in (None, type(None)):
-        return value is None
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    return type(value) is hint or hint is Any
-
-
-def _words(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(_words(arg) for arg in args if arg is not type(None))
-    if origin is Literal:
-        return "one of " + ", ".join(repr(arg) for arg in args)
-    if origin is tuple:
-        return f"a list of {_words(args[0])}"
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, str(hint))
-
-
-def _choice(table: Any, where: str) -> Choice:
-    """A row of a table, its options checked against the signature of its factory."""
-    if isinstance(table, str):
-        table = {"name": table}
-    if not isinstance(table, Mapping) or not isinstance(table.get("name"), str):
-        raise ConfigError(f"[{where}] is {table!r}; it needs a name: one of {', '.join(sorted(TABLES[where]))}")
-    name = table["name"]
-    if name not in TABLES[where]:
-        raise ConfigError(choose(where, name, TABLES[where]) + "; correct the name")
-    options = {key: value for key, value in table.items() if key != "name"}
-    wrappers = WRAPPERS if where == "rule" else {}
-    own = [p for p in inspect.signature(TABLES[where][name]).parameters if p not in ("n", "seed")]
-    _check_options(f"{where} '{name}'", options, [*own, *wrappers, *(["back"] if where == "codec" else [])])
-    if where == "codec" and options.get("back") == "none":
-        del options["back"]  # as a run without says it, to which a method's own gives way
-    if where == "codec" and "back" in options:
-        _choice(options["back"], "codec")
-    for key in options.keys() & wrappers.keys():
-        if not isinstance(options[key], Mapping):
-            raise ConfigError(f"{where}.{key} is {options[key]!r}; write its options as a table, which may be empty")
-        _check_options(f"{where}.{key}", options[key], [*inspect.signature(wrappers[key]).parameters][1:])
-    parameters = inspect.signature(TABLES[where][name]).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.name not in ("n", "seed", *options)]
-    if needed:
-        raise ConfigError(f"{where} '{name}' needs {', '.join(needed)} and got {options}; add what is missing")
-    return Choice(name, options)
-
-
-def _check_options(who: str, options: Mapping[str, Any], allowed: list[str]) -> None:
-    for key in options:
-        if key not in allowed:
-            known = choose("option", key, allowed) if allowed else f"unknown option '{key}'; it has none"
-            raise ConfigError(f"{who} got an {known}; correct or remove it")
+def _completed(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with the topology of a run in pairs, where it names none."""
+    return {"topology": "complete", **document} if "pair" in document else document
 
 
 def dump(config: RunConfig) -> str:
@@ -337,52 +253,65 @@ def dump(config: RunConfig) -> str:
     return tomli_w.dumps(_document(config))
 
 
-def _document(config: RunConfig) -> dict[str, Any]:
+def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
     """The run as a document, without what its kind of method has no use for."""
-    document = _plain(config)
+    document = plain(config, neutral=neutral)
+    for kind in TABLES.keys() & document.keys():
+        choice = getattr(config, kind)
+        document[kind] = {"name": choice.name, **plain(choice.options)}
+    if "network" in document:
+        document["network"] = {name: to_options(network) for name, network in config.network.items()}
     kind = next((kind for kind in ("server", "pair") if kind in document), "rule")
     for unused in INSTEAD[kind]:
         document.pop(unused, None)
-    if not config.event_driven and config.events == EventsConfig():
-        document.pop("events")
+    if not config.event_driven and (not neutral or config.events == EventsConfig()):
+        document.pop("events")  # only runs that follow a clock read it
     return document
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Choice):
-        return {"name": value.name, **{k: _plain(v) for k, v in value.options.items()}}
-    if isinstance(value, Network):
-        return to_options(value)
-    if dataclasses.is_dataclass(value):
-        items = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {name: _plain(item) for name, item in items if item is not None}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def digest(config: RunConfig) -> str:
     """Sixteen hex digits of everything that decides the numbers of a run; equal on all workers of one run."""
-    document = _document(config)
-    networks = document["network"]
-    for key in ("name", "record", *(() if config.run.adapt else ("network",))):
-        document.pop(key)
-    if config.event_driven:
-        document["network"] = networks.get(config.events.network, networks)  # whose seconds decide the numbers
-    else:
-        document.pop("events", None)
-        document["run"].pop("wait")
-    document["data"].pop("cache", None)
-    for key in (
-        "eval_every",
-        "eval_batches",
-        "checkpoint_every",
-        "device",
-        "backend",
-        "threads",
-        "compile",
-        "timeout_s",
-        "pace_s",
-    ):
-        document["run"].pop(key)
+    document = _document(config, neutral=False)
+    if config.run.adapt or config.event_driven:  # whose seconds decide the numbers
+        clock = config.events.network if config.event_driven else None
+        document["network"] = {
+            name: to_options(network)
+            for name, network in config.network.items()
+            if name == clock or clock not in config.network
+        }
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a run file or an experiment file, from which editors complete and explain its keys."""
+    from gossamer.report.figures import Figure
+
+    schema = TypeAdapter(RunConfig).json_schema(ref_template="#/$defs/{model}")
+    figure = TypeAdapter(Figure).json_schema()
+    schema["title"] = "A run of gossamer, or an experiment of several"
+    schema["properties"] |= {
+        "method": {"enum": sorted(recipes()), "description": "A recipe, whose settings the keys of the file override."},
+        "variant": {
+            "type": "array",
+            "items": {"type": "object"},
+            "description": "Dotted keys of each variant, and a label.",
+        },
+        "sweep": {
+            "type": "object",
+            "additionalProperties": {"type": "array"},
+            "description": "Lists of values by dotted key.",
+        },
+        "scale": {
+            "type": "object",
+            "additionalProperties": {"type": "object"},
+            "description": "Dotted keys of other sizes.",
+        },
+        "figure": figure,
+    }
+    # TOML has no null, and JSON no infinity.
+    text = json.dumps(schema)
+    return json.loads(text, parse_constant=lambda _: None, object_hook=_without_null_default)
+
+
+def _without_null_default(part: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key != "default" or value is not None}

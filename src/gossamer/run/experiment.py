@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, choose
 from gossamer.report.figures import Figure
-from gossamer.run.config import RunConfig, _build, parse
+from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import EXPERIMENT, flat, with_settings
+from gossamer.schema import build
 
 __all__ = ["Point", "figure", "points"]
 
@@ -64,7 +65,7 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
 
 def figure(document: Mapping[str, Any]) -> Figure | None:
     """What the `[figure]` table of an experiment file asks for. Raises ConfigError when it asks for the impossible."""
-    return _build(Figure, document["figure"], "figure") if "figure" in document else None
+    return build(Figure, document["figure"], "figure") if "figure" in document else None
 
 
 def _grid(sweep: Any, seeds: Sequence[int]) -> dict[str, list[Any]]:
