@@ -217,11 +217,21 @@ def test_two_bit_values_and_their_places_take_14_bits_and_the_whole_140_times_le
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        ("exact", 32), ("bf16", 16), ("fp16", 16), ("int8", 8 + 1 / 128), ("int8_statistical", 8), ("int4", 4.25),
-        ("fp4", 4.0625), ("sign", 1 + 1 / 64), ("topk", 0.6875), ("topk2bit", 0.2265625), ("dct_topk", 0.6875),
-        ("randomk", 0.5), ("cocktail", 0.1825),
+        ("exact", 32),
+        ("bf16", 16),
+        ("fp16", 16),
+        ("int8", 8 + 1 / 128),
+        ("int8_statistical", 8),
+        ("int4", 4.25),
+        ("fp4", 4.0625),
+        ("sign", 1 + 1 / 64),
+        ("topk", 0.6875),
+        ("topk2bit", 0.2265625),
+        ("dct_topk", 0.6875),
+        ("randomk", 0.5),
+        ("cocktail", 0.1825),
     ],
-)  # fmt: skip
+)
 def test_bits_per_element_are_those_in_the_documentation(name, bits):
     numel = 10 * 1280 * 1024
     assert 8 * CODECS[name]().payload_bytes(numel) / numel == pytest.approx(bits, rel=2e-4)

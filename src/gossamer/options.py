@@ -113,6 +113,7 @@ class _Named(Protocol):
     def _replace(self, **fields: Any) -> Self: ...
 
 
+_signature = functools.partial(inspect.signature, eval_str=True)
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T", bound=_Named)
@@ -120,8 +121,7 @@ T = TypeVar("T", bound=_Named)
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """The function, which raises ConfigError for an argument that its annotation does not allow; an `__init__` is its class."""
-    owner = function.__qualname__.removesuffix(".__init__")
-    return _checked(function, lambda: owner, lambda made, options, arguments: made)
+    return _checked(function, function.__qualname__.removesuffix(".__init__"), lambda made, options, arguments: made)
 
 
 def factory(function: Callable[P, T]) -> Callable[P, T]:
@@ -131,12 +131,9 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
     >>> ring(4, edge_weight=0.5).name, ring(4, edge_weight=0.5).options
     ('ring', {'edge_weight': 0.5})
     """
-    name = function.__name__
-    return _checked(
-        function,
-        lambda: f"{_kind(function)} '{name}'",
-        lambda made, options, _: made._replace(name=name, options=options),
-    )
+    made = _signature(function).return_annotation.__name__  # Codec, Topology, Rule, ServerRule or PairRule
+    kind, name = made.removesuffix("Rule").lower() or "rule", function.__name__
+    return _checked(function, f"{kind} '{name}'", lambda made, options, _: made._replace(name=name, options=options))
 
 
 def wrapper(function: Callable[Concatenate[T, P], T]) -> Callable[Concatenate[T, P], T]:
@@ -146,11 +143,11 @@ def wrapper(function: Callable[Concatenate[T, P], T]) -> Callable[Concatenate[T,
         inside = arguments[0]
         return made._replace(name=f"{function.__name__}_{inside.name}", options={**inside.options, **options})
 
-    return _checked(function, lambda: f"wrapper '{function.__name__}'", named)
+    return _checked(function, f"wrapper '{function.__name__}'", named)
 
 
 def _checked(
-    function: Callable[P, R], owner: Callable[[], str], finish: Callable[[R, dict[str, Any], list[Any]], R]
+    function: Callable[P, R], owner: str, finish: Callable[[R, dict[str, Any], list[Any]], R]
 ) -> Callable[P, R]:
     signature = _signature(function)
 
@@ -159,19 +156,11 @@ def _checked(
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
         for parameter, value in given.arguments.items():
-            check_option(owner(), parameter, value, signature.parameters[parameter].annotation)
+            check_option(owner, parameter, value, signature.parameters[parameter].annotation)
         options = {option.name: given.arguments[option.name] for option in options_of(function)}
         return finish(function(*args, **kwargs), options, [*given.arguments.values()])
 
     return run
-
-
-_signature = functools.partial(inspect.signature, eval_str=True)
-
-
-def _kind(function: Callable[..., Any]) -> str:
-    """What a factory makes, in a word: the name of the class that it returns, where a ServerRule is a server."""
-    return _signature(function).return_annotation.__name__.removesuffix("Rule").lower() or "rule"
 
 
 def like(model: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
@@ -179,8 +168,7 @@ def like(model: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]
 
     def same(function: Callable[..., T]) -> Callable[P, T]:
         made = _signature(function).return_annotation
-        function.__signature__ = _signature(model).replace(return_annotation=made)
-        function.__like__ = model
+        vars(function).update(__signature__=_signature(model).replace(return_annotation=made), __like__=model)
         return function
 
     return same

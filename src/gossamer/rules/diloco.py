@@ -42,7 +42,7 @@ def diloco(
     >>> diloco(lr=1.0, optimizer="sgd").state_copies
     1
     """
-    eta, mu = lr, momentum
+    eta, mu = lr, 0.0 if optimizer == "sgd" else momentum
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), () if optimizer == "sgd" else torch.zeros_like(x))
@@ -66,9 +66,7 @@ def diloco(
         mean,
         recv,
         needs="everyone",
-        n1_limit=OuterSGD(lr)
-        if optimizer == "sgd"
-        else OuterSGD(lr, momentum, optimizer == "nesterov" and momentum > 0.0),
+        n1_limit=OuterSGD(lr, mu, optimizer == "nesterov" and mu > 0.0),
         mean_preserving=True,
         identical=True,
         state_copies=1 if optimizer == "sgd" else 2,

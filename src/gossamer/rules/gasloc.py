@@ -56,6 +56,7 @@ def gasloc(
     """
     eta, a = lr, math.nan if alpha == "auto" else alpha
     gamma = 0.0 if optimizer == "sgd" else momentum
+    nesterov = optimizer == "nesterov"
     keeps_anchor = eta != 1.0 or optimizer == "heavy_ball"
 
     def init(x: Tensor, ctx: Context) -> _State:
@@ -83,11 +84,9 @@ def gasloc(
         pull,
         recv,
         needs="connected",
-        n1_limit="inner"
-        if eta == 1.0 and gamma == 0.0
-        else OuterSGD(lr, gamma, gamma > 0.0 and optimizer == "nesterov"),
+        n1_limit="inner" if eta == 1.0 and gamma == 0.0 else OuterSGD(lr, gamma, gamma > 0.0 and nesterov),
         mean_preserving=True,
-        consensus=Consensus(a, gamma, "post" if form == "post" and optimizer == "nesterov" else "pre"),
+        consensus=Consensus(a, gamma, "post" if form == "post" and nesterov else "pre"),
         state_copies=keeps_anchor + (optimizer != "sgd"),
         reset=None if optimizer == "sgd" else lambda x, s: s._replace(prev=x),
         start=(lambda s: s.anchor) if keeps_anchor else None,
