@@ -249,10 +249,7 @@ def recipe_rows() -> list[tuple[str, str, str]]:
 
 def factory_rows(table: Mapping[str, Callable[..., Any]]) -> list[tuple[str, str, str]]:
     """Every row of a table of rules, topologies, codecs, servers or pairs in words: its name, what it does, its options."""
-    rows = []
-    for name, factory in table.items():
-        rows.append((name, (inspect.getdoc(factory) or "").partition("\n")[0], listed(factory)))
-    return rows
+    return [(name, (inspect.getdoc(make) or "").partition("\n")[0], listed(make)) for name, make in table.items()]
 
 
 def missing(factory: Callable[..., Any]) -> list[str]:
