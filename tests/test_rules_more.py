@@ -1,5 +1,8 @@
 """What single rules promise beyond the common specification: the identities of their equations."""
 
+import importlib
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,6 +28,7 @@ from gossamer.rules import (
     sgp,
     sparseloco,
     sparta,
+    weighted,
 )
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import mean, pull
@@ -123,6 +127,14 @@ def test_what_has_no_momentum_cannot_be_restarted(rule):
         restarted(rule)
     with pytest.raises(ConfigError, match="auto"):
         restarted(gasloc(alpha="auto"))
+
+
+@pytest.mark.parametrize("wrap", [restarted, weighted])
+def test_the_function_that_settles_alpha_is_there_under_the_name_that_the_error_gives(wrap):
+    with pytest.raises(ConfigError) as caught:
+        wrap(gasloc(alpha="auto"))
+    module, _, function = re.findall(r"gossamer[.\w]+", str(caught.value))[0].rpartition(".")
+    assert callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.mark.parametrize("codec", [topk(k=1, chunk=4), topk2bit(), int4()], ids=lambda codec: codec.name)
