@@ -1,6 +1,5 @@
 """Every codec does what its tags claim, and its payload is what its formula says, to the byte."""
 
-import inspect
 import itertools
 import math
 
@@ -29,9 +28,10 @@ from gossamer.codecs import (
 )
 from gossamer.codecs.blocks import SLAB
 from gossamer.codecs.dct import dct
-from gossamer.codecs.packing import lookup, pack, pack_indices, packed_bytes, unpack, unpack_indices
+from gossamer.codecs.packing import lookup, num_bytes, pack_codes, pack_indices, unpack_codes, unpack_indices
 from gossamer.codecs.topk import num_kept
 from gossamer.errors import ConfigError, TransportError
+from gossamer.options import options_of
 from gossamer.rules import gasloc
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves, nbytes
@@ -217,11 +217,21 @@ def test_two_bit_values_and_their_places_take_14_bits_and_the_whole_140_times_le
 @pytest.mark.parametrize(
     ("name", "bits"),
     [
-        ("exact", 32), ("bf16", 16), ("fp16", 16), ("int8", 8 + 1 / 128), ("int8_statistical", 8), ("int4", 4.25),
-        ("fp4", 4.0625), ("sign", 1 + 1 / 64), ("topk", 0.6875), ("topk2bit", 0.2265625), ("dct_topk", 0.6875),
-        ("randomk", 0.5), ("cocktail", 0.1825),
+        ("exact", 32),
+        ("bf16", 16),
+        ("fp16", 16),
+        ("int8", 8 + 1 / 128),
+        ("int8_statistical", 8),
+        ("int4", 4.25),
+        ("fp4", 4.0625),
+        ("sign", 1 + 1 / 64),
+        ("topk", 0.6875),
+        ("topk2bit", 0.2265625),
+        ("dct_topk", 0.6875),
+        ("randomk", 0.5),
+        ("cocktail", 0.1825),
     ],
-)  # fmt: skip
+)
 def test_bits_per_element_are_those_in_the_documentation(name, bits):
     numel = 10 * 1280 * 1024
     assert 8 * CODECS[name]().payload_bytes(numel) / numel == pytest.approx(bits, rel=2e-4)
@@ -525,9 +535,9 @@ def test_cocktail_sends_the_largest_of_the_drawn_in_four_bits():
 @given(bits=st.sampled_from([1, 2, 4, 8]), numel=st.integers(0, 300), seed=st.integers(0, 1000))
 def test_packed_codes_come_back_and_have_no_gaps(bits, numel, seed):
     codes = torch.randint(0, 1 << bits, (numel,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    packed = pack(codes, bits)
-    assert packed.numel() == packed_bytes(numel, bits) == math.ceil(numel * bits / 8)
-    assert torch.equal(unpack(packed, bits, numel), codes)
+    packed = pack_codes(codes, bits)
+    assert packed.numel() == num_bytes(numel, bits) == math.ceil(numel * bits / 8)
+    assert torch.equal(unpack_codes(packed, bits, numel), codes)
     number = sum(int(code) << (bits * place) for place, code in enumerate(codes))
     assert bytes(packed.tolist()) == number.to_bytes(packed.numel(), "little")
     if bits < 8:
@@ -580,18 +590,23 @@ def test_any_bytes_of_the_right_shape_decode_to_something_or_are_refused(codec):
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
-        (lambda: int8(block=12), "int8 got block = 12; allowed are multiples of 8 from 8 to 65536"),
-        (lambda: int4(rounding="up"), "int4 got rounding = 'up'; allowed are nearest, stochastic"),
-        (lambda: fp4(block=0), "fp4 got block = 0"),
-        (lambda: sign(block=True), "sign got block = True"),
-        (lambda: topk(k=0), "topk got k = 0; allowed are whole numbers from 1 to 4096"),
-        (lambda: topk(k=2.5), "topk got k = 2.5"),
-        (lambda: topk(chunk=5000), "topk got chunk = 5000"),
-        (lambda: topk(values="int3"), "topk got values = 'int3'; allowed are same, fp32, bf16, fp16"),
-        (lambda: topk2bit(k=11, chunk=10), "topk2bit got k = 11; allowed are whole numbers from 1 to 10"),
-        (lambda: dct_topk(k=5000), "dct_topk got k = 5000"),
-        (lambda: randomk(one_in=0), "randomk got one_in = 0"),
-        (lambda: cocktail(block=4), "int4 got block = 4"),
+        (lambda: int8(block=12), "codec 'int8' got block = 12; allowed are multiples of 8 from 8 to 65536"),
+        (lambda: int4(rounding="up"), "codec 'int4' got rounding = 'up'; allowed are nearest, stochastic"),
+        (lambda: fp4(block=0), "codec 'fp4' got block = 0"),
+        (lambda: sign(block=True), "codec 'sign' got block = True"),
+        (lambda: topk(k=0), "codec 'topk' got k = 0; allowed are whole numbers from 1 to 4096"),
+        (lambda: topk(k=2.5), "codec 'topk' got k = 2.5"),
+        (lambda: topk(chunk=5000), "codec 'topk' got chunk = 5000"),
+        (lambda: topk(values="int3"), "codec 'topk' got values = 'int3'; allowed are same, fp32, bf16, fp16"),
+        (lambda: topk2bit(k=11, chunk=10), "codec 'topk2bit' got k = 11; allowed are whole numbers from 1 to 10"),
+        (lambda: dct_topk(k=5000), "codec 'dct_topk' got k = 5000"),
+        (lambda: randomk(one_in=0), "codec 'randomk' got one_in = 0"),
+        (lambda: cocktail(block=4), "codec 'cocktail' got block = 4"),
+        (
+            lambda: topk(k=5, chunk=4),
+            "codec 'topk' got k = 5; allowed are whole numbers from 1 to 4: choose one of them",
+        ),
+        (lambda: randomk(scaled=1), "codec 'randomk' got scaled = 1; allowed are true, false"),
     ],
 )
 def test_an_option_that_cannot_work_is_refused_with_a_sentence(build, sentence):
@@ -616,9 +631,9 @@ OTHER = {"block": 16, "rounding": "stochastic", "k": 3, "chunk": 32, "values": "
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_codec_says_all_its_options_and_those_of_its_way_back(name: str) -> None:
-    parameters = inspect.signature(CODECS[name]).parameters
-    assert make_codec(name).options == {option: p.default for option, p in parameters.items()}
-    given = {option: OTHER[option] for option in parameters}
+    options = options_of(CODECS[name])
+    assert make_codec(name).options == {option.name: option.default for option in options}
+    given = {option.name: OTHER[option.name] for option in options}
     assert make_codec(name, **given).options == given
     back = both_ways(bf16(), make_codec(name, **given))
     assert back.options == {} and back.back is not None and back.back.options == given

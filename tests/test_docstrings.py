@@ -6,9 +6,14 @@ import re
 import pytest
 
 from gossamer.asynchronous import PAIRS, SERVERS
-from gossamer.rules import RULES
+from gossamer.codecs import CODECS
+from gossamer.options import options_of
+from gossamer.rules import RULES, WRAPPERS
+from gossamer.topologies import TOPOLOGIES
 
 METHODS = {**RULES, **SERVERS, **PAIRS}
+TABLES = {"rule": RULES, "wrapper": WRAPPERS, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS}
+FACTORIES = {f"{kind} {name}": factory for kind, table in TABLES.items() for name, factory in table.items()}
 REQUIRED = {
     "a2cid2": {"eta": 0.1},
     "dadao": {"strong_convexity": 1.0, "smoothness": 10.0, "chi1": 1.0},
@@ -48,3 +53,10 @@ def test_the_cost_is_what_is_sent_and_then_what_is_kept(name):
     )
     assert re.fullmatch(r"nothing kept\.|\S.* kept( at the \w+)? \(.*\bP\b.*\)\.", kept), kept
     assert kept.startswith("nothing kept") == (copies == 0)
+
+
+@pytest.mark.parametrize("factory", FACTORIES.values(), ids=FACTORIES)
+def test_every_option_says_what_it_means_and_what_it_allows(factory):
+    for option in options_of(factory):
+        assert option.doc, f"write a line '    {option.name}: ...' under 'Args:' in the docstring of {factory.__name__}"
+        assert option.allowed not in ("tables", "numbers", "whole numbers"), f"give {option.name} an interval"

@@ -16,11 +16,8 @@ from gossamer.rounds.kernel import PLAIN, Kernel, compiled, outer_update
 from gossamer.rules import (
     RULES,
     Context,
-    anchored_gasloc,
-    choco,
     cocktail,
     diloco,
-    easgd,
     error_feedback,
     fedopt,
     gasloc,
@@ -28,7 +25,6 @@ from gossamer.rules import (
     local_sgd,
     noloco,
     omr,
-    relaysum,
     sgp,
     sparta,
     weighted,
@@ -42,14 +38,20 @@ from rounds import drive, layout, play, random_drift, random_vectors, serially
 ODD = 2 * PLAIN.chunk + 17
 
 
-UPDATES = [
-    gasloc(), gasloc(1.0, 0.5, form="published"), gasloc(optimizer="heavy_ball"), noloco(), diloco(), anchored_gasloc(), choco(),
-    easgd(), error_feedback(diloco(), 0.9), fedopt(), fedopt(optimizer="yogi"), omr(every=2), sgp(), sparta(3),
-    relaysum(), cocktail(), cocktail("exact"), jacobi(every=2),
-]  # fmt: skip
+UPDATES = {
+    **{name: factory() for name, factory in RULES.items()},
+    "gasloc-published": gasloc(1.0, 0.5, form="published"),
+    "gasloc-heavy_ball": gasloc(optimizer="heavy_ball"),
+    "diloco-error_feedback": error_feedback(diloco(), 0.9),
+    "fedopt-yogi": fedopt(optimizer="yogi"),
+    "omr-every-2": omr(every=2),
+    "sparta-thirds": sparta(3),
+    "cocktail-exact": cocktail("exact"),
+    "jacobi-every-2": jacobi(every=2),
+}
 
 
-@pytest.mark.parametrize("rule", UPDATES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", UPDATES.values(), ids=UPDATES)
 @pytest.mark.parametrize("other", ["small chunks", "whole", "compiled"])
 def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, other):
     kernel = {
@@ -74,7 +76,7 @@ def test_a_mean_through_chunk_owners_equals_the_mean_of_whole_messages_to_the_la
     assert all(torch.equal(x, expected) for x in got)
 
 
-CUT = [name for name, codec in CODECS.items() if codec().blockwise and name != "exact"]
+CUT = [name for name, codec in CODECS.items() if codec().blockwise and not codec().exact]
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -121,7 +123,7 @@ def test_a_mean_of_half_precision_comes_back_in_what_it_was_taken_in(codec, dtyp
     assert got[0].dtype == dtype and all(torch.equal(got[0], x) for x in got) and not torch.equal(got[0], xs[0])
     wide = [x.float() for x in xs]
     plain, _ = play(rule, make_topology("complete", 3), wide, 2, lambda i, t, x: drift(i, t, x).float(), codec=codec)
-    assert codec.name == "topk" or float((got[0].float() - plain[0]).norm() / plain[0].norm()) < 0.02
+    assert (codec.contraction or 0.0) < 0.9 or float((got[0].float() - plain[0]).norm() / plain[0].norm()) < 0.02
 
 
 def test_a_rule_whose_numbers_change_is_not_compiled_and_computes_the_same():
@@ -208,7 +210,7 @@ def test_what_the_trace_says_was_sent_is_what_the_transport_carried(name, codec)
 
 
 def test_a_lossy_codec_keeps_the_mean_of_gossip_and_is_carried_to_everyone_for_a_mean():
-    halving = Codec("bf16", lambda x, key: x.bfloat16(), lambda payload, like: payload.to(like.dtype))
+    halving = Codec(lambda x, key: x.bfloat16(), lambda payload, like: payload.to(like.dtype))
     start = random_vectors(5, 31)
     xs, _ = play(gasloc(), make_topology("random", 5), start, 20, codec=halving)
     torch.testing.assert_close(sum(xs), sum(start), rtol=0, atol=1e-12)

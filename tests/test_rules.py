@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gossamer.codecs import CODECS, exact
 from gossamer.errors import ConfigError, PairingError
+from gossamer.options import options_of
 from gossamer.rounds import pairing
 from gossamer.rounds.stability import stability
 from gossamer.rules import (
@@ -85,9 +86,12 @@ def some_round(rule, dtype):
 def allowed(rule, topology):
     """What the tags say about a pairing."""
     holds = {
-        "everyone": topology.everyone, "connected": True, "static": topology.static, "tree": topology.tree,
+        "everyone": topology.everyone,
+        "connected": True,
+        "static": topology.static,
+        "tree": topology.tree,
         "push": topology.column_stochastic,
-    }  # fmt: skip
+    }
     return holds[rule.needs] and (topology.doubly_stochastic or rule.needs == "push")
 
 
@@ -303,12 +307,20 @@ def pairs_of_rules_that_are_equal():
     yield "post GASLoC on the complete graph is DiLoCo", gasloc(0.8, 0.7), diloco(0.8, 0.7), complete, complete, 6
     yield (
         "GASLoC without momentum on the complete graph is DiLoCo with outer SGD",
-        gasloc(0.8, 0.0), diloco(0.8, optimizer="sgd"), complete, complete, 6,
-    )  # fmt: skip
+        gasloc(0.8, 0.0),
+        diloco(0.8, optimizer="sgd"),
+        complete,
+        complete,
+        6,
+    )
     yield (
         "NoLoCo in one group of all is DiLoCo with heavy ball",
-        noloco(0.7, 0.5), diloco(0.7, 0.5, "heavy_ball"), complete, complete, 6,
-    )  # fmt: skip
+        noloco(0.7, 0.5),
+        diloco(0.7, 0.5, "heavy_ball"),
+        complete,
+        complete,
+        6,
+    )
     yield "DiLoCo with outer SGD at 1 is local SGD", diloco(1.0, optimizer="sgd"), local_sgd(), complete, complete, 6
     yield "gossip on the complete graph is local SGD", gossip(), local_sgd(), complete, complete, 6
     yield "GASLoC at eta 1 without momentum is gossip", gasloc(1.0, 0.0), gossip(), "ring", "ring", 6
@@ -318,28 +330,48 @@ def pairs_of_rules_that_are_equal():
     yield "OMR that never restarts is DiLoCo", omr(0.9, 0.7, every=99), diloco(0.9 * 0.3, 0.7), complete, complete, 4
     yield (
         "OMR that always restarts is outer SGD",
-        omr(0.9, 0.7, every=1), diloco(0.9 * (1 - 0.49), optimizer="sgd"), complete, complete, 4,
-    )  # fmt: skip
+        omr(0.9, 0.7, every=1),
+        diloco(0.9 * (1 - 0.49), optimizer="sgd"),
+        complete,
+        complete,
+        4,
+    )
     yield (
         "OMR without momentum is outer SGD",
-        omr(0.9, 0.0), diloco(0.9, optimizer="sgd"), complete, complete, 4,
-    )  # fmt: skip
+        omr(0.9, 0.0),
+        diloco(0.9, optimizer="sgd"),
+        complete,
+        complete,
+        4,
+    )
     yield (
         "restarts commute with gossip on the complete graph",
-        restarted(gasloc(0.8, 0.7), 3), restarted(diloco(0.8, 0.7), 3), complete, complete, 4,
-    )  # fmt: skip
+        restarted(gasloc(0.8, 0.7), 3),
+        restarted(diloco(0.8, 0.7), 3),
+        complete,
+        complete,
+        4,
+    )
     yield (
         "SparseLoCo through an exact codec is DiLoCo with outer SGD",
-        sparseloco(0.8, decay=0.5), diloco(0.8, optimizer="sgd"), complete, complete, 4,
-    )  # fmt: skip
+        sparseloco(0.8, decay=0.5),
+        diloco(0.8, optimizer="sgd"),
+        complete,
+        complete,
+        4,
+    )
     yield "error feedback through an exact codec is nothing", error_feedback(diloco()), diloco(), complete, complete, 4
     yield "SPARTA of everything is gossip", sparta(one_in=1), gossip(), "random", "random", 6
     yield "push on a doubly stochastic graph is gossip", sgp(), gossip(), "exponential", "exponential", 6
     yield "CHOCO with exact messages is gossip", choco(alpha=1.0), gossip(), "ring", "ring", 6
     yield (
         "CHOCO with exact messages is gossip with a shorter step",
-        choco(alpha=0.4), gasloc(1.0, 0.0, alpha=0.4), "star", "star", 6,
-    )  # fmt: skip
+        choco(alpha=0.4),
+        gasloc(1.0, 0.0, alpha=0.4),
+        "star",
+        "star",
+        6,
+    )
     for name in GOSSIPED:
         yield f"anchored GASLoC with exact messages is GASLoC on {name}", anchored(gasloc()), gasloc(), name, name, 8
     yield "anchored NoLoCo with exact messages is NoLoCo", anchored(noloco()), noloco(), "random", "random", 6
@@ -472,4 +504,4 @@ def test_a_rule_is_documented_by_equation_cost_source_differences_and_failures(n
     for part in ("Cost:", "Source:", "Differs:", "Fails when:", ">>>", "arXiv"):
         assert part in text, part
     assert RULES[name]().name == name
-    assert RULES[name]().options.keys() == inspect.signature(RULES[name]).parameters.keys()
+    assert [*RULES[name]().options] == [option.name for option in options_of(RULES[name])]

@@ -1,5 +1,8 @@
 """What single rules promise beyond the common specification: the identities of their equations."""
 
+import importlib
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,6 +28,7 @@ from gossamer.rules import (
     sgp,
     sparseloco,
     sparta,
+    weighted,
 )
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import mean, pull
@@ -110,13 +114,27 @@ def test_omr_is_its_normalised_momentum_with_restarts_after_every_third_round():
 
 
 @pytest.mark.parametrize(
-    "rule", [gossip(), diloco(optimizer="sgd"), gasloc(optimizer="sgd"), easgd()], ids=lambda r: r.name
+    "rule",
+    [
+        r
+        for r in (*(factory() for factory in RULES.values()), diloco(optimizer="sgd"), gasloc(optimizer="sgd"))
+        if not r.reset
+    ],
+    ids=lambda rule: rule.name,
 )
 def test_what_has_no_momentum_cannot_be_restarted(rule):
     with pytest.raises(ConfigError, match=f"{rule.name}.*no outer momentum"):
         restarted(rule)
     with pytest.raises(ConfigError, match="auto"):
         restarted(gasloc(alpha="auto"))
+
+
+@pytest.mark.parametrize("wrap", [restarted, weighted])
+def test_the_function_that_settles_alpha_is_there_under_the_name_that_the_error_gives(wrap):
+    with pytest.raises(ConfigError) as caught:
+        wrap(gasloc(alpha="auto"))
+    module, _, function = re.findall(r"gossamer[.\w]+", str(caught.value))[0].rpartition(".")
+    assert callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.mark.parametrize("codec", [topk(k=1, chunk=4), topk2bit(), int4()], ids=lambda codec: codec.name)
@@ -156,7 +174,8 @@ def test_replicas_stay_bitwise_equal_through_a_lossy_codec_with_error_feedback()
 @pytest.mark.parametrize("name", RULES)
 def test_error_feedback_through_an_exact_codec_is_the_rule_to_the_last_bit_or_is_refused(name):
     rule = RULES[name]()
-    if name not in ("diloco", "fedopt", "omr", "slowmo"):
+    replicas_are_equal = rule.averages and rule.identical and rule.start is not None and rule.site == "parameters"
+    if not replicas_are_equal or rule.delay_rounds or rule.feeds_back:
         with pytest.raises(ConfigError, match=f"{rule.name}.*choco.*anchored_gasloc"):
             error_feedback(rule)
         return
@@ -319,8 +338,12 @@ def test_an_anchor_makes_the_error_of_a_codec_that_of_what_changed():
     assert error(with_anchor) < 0.5 * error(without)
 
 
-@pytest.mark.parametrize("rule", [diloco(), local_sgd(), sgp(), sparta()], ids=lambda rule: rule.name)
-def test_only_gossip_can_be_anchored(rule):
+@pytest.mark.parametrize("name", RULES)
+def test_only_gossip_can_be_anchored(name):
+    rule = RULES[name]()
+    if rule.hear is pull and rule.elementwise:
+        assert anchored(rule).name == f"anchored_{name}"
+        return
     with pytest.raises(ConfigError, match=f"{rule.name}.*error_feedback"):
         anchored(rule)
 

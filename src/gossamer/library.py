@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gossamer.codecs import Codec, exact
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.layout import arrange, attach, layout_of
-from gossamer.options import whole
+from gossamer.options import Interval, check_option
 from gossamer.rounds.loop import OuterLoop, UnderWay, method
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
@@ -170,8 +170,10 @@ class Outer:
         mine = leaves(self._loop.state)
         try:
             rounds, steps, saved = state["rounds"], state["steps"], list(state["outer"])
-            whole("a saved outer state", "rounds", rounds, 0, (1 << 31) - 1)
-            whole("a saved outer state", "steps", steps, 0, self.local_steps - 1)
+            check_option("a saved outer state", "rounds", rounds, Annotated[int, Interval(f"[0, {(1 << 31) - 1}]")])
+            check_option(
+                "a saved outer state", "steps", steps, Annotated[int, Interval(f"[0, {self.local_steps - 1}]")]
+            )
             must_fit(saved, mine)
             under_way = {(one["round"], one["fragment"]) for one in state["under_way"]}
             if under_way and under_way != (expected := self._sent_by(rounds, steps)):  # none after `finish`

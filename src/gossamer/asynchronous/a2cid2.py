@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PairRule
-from gossamer.options import within
+from gossamer.options import NotNegative, Positive, factory
 
 __all__ = ["a2cid2", "acceleration"]
 
@@ -26,7 +26,8 @@ def acceleration(chi1: float, chi2: float) -> tuple[float, float]:
     return 1 / (2 * math.sqrt(chi1 * chi2)), 0.5 * math.sqrt(chi1 / chi2)
 
 
-def a2cid2(eta: float | Literal["auto"] = "auto", alpha: float = 0.5) -> PairRule:
+@factory
+def a2cid2(eta: NotNegative | Literal["auto"] = "auto", alpha: Positive = 0.5) -> PairRule:
     """Each worker keeps a copy x̃ that a meeting pulls harder than x, and that x mixes with in between.
 
     dt seconds:   (x, x̃) ← (s x + (1 - s) x̃, (1 - s) x + s x̃),  s = (1 + exp(-2 η dt)) / 2
@@ -36,8 +37,9 @@ def a2cid2(eta: float | Literal["auto"] = "auto", alpha: float = 0.5) -> PairRul
     Σ_i (x_i + x̃_i) is kept by mixing and meeting. The mean of x alone is kept too when all workers are looked at at one time.
 
     Args:
-        eta: η per second, and alpha: α̃; "auto" takes both from the meetings, `acceleration(*conditions(n, rates))`, once they
-            are known. η = 0 is AD-PSGD.
+        eta: η per second; "auto" takes η and α̃ from the meetings, `acceleration(*conditions(n, rates))`, once they are known.
+            η = 0 is AD-PSGD.
+        alpha: α̃, the share of the way that a meeting moves the copy; x moves by a half.
     Cost: one model each way per meeting; x̃ kept (1 P).
     Source: Nabli, Belilovsky, Oyallon, arXiv 2306.08289.
     Differs: both ends mix to the time of the meeting before they tell; the authors' code tells before it mixes, which keeps the
@@ -49,11 +51,7 @@ def a2cid2(eta: float | Literal["auto"] = "auto", alpha: float = 0.5) -> PairRul
     1
     """
     if eta == "auto":
-        return a2cid2(0.0)._replace(
-            options={"eta": "auto"}, settle=lambda chi1, chi2: a2cid2(*acceleration(chi1, chi2))
-        )
-    within("a2cid2", "eta", eta, 0.0, math.inf)
-    within("a2cid2", "alpha", alpha, 0.0, math.inf, low_open=True)
+        return a2cid2(0.0)._replace(settle=lambda chi1, chi2: a2cid2(*acceleration(chi1, chi2)))
 
     def init(x: Tensor) -> _State:
         return _State(x.clone())
@@ -72,4 +70,4 @@ def a2cid2(eta: float | Literal["auto"] = "auto", alpha: float = 0.5) -> PairRul
         pull = heard - told
         return x + 0.5 * pull, _State(s.copy + alpha * pull)
 
-    return PairRule("a2cid2", {"eta": eta, "alpha": alpha}, init, advance, learn, tell, meet, state_copies=1)
+    return PairRule(init, advance, learn, tell, meet, state_copies=1)

@@ -3,11 +3,13 @@
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PairRule
+from gossamer.options import factory
 from gossamer.tree import Tree
 
 __all__ = ["ad_psgd"]
 
 
+@factory
 def ad_psgd() -> PairRule:
     """Two workers that meet move to their average; between meetings each trains on its own.
 
@@ -38,4 +40,4 @@ def ad_psgd() -> PairRule:
     def meet(x: Tensor, s: Tree, told: Tensor, heard: Tensor) -> tuple[Tensor, Tree]:
         return x + 0.5 * (heard - told), s
 
-    return PairRule("ad_psgd", {}, init, advance, learn, tell, meet)
+    return PairRule(init, advance, learn, tell, meet)

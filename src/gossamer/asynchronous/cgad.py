@@ -1,13 +1,13 @@
 """CGAD: an asynchronous outer Adam that trusts a message less the older it is."""
 
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, ServerRule
-from gossamer.options import within
+from gossamer.options import Decay, Interval, NotNegative, Positive, factory
 
 __all__ = ["attenuation", "cgad"]
 
@@ -35,13 +35,14 @@ def attenuation(age: int, decay: float = 0.1, cutoff: float = 16.0) -> float:
     return gamma * math.exp(-decay * age)
 
 
+@factory
 def cgad(
-    lr: float = 1e-3,
-    beta1: float = 0.9,
-    beta2: float = 0.99,
-    eps: float = 1e-8,
-    decay: float = 0.1,
-    cutoff: float = 16.0,
+    lr: Positive = 1e-3,
+    beta1: Decay = 0.9,
+    beta2: Decay = 0.99,
+    eps: Positive = 1e-8,
+    decay: NotNegative = 0.1,
+    cutoff: Annotated[float, Interval("(0, inf]")] = 16.0,
 ) -> ServerRule:
     """Adam on pseudo-gradients, each attenuated by its age in both moments.
 
@@ -51,6 +52,9 @@ def cgad(
 
     Args:
         lr: outer learning rate η: about how far one step moves each parameter.
+        beta1: decay β₁ of the first moment.
+        beta2: decay β₂ of the second moment.
+        eps: ε, which keeps the denominator above zero.
         decay: α of `attenuation`.
         cutoff: age τ_c from which a message counts for nothing; `inf` for none ("Adam-Decay").
     Cost: a push and a fetch of one model per local phase; model and two moments kept at the server (3 P).
@@ -62,13 +66,6 @@ def cgad(
     >>> cgad().options["cutoff"]
     16.0
     """
-    within("cgad", "lr", lr, 0.0, math.inf, low_open=True)
-    within("cgad", "beta1", beta1, 0.0, 1.0)
-    within("cgad", "beta2", beta2, 0.0, 1.0)
-    within("cgad", "eps", eps, 0.0, math.inf, low_open=True)
-    within("cgad", "decay", decay, 0.0, math.inf)
-    if cutoff != math.inf:
-        within("cgad", "cutoff", cutoff, 0.0, math.inf, low_open=True)
 
     def init(x: Tensor) -> _State:
         return _State(x.clone(), torch.zeros_like(x), torch.zeros_like(x), torch.tensor(0))
@@ -86,5 +83,4 @@ def cgad(
         m_hat, v_hat = m / (1 - beta1 ** int(steps)), v / (1 - beta2 ** int(steps))
         return _State(s.x - lr * (m_hat / (v_hat.sqrt() + eps)), m, v, steps)
 
-    options = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "decay": decay, "cutoff": cutoff}
-    return ServerRule("cgad", options, init, greet, absorb, state_copies=3)
+    return ServerRule(init, greet, absorb, state_copies=3)

@@ -3,7 +3,8 @@
 Both see one flat vector of one fragment, never devices, bytes or clocks; who talks when is the business of `gossamer.clock`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -49,11 +50,12 @@ class ServerRule(NamedTuple):
     Shapes: x, starting points and messages are flat `[P]` vectors.
     """
 
-    name: str
-    options: dict[str, Any]
     init: Callable[[Tensor], Any]
     greet: Callable[[Any], Tensor]
     absorb: Callable[[Any, Tensor, PushInfo], Any]
+    name: str = ""
+    """That of its factory, which fills it in, and the options too."""
+    options: Mapping[str, Any] = MappingProxyType({})
     window: Window | None = None
     """How messages are gathered; None absorbs each on its own."""
     elementwise: bool = True
@@ -74,13 +76,14 @@ class PairRule(NamedTuple):
     meeting in the difference `heard - told`, which has opposite signs at the two ends.
     """
 
-    name: str
-    options: dict[str, Any]
     init: Callable[[Tensor], Tree]
     advance: Callable[[Tensor, Tree, float], tuple[Tensor, Tree]]
     learn: Callable[[Tensor, Tree, Tensor], tuple[Tensor, Tree]]
     tell: Callable[[Tensor, Tree], Tensor]
     meet: Callable[[Tensor, Tree, Tensor, Tensor], tuple[Tensor, Tree]]
+    name: str = ""
+    """That of its factory, which fills it in, and the options too."""
+    options: Mapping[str, Any] = MappingProxyType({})
     state_copies: int = 0
     """Tensors of the size of `x` that a worker holds beside it."""
     settle: "Callable[[float, float], PairRule] | None" = None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.asynchronous.contract import PairRule
 from gossamer.errors import ConfigError
-from gossamer.options import within
+from gossamer.options import Positive, factory
 
 __all__ = ["dadao", "meetings_per_s"]
 
@@ -31,7 +31,8 @@ def meetings_per_s(chi1: float, chi2: float) -> float:
     return math.sqrt(2 * chi1 * chi2)
 
 
-def dadao(strong_convexity: float, smoothness: float, chi1: float) -> PairRule:
+@factory
+def dadao(strong_convexity: Positive, smoothness: Positive, chi1: Positive) -> PairRule:
     """Accelerated gradients and accelerated gossip, both in continuous time; finds the minimum of Σ_i f_i exactly.
 
     dt seconds, exactly, with ν = μ/2:  X' = e (X̃ - X);  X̃' = e (X - X̃);  Y' = a (Ỹ - Y);  Ỹ' = -θ (ν X̃ + Y + Z);
@@ -45,7 +46,8 @@ def dadao(strong_convexity: float, smoothness: float, chi1: float) -> PairRule:
     A "local phase" is one gradient: it moves x by exactly -∇f_i(x). One per worker and second is assumed.
 
     Args:
-        strong_convexity, smoothness: μ and L of every f_i.
+        strong_convexity: μ of every f_i.
+        smoothness: L of every f_i.
         chi1: χ₁ of the actual meetings, in seconds; they should be `meetings_per_s` in the whole graph.
     Cost: one vector each way per meeting; five vectors kept (5 P).
     Source: Nabli and Oyallon, arXiv 2208.00779, and the authors' code.
@@ -55,12 +57,10 @@ def dadao(strong_convexity: float, smoothness: float, chi1: float) -> PairRule:
     >>> dadao(1.0, 10.0, chi1=1.0).state_copies
     5
     """
-    within("dadao", "strong_convexity", strong_convexity, 0.0, math.inf, low_open=True)
-    within("dadao", "chi1", chi1, 0.0, math.inf, low_open=True)
-    if not strong_convexity <= smoothness < math.inf:
+    if smoothness < strong_convexity:
         raise ConfigError(
-            f"dadao got smoothness = {smoothness!r} for strong_convexity = {strong_convexity!r}; "
-            "allowed is a finite number that is not below it: give the largest curvature of any worker"
+            f"pair 'dadao' got smoothness = {smoothness!r} for strong_convexity = {strong_convexity!r}; "
+            "allowed are finite numbers that are not below it: give the largest curvature of any worker"
         )
     big_l, nu = smoothness, strong_convexity / 2
     q = math.sqrt(nu / big_l)
@@ -98,5 +98,4 @@ def dadao(strong_convexity: float, smoothness: float, chi1: float) -> PairRule:
         p = told - heard
         return x, s._replace(z=s.z - beta * p, z_=s.z_ - beta_ * p)
 
-    options = {"strong_convexity": strong_convexity, "smoothness": smoothness, "chi1": chi1}
-    return PairRule("dadao", options, init, advance, learn, tell, meet, state_copies=5, any_phase=False)
+    return PairRule(init, advance, learn, tell, meet, state_copies=5, any_phase=False)

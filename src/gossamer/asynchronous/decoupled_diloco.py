@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, ServerRule, Window
-from gossamer.errors import ConfigError
-from gossamer.options import one_of, within
+from gossamer.options import Count, Decay, NotNegative, Positive, factory
 
 __all__ = ["decoupled_diloco", "grace_s", "radial_mean", "token_weight", "weighted_mean"]
 
@@ -64,7 +63,7 @@ def grace_s(overlap_steps: int, step_s: float, quorum_s: float, sync_s: float, s
     Args:
         overlap_steps: τ, inner steps that learners take while a synchronisation is under way; step_s is one of them.
         quorum_s: seconds until the quorum was there. sync_s: seconds of the exchange itself.
-        share: γ in (0, 1], the part of the slack to use.
+        share: γ, the part of the slack to use.
 
     >>> grace_s(2, 1.0, 0.5, 0.5), grace_s(2, 1.0, 3.0, 0.5)
     (1.0, 0.0)
@@ -72,16 +71,22 @@ def grace_s(overlap_steps: int, step_s: float, quorum_s: float, sync_s: float, s
     return max(0.0, share * (overlap_steps * step_s - (quorum_s + sync_s)))
 
 
+@factory
 def decoupled_diloco(
-    lr: float = 0.7, momentum: float = 0.9, quorum: int = 1, grace_s: float = 0.0,
-    merging: Literal["radial", "average"] = "radial", averaged: Sequence[str] = ("embed",),
-) -> ServerRule:  # fmt: skip
+    lr: Positive = 0.7,
+    momentum: Decay = 0.9,
+    quorum: Count = 1,
+    grace_s: NotNegative = 0.0,
+    merging: Literal["radial", "average"] = "radial",
+    averaged: Sequence[str] = ("embed",),
+) -> ServerRule:
     """Learners run on their own clocks; whoever has arrived when a quorum and a grace period are over makes one round.
 
     w_m = tokens_m · (tokens_m / steps_m);  Δ = merge_m(w_m, Δ_m) for each tensor;  b ← μ b + Δ;  θ ← θ - η (Δ + μ b)
 
     Args:
-        lr, momentum: outer Nesterov η and μ, in the dialect of `torch.optim.SGD`.
+        lr: outer learning rate η.
+        momentum: outer Nesterov momentum μ, in the dialect of `torch.optim.SGD`.
         quorum: K, learners that make a round; all present ones where fewer are present.
         grace_s: seconds to wait for more of them once the quorum is there.
         merging: "radial" takes `radial_mean` of each tensor, "average" `weighted_mean`.
@@ -96,13 +101,6 @@ def decoupled_diloco(
     >>> decoupled_diloco(quorum=4).window.quorum
     4
     """
-    within("decoupled_diloco", "lr", lr, 0.0, math.inf, low_open=True)
-    within("decoupled_diloco", "momentum", momentum, 0.0, 1.0)
-    within("decoupled_diloco", "quorum", quorum, 1, math.inf)
-    within("decoupled_diloco", "grace_s", grace_s, 0.0, math.inf)
-    one_of("decoupled_diloco", "merging", merging, ("radial", "average"))
-    if int(quorum) != quorum:
-        raise ConfigError(f"decoupled_diloco got quorum = {quorum!r}; allowed is a whole number from 1: choose one")
     eta, mu = lr, momentum
 
     def merge(messages: Sequence[Tensor], arrivals: Sequence[PushInfo]) -> Tensor:
@@ -125,11 +123,6 @@ def decoupled_diloco(
         b = mu * s.b + message
         return _State(s.x - eta * (message + mu * b), b)
 
-    options = {
-        "lr": lr, "momentum": momentum, "quorum": quorum, "grace_s": grace_s,
-        "merging": merging, "averaged": tuple(averaged),
-    }  # fmt: skip
     return ServerRule(
-        "decoupled_diloco", options, init, greet, absorb,
-        window=Window(quorum, grace_s, merge), elementwise=merging == "average", state_copies=2,
-    )  # fmt: skip
+        init, greet, absorb, window=Window(quorum, grace_s, merge), elementwise=merging == "average", state_copies=2
+    )

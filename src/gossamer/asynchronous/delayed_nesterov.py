@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, ServerRule
 from gossamer.errors import ConfigError
-from gossamer.options import within
+from gossamer.options import Count, Decay, NotNegative, Positive, factory
 
 __all__ = ["delayed_nesterov", "dylu_steps"]
 
@@ -23,7 +23,10 @@ class _State(NamedTuple):
     arrivals: Tensor
 
 
-def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, delay: int = 4, spread: float = 0.0) -> ServerRule:
+@factory
+def delayed_nesterov(
+    lr: Positive = 0.7, momentum: Decay = 0.9, delay: Count = 4, spread: NotNegative = 0.0
+) -> ServerRule:
     """The server steps on each pseudo-gradient at once, and lets its momentum act on the mean of N of them.
 
     acc ← acc + Δ;  at every N-th arrival  m ← β m + acc / N,  acc ← 0,  θ ← θ - ε ((1 - c N + c) β m + Δ / N)
@@ -31,7 +34,7 @@ def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, delay: int = 4, spr
 
     Args:
         lr: outer learning rate ε.
-        momentum: β in [0, 1).
+        momentum: β.
         delay: N, arrivals between two renewals of the momentum; the number of workers is a good start.
         spread: c in [0, 1/N]; 0 lets the momentum act at every N-th arrival only, 1/N in equal parts at each.
     Cost: a push and a fetch of one model per local phase; model, m and acc kept at the server (3 P).
@@ -43,15 +46,12 @@ def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, delay: int = 4, spr
     >>> delayed_nesterov().state_copies
     3
     """
-    within("delayed_nesterov", "lr", lr, 0.0, math.inf, low_open=True)
-    within("delayed_nesterov", "momentum", momentum, 0.0, 1.0)
-    within("delayed_nesterov", "delay", delay, 1, math.inf)
-    if int(delay) != delay or not 0 <= spread <= 1 / delay:
+    if spread > 1 / delay:
         raise ConfigError(
-            f"delayed_nesterov got delay = {delay!r}, spread = {spread!r}; allowed are a whole delay of 1 or more and a "
-            "spread from 0 to 1/delay: choose values in that range"
+            f"server 'delayed_nesterov' got spread = {spread!r} for delay = {delay}; allowed are numbers from 0 to 1/delay: "
+            "choose one of them"
         )
-    eps, beta, n, c = lr, momentum, int(delay), spread
+    eps, beta, n, c = lr, momentum, delay, spread
 
     def init(x: Tensor) -> _State:
         return _State(x.clone(), torch.zeros_like(x), torch.zeros_like(x), torch.tensor(0))
@@ -66,8 +66,7 @@ def delayed_nesterov(lr: float = 0.7, momentum: float = 0.9, delay: int = 4, spr
             return _State(s.x - eps * ((1 - c * n + c) * beta * m + message / n), m, torch.zeros_like(acc), arrivals)
         return _State(s.x - eps * (c * beta * s.m + message / n), s.m, acc, arrivals)
 
-    options = {"lr": lr, "momentum": momentum, "delay": delay, "spread": spread}
-    return ServerRule("delayed_nesterov", options, init, greet, absorb, state_copies=3)
+    return ServerRule(init, greet, absorb, state_copies=3)
 
 
 def dylu_steps(step_s: Sequence[float], local_steps: int) -> tuple[int, ...]:

@@ -1,14 +1,12 @@
 """HeLoCo: a server that turns each late pseudo-gradient towards its momentum before it takes it in."""
 
-import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, ServerRule
-from gossamer.errors import ConfigError
-from gossamer.options import within
+from gossamer.options import Decay, Interval, NotNegative, Positive, factory
 
 __all__ = ["heloco"]
 
@@ -20,10 +18,18 @@ class _State(NamedTuple):
     m: Tensor
 
 
+@factory
 def heloco(
-    lr: float = 0.7, momentum: float = 0.9, rho: float = 1.0, c_ok: float = 0.2, conflict: float = 0.5,
-    turn: float = 1.0, beta_max: float = 0.5, kappa: float = 3.0, eps: float = 1e-8,
-) -> ServerRule:  # fmt: skip
+    lr: Positive = 0.7,
+    momentum: Decay = 0.9,
+    rho: Positive = 1.0,
+    c_ok: Annotated[float, Interval("[-1, 1]")] = 0.2,
+    conflict: NotNegative = 0.5,
+    turn: NotNegative = 1.0,
+    beta_max: Annotated[float, Interval("[0, 1]")] = 0.5,
+    kappa: NotNegative = 3.0,
+    eps: Positive = 1e-8,
+) -> ServerRule:
     """Workers start ahead, where the momentum points; each tensor of what comes back is made to agree with the momentum.
 
     start = θ - η μ m;  G = ρ Δ̂;  m ← μ m + (1 - μ) G;  θ ← θ - η (G + μ m)
@@ -34,10 +40,15 @@ def heloco(
     else:      Δ̂ = ‖Δ‖ ũ / ‖ũ‖, ũ = (1 - l) u + l v, l = min(k_d (1 - c) conf, 1):  it turns and keeps its length
 
     Args:
-        lr, momentum: η and μ, the latter in [0, 1).
+        lr: outer learning rate η.
+        momentum: μ, what the server's average of messages keeps at each arrival.
         rho: ρ, the weight of one arrival; the authors recommend 1/√workers.
-        c_ok: cosine in [-1, 1] from which a tensor passes unchanged; -1 passes all (MLA).
-        conflict, turn: k_s and k_d, how strongly to shrink and to turn; beta_max and kappa bound both.
+        c_ok: cosine from which a tensor passes unchanged; -1 passes all (MLA).
+        conflict: k_s, how strongly to shrink what points against the momentum.
+        turn: k_d, how strongly to turn what points aside.
+        beta_max: the most by which the part along m shrinks.
+        kappa: κ, how much longer than m a message must be to be trusted against it.
+        eps: ε; shorter vectors have no direction.
     Cost: a push and a fetch of one model per local phase; model and m kept at the server (2 P).
     Source: arXiv 2606.00271, table 3 for the defaults.
     Differs: the server sends the starting point ahead, so that m need not travel.
@@ -46,16 +57,6 @@ def heloco(
     >>> heloco().elementwise
     False
     """
-    within("heloco", "lr", lr, 0.0, math.inf, low_open=True)
-    within("heloco", "momentum", momentum, 0.0, 1.0)
-    within("heloco", "rho", rho, 0.0, math.inf, low_open=True)
-    within("heloco", "eps", eps, 0.0, math.inf, low_open=True)
-    for option, value in (("conflict", conflict), ("turn", turn), ("kappa", kappa)):
-        within("heloco", option, value, 0.0, math.inf)
-    if not -1 <= c_ok <= 1 or not 0 <= beta_max <= 1:
-        raise ConfigError(
-            f"heloco got c_ok = {c_ok!r}, beta_max = {beta_max!r}; allowed are [-1, 1] and [0, 1]: choose values in that range"
-        )
     eta, mu = lr, momentum
 
     def corrected(d: Tensor, m: Tensor) -> Tensor:
@@ -86,8 +87,4 @@ def heloco(
         m = mu * s.m + (1 - mu) * g
         return _State(s.x - eta * (g + mu * m), m)
 
-    options = {
-        "lr": lr, "momentum": momentum, "rho": rho, "c_ok": c_ok, "conflict": conflict, "turn": turn,
-        "beta_max": beta_max, "kappa": kappa, "eps": eps,
-    }  # fmt: skip
-    return ServerRule("heloco", options, init, greet, absorb, elementwise=False, state_copies=2)
+    return ServerRule(init, greet, absorb, elementwise=False, state_copies=2)

@@ -26,9 +26,9 @@ def command(
     from gossamer.rounds.stability import outlook
     from gossamer.run.document import settings
     from gossamer.topologies import make_topology
-    from gossamer.topologies.draw import draw
+    from gossamer.topologies.draw import draw_round
 
     topology = make_topology(name, workers, seed=seed, **settings([*overrides]))
-    print(draw(topology, round))
+    print(draw_round(topology, round))
     print()
     print(gossip_table(topology, outlook(topology, alpha=alpha, gamma=momentum)))

@@ -1,55 +1,52 @@
-"""Every codec in one table; adding one touches its own file and one row here."""
+"""Every codec in one table; a new codec is its own file, and its import and row here."""
 
-import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from gossamer.codecs.cast import bf16, fp16
+from gossamer.codecs.cast import bf16 as bf16
+from gossamer.codecs.cast import fp16 as fp16
 from gossamer.codecs.codec import Codec, both_ways
-from gossamer.codecs.dct import dct_topk
-from gossamer.codecs.exact import exact
-from gossamer.codecs.quantize import fp4, int4, int8, sign
-from gossamer.codecs.randomk import cocktail, randomk
-from gossamer.codecs.statistical import int8_statistical
-from gossamer.codecs.topk import topk, topk2bit
-from gossamer.errors import ConfigError, choose
+from gossamer.codecs.dct import dct_topk as dct_topk
+from gossamer.codecs.exact import exact as exact
+from gossamer.codecs.quantize import fp4 as fp4
+from gossamer.codecs.quantize import int4 as int4
+from gossamer.codecs.quantize import int8 as int8
+from gossamer.codecs.quantize import sign as sign
+from gossamer.codecs.randomk import cocktail as cocktail
+from gossamer.codecs.randomk import randomk as randomk
+from gossamer.codecs.statistical import int8_statistical as int8_statistical
+from gossamer.codecs.topk import topk as topk
+from gossamer.codecs.topk import topk2bit as topk2bit
+from gossamer.errors import ConfigError
+from gossamer.options import row, table
 
 __all__ = [
     "CODECS",
     "Codec",
-    "bf16",
+    "CodecSpec",
     "both_ways",
-    "cocktail",
     "codec_of",
-    "dct_topk",
-    "exact",
-    "fp4",
-    "fp16",
-    "int4",
-    "int8",
-    "int8_statistical",
     "make_codec",
-    "randomk",
-    "sign",
-    "topk",
-    "topk2bit",
 ]
 
-CODECS: dict[str, Callable[..., Codec]] = {
-    "exact": exact,
-    "bf16": bf16,
-    "fp16": fp16,
-    "int8": int8,
-    "int8_statistical": int8_statistical,
-    "int4": int4,
-    "fp4": fp4,
-    "sign": sign,
-    "topk": topk,
-    "topk2bit": topk2bit,
-    "dct_topk": dct_topk,
-    "randomk": randomk,
-    "cocktail": cocktail,
-}
+CODECS: dict[str, Callable[..., Codec]] = table(
+    exact,
+    bf16,
+    fp16,
+    int8,
+    int8_statistical,
+    int4,
+    fp4,
+    sign,
+    topk,
+    topk2bit,
+    dct_topk,
+    randomk,
+    cocktail,
+)
+
+
+CodecSpec = Annotated[str | Mapping[str, Any], "a codec's name, or a table with its name and options"]
 
 
 def make_codec(name: str, **options: Any) -> Codec:
@@ -60,14 +57,9 @@ def make_codec(name: str, **options: Any) -> Codec:
     >>> make_codec("topk", k=8).name, make_codec("fp4", back="bf16").back.name
     ('topk', 'bf16')
     """
-    if name not in CODECS:
-        raise ConfigError(choose("codec", name, CODECS))
-    allowed = [*inspect.signature(CODECS[name]).parameters, "back"]
-    for option in options:
-        if option not in allowed:
-            raise ConfigError(choose(f"option of codec '{name}'", option, allowed))
+    build = row("codec", CODECS, name, options, also=["back"])
     back = options.pop("back", None)
-    codec = CODECS[name](**options)
+    codec = build(**options)
     return codec if back in (None, "none") else both_ways(codec, codec_of(back))
 
 

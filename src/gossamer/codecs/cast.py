@@ -3,10 +3,12 @@
 import torch
 
 from gossamer.codecs.codec import Codec
+from gossamer.options import factory
 
 __all__ = ["bf16", "fp16"]
 
 
+@factory
 def bf16() -> Codec:
     """Sends every element in bf16: x' = round(x) to 8 significant bits, |x - x'| <= 2⁻⁸ |x|.
 
@@ -19,9 +21,10 @@ def bf16() -> Codec:
     >>> codec.decode(codec.encode(x, 0), x)
     tensor([1.0000, 0.3008])
     """
-    return _cast("bf16", torch.bfloat16, contraction=1 - 2**-16)
+    return _cast(torch.bfloat16, contraction=1 - 2**-16)
 
 
+@factory
 def fp16() -> Codec:
     """Sends every element in fp16: x' = round(x) to 11 significant bits, |x - x'| <= 2⁻¹¹ |x| from 6.1e-5 to 65504.
 
@@ -36,11 +39,14 @@ def fp16() -> Codec:
     >>> codec.decode(codec.encode(x, 0), x)
     tensor([0.3000, 0.0000,    inf])
     """
-    return _cast("fp16", torch.float16, contraction=None)
+    return _cast(torch.float16, contraction=None)
 
 
-def _cast(name: str, dtype: torch.dtype, contraction: float | None) -> Codec:
+def _cast(dtype: torch.dtype, contraction: float | None) -> Codec:
     return Codec(
-        name, lambda x, key: x.to(dtype), lambda payload, like: payload.to(like.dtype),
-        contraction=contraction, blockwise=1, payload_bytes=lambda numel: 2 * numel,
-    )  # fmt: skip
+        lambda x, key: x.to(dtype),
+        lambda payload, like: payload.to(like.dtype),
+        contraction=contraction,
+        blockwise=1,
+        payload_bytes=lambda numel: 2 * numel,
+    )

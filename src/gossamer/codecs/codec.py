@@ -22,9 +22,10 @@ class Codec(NamedTuple):
     fp32 (1e-5) and while neither the elements nor their squares leave its normal range (1e-18 to 1e18 is safe).
     """
 
-    name: str
     encode: Callable[[Tensor, int], Tree]
     decode: Callable[[Tree, Tensor], Tensor]
+    name: str = ""
+    """That of its factory, which fills it in, and the options too."""
     exact: bool = False
     """Whether `decode(encode(x))` is `x` to the last bit."""
     draws: bool = False
@@ -40,7 +41,7 @@ class Codec(NamedTuple):
     payload_bytes: Callable[[int], int] | None = None
     """Elements of an fp32 tensor to bytes of its payload; every row of `CODECS` has one."""
     options: Mapping[str, Any] = MappingProxyType({})
-    """What its factory was given, by name, which workers must have in common; those of the way back are its own."""
+    """What its factory was given, by name, which workers must have in common; the way back has its own."""
     back: "Codec | None" = None
     """What the sums of a mean over everyone travel back in; None where everyone gets all payloads whole, see `both_ways`."""
 

@@ -2,14 +2,15 @@
 
 import functools
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from gossamer.codecs.blocks import num_blocks, spans
 from gossamer.codecs.codec import Codec
-from gossamer.codecs.topk import Kept, ValueFormat, topk, value_dtype, value_format
-from gossamer.options import whole
+from gossamer.codecs.topk import Kept, ValueFormat, topk, value_dtype
+from gossamer.options import Interval, factory
 
 __all__ = ["dct", "dct_topk"]
 
@@ -17,7 +18,8 @@ _SIDE = 64
 _TILE = _SIDE * _SIDE
 
 
-def dct_topk(k: int = 64, values: ValueFormat = "same") -> Codec:
+@factory
+def dct_topk(k: Annotated[int, Interval(f"[1, {_TILE}]")] = 64, values: ValueFormat = "same") -> Codec:
     """Sends the k largest coefficients of the cosine transform of every run of 4096 elements, taken as 64 x 64.
 
     C = D X Dᵀ with D_fj = √(2/64) cos(π (j + ½) f / 64), row 0 over √2;   X' = Dᵀ topk(C) D
@@ -38,8 +40,6 @@ def dct_topk(k: int = 64, values: ValueFormat = "same") -> Codec:
     >>> torch.allclose(codec.decode(codec.encode(x, 0), x), x)
     True
     """
-    whole("dct_topk", "k", k, 1, _TILE)
-    value_format("dct_topk", values)
     inner = topk(k, _TILE, values)
 
     def encode(x: Tensor, key: int) -> Kept:
@@ -59,10 +59,7 @@ def dct_topk(k: int = 64, values: ValueFormat = "same") -> Codec:
         assert inner.payload_bytes is not None
         return inner.payload_bytes(num_blocks(numel, _TILE) * _TILE)
 
-    return Codec(
-        "dct_topk", encode, decode, contraction=inner.contraction, blockwise=_TILE, payload_bytes=payload_bytes,
-        options={"k": k, "values": values},
-    )  # fmt: skip
+    return Codec(encode, decode, contraction=inner.contraction, blockwise=_TILE, payload_bytes=payload_bytes)
 
 
 @functools.cache

@@ -1,10 +1,12 @@
 """The codec that changes nothing."""
 
 from gossamer.codecs.codec import Codec
+from gossamer.options import factory
 
 __all__ = ["exact"]
 
 
+@factory
 def exact() -> Codec:
     """Sends every element as it is: `decode(encode(x)) = x`.
 
@@ -16,6 +18,12 @@ def exact() -> Codec:
     True
     """
     return Codec(
-        "exact", lambda x, key: x, lambda payload, like: payload,
-        exact=True, unbiased=True, linear=True, contraction=1.0, blockwise=1, payload_bytes=lambda numel: 4 * numel,
-    )  # fmt: skip
+        lambda x, key: x,
+        lambda payload, like: payload,
+        exact=True,
+        unbiased=True,
+        linear=True,
+        contraction=1.0,
+        blockwise=1,
+        payload_bytes=lambda numel: 4 * numel,
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["lookup", "pack", "pack_indices", "packed_bytes", "unpack", "unpack_indices"]
+__all__ = ["lookup", "num_bytes", "pack_codes", "pack_indices", "unpack_codes", "unpack_indices"]
 
 _WORDS = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 _SPREAD = {
@@ -20,19 +20,19 @@ _SPREAD = {
 }
 
 
-def packed_bytes(numel: int, bits: int) -> int:
+def num_bytes(numel: int, bits: int) -> int:
     """Bytes that so many numbers of so many bits take.
 
-    >>> packed_bytes(5, 4), packed_bytes(3, 12)
+    >>> num_bytes(5, 4), num_bytes(3, 12)
     (3, 5)
     """
     return -(-numel * bits // 8)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Flat uint8 codes below 2**bits as flat bytes, for 1, 2, 4 or 8 bits; unused bits of the last byte are zero.
 
-    >>> pack(torch.tensor([1, 2, 15], dtype=torch.uint8), 4).tolist()
+    >>> pack_codes(torch.tensor([1, 2, 15], dtype=torch.uint8), 4).tolist()
     [33, 15]
     """
     if bits == 8:
@@ -44,10 +44,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return word.to(torch.uint8)
 
 
-def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
+def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """The `numel` uint8 codes in these bytes.
 
-    >>> unpack(torch.tensor([33, 15], dtype=torch.uint8), 4, 3).tolist()
+    >>> unpack_codes(torch.tensor([33, 15], dtype=torch.uint8), 4, 3).tolist()
     [1, 2, 15]
     """
     if bits == 8:
@@ -71,7 +71,9 @@ def lookup(packed: Tensor, bits: int, levels: tuple[float, ...]) -> Tensor:
 def _byte_table(bits: int, levels: tuple[float, ...], device: torch.device) -> Tensor:
     """The values in each of the 256 bytes: `[256, 8 / bits]` fp32."""
     every_byte = torch.arange(256, dtype=torch.uint8)
-    table = torch.tensor(levels)[unpack(every_byte, bits, 256 * 8 // bits).long()].float().view(256, -1).to(device)
+    table = (
+        torch.tensor(levels)[unpack_codes(every_byte, bits, 256 * 8 // bits).long()].float().view(256, -1).to(device)
+    )
     # Two fp32 move as one fp64, which is three times as fast as rows of two; no arithmetic is done on it.
     return table.view(torch.float64).view(256) if bits == 4 else table
 
@@ -84,7 +86,7 @@ def pack_indices(indices: Tensor) -> Tensor:
     """
     pairs = pad(indices, (0, indices.numel() % 2)).view(-1, 2).int()
     words = pairs[:, 0] | pairs[:, 1] << 12
-    return words.view(torch.uint8).view(-1, 4)[:, :3].reshape(-1)[: packed_bytes(indices.numel(), 12)]
+    return words.view(torch.uint8).view(-1, 4)[:, :3].reshape(-1)[: num_bytes(indices.numel(), 12)]
 
 
 def unpack_indices(packed: Tensor, numel: int) -> Tensor:

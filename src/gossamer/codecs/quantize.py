@@ -6,19 +6,20 @@ the two around it), and the receiver multiplies the level by the scale.
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.codecs.blocks import SLAB, absmax, absmax_bf16, as_blocks, num_blocks, spans, storable
 from gossamer.codecs.codec import Codec
-from gossamer.codecs.packing import lookup, pack, packed_bytes
-from gossamer.options import one_of, whole
+from gossamer.codecs.packing import lookup, num_bytes, pack_codes
+from gossamer.options import Interval, factory
 
-__all__ = ["Quantized", "Rounding", "fp4", "int4", "int8", "sign"]
+__all__ = ["Block", "Quantized", "Rounding", "fp4", "int4", "int8", "sign"]
 
 Rounding = Literal["nearest", "stochastic"]
+Block = Annotated[int, Interval(f"[8, {SLAB}]", multiples_of=8)]
 _SEVENTHS = tuple((code - 8) / 7 for code in range(16))
 _E3M0 = (0.0, *(2.0 ** (e - 7) for e in range(1, 8)), 0.0, *(-(2.0 ** (e - 7)) for e in range(1, 8)))
 _MANTISSA = 23  # bits of the mantissa of fp32
@@ -33,7 +34,8 @@ class Quantized(NamedTuple):
     scales: Tensor
 
 
-def int8(block: int = 4096, rounding: Rounding = "nearest") -> Codec:
+@factory
+def int8(block: Block = 4096, rounding: Rounding = "nearest") -> Codec:
     """Sends every element as one of 255 levels, evenly spaced up to the largest magnitude of its block.
 
     s = max |x| over the block;   q = round(127 x / s);   x' = s q / 127
@@ -41,7 +43,7 @@ def int8(block: int = 4096, rounding: Rounding = "nearest") -> Codec:
     A block with a NaN or an infinity decodes to NaN throughout. Encoding x' again gives x' ("nearest").
 
     Args:
-        block: elements per scale, a multiple of 8.
+        block: elements per scale.
         rounding: "stochastic" rounds up with the probability that makes the mean of x' equal to x.
     Cost: 8 + 32/block bits per element, 8.008 for 4096. Relative error 0.9 % on Gaussian data.
     Source: the block-wise symmetric quantizer in common use; int8 pseudo-gradients as in INTELLECT-1, arXiv 2412.01152.
@@ -52,7 +54,6 @@ def int8(block: int = 4096, rounding: Rounding = "nearest") -> Codec:
     >>> codec.decode(codec.encode(x, 0), x)
     tensor([ 1.0000, -0.5039,  0.0000])
     """
-    _check("int8", block, rounding)
 
     def code(ratio: Tensor, generator: torch.Generator | None) -> Tensor:
         return _linear(ratio, 127, generator).to(torch.int8).view(torch.uint8)
@@ -60,10 +61,11 @@ def int8(block: int = 4096, rounding: Rounding = "nearest") -> Codec:
     def level(packed: Tensor) -> Tensor:
         return packed.view(torch.int8).float() / 127
 
-    return _block_codec("int8", 8, block, absmax, code, level, rounding, _contraction(rounding, block, 1 / 254, 0.0))
+    return _block_codec(8, block, absmax, code, level, rounding, _contraction(rounding, block, 1 / 254, 0.0))
 
 
-def int4(block: int = 64, rounding: Rounding = "nearest") -> Codec:
+@factory
+def int4(block: Block = 64, rounding: Rounding = "nearest") -> Codec:
     """Sends every element as one of 15 levels, evenly spaced up to the largest magnitude of its block, two to a byte.
 
     s = max |x| over the block;   q = round(7 x / s);   x' = s q / 7;   q + 8 is sent, low nibble first
@@ -72,7 +74,7 @@ def int4(block: int = 64, rounding: Rounding = "nearest") -> Codec:
     ("nearest").
 
     Args:
-        block: elements per scale, a multiple of 8.
+        block: elements per scale.
         rounding: "stochastic" rounds up with the probability that makes the mean of x' equal to x.
     Cost: 4 + 16/block bits per element, 4.25 for 64. Relative error 10.8 % on Gaussian data.
     Source: the block-wise symmetric quantizer in common use.
@@ -83,7 +85,6 @@ def int4(block: int = 64, rounding: Rounding = "nearest") -> Codec:
     >>> codec.decode(codec.encode(x, 0), x)
     tensor([ 7., -3.,  0.])
     """
-    _check("int4", block, rounding)
 
     def code(ratio: Tensor, generator: torch.Generator | None) -> Tensor:
         return _linear(ratio, 7, generator).add_(8).to(torch.uint8)
@@ -91,12 +92,11 @@ def int4(block: int = 64, rounding: Rounding = "nearest") -> Codec:
     def level(packed: Tensor) -> Tensor:
         return lookup(packed, 4, _SEVENTHS)
 
-    return _block_codec(
-        "int4", 4, block, absmax_bf16, code, level, rounding, _contraction(rounding, block, _SLACK / 14, 0.0)
-    )
+    return _block_codec(4, block, absmax_bf16, code, level, rounding, _contraction(rounding, block, _SLACK / 14, 0.0))
 
 
-def fp4(block: int = 256, rounding: Rounding = "nearest") -> Codec:
+@factory
+def fp4(block: Block = 256, rounding: Rounding = "nearest") -> Codec:
     """Sends every element as a sign and one of eight magnitudes, zero and seven powers of two: the float format E3M0.
 
     s = max |x| over the block;   code = sign·8 + e;   x' = 0 for e = 0,  ± s 2^(e-7) for e = 1..7;   two to a byte
@@ -107,7 +107,7 @@ def fp4(block: int = 256, rounding: Rounding = "nearest") -> Codec:
     with a NaN or an infinity (or a magnitude beyond 3.38e38) decodes to NaN throughout.
 
     Args:
-        block: elements per scale, a multiple of 8.
+        block: elements per scale.
         rounding: see above.
     Cost: 4 + 16/block bits per element, 4.0625 for 256. Relative error 19.5 % on Gaussian data (28 % if stochastic),
         within 4 % of that for blocks of 64 to 4096.
@@ -120,7 +120,6 @@ def fp4(block: int = 256, rounding: Rounding = "nearest") -> Codec:
     >>> codec.decode(codec.encode(x, 0), x)
     tensor([ 8., -1.,  4.,  0.])
     """
-    _check("fp4", block, rounding)
 
     def code(ratio: Tensor, generator: torch.Generator | None) -> Tensor:
         magnitude = ratio.abs()
@@ -141,11 +140,12 @@ def fp4(block: int = 256, rounding: Rounding = "nearest") -> Codec:
         return lookup(packed, 4, _E3M0)
 
     return _block_codec(
-        "fp4", 4, block, absmax_bf16, code, level, rounding, _contraction(rounding, block, _SLACK / 128, 1 / 9)
+        4, block, absmax_bf16, code, level, rounding, _contraction(rounding, block, _SLACK / 128, 1 / 9)
     )
 
 
-def sign(block: int = 1024) -> Codec:
+@factory
+def sign(block: Block = 1024) -> Codec:
     """Sends the sign of every element, eight to a byte, and the mean magnitude of its block.
 
     s = mean |x| over the block;   x' = s if x >= 0 else -s
@@ -154,7 +154,7 @@ def sign(block: int = 1024) -> Codec:
     throughout.
 
     Args:
-        block: elements per scale, a multiple of 8.
+        block: elements per scale.
     Cost: 1 + 16/block bits per element, 1.016 for 1024. Relative error 60 % on Gaussian data, √(1 - 2/π).
     Source: scaled sign compression, Karimireddy et al., arXiv 1901.09847.
     Differs: a scale per block instead of one per tensor.
@@ -164,7 +164,6 @@ def sign(block: int = 1024) -> Codec:
     >>> codec.decode(codec.encode(x, 0), x)
     tensor([ 2., -2.])
     """
-    whole("sign", "block", block, 8, SLAB, multiple_of=8)
 
     def mean_magnitude(blocks: Tensor) -> Tensor:
         return storable(blocks.abs().mean(1))
@@ -176,13 +175,7 @@ def sign(block: int = 1024) -> Codec:
         return lookup(packed, 1, (-1.0, 1.0))
 
     contraction = (1 - 2**-16) / block  # ||x - x'||² = ||x||² - block·s², and block·s >= ||x||; the rest rounds s
-    codec = _block_codec("sign", 1, block, mean_magnitude, code, level, "nearest", contraction)
-    return codec._replace(options={"block": block})
-
-
-def _check(codec: str, block: int, rounding: Rounding) -> None:
-    whole(codec, "block", block, 8, SLAB, multiple_of=8)
-    one_of(codec, "rounding", rounding, ("nearest", "stochastic"))
+    return _block_codec(1, block, mean_magnitude, code, level, "nearest", contraction)
 
 
 def _linear(ratio: Tensor, levels: int, generator: torch.Generator | None) -> Tensor:
@@ -218,7 +211,6 @@ def _contraction(rounding: Rounding, block: int, h: float, relative: float) -> f
 
 
 def _block_codec(
-    name: str,
     bits: int,
     block: int,
     scale: Callable[[Tensor], Tensor],
@@ -232,7 +224,7 @@ def _block_codec(
     scale_dtype = scale(torch.zeros(1, 1)).dtype
 
     def encode(x: Tensor, key: int) -> Quantized:
-        codes = torch.empty(packed_bytes(x.numel(), bits), dtype=torch.uint8, device=x.device)
+        codes = torch.empty(num_bytes(x.numel(), bits), dtype=torch.uint8, device=x.device)
         scales = torch.empty(num_blocks(x.numel(), block), dtype=scale_dtype, device=x.device)
         generator = torch.Generator().manual_seed(key) if draws else None
         for start, stop in spans(x, block):
@@ -240,24 +232,28 @@ def _block_codec(
             own = scale(blocks[:, : stop - start])  # the last block comes alone: without what it was filled up with
             scales[start // block : num_blocks(stop, block)] = own
             ratio = blocks / own.float().masked_fill_(own == 0, 1.0)[:, None]
-            packed = pack(code(ratio, generator).view(-1), bits)
-            here = codes[start * bits // 8 : packed_bytes(stop, bits)]
+            packed = pack_codes(code(ratio, generator).view(-1), bits)
+            here = codes[start * bits // 8 : num_bytes(stop, bits)]
             here.copy_(packed[: here.numel()])
         return Quantized(codes, scales)
 
     def decode(payload: Quantized, like: Tensor) -> Tensor:
         x = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for start, stop in spans(x, block):
-            levels = level(payload.codes[start * bits // 8 : packed_bytes(stop, bits)])[: stop - start]
+            levels = level(payload.codes[start * bits // 8 : num_bytes(stop, bits)])[: stop - start]
             own = payload.scales[start // block : num_blocks(stop, block)].float()
             x[start:stop] = (levels.view(own.numel(), -1) * own[:, None]).view(-1)
         return x
 
     def payload_bytes(numel: int) -> int:
-        return packed_bytes(numel, bits) + scale_dtype.itemsize * num_blocks(numel, block)
+        return num_bytes(numel, bits) + scale_dtype.itemsize * num_blocks(numel, block)
 
     return Codec(
-        name, encode, decode,
-        draws=draws, unbiased=draws, contraction=contraction, blockwise=None if draws else block, payload_bytes=payload_bytes,
-        options={"block": block, "rounding": rounding},
-    )  # fmt: skip
+        encode,
+        decode,
+        draws=draws,
+        unbiased=draws,
+        contraction=contraction,
+        blockwise=None if draws else block,
+        payload_bytes=payload_bytes,
+    )

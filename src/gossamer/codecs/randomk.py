@@ -1,22 +1,22 @@
 """Codecs that send a random choice which the receiver repeats from the key: randomk, and cocktail, which sends few of them."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.codecs.blocks import num_blocks
 from gossamer.codecs.codec import Codec
-from gossamer.codecs.packing import pack, packed_bytes, unpack
-from gossamer.codecs.quantize import Quantized, int4
-from gossamer.codecs.topk import LARGEST_CHUNK, ValueFormat, gather, num_kept, value_bytes, value_dtype, value_format
+from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
+from gossamer.codecs.quantize import Block, Quantized, int4
+from gossamer.codecs.topk import PerChunk, ValueFormat, fits_chunk, gather, num_kept, value_bytes, value_dtype
 from gossamer.errors import TransportError
-from gossamer.options import whole
+from gossamer.options import Interval, factory
 
-__all__ = ["Cocktail", "Drawn", "cocktail", "randomk"]
+__all__ = ["Cocktail", "Drawn", "Run", "cocktail", "randomk"]
 
 _KEY_BYTES = 8
-_MOST = 1 << 16
+Run = Annotated[int, Interval(f"[1, {1 << 16}]")]
 _KEYS = 1 << 63
 
 
@@ -35,7 +35,8 @@ class Cocktail(NamedTuple):
     values: Quantized
 
 
-def randomk(one_in: int = 64, scaled: bool = False, values: ValueFormat = "same") -> Codec:
+@factory
+def randomk(one_in: Run = 64, scaled: bool = False, values: ValueFormat = "same") -> Codec:
     """Sends one element of every run of `one_in`, drawn from the key; places cost nothing but the key.
 
     x' = x at the drawn place of each run, 0 elsewhere;   times `one_in` if scaled, which makes the mean of x' equal to x
@@ -56,8 +57,6 @@ def randomk(one_in: int = 64, scaled: bool = False, values: ValueFormat = "same"
     >>> codec.decode(codec.encode(x, 1), x)
     tensor([0., 2., 0., 4., 5.])
     """
-    whole("randomk", "one_in", one_in, 1, _MOST)
-    value_format("randomk", values)
 
     def encode(x: Tensor, key: int) -> Drawn:
         return Drawn(_key(key, x), _chosen(x, one_in, key).to(value_dtype(values, x)))
@@ -73,17 +72,18 @@ def randomk(one_in: int = 64, scaled: bool = False, values: ValueFormat = "same"
         return x
 
     return Codec(
-        "randomk", encode, decode,
+        encode,
+        decode,
         draws=one_in > 1,
         unbiased=(scaled or one_in == 1) and values in ("same", "fp32"),
         linear=values in ("same", "fp32"),
         contraction=None if (scaled and one_in > 1) or values == "fp16" else (1 - 2**-16) / one_in,
         payload_bytes=lambda numel: _KEY_BYTES + num_blocks(numel, one_in) * value_bytes(values),
-        options={"one_in": one_in, "scaled": scaled, "values": values},
-    )  # fmt: skip
+    )
 
 
-def cocktail(one_in: int = 10, k: int = 256, chunk: int = 1280, block: int = 128) -> Codec:
+@factory
+def cocktail(one_in: Run = 10, k: PerChunk = 256, chunk: PerChunk = 1280, block: Block = 128) -> Codec:
     """Draws one element of every run, keeps the largest of the drawn, and sends those in four bits.
 
     d = the drawn elements, as in `randomk`;   K = the k largest |d| of every chunk of d
@@ -94,8 +94,8 @@ def cocktail(one_in: int = 10, k: int = 256, chunk: int = 1280, block: int = 128
     Args:
         one_in: the length of a run, of which one element is drawn.
         k: kept of each chunk.
-        chunk: drawn elements per chunk, at most 4096.
-        block: kept elements per int4 scale, a multiple of 8.
+        chunk: drawn elements per chunk.
+        block: kept elements per int4 scale.
     Cost: 8 bytes, and (1 + k / chunk (4 + 16 / block)) / one_in bits per element: 0.1825, 175 times less than fp32.
     Source: CocktailSGD, Wang et al., ICML 2023 (PMLR 202).
     Differs: the draw is one per run instead of every tenth element shifted by one each step, and differs between workers;
@@ -107,9 +107,7 @@ def cocktail(one_in: int = 10, k: int = 256, chunk: int = 1280, block: int = 128
     >>> codec.decode(codec.encode(x, 0), x)
     tensor([ 0., -7.,  0.,  0.,  0.,  2.])
     """
-    whole("cocktail", "one_in", one_in, 1, _MOST)
-    whole("cocktail", "chunk", chunk, 1, LARGEST_CHUNK)
-    whole("cocktail", "k", k, 1, chunk)
+    fits_chunk("cocktail", k, chunk)
     inner = int4(block)
 
     def encode(x: Tensor, key: int) -> Cocktail:
@@ -118,12 +116,12 @@ def cocktail(one_in: int = 10, k: int = 256, chunk: int = 1280, block: int = 128
         sent = torch.zeros(drawn.numel(), dtype=torch.uint8, device=x.device)
         owner = torch.arange(kept.numel(), device=x.device) // k
         sent[owner * chunk + indices] = 1
-        return Cocktail(_key(key, x), pack(sent, 1), inner.encode(kept, key))
+        return Cocktail(_key(key, x), pack_codes(sent, 1), inner.encode(kept, key))
 
     def decode(payload: Cocktail, like: Tensor) -> Tensor:
         drawn = num_blocks(like.numel(), one_in)
         kept = num_kept(drawn, k, chunk)
-        sent = unpack(payload.sent, 1, drawn).nonzero().view(-1)
+        sent = unpack_codes(payload.sent, 1, drawn).nonzero().view(-1)
         if sent.numel() != kept:
             raise TransportError(
                 f"a cocktail payload says that {sent.numel()} of {drawn} elements are sent, and brings values for {kept}: the "
@@ -137,14 +135,16 @@ def cocktail(one_in: int = 10, k: int = 256, chunk: int = 1280, block: int = 128
     def payload_bytes(numel: int) -> int:
         drawn = num_blocks(numel, one_in)
         assert inner.payload_bytes is not None
-        return _KEY_BYTES + packed_bytes(drawn, 1) + inner.payload_bytes(num_kept(drawn, k, chunk))
+        return _KEY_BYTES + num_bytes(drawn, 1) + inner.payload_bytes(num_kept(drawn, k, chunk))
 
     assert inner.contraction is not None
     return Codec(
-        "cocktail", encode, decode,
-        draws=one_in > 1, contraction=inner.contraction * k / chunk / one_in, payload_bytes=payload_bytes,
-        options={"one_in": one_in, "k": k, "chunk": chunk, "block": block},
-    )  # fmt: skip
+        encode,
+        decode,
+        draws=one_in > 1,
+        contraction=inner.contraction * k / chunk / one_in,
+        payload_bytes=payload_bytes,
+    )
 
 
 def _key(key: int, x: Tensor) -> Tensor:

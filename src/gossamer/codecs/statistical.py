@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.codecs.blocks import SLAB, spans
 from gossamer.codecs.codec import Codec
+from gossamer.options import factory
 
 __all__ = ["BinMeans", "int8_statistical"]
 
@@ -20,6 +21,7 @@ class BinMeans(NamedTuple):
     codebook: Tensor
 
 
+@factory
 def int8_statistical() -> Codec:
     """Sends every element as the number of one of 256 bins around the mean, and the mean of the elements in each bin.
 
@@ -62,7 +64,7 @@ def int8_statistical() -> Codec:
             x[start:stop] = payload.codebook.index_select(0, payload.codes[start:stop].int())
         return x
 
-    return Codec("int8_statistical", encode, decode, payload_bytes=lambda numel: numel + 1024)
+    return Codec(encode, decode, payload_bytes=lambda numel: numel + 1024)
 
 
 def _parts(x: Tensor) -> Iterator[Tensor]:

@@ -1,21 +1,23 @@
 """Codecs that send the largest elements of every chunk and where they are: topk, and topk2bit with two-bit values."""
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer.codecs.blocks import num_blocks, spans, storable
 from gossamer.codecs.codec import Codec
-from gossamer.codecs.packing import pack, pack_indices, packed_bytes, unpack, unpack_indices
+from gossamer.codecs.packing import num_bytes, pack_codes, pack_indices, unpack_codes, unpack_indices
 from gossamer.errors import TransportError
-from gossamer.options import one_of, whole
+from gossamer.options import Interval, check_option, factory
 
 __all__ = [
     "LARGEST_CHUNK",
     "Kept",
     "KeptCoarsely",
+    "PerChunk",
     "ValueFormat",
+    "fits_chunk",
     "gather",
     "num_kept",
     "place",
@@ -23,10 +25,10 @@ __all__ = [
     "topk2bit",
     "value_bytes",
     "value_dtype",
-    "value_format",
 ]
 
 LARGEST_CHUNK = 4096  # what an index of 12 bits can reach
+PerChunk = Annotated[int, Interval(f"[1, {LARGEST_CHUNK}]")]
 
 ValueFormat = Literal["same", "fp32", "bf16", "fp16"]
 _LLOYD_STEPS = 4  # on Gaussian data one step is enough; the tails of Student's t with 3 degrees still gain a third
@@ -48,7 +50,8 @@ class KeptCoarsely(NamedTuple):
     magnitudes: Tensor
 
 
-def topk(k: int = 64, chunk: int = 4096, values: ValueFormat = "same") -> Codec:
+@factory
+def topk(k: PerChunk = 64, chunk: PerChunk = 4096, values: ValueFormat = "same") -> Codec:
     """Sends the k largest elements of every chunk and their places; the rest arrives as zero.
 
     K = the k elements of the chunk with the largest |x|;   x' = x on K, 0 elsewhere
@@ -58,7 +61,7 @@ def topk(k: int = 64, chunk: int = 4096, values: ValueFormat = "same") -> Codec:
 
     Args:
         k: kept elements of a chunk.
-        chunk: at most 4096.
+        chunk: elements of a chunk.
         values: the format of the values on the wire, "same" being that of the tensor.
     Cost: k (12 + value bits) / chunk bits per element: 0.69 for 64 of 4096 fp32 values, 0.44 in bf16. Relative error 94 %
         on Gaussian data, less on heavier tails.
@@ -71,8 +74,7 @@ def topk(k: int = 64, chunk: int = 4096, values: ValueFormat = "same") -> Codec:
     >>> codec.decode(codec.encode(x, 0), x)
     tensor([ 1., -3.,  0.,  0.,  2.])
     """
-    _check("topk", k, chunk)
-    value_format("topk", values)
+    fits_chunk("topk", k, chunk)
 
     def encode(x: Tensor, key: int) -> Kept:
         indices, kept = gather(x, k, chunk)
@@ -83,16 +85,19 @@ def topk(k: int = 64, chunk: int = 4096, values: ValueFormat = "same") -> Codec:
 
     def payload_bytes(numel: int) -> int:
         kept = num_kept(numel, k, chunk)
-        return packed_bytes(kept, 12) + kept * value_bytes(values)
+        return num_bytes(kept, 12) + kept * value_bytes(values)
 
     return Codec(
-        "topk", encode, decode,
-        contraction=None if values == "fp16" else k / chunk * (1 - 2**-16), blockwise=chunk, payload_bytes=payload_bytes,
-        options={"k": k, "chunk": chunk, "values": values},
-    )  # fmt: skip
+        encode,
+        decode,
+        contraction=None if values == "fp16" else k / chunk * (1 - 2**-16),
+        blockwise=chunk,
+        payload_bytes=payload_bytes,
+    )
 
 
-def topk2bit(k: int = 64, chunk: int = 4096) -> Codec:
+@factory
+def topk2bit(k: PerChunk = 64, chunk: PerChunk = 4096) -> Codec:
     """Sends the k largest elements of every chunk as one of four values -c₂, -c₁, c₁, c₂ that fit the chunk best.
 
     K = the k elements of the chunk with the largest |x|;   x' = sign(x) c(|x|) on K, 0 elsewhere
@@ -100,6 +105,9 @@ def topk2bit(k: int = 64, chunk: int = 4096) -> Codec:
 
     Ties and the last chunk as in `topk`. A NaN or an infinity makes all that its chunk keeps decode to NaN.
 
+    Args:
+        k: kept elements of a chunk.
+        chunk: elements of a chunk.
     Cost: 14 k + 32 bits per chunk: 14 bits per kept value and two bf16 magnitudes. For 64 of 4096 that is 0.2266 bits per
         element, 141 times less than fp32. Relative error of the kept values 6 % on Gaussian data.
     Source: SparseLoCo, arXiv 2508.15706; 12-bit places and 2-bit values as in its public implementation.
@@ -111,7 +119,7 @@ def topk2bit(k: int = 64, chunk: int = 4096) -> Codec:
     >>> codec.decode(codec.encode(x, 0), x)
     tensor([ 0.,  1.,  0., -1.,  0.,  4.,  0.,  0.])
     """
-    _check("topk2bit", k, chunk)
+    fits_chunk("topk2bit", k, chunk)
 
     def encode(x: Tensor, key: int) -> KeptCoarsely:
         indices, kept = gather(x, k, chunk)
@@ -120,11 +128,11 @@ def topk2bit(k: int = 64, chunk: int = 4096) -> Codec:
         codes, magnitudes = (
             torch.cat([part.reshape(-1) for part in parts]) for parts in zip(*map(_two_levels, chunks), strict=True)
         )
-        return KeptCoarsely(pack_indices(indices), pack(codes, 2), magnitudes)
+        return KeptCoarsely(pack_indices(indices), pack_codes(codes, 2), magnitudes)
 
     def decode(payload: KeptCoarsely, like: Tensor) -> Tensor:
         kept = num_kept(like.numel(), k, chunk)
-        codes = unpack(payload.codes, 2, kept).int()
+        codes = unpack_codes(payload.codes, 2, kept).int()
         owner = torch.arange(kept, device=like.device) // k
         magnitudes = payload.magnitudes.float()[2 * owner + (codes & 1)]
         values = torch.where(codes > 1, -magnitudes, magnitudes)
@@ -132,25 +140,23 @@ def topk2bit(k: int = 64, chunk: int = 4096) -> Codec:
 
     def payload_bytes(numel: int) -> int:
         kept = num_kept(numel, k, chunk)
-        return packed_bytes(kept, 12) + packed_bytes(kept, 2) + 4 * num_blocks(numel, chunk)
+        return num_bytes(kept, 12) + num_bytes(kept, 2) + 4 * num_blocks(numel, chunk)
 
     # What arrives of a chunk is its projection on the groups: at least (Σ_K |x|)² / k of ||x||², which is least for k
     # equal elements above equal others, k / chunk, or for a single one, 1 / k. The last factor rounds c₁ and c₂ to bf16.
     return Codec(
-        "topk2bit", encode, decode,
-        contraction=min(k / chunk, 1 / k) * (1 - 2**-16), blockwise=chunk, payload_bytes=payload_bytes,
-        options={"k": k, "chunk": chunk},
-    )  # fmt: skip
+        encode, decode, contraction=min(k / chunk, 1 / k) * (1 - 2**-16), blockwise=chunk, payload_bytes=payload_bytes
+    )
+
+
+def fits_chunk(codec: str, k: int, chunk: int) -> None:
+    """Raises ConfigError for a codec that is to keep more elements of a chunk than it has."""
+    check_option(f"codec '{codec}'", "k", k, Annotated[int, Interval(f"[1, {chunk}]")])
 
 
 def num_kept(numel: int, k: int, chunk: int) -> int:
     """How many of so many elements are kept."""
     return numel // chunk * k + num_blocks(numel % chunk * k, chunk)
-
-
-def value_format(codec: str, values: str) -> None:
-    """Raises ConfigError unless `values` is a format of values on the wire."""
-    one_of(codec, "values", values, ("same", *_DTYPES))
 
 
 def value_dtype(values: ValueFormat, x: Tensor) -> torch.dtype:
@@ -221,8 +227,3 @@ def _group_means(size: Tensor, high: Tensor) -> Tensor:
     groups = torch.stack((~high, high), 1)
     means = (size[:, None] * groups).sum(2) / groups.sum(2)
     return torch.where(groups.any(2), means, means.flip(1))
-
-
-def _check(codec: str, k: int, chunk: int) -> None:
-    whole(codec, "chunk", chunk, 1, LARGEST_CHUNK)
-    whole(codec, "k", k, 1, chunk)

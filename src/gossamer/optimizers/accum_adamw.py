@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.errors import ConfigError
 from gossamer.optimizers.pieces import pieces
+from gossamer.options import Count, Decay, NotNegative, checked
 
 __all__ = ["AccumAdamW"]
 
@@ -42,19 +42,17 @@ class AccumAdamW(Optimizer):
     tensor([0., 0.])
     """
 
+    @checked
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, *, moments_every: int = 4,
-    ) -> None:  # fmt: skip
-        for name, value, fine, allowed in [
-            ("lr", lr, lr >= 0, "at least 0"),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)"),
-            ("eps", eps, eps >= 0, "at least 0"),
-            ("weight_decay", weight_decay, weight_decay >= 0, "at least 0"),
-            ("moments_every", moments_every, moments_every >= 1, "at least 1"),
-        ]:
-            if not fine:
-                raise ConfigError(f"AccumAdamW got {name} = {value}; allowed is {allowed}: correct it")
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: NotNegative = 1e-3,
+        betas: tuple[Decay, Decay] = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
+        weight_decay: NotNegative = 1e-2,
+        *,
+        moments_every: Count = 4,
+    ) -> None:
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "moments_every": moments_every}
         super().__init__(params, settings)
 

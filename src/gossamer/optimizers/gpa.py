@@ -1,15 +1,15 @@
 """GPA: a running average of the iterates, near which the gradients are taken."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer.errors import ConfigError
 from gossamer.optimizers.contract import InnerOptimizer
 from gossamer.optimizers.pieces import pieces
+from gossamer.options import Count, Decay, Interval, checked
 
 __all__ = ["GPA", "mu_x_like_diloco", "toward"]
 
@@ -24,7 +24,7 @@ class GPA(Optimizer):
 
     Args:
         base: any optimizer whose step needs no closure; its weight decay acts on z.
-        mu_x: weight of the old average in [0, 1): 0.9967 remembers some 300 steps. None weighs all alike, `x = mean of
+        mu_x: weight of the old average: 0.9967 remembers some 300 steps. None weighs all alike, `x = mean of
             z_0..z_t`, which is the averaging of Schedule-Free.
         mu_y: where between z (0) and x (1) the gradients are taken.
         x, z: where to keep the two of each parameter, such as views of a flat buffer; of its own making when None.
@@ -47,14 +47,16 @@ class GPA(Optimizer):
     tensor([0.8750])
     """
 
+    @checked
     def __init__(
-        self, base: InnerOptimizer, *, mu_x: float | None = 0.9967, mu_y: float = 0.7,
-        x: Mapping[nn.Parameter, Tensor] | None = None, z: Mapping[nn.Parameter, Tensor] | None = None,
-    ) -> None:  # fmt: skip
-        if mu_x is not None and not 0 <= mu_x < 1:
-            raise ConfigError(f"GPA got mu_x = {mu_x}; allowed is [0, 1): 0.9967 remembers some 300 steps")
-        if not 0 <= mu_y <= 1:
-            raise ConfigError(f"GPA got mu_y = {mu_y}; allowed is [0, 1]: choose a value in that range")
+        self,
+        base: InnerOptimizer,
+        *,
+        mu_x: Decay | None = 0.9967,
+        mu_y: Annotated[float, Interval("[0, 1]")] = 0.7,
+        x: Mapping[nn.Parameter, Tensor] | None = None,
+        z: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
         super().__init__(base.param_groups, getattr(base, "defaults", {}))
         self.base, self.mu_x, self.mu_y = base, mu_x, mu_y
         self.steps, self.training = 0, True
@@ -158,7 +160,8 @@ def toward(start: Tensor, end: Tensor, weight: float) -> Tensor:
     return end + (1 - weight) * (start - end)
 
 
-def mu_x_like_diloco(local_steps: int) -> float:
+@checked
+def mu_x_like_diloco(local_steps: Count) -> float:
     """The `mu_x` of GPA that averages like a DiLoCo of one worker with so many local steps and momentum 0.9: `0.9^(1/H)`.
 
     Source: arXiv 2512.17131, table 4.
@@ -166,6 +169,4 @@ def mu_x_like_diloco(local_steps: int) -> float:
     >>> [round(mu_x_like_diloco(h), 4) for h in (1, 8, 32, 128)]
     [0.9, 0.9869, 0.9967, 0.9992]
     """
-    if local_steps < 1:
-        raise ConfigError(f"mu_x_like_diloco got local_steps = {local_steps}; it must be at least 1")
     return 0.9 ** (1 / local_steps)

@@ -8,13 +8,13 @@ closes in three numbers. The model has no loss: the curvature that workers share
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gossamer.errors import ConfigError
-from gossamer.options import within
+from gossamer.options import Decay, Interval, check_option
 from gossamer.rules import RULES, Consensus, Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
@@ -212,8 +212,8 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     >>> [(row.consensus.site, round(row.stability.radius, 3), row.best_alpha) for row in found.gossip]
     [('post', 0.807, 0.795), ('pre', 0.866, 0.808), ('post', 0.655, 1.0)]
     """
-    within("gossip", "alpha", alpha, 0.0, 2.0, low_open=True)
-    within("gossip", "momentum", gamma, 0.0, 1.0)
+    check_option("gossip", "alpha", alpha, Annotated[float, Interval("(0, 2)")])
+    check_option("gossip", "momentum", gamma, Decay)
     if not topology.doubly_stochastic:
         return Outlook(None, None, ())
     gap = condition = None

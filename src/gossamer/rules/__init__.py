@@ -1,29 +1,33 @@
-"""Every rule in one table; adding one touches its own file and one row here."""
+"""Every rule in one table; a new rule is its own file, and its import and row here."""
 
 from collections.abc import Callable
 from typing import Any
 
-from gossamer.rules.anchored import anchored, anchored_gasloc
-from gossamer.rules.choco import choco
-from gossamer.rules.cocktail import cocktail
+from gossamer.options import row, table
+from gossamer.rules.anchored import anchored as anchored
+from gossamer.rules.anchored import anchored_gasloc as anchored_gasloc
+from gossamer.rules.choco import choco as choco
+from gossamer.rules.cocktail import cocktail as cocktail
 from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
-from gossamer.rules.data_parallel import data_parallel
-from gossamer.rules.diloco import diloco
-from gossamer.rules.eager import eager
-from gossamer.rules.easgd import easgd
-from gossamer.rules.error_feedback import error_feedback, sparseloco
-from gossamer.rules.fedopt import fedopt
-from gossamer.rules.gasloc import gasloc
-from gossamer.rules.gossip import gossip
-from gossamer.rules.jacobi import jacobi
-from gossamer.rules.local_sgd import local_sgd
-from gossamer.rules.noloco import noloco
-from gossamer.rules.relaysum import relaysum
-from gossamer.rules.restarted import omr, restarted
-from gossamer.rules.sgp import sgp
-from gossamer.rules.slowmo import slowmo
-from gossamer.rules.sparta import sparta
-from gossamer.rules.weighted import weighted
+from gossamer.rules.data_parallel import data_parallel as data_parallel
+from gossamer.rules.diloco import diloco as diloco
+from gossamer.rules.eager import eager as eager
+from gossamer.rules.easgd import easgd as easgd
+from gossamer.rules.error_feedback import error_feedback as error_feedback
+from gossamer.rules.error_feedback import sparseloco as sparseloco
+from gossamer.rules.fedopt import fedopt as fedopt
+from gossamer.rules.gasloc import gasloc as gasloc
+from gossamer.rules.gossip import gossip as gossip
+from gossamer.rules.jacobi import jacobi as jacobi
+from gossamer.rules.local_sgd import local_sgd as local_sgd
+from gossamer.rules.noloco import noloco as noloco
+from gossamer.rules.relaysum import relaysum as relaysum
+from gossamer.rules.restarted import omr as omr
+from gossamer.rules.restarted import restarted as restarted
+from gossamer.rules.sgp import sgp as sgp
+from gossamer.rules.slowmo import slowmo as slowmo
+from gossamer.rules.sparta import sparta as sparta
+from gossamer.rules.weighted import weighted as weighted
 
 __all__ = [
     "RULES",
@@ -32,59 +36,36 @@ __all__ = [
     "Context",
     "OuterSGD",
     "Rule",
-    "anchored",
-    "anchored_gasloc",
-    "choco",
-    "cocktail",
-    "data_parallel",
-    "diloco",
-    "eager",
-    "easgd",
-    "error_feedback",
-    "fedopt",
-    "gasloc",
-    "gossip",
-    "jacobi",
-    "local_sgd",
     "make_rule",
-    "noloco",
-    "omr",
-    "relaysum",
-    "restarted",
-    "sgp",
-    "slowmo",
-    "sparseloco",
-    "sparta",
-    "weighted",
 ]
 
-RULES: dict[str, Callable[..., Rule]] = {
-    "anchored_gasloc": anchored_gasloc,
-    "choco": choco,
-    "cocktail": cocktail,
-    "data_parallel": data_parallel,
-    "diloco": diloco,
-    "eager": eager,
-    "easgd": easgd,
-    "fedopt": fedopt,
-    "gasloc": gasloc,
-    "gossip": gossip,
-    "jacobi": jacobi,
-    "local_sgd": local_sgd,
-    "noloco": noloco,
-    "omr": omr,
-    "relaysum": relaysum,
-    "sgp": sgp,
-    "slowmo": slowmo,
-    "sparseloco": sparseloco,
-    "sparta": sparta,
-}
+RULES: dict[str, Callable[..., Rule]] = table(
+    anchored_gasloc,
+    choco,
+    cocktail,
+    data_parallel,
+    diloco,
+    eager,
+    easgd,
+    fedopt,
+    gasloc,
+    gossip,
+    jacobi,
+    local_sgd,
+    noloco,
+    omr,
+    relaysum,
+    sgp,
+    slowmo,
+    sparseloco,
+    sparta,
+)
 
-WRAPPERS: dict[str, Callable[..., Rule]] = {
-    "anchored": anchored,
-    "error_feedback": error_feedback,
-    "restarted": restarted,
-}
+WRAPPERS: dict[str, Callable[..., Rule]] = table(
+    anchored,
+    error_feedback,
+    restarted,
+)
 """Functions from rule to rule, for `make_rule`."""
 
 
@@ -96,7 +77,8 @@ def make_rule(name: str, **options: Any) -> Rule:
 
     Raises: ConfigError for options that cannot work.
     """
-    rule = RULES[name](**{key: value for key, value in options.items() if key not in WRAPPERS})
+    own = {key: value for key, value in options.items() if key not in WRAPPERS}
+    rule = row("rule", RULES, name, own, also=WRAPPERS)(**own)
     for key in (key for key in options if key in WRAPPERS):
-        rule = WRAPPERS[key](rule, **options[key])
+        rule = row("wrapper", WRAPPERS, key, options[key])(rule, **options[key])
     return rule

@@ -1,11 +1,12 @@
 """Anchored gossip: what is compressed is the distance from a point that all workers share."""
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gossamer.errors import ConfigError
+from gossamer.options import Given, factory, like, wrapper
 from gossamer.rules.contract import Context, Rule
 from gossamer.rules.gasloc import gasloc
 from gossamer.topologies.mixing import Row, mean, pull
@@ -21,7 +22,8 @@ class _State(NamedTuple):
     anchor: Tensor
 
 
-def anchored(rule: Rule) -> Rule:
+@wrapper
+def anchored(rule: Given[Rule]) -> Rule:
     """The same gossip rule, which sends its parameters as their distance from a common anchor.
 
     ŷ_i = A + decode(encode(y_i - A));   y_i is drawn by Σ_j w_ij (ŷ_j - ŷ_i);   A ← mean_j ŷ_j when everyone hears everyone
@@ -58,20 +60,19 @@ def anchored(rule: Rule) -> Rule:
         return x, _State(inner, s.anchor + average if ctx.everyone else s.anchor)
 
     return rule._replace(
-        name=f"anchored_{rule.name}", init=init, send=send, hear=_pull_and_mean, recv=recv,
+        init=init,
+        send=send,
+        hear=_pull_and_mean,
+        recv=recv,
         state_copies=rule.state_copies + 1,
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
         start=None if start is None else lambda s: start(s.inner),
-    )  # fmt: skip
+    )
 
 
-def anchored_gasloc(
-    lr: float = 0.7,
-    momentum: float = 0.7,
-    alpha: float | Literal["auto"] = 1.0,
-    form: Literal["post", "published"] = "post",
-    optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov",
-) -> Rule:
+@factory
+@like(gasloc)
+def anchored_gasloc(*args: Any, **options: Any) -> Rule:
     """GASLoC through a lossy codec, on any topology, with the mean of the workers kept exactly.
 
     ŷ_i = A + decode(encode(y_i - A));   z = y + α Σ_j w_ij (ŷ_j - ŷ_i);   and on as in `gasloc`
@@ -88,7 +89,7 @@ def anchored_gasloc(
     >>> anchored_gasloc().options == gasloc().options
     True
     """
-    return anchored(gasloc(lr, momentum, alpha, form, optimizer))
+    return anchored(gasloc(*args, **options))
 
 
 def _pull_and_mean(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:

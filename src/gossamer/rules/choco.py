@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.options import within
+from gossamer.options import Share, factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
@@ -20,7 +20,8 @@ class _State(NamedTuple):
     drawn: Tensor
 
 
-def choco(alpha: float = 0.3) -> Rule:
+@factory
+def choco(alpha: Share = 0.3) -> Rule:
     """Workers gossip over public copies of each other, which compressed differences keep up to date.
 
     q_i = decode(encode(θ_i - x̂_i));   x̂_i ← x̂_i + q_i;   θ_i ← θ_i + α Σ_j w_ij (x̂_j - x̂_i)
@@ -29,7 +30,7 @@ def choco(alpha: float = 0.3) -> Rule:
     why the graph must not change, and one that does is refused.
 
     Args:
-        alpha: consensus step α in (0, 1]; the coarser the codec, the smaller it has to be. With an exact codec 1 is gossip.
+        alpha: consensus step α; the coarser the codec, the smaller it has to be. With an exact codec 1 is gossip.
     Cost: one payload to each peer per round; public copy and running sum kept (2 P).
     Source: Koloskova, Stich and Jaggi, arXiv 1902.00340.
     Differs: the public copies begin at the common starting point instead of at zero.
@@ -38,7 +39,6 @@ def choco(alpha: float = 0.3) -> Rule:
     >>> choco().needs
     'static'
     """
-    within("choco", "alpha", alpha, 0.0, 1.0, low_open=True, high_closed=True)
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x))
@@ -50,7 +50,4 @@ def choco(alpha: float = 0.3) -> Rule:
         drawn = s.drawn + heard
         return x + alpha * drawn, _State(s.public + told, drawn)
 
-    return Rule(
-        "choco", {"alpha": alpha}, init, send, pull, recv,
-        needs="static", n1_limit="inner", mean_preserving=True, state_copies=2,
-    )  # fmt: skip
+    return Rule(init, send, pull, recv, needs="static", n1_limit="inner", mean_preserving=True, state_copies=2)

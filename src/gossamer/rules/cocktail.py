@@ -1,13 +1,13 @@
 """CocktailSGD: workers send their compressed distance from a copy that all share, and the sum is compressed once more."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.codecs import codec_of
+from gossamer.codecs import CodecSpec, codec_of
+from gossamer.options import factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
@@ -22,7 +22,8 @@ class _State(NamedTuple):
     dropped: Tensor
 
 
-def cocktail(back: str | Mapping[str, Any] = "int4") -> Rule:
+@factory
+def cocktail(back: CodecSpec = "int4") -> Rule:
     """Compression both ways around a shared copy; what a worker does not get across stays in its parameters.
 
     q_i = C1(θ_i - c);   θ_i ← θ_i - q_i;   s = (1/n) Σ_j q_j + e;   Q = C2(s);   e ← s - Q;   θ_i ← θ_i + Q;   c ← c + Q
@@ -58,7 +59,13 @@ def cocktail(back: str | Mapping[str, Any] = "int4") -> Rule:
         return shared + (send(x, s, ctx) - told), _State(shared, total - q)
 
     return Rule(
-        "cocktail", {"back": back}, init, send, mean, recv,
-        needs="everyone", n1_limit="inner" if c2.exact else "outer optimizer", elementwise=c2.exact,
-        mean_preserving=c2.exact, state_copies=2,
-    )  # fmt: skip
+        init,
+        send,
+        mean,
+        recv,
+        needs="everyone",
+        n1_limit="inner" if c2.exact else "outer optimizer",
+        elementwise=c2.exact,
+        mean_preserving=c2.exact,
+        state_copies=2,
+    )

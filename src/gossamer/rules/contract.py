@@ -1,6 +1,7 @@
 """What a rule is: four small functions for ONE worker, and tags that say what holds of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -69,8 +70,6 @@ class Rule(NamedTuple):
     Shapes: `x` is the flat `[P]` vector of one worker (of one fragment); messages and states are trees of tensors.
     """
 
-    name: str
-    options: dict[str, Any]
     init: Callable[[Tensor, Context], Tree]
     send: Callable[[Tensor, Tree, Context], Tree]
     hear: Hear
@@ -82,6 +81,9 @@ class Rule(NamedTuple):
     sums to one, what it gets need not."""
     n1_limit: Limit
     """What the rule is with one worker: the plain inner optimizer, torch's SGD around it, or another outer optimizer."""
+    name: str = ""
+    """That of its factory, which fills it in, and the options too."""
+    options: Mapping[str, Any] = MappingProxyType({})
     site: Site = "parameters"
     """On what it acts: the parameters after the local phase, or the gradients before an inner step."""
     elementwise: bool = True

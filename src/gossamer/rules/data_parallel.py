@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from gossamer.options import factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
@@ -9,6 +10,7 @@ from gossamer.tree import Tree
 __all__ = ["data_parallel"]
 
 
+@factory
 def data_parallel() -> Rule:
     """Gradients are averaged before every inner step, so all workers take the same step.
 
@@ -34,6 +36,13 @@ def data_parallel() -> Rule:
         return heard, s
 
     return Rule(
-        "data_parallel", {}, init, send, mean, recv,
-        needs="everyone", n1_limit="inner", site="gradients", mean_preserving=True, identical=True,
-    )  # fmt: skip
+        init,
+        send,
+        mean,
+        recv,
+        needs="everyone",
+        n1_limit="inner",
+        site="gradients",
+        mean_preserving=True,
+        identical=True,
+    )

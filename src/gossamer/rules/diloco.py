@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.options import one_of, within
+from gossamer.options import Decay, Positive, factory
 from gossamer.rules.contract import Context, OuterSGD, Rule
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
@@ -20,8 +20,9 @@ class _State(NamedTuple):
     b: Tree
 
 
+@factory
 def diloco(
-    lr: float = 0.7, momentum: float = 0.9, optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov"
+    lr: Positive = 0.7, momentum: Decay = 0.9, optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov"
 ) -> Rule:
     """Everyone averages how far the local phase went and takes one outer optimizer step from where it began.
 
@@ -30,7 +31,7 @@ def diloco(
 
     Args:
         lr: outer learning rate η.
-        momentum: outer momentum μ in [0, 1); not used by "sgd".
+        momentum: outer momentum μ; not used by "sgd".
         optimizer: which outer step; all in the dialect of `torch.optim.SGD` (dampening 0).
     Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P, for "sgd" 1 P).
     Source: Douillard et al., arXiv 2311.08105, algorithm 1.
@@ -41,10 +42,7 @@ def diloco(
     >>> diloco(lr=1.0, optimizer="sgd").state_copies
     1
     """
-    one_of("diloco", "optimizer", optimizer, ("nesterov", "heavy_ball", "sgd"))
-    within("diloco", "lr", lr, 0.0, float("inf"), low_open=True)
-    within("diloco", "momentum", momentum, 0.0, 1.0)
-    eta, mu = lr, momentum
+    eta, mu = lr, 0.0 if optimizer == "sgd" else momentum
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), () if optimizer == "sgd" else torch.zeros_like(x))
@@ -63,11 +61,15 @@ def diloco(
         return theta, _State(theta, b)
 
     return Rule(
-        "diloco", {"lr": lr, "momentum": momentum, "optimizer": optimizer}, init, send, mean, recv,
+        init,
+        send,
+        mean,
+        recv,
         needs="everyone",
-        n1_limit=OuterSGD(lr) if optimizer == "sgd" else OuterSGD(lr, momentum, optimizer == "nesterov" and momentum > 0.0),
-        mean_preserving=True, identical=True,
+        n1_limit=OuterSGD(lr, mu, optimizer == "nesterov" and mu > 0.0),
+        mean_preserving=True,
+        identical=True,
         state_copies=1 if optimizer == "sgd" else 2,
         reset=None if optimizer == "sgd" else lambda x, s: s._replace(b=torch.zeros_like(s.b)),
         start=lambda s: s.anchor,
-    )  # fmt: skip
+    )

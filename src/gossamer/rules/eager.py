@@ -1,12 +1,11 @@
 """Eager updates: a worker's own share counts at once and the others' a round late, so that a round hides the transfer."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer.options import within
+from gossamer.options import Decay, Positive, factory
 from gossamer.rules.contract import Context, OuterSGD, Rule
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
@@ -21,7 +20,8 @@ class _State(NamedTuple):
     b: Tensor
 
 
-def eager(lr: float = 0.4, momentum: float = 0.9, fresh: bool = True) -> Rule:
+@factory
+def eager(lr: Positive = 0.4, momentum: Decay = 0.9, fresh: bool = True) -> Rule:
     """DiLoCo on last round's mean, in which every worker swaps its own old pseudo-gradient for its new one.
 
     Δ_i^t = θ_i(start) - θ_i(end);   d_i = Δ̄^{t-1} + (1/n) (Δ_i^t - Δ_i^{t-1})
@@ -29,7 +29,7 @@ def eager(lr: float = 0.4, momentum: float = 0.9, fresh: bool = True) -> Rule:
 
     Args:
         lr: outer learning rate η.
-        momentum: outer Nesterov momentum μ in [0, 1).
+        momentum: outer Nesterov momentum μ.
         fresh: False is the naive delayed variant, d_i = Δ̄^{t-1}, which the paper found clearly worse; its workers stay equal.
     Cost: 2(n-1)/n models per worker and round, on their way while the next round trains; start copy and momentum, beside the
         pseudo-gradient under way, kept (2 P).
@@ -41,8 +41,6 @@ def eager(lr: float = 0.4, momentum: float = 0.9, fresh: bool = True) -> Rule:
     >>> eager().delay_rounds
     1
     """
-    within("eager", "lr", lr, 0.0, math.inf, low_open=True)
-    within("eager", "momentum", momentum, 0.0, 1.0)
     eta, mu = lr, momentum
 
     def init(x: Tensor, ctx: Context) -> _State:
@@ -58,9 +56,15 @@ def eager(lr: float = 0.4, momentum: float = 0.9, fresh: bool = True) -> Rule:
         return theta, _State(theta, b)
 
     return Rule(
-        "eager", {"lr": lr, "momentum": momentum, "fresh": fresh}, init, send, mean, recv,
-        needs="everyone", n1_limit=OuterSGD(lr, momentum, momentum > 0.0) if fresh else "outer optimizer",
-        identical=not fresh, state_copies=2, delay_rounds=1,
+        init,
+        send,
+        mean,
+        recv,
+        needs="everyone",
+        n1_limit=OuterSGD(lr, momentum, momentum > 0.0) if fresh else "outer optimizer",
+        identical=not fresh,
+        state_copies=2,
+        delay_rounds=1,
         reset=lambda x, s: s._replace(b=torch.zeros_like(s.b)),
         start=lambda s: s.anchor,
-    )  # fmt: skip
+    )

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gossamer.options import within
+from gossamer.options import Share, factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
@@ -18,13 +18,14 @@ class _State(NamedTuple):
     centre: Tensor
 
 
-def easgd(elasticity: float = 0.9) -> Rule:
+@factory
+def easgd(elasticity: Share = 0.9) -> Rule:
     """Each worker is drawn to a centre that all share, and the centre to the mean of the workers.
 
     θ_i ← θ_i - a (θ_i - c);   c ← c + a Σ_j (θ_j - c) = (1 - n a) c + n a mean_j θ_j;   a = β / n, both from the old values
 
     Args:
-        elasticity: β = n a in (0, 1]; above one the centre would overshoot the mean.
+        elasticity: β = n a; above one the centre would overshoot the mean.
     Cost: 2(n-1)/n models per worker and round, which every worker needs to move the centre itself; the centre kept (1 P).
     Source: Zhang, Choromanska and LeCun, arXiv 1412.6651 (synchronous form; β 0.9).
     Differs: no server. The inner optimizer is the user's; with momentum in it, it is their EAMSGD. The centre is what is worth
@@ -34,7 +35,6 @@ def easgd(elasticity: float = 0.9) -> Rule:
     >>> easgd().identical
     False
     """
-    within("easgd", "elasticity", elasticity, 0.0, 1.0, low_open=True, high_closed=True)
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone())
@@ -46,7 +46,4 @@ def easgd(elasticity: float = 0.9) -> Rule:
         a = elasticity / ctx.n
         return x - a * (x - s.centre), _State(s.centre + elasticity * (heard - s.centre))
 
-    return Rule(
-        "easgd", {"elasticity": elasticity}, init, send, mean, recv,
-        needs="everyone", n1_limit="outer optimizer", state_copies=1,
-    )  # fmt: skip
+    return Rule(init, send, mean, recv, needs="everyone", n1_limit="outer optimizer", state_copies=1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.options import within
+from gossamer.options import Given, Positive, Share, factory, wrapper
 from gossamer.rules.contract import Context, Rule
 from gossamer.rules.diloco import diloco
 from gossamer.tree import Tree
@@ -21,7 +21,8 @@ class _State(NamedTuple):
     unsent: Tensor
 
 
-def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
+@wrapper
+def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
     """The same rule, which sends what its codec dropped before together with the new message.
 
     e ← β e + message;   the others decode c from encode(e);   e ← e - c
@@ -30,7 +31,7 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
 
     Args:
         rule: one that sends a pseudo-gradient (one tensor) and hears the mean of all.
-        decay: β in (0, 1].
+        decay: β.
     Cost: that of the rule; its state and what was not sent kept (1 P more).
     Source: error feedback, Seide et al., INTERSPEECH 2014, and arXiv 1901.09847; the decay as in arXiv 2508.15706.
     Raises: ConfigError for rules that hear anything but a mean of steps from a point that all share: errors of parameters do not
@@ -40,7 +41,6 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
     >>> error_feedback(diloco(0.7, 0.6), decay=0.95).state_copies
     3
     """
-    within("error_feedback", "decay", decay, 0.0, 1.0, low_open=True, high_closed=True)
     # Replicas that are equal after each round, and know where it began, tell of nothing but what they trained since.
     steps = rule.averages and rule.site == "parameters" and rule.identical and rule.start is not None
     if not steps or rule.delay_rounds or rule.feeds_back:
@@ -62,14 +62,18 @@ def error_feedback(rule: Rule, decay: float = 1.0) -> Rule:
         return x, _State(inner, unsent)
 
     return rule._replace(
-        name=f"error_feedback_{rule.name}", options={**rule.options, "decay": decay}, init=init, send=send, recv=recv,
-        feeds_back=True, state_copies=rule.state_copies + 1,
+        init=init,
+        send=send,
+        recv=recv,
+        feeds_back=True,
+        state_copies=rule.state_copies + 1,
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
         start=None if start is None else lambda s: start(s.inner),
-    )  # fmt: skip
+    )
 
 
-def sparseloco(lr: float = 1.0, decay: float = 0.95) -> Rule:
+@factory
+def sparseloco(lr: Positive = 1.0, decay: Share = 0.95) -> Rule:
     """Outer SGD on pseudo-gradients that are compressed hard, with decaying error feedback in the place of momentum.
 
     e_i ← β e_i + (θ_start - θ_i);   c_i = decode(encode(e_i));   e_i ← e_i - c_i;   θ ← θ_start - η (1/n) Σ_j c_j
@@ -79,7 +83,7 @@ def sparseloco(lr: float = 1.0, decay: float = 0.95) -> Rule:
 
     Args:
         lr: outer learning rate η.
-        decay: β in (0, 1] of what was not sent; below one, old leftovers fade.
+        decay: β of what was not sent; below one, old leftovers fade.
     Cost: with a lossy codec one payload to everyone, n - 1 per worker and round; start copy and leftovers kept (2 P).
     Source: arXiv 2508.15706.
     Differs: η is applied once, in the outer step (the authors' production code folds it into e). With an exact codec it is
@@ -89,6 +93,4 @@ def sparseloco(lr: float = 1.0, decay: float = 0.95) -> Rule:
     >>> sparseloco().n1_limit
     OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
     """
-    within("sparseloco", "lr", lr, 0.0, float("inf"), low_open=True)
-    rule = error_feedback(diloco(lr, optimizer="sgd"), decay)
-    return rule._replace(name="sparseloco", options={"lr": lr, "decay": decay})
+    return error_feedback(diloco(lr, optimizer="sgd"), decay)

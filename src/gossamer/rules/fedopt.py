@@ -1,12 +1,11 @@
 """FedOpt: an adaptive optimizer as the outer one."""
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer.options import one_of, within
+from gossamer.options import Decay, Positive, factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
@@ -22,12 +21,13 @@ class _State(NamedTuple):
     v: Tensor
 
 
+@factory
 def fedopt(
-    lr: float = 0.01,
+    lr: Positive = 0.01,
     optimizer: Literal["adagrad", "yogi", "adam"] = "adam",
-    beta1: float = 0.9,
-    beta2: float = 0.99,
-    tau: float = 1e-3,
+    beta1: Decay = 0.9,
+    beta2: Decay = 0.99,
+    tau: Positive = 1e-3,
 ) -> Rule:
     """Everyone averages how far the local phase went and takes one adaptive outer step from where it began.
 
@@ -40,9 +40,9 @@ def fedopt(
     Args:
         lr: outer learning rate η; the first steps of "adam" are about η (1 - β1) / √(1 - β2).
         optimizer: how the second moment is kept.
-        beta1: decay of the first moment, in [0, 1).
-        beta2: decay of the second moment, in [0, 1); not used by "adagrad".
-        tau: τ > 0, how small a pseudo-gradient is followed in proportion instead of by its sign.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment; not used by "adagrad".
+        tau: τ, how small a pseudo-gradient is followed in proportion instead of by its sign.
     Cost: 2(n-1)/n models per worker and round; start copy and both moments kept (3 P).
     Source: Reddi et al., arXiv 2003.00295, algorithm 2.
     Differs: everyone takes part, and each worker keeps the server's state, which is the same everywhere.
@@ -52,11 +52,6 @@ def fedopt(
     >>> fedopt(optimizer="yogi").state_copies
     3
     """
-    one_of("fedopt", "optimizer", optimizer, ("adagrad", "yogi", "adam"))
-    within("fedopt", "lr", lr, 0.0, math.inf, low_open=True)
-    within("fedopt", "beta1", beta1, 0.0, 1.0)
-    within("fedopt", "beta2", beta2, 0.0, 1.0)
-    within("fedopt", "tau", tau, 0.0, math.inf, low_open=True)
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(x.clone(), torch.zeros_like(x), torch.full_like(x, tau * tau))
@@ -80,10 +75,15 @@ def fedopt(
         return theta, _State(theta, m, v)
 
     return Rule(
-        "fedopt",
-        {"lr": lr, "optimizer": optimizer, "beta1": beta1, "beta2": beta2, "tau": tau},
-        init, send, mean, recv,
-        needs="everyone", n1_limit="outer optimizer", mean_preserving=True, identical=True, state_copies=3,
+        init,
+        send,
+        mean,
+        recv,
+        needs="everyone",
+        n1_limit="outer optimizer",
+        mean_preserving=True,
+        identical=True,
+        state_copies=3,
         reset=lambda x, s: s._replace(m=torch.zeros_like(s.m)),
         start=lambda s: s.anchor,
-    )  # fmt: skip
+    )

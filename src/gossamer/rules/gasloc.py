@@ -1,11 +1,11 @@
 """GASLoC: gossip on the parameters after the local phase, with outer momentum that accelerates the gossip too."""
 
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from torch import Tensor
 
-from gossamer.options import one_of, within
+from gossamer.options import Decay, Interval, Positive, factory
 from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
@@ -20,10 +20,11 @@ class _State(NamedTuple):
     prev: Tree
 
 
+@factory
 def gasloc(
-    lr: float = 0.7,
-    momentum: float = 0.7,
-    alpha: float | Literal["auto"] = 1.0,
+    lr: Positive = 0.7,
+    momentum: Decay = 0.7,
+    alpha: Annotated[float, Interval("(0, 2)")] | Literal["auto"] = 1.0,
     form: Literal["post", "published"] = "post",
     optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov",
 ) -> Rule:
@@ -38,8 +39,8 @@ def gasloc(
 
     Args:
         lr: outer learning rate η.
-        momentum: γ in [0, 1); not used by "sgd".
-        alpha: gossip step in (0, 2); "auto" takes the step with the least steady disagreement for the chosen topology.
+        momentum: γ; not used by "sgd".
+        alpha: gossip step; "auto" takes the step with the least steady disagreement for the chosen topology.
         form: where the Nesterov momentum acts.
         optimizer: the outer step; "nesterov" is the paper's.
     Cost: one model to each peer per round; previous point, and start copy if η ≠ 1 or "heavy_ball", kept (up to 2 P).
@@ -53,14 +54,9 @@ def gasloc(
     >>> gasloc(lr=1.0).state_copies, gasloc().state_copies
     (1, 2)
     """
-    one_of("gasloc", "form", form, ("post", "published"))
-    one_of("gasloc", "optimizer", optimizer, ("nesterov", "heavy_ball", "sgd"))
-    within("gasloc", "lr", lr, 0.0, math.inf, low_open=True)
-    within("gasloc", "momentum", momentum, 0.0, 1.0)
-    if alpha != "auto":
-        within("gasloc", "alpha", alpha, 0.0, 2.0, low_open=True, other="auto")
     eta, a = lr, math.nan if alpha == "auto" else alpha
     gamma = 0.0 if optimizer == "sgd" else momentum
+    nesterov = optimizer == "nesterov"
     keeps_anchor = eta != 1.0 or optimizer == "heavy_ball"
 
     def init(x: Tensor, ctx: Context) -> _State:
@@ -83,14 +79,15 @@ def gasloc(
         return theta, _State(theta if keeps_anchor else (), prev)
 
     return Rule(
-        "gasloc",
-        {"lr": lr, "momentum": momentum, "alpha": alpha, "form": form, "optimizer": optimizer},
-        init, send, pull, recv,
+        init,
+        send,
+        pull,
+        recv,
         needs="connected",
-        n1_limit="inner" if eta == 1.0 and gamma == 0.0 else OuterSGD(lr, gamma, gamma > 0.0 and optimizer == "nesterov"),
+        n1_limit="inner" if eta == 1.0 and gamma == 0.0 else OuterSGD(lr, gamma, gamma > 0.0 and nesterov),
         mean_preserving=True,
-        consensus=Consensus(a, gamma, "post" if form == "post" and optimizer == "nesterov" else "pre"),
+        consensus=Consensus(a, gamma, "post" if form == "post" and nesterov else "pre"),
         state_copies=keeps_anchor + (optimizer != "sgd"),
         reset=None if optimizer == "sgd" else lambda x, s: s._replace(prev=x),
         start=(lambda s: s.anchor) if keeps_anchor else None,
-    )  # fmt: skip
+    )

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from gossamer.options import factory
 from gossamer.rules.contract import Consensus, Context, Rule
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
@@ -9,6 +10,7 @@ from gossamer.tree import Tree
 __all__ = ["gossip"]
 
 
+@factory
 def gossip() -> Rule:
     """After the local phase every worker moves to the weighted mean of its neighbourhood.
 
@@ -36,6 +38,12 @@ def gossip() -> Rule:
         return x + heard, s
 
     return Rule(
-        "gossip", {}, init, send, pull, recv,
-        needs="connected", n1_limit="inner", mean_preserving=True, consensus=Consensus(1.0, 0.0, "post"),
-    )  # fmt: skip
+        init,
+        send,
+        pull,
+        recv,
+        needs="connected",
+        n1_limit="inner",
+        mean_preserving=True,
+        consensus=Consensus(1.0, 0.0, "post"),
+    )

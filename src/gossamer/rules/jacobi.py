@@ -1,11 +1,11 @@
 """Jacobi gossip: momentum on what the gossip moves, with weights that need no spectral gap."""
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer.options import whole, within
+from gossamer.options import Count, Interval, factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
@@ -19,7 +19,8 @@ class _State(NamedTuple):
     moved: Tensor
 
 
-def jacobi(dimension: float = 1.0, every: int = 8) -> Rule:
+@factory
+def jacobi(dimension: Annotated[float, Interval("(0, 64]")] = 1.0, every: Count = 8) -> Rule:
     """Gossip with a momentum of its own, so that K rounds average like the best polynomial of degree K for graphs of that kind.
 
     m_i ← a_t Σ_j w_ij (θ_j - θ_i) + c_t m_i;   θ_i ← θ_i + m_i;   t = round mod K
@@ -39,8 +40,6 @@ def jacobi(dimension: float = 1.0, every: int = 8) -> Rule:
     >>> [round(weight, 3) for weight in weights(1, 1.0)]
     [1.26, 0.028, 0.288]
     """
-    within("jacobi", "dimension", dimension, 0.0, 64.0, low_open=True, high_closed=True)
-    whole("jacobi", "every", every, 1)
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(torch.zeros_like(x))
@@ -54,9 +53,8 @@ def jacobi(dimension: float = 1.0, every: int = 8) -> Rule:
         return x + moved, _State(moved)
 
     return Rule(
-        "jacobi", {"dimension": dimension, "every": every}, init, send, pull, recv,
-        needs="static", n1_limit="inner", compiles=False, mean_preserving=True, state_copies=1,
-    )  # fmt: skip
+        init, send, pull, recv, needs="static", n1_limit="inner", compiles=False, mean_preserving=True, state_copies=1
+    )
 
 
 def weights(t: int, dimension: float) -> tuple[float, float, float]:

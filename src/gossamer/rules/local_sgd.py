@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from gossamer.options import factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
@@ -9,6 +10,7 @@ from gossamer.tree import Tree
 __all__ = ["local_sgd"]
 
 
+@factory
 def local_sgd() -> Rule:
     """After the local phase everyone continues from the mean of all workers.
 
@@ -35,7 +37,4 @@ def local_sgd() -> Rule:
     def recv(x: Tensor, s: Tree, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, Tree]:
         return heard, s
 
-    return Rule(
-        "local_sgd", {}, init, send, mean, recv,
-        needs="everyone", n1_limit="inner", identical=True,
-    )  # fmt: skip
+    return Rule(init, send, mean, recv, needs="everyone", n1_limit="inner", identical=True)

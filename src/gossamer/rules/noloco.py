@@ -1,12 +1,11 @@
 """NoLoCo: heavy-ball outer steps inside small random groups, with a pull of the slow weights towards the group."""
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer.options import within
+from gossamer.options import Decay, Positive, factory
 from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
@@ -21,7 +20,8 @@ class _State(NamedTuple):
     delta: Tensor
 
 
-def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
+@factory
+def noloco(lr: Positive = 0.7, momentum: Decay = 0.5) -> Rule:
     """A heavy-ball step towards the mean of the group's fast weights.
 
     δ ← a δ - b mean_j(φ_j - θ_j) - c (φ - mean_j φ_j);  φ ← φ + δ;  θ ← φ
@@ -30,7 +30,7 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
 
     Args:
         lr: b, the outer learning rate and at the same time the pull c.
-        momentum: a, the heavy-ball momentum in [0, 1).
+        momentum: a, the heavy-ball momentum.
     Cost: one model to each peer per round; φ and δ kept (2 P).
     Source: arXiv 2506.10911, and the authors' `noloco_mean` configuration (b 0.7, a 0.5).
     Differs: the group is the row of the mixing, so any doubly stochastic topology serves; the paper's are random pairs. With
@@ -40,8 +40,6 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
     >>> noloco().consensus
     Consensus(alpha=0.7, gamma=0.5, site='pre')
     """
-    within("noloco", "lr", lr, 0.0, math.inf, low_open=True)
-    within("noloco", "momentum", momentum, 0.0, 1.0)
     a, b = momentum, lr
 
     def init(x: Tensor, ctx: Context) -> _State:
@@ -57,8 +55,14 @@ def noloco(lr: float = 0.7, momentum: float = 0.5) -> Rule:
         return phi, _State(phi, delta)
 
     return Rule(
-        "noloco", {"lr": lr, "momentum": momentum}, init, send, pull, recv,
-        needs="connected", n1_limit=OuterSGD(lr, momentum), mean_preserving=True, consensus=Consensus(b, a, "pre"),
+        init,
+        send,
+        pull,
+        recv,
+        needs="connected",
+        n1_limit=OuterSGD(lr, momentum),
+        mean_preserving=True,
+        consensus=Consensus(b, a, "pre"),
         state_copies=2,
         reset=lambda x, s: s._replace(delta=torch.zeros_like(s.delta)),
-    )  # fmt: skip
+    )

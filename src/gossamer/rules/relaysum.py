@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.options import factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import each
 from gossamer.tree import Tree
@@ -20,6 +21,7 @@ class _State(NamedTuple):
     went: tuple[Tensor, ...]
 
 
+@factory
 def relaysum() -> Rule:
     """Every worker takes the uniform mean of all, in which a worker τ + 1 links away is as it was τ rounds ago.
 
@@ -54,10 +56,7 @@ def relaysum() -> Rule:
         went = tuple(told - own for own in s.came)
         return s.origin + (1.0 / ctx.n) * _added(x - s.origin, came), _State(s.origin, came, went)
 
-    return Rule(
-        "relaysum", {}, init, send, each, recv,
-        needs="tree", n1_limit="inner", state_copies=1, copies_per_peer=2,
-    )  # fmt: skip
+    return Rule(init, send, each, recv, needs="tree", n1_limit="inner", state_copies=1, copies_per_peer=2)
 
 
 def _added(x: Tensor, sums: tuple[Tensor, ...]) -> Tensor:

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.options import whole, within
+from gossamer.options import Count, Decay, Given, Positive, factory, wrapper
 from gossamer.rules.contract import Context, Rule
 from gossamer.rules.diloco import diloco
 from gossamer.tree import Tree
@@ -13,11 +13,15 @@ from gossamer.tree import Tree
 __all__ = ["omr", "restarted"]
 
 
-def restarted(rule: Rule, every: int = 3) -> Rule:
+@wrapper
+def restarted(rule: Given[Rule], every: Count = 3) -> Rule:
     """The same rule, whose outer momentum is forgotten after every `every` rounds.
 
     Parameters, inner optimizers and all other state stay.
 
+    Args:
+        rule: one with outer momentum.
+        every: rounds between two restarts.
     Cost: that of the rule; its state kept.
     Raises: ConfigError when the rule has no momentum, or its gossip step is still to be settled.
 
@@ -25,7 +29,6 @@ def restarted(rule: Rule, every: int = 3) -> Rule:
     >>> restarted(gasloc(), every=4).options["every"]
     4
     """
-    whole("restarted", "every", every, 1)
     reset = rule.reset
     if reset is None:
         raise ConfigError(
@@ -41,13 +44,11 @@ def restarted(rule: Rule, every: int = 3) -> Rule:
         x, s = rule.recv(x, s, told, heard, ctx)
         return (x, reset(x, s)) if (ctx.round + 1) % every == 0 else (x, s)
 
-    return rule._replace(
-        name=f"restarted_{rule.name}", options={**rule.options, "every": every}, recv=recv,
-        n1_limit="outer optimizer", consensus=None,
-    )  # fmt: skip
+    return rule._replace(recv=recv, n1_limit="outer optimizer", consensus=None)
 
 
-def omr(lr: float = 0.9, momentum: float = 0.7, every: int = 3) -> Rule:
+@factory
+def omr(lr: Positive = 0.9, momentum: Decay = 0.7, every: Count = 3) -> Rule:
     """DiLoCo whose outer momentum is set to zero every few rounds.
 
     m' = β m + (1 - β) d;   θ ← θ_start - ν ((1 + β) m' - β m);   m ← 0 after every K rounds, else m'
@@ -56,8 +57,8 @@ def omr(lr: float = 0.9, momentum: float = 0.7, every: int = 3) -> Rule:
 
     Args:
         lr: ν, in the normalised dialect of the paper: ν (1 - β) is the `lr` of torch's SGD and of `diloco`.
-        momentum: β in [0, 1).
-        every: K of at least 1; the paper shows 3.
+        momentum: β.
+        every: K, rounds between two restarts; the paper shows 3.
     Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P).
     Source: arXiv 2605.28585.
     Differs: written in torch's dialect, which gives the same iterates.
@@ -66,7 +67,4 @@ def omr(lr: float = 0.9, momentum: float = 0.7, every: int = 3) -> Rule:
     >>> omr().options
     {'lr': 0.9, 'momentum': 0.7, 'every': 3}
     """
-    within("omr", "lr", lr, 0.0, math.inf, low_open=True)
-    within("omr", "momentum", momentum, 0.0, 1.0)
-    rule = restarted(diloco(lr * (1.0 - momentum), momentum), every)
-    return rule._replace(name="omr", options={"lr": lr, "momentum": momentum, "every": every})
+    return restarted(diloco(lr * (1.0 - momentum), momentum), every)

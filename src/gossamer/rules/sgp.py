@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer.options import factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import mean
 
@@ -18,6 +19,7 @@ class Mass(NamedTuple):
     weight: Tensor
 
 
+@factory
 def sgp() -> Rule:
     """Workers split their mass and its weight among those they send to; parameters are the ratio of the two.
 
@@ -49,6 +51,5 @@ def sgp() -> Rule:
         return (mass / weight).to(x.dtype), Mass(mass.to(x.dtype), weight)
 
     return Rule(
-        "sgp", {}, init, send, mean, recv,
-        needs="push", n1_limit="inner", elementwise=False, mean_preserving=True, state_copies=1,
-    )  # fmt: skip
+        init, send, mean, recv, needs="push", n1_limit="inner", elementwise=False, mean_preserving=True, state_copies=1
+    )

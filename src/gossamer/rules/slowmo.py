@@ -1,19 +1,21 @@
 """SlowMo: slow momentum around local steps and an exact average."""
 
+from gossamer.options import Decay, Positive, factory
 from gossamer.rules.contract import Rule
 from gossamer.rules.diloco import diloco
 
 __all__ = ["slowmo"]
 
 
-def slowmo(lr: float = 1.0, momentum: float = 0.7) -> Rule:
+@factory
+def slowmo(lr: Positive = 1.0, momentum: Decay = 0.7) -> Rule:
     """Everyone averages, and a heavy ball carries the average on.
 
     u ← β u + (θ_start - mean_j θ_j);   θ ← θ_start - α u
 
     Args:
         lr: slow learning rate α.
-        momentum: slow momentum β in [0, 1); the paper finds 0.4 to 0.8.
+        momentum: slow momentum β; the paper finds 0.4 to 0.8.
     Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P).
     Source: Wang et al., arXiv 1910.00643, algorithm 1.
     Differs: the paper divides the pseudo-gradient by the inner learning rate and multiplies u by it again, which is the same
@@ -24,5 +26,4 @@ def slowmo(lr: float = 1.0, momentum: float = 0.7) -> Rule:
     >>> slowmo(momentum=0.5).n1_limit
     OuterSGD(lr=1.0, momentum=0.5, nesterov=False)
     """
-    rule = diloco(lr, momentum, optimizer="heavy_ball")
-    return rule._replace(name="slowmo", options={"lr": lr, "momentum": momentum})
+    return diloco(lr, momentum, optimizer="heavy_ball")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.options import whole
+from gossamer.options import Count, factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
@@ -12,7 +12,8 @@ from gossamer.tree import Tree
 __all__ = ["sparta"]
 
 
-def sparta(one_in: int = 200) -> Rule:
+@factory
+def sparta(one_in: Count = 200) -> Rule:
     """Every worker moves to the weighted mean of its neighbourhood in a few coordinates that all draw alike.
 
     θ_i[S] ← Σ_j w_ij θ_j[S];   S holds one of every `one_in` coordinates, drawn from the number of the round
@@ -31,7 +32,6 @@ def sparta(one_in: int = 200) -> Rule:
     >>> sparta(one_in=100).elementwise
     False
     """
-    whole("sparta", "one_in", one_in, 1)
 
     def init(x: Tensor, ctx: Context) -> Tree:
         return ()
@@ -45,10 +45,7 @@ def sparta(one_in: int = 200) -> Rule:
         drawn = _drawn(x, one_in, ctx.round)
         return x.index_copy(0, drawn, (x[drawn] + heard).to(x.dtype)), s
 
-    return Rule(
-        "sparta", {"one_in": one_in}, init, send, pull, recv,
-        needs="connected", n1_limit="inner", elementwise=False, mean_preserving=True,
-    )  # fmt: skip
+    return Rule(init, send, pull, recv, needs="connected", n1_limit="inner", elementwise=False, mean_preserving=True)
 
 
 def _drawn(x: Tensor, one_in: int, round: int) -> Tensor:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.errors import ConfigError
+from gossamer.options import Given, wrapper
 from gossamer.rules.contract import Context, Rule
 from gossamer.tree import Tree
 
@@ -19,7 +20,8 @@ class _State(NamedTuple):
     start: Tree
 
 
-def weighted(rule: Rule) -> Rule:
+@wrapper
+def weighted(rule: Given[Rule]) -> Rule:
     """The same rule, in which the drift of a worker that took fewer local steps is scaled to as many as the others took.
 
     θ_i(end) ← θ_i(start) + (H / H_i) (θ_i(end) - θ_i(start)),   and on as in the rule
@@ -70,8 +72,10 @@ def weighted(rule: Rule) -> Rule:
         return x, _State(inner, x if kept is None else ())
 
     return rule._replace(
-        name=f"weighted_{rule.name}", init=init, send=send, recv=recv,
+        init=init,
+        send=send,
+        recv=recv,
         state_copies=rule.state_copies + (kept is None),
         start=(lambda s: s.start) if kept is None else lambda s: kept(s.inner),
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
-    )  # fmt: skip
+    )

@@ -8,6 +8,7 @@ from gossamer.errors import ConfigError, choose
 from gossamer.report.figures import Figure
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import EXPERIMENT, flat, with_settings
+from gossamer.run.methods import recipes
 from gossamer.schema import build
 
 __all__ = ["Point", "figure", "points"]
@@ -30,7 +31,8 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
     """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
 
     A variant is a table of dotted overrides with a `label`; `[sweep]` maps dotted keys to lists of values, and a variant
-    may have a `[variant.sweep]` of its own instead. A file with neither is one run, labelled with its name.
+    may have a `[variant.sweep]` of its own instead. A file with neither is one run, labelled with its name. The method "*"
+    stands for every method that no other variant names.
     `[scale.NAME]` has dotted overrides for another size of the same experiment, `[variant.scale.NAME]` those of a variant.
 
     Args:
@@ -45,6 +47,13 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
         raise ConfigError(f"--scale got '{scale}' and the file has no [scale.NAME]; leave --scale out, or write one")
     if scale and scale not in document["scale"]:
         raise ConfigError(choose("scale", scale, document["scale"]) + "; name one that the file has")
+    named = {row.get("method") for row in rows}
+    others = [name for name in recipes() if name not in named]
+    rows = [
+        row if row.get("method") != "*" else {**row, "method": name}
+        for row in rows
+        for name in (others if row.get("method") == "*" else [""])
+    ]
     base = with_settings(base, flat(document.get("scale", {}).get(scale, {})))
     runs: list[Point] = []
     for row in rows:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.errors import ConfigError, choose
+from gossamer.options import listed, options_of
 from gossamer.rules import RULES
 
 __all__ = [
@@ -248,17 +249,12 @@ def recipe_rows() -> list[tuple[str, str, str]]:
 
 def factory_rows(table: Mapping[str, Callable[..., Any]]) -> list[tuple[str, str, str]]:
     """Every row of a table of rules, topologies, codecs, servers or pairs in words: its name, what it does, its options."""
-    rows = []
-    for name, factory in table.items():
-        parameters = [p for p in inspect.signature(factory).parameters.values() if p.name not in ("n", "seed")]
-        options = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters)
-        rows.append((name, (inspect.getdoc(factory) or "").partition("\n")[0], options))
-    return rows
+    return [(name, (inspect.getdoc(make) or "").partition("\n")[0], listed(make)) for name, make in table.items()]
 
 
 def missing(factory: Callable[..., Any]) -> list[str]:
     """The options that have no default."""
-    return [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
+    return [option.name for option in options_of(factory) if option.needed]
 
 
 def _origin(name: str, row: Recipe) -> tuple[str, str]:

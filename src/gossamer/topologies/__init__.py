@@ -5,50 +5,46 @@ any round, and a lost worker is simply left out. Each factory plans for m positi
 order, and the others are left with a self-loop of weight one.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
-from gossamer.errors import ConfigError, choose
+from gossamer.options import row, table
 from gossamer.topologies.contract import Topology
-from gossamer.topologies.graphs import chain, complete, exponential, ring, star, torus, tree
-from gossamer.topologies.periodic import pga
-from gossamer.topologies.sequences import base, hypercube, one_peer_exponential, random, random_push
+from gossamer.topologies.graphs import chain as chain
+from gossamer.topologies.graphs import complete as complete
+from gossamer.topologies.graphs import exponential as exponential
+from gossamer.topologies.graphs import ring as ring
+from gossamer.topologies.graphs import star as star
+from gossamer.topologies.graphs import torus as torus
+from gossamer.topologies.graphs import tree as tree
+from gossamer.topologies.periodic import pga as pga
+from gossamer.topologies.sequences import base as base
+from gossamer.topologies.sequences import hypercube as hypercube
+from gossamer.topologies.sequences import one_peer_exponential as one_peer_exponential
+from gossamer.topologies.sequences import random as random
+from gossamer.topologies.sequences import random_push as random_push
 
 __all__ = [
     "TOPOLOGIES",
     "Topology",
-    "base",
-    "chain",
-    "complete",
-    "exponential",
-    "hypercube",
     "make_topology",
-    "one_peer_exponential",
-    "pga",
-    "random",
-    "random_push",
-    "ring",
-    "star",
-    "torus",
-    "tree",
 ]
 
-TOPOLOGIES: dict[str, Callable[..., Topology]] = {
-    "base": base,
-    "chain": chain,
-    "complete": complete,
-    "exponential": exponential,
-    "hypercube": hypercube,
-    "one_peer_exponential": one_peer_exponential,
-    "pga": pga,
-    "random": random,
-    "random_push": random_push,
-    "ring": ring,
-    "star": star,
-    "torus": torus,
-    "tree": tree,
-}
+TOPOLOGIES: dict[str, Callable[..., Topology]] = table(
+    base,
+    chain,
+    complete,
+    exponential,
+    hypercube,
+    one_peer_exponential,
+    pga,
+    random,
+    random_push,
+    ring,
+    star,
+    torus,
+    tree,
+)
 
 
 def make_topology(name: str, n: int, seed: int = 0, **options: Any) -> Topology:
@@ -59,12 +55,4 @@ def make_topology(name: str, n: int, seed: int = 0, **options: Any) -> Topology:
     >>> make_topology("random", 8, peers=2).options
     {'peers': 2}
     """
-    if name not in TOPOLOGIES:
-        raise ConfigError(choose("topology", name, TOPOLOGIES))
-    allowed = set(inspect.signature(TOPOLOGIES[name]).parameters) - {"n", "seed"}
-    for option, value in options.items():
-        if not allowed:
-            raise ConfigError(f"topology '{name}' takes no options, and got {option} = {value!r}: leave it out")
-        if option not in allowed:
-            raise ConfigError(choose(f"option of topology '{name}'", option, allowed))
-    return TOPOLOGIES[name](n, seed=seed, **options)
+    return row("topology", TOPOLOGIES, name, options)(n, seed=seed, **options)

@@ -1,15 +1,18 @@
 """What a topology is: a plan of mixings, and tags that say what holds of each of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from gossamer.options import whole
+from gossamer.options import Count, Given
 from gossamer.topologies.mixing import Mixing, from_edges
 
-__all__ = ["Edge", "Plan", "Topology", "chosen", "over_alive", "planned_topology"]
+__all__ = ["Edge", "Plan", "Seed", "Topology", "Workers", "chosen", "over_alive", "planned_topology"]
 
 Edge = tuple[int, int, float]
+Workers = Given[Count]
+Seed = Given[int]
 
 
 class Plan(Protocol):
@@ -24,11 +27,11 @@ class Topology(NamedTuple):
     `everyone`, `static` and `tree` speak of the workers that are alive; `period` and `exact_rounds` hold while all are.
     """
 
-    name: str
     n: int
-    options: dict[str, Any]
     mixing: Plan
-
+    name: str = ""
+    """That of its factory, which fills it in, and the options too."""
+    options: Mapping[str, Any] = MappingProxyType({})
     static: bool = False
     """The same mixing in every round."""
     everyone: bool = False
@@ -52,11 +55,8 @@ class Topology(NamedTuple):
     """Rounds, from round zero on, after which everyone holds the exact mean; None if that takes forever."""
 
 
-def planned_topology(
-    name: str, n: int, options: dict[str, Any], build: Callable[[int, Sequence[int]], Mixing], **tags: Any
-) -> Topology:
+def planned_topology(n: int, build: Callable[[int, Sequence[int]], Mixing], **tags: Any) -> Topology:
     """Wraps `build(round, workers)` into a plan that remembers the last few rounds, as every worker asks for the same one."""
-    whole(f"topology '{name}'", "n", n, 1)
     if n == 1:
         tags = dict.fromkeys(("everyone", "tree", "symmetric", "doubly_stochastic", "psd"), True)
         tags |= {"period": 1, "exact_rounds": 0}
@@ -74,7 +74,7 @@ def planned_topology(
     def mixing(round: int, alive: frozenset[int] | None = None) -> Mixing:
         return planned(0 if static else round, everyone if alive is None else alive)
 
-    return Topology(name, n, options, mixing, static=static, **tags)
+    return Topology(n, mixing, static=static, **tags)
 
 
 def over_alive(edges: Callable[[int, int], Iterable[Edge]], n: int) -> Callable[[int, Sequence[int]], Mixing]:

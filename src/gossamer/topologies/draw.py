@@ -5,14 +5,14 @@ import math
 from gossamer.topologies.contract import Topology
 from gossamer.topologies.mixing import Mixing
 
-__all__ = ["draw"]
+__all__ = ["draw_round"]
 
 
-def draw(topology: Topology, round: int) -> str:
+def draw_round(topology: Topology, round: int) -> str:
     """A picture of one round in plain text: up to 16 workers on a circle, and in any case who hears whom with what weight.
 
     >>> from gossamer.topologies import star
-    >>> print(draw(star(4), 0))
+    >>> print(draw_round(star(4), 0))
     star, 4 workers, round 0
     <BLANKLINE>
             0

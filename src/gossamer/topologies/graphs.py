@@ -4,15 +4,16 @@ import math
 from collections.abc import Iterable, Sequence
 
 from gossamer.errors import ConfigError
-from gossamer.options import whole
-from gossamer.topologies.contract import Edge, Topology, over_alive, planned_topology
+from gossamer.options import Count, Share, factory
+from gossamer.topologies.contract import Edge, Seed, Topology, Workers, over_alive, planned_topology
 from gossamer.topologies.mixing import Mixing, metropolis
 from gossamer.topologies.sequences import powers_of_two
 
 __all__ = ["chain", "complete", "exponential", "ring", "star", "torus", "tree"]
 
 
-def complete(n: int, *, seed: int = 0) -> Topology:
+@factory
+def complete(n: Workers, *, seed: Seed = 0) -> Topology:
     """Everyone hears everyone: `W = J = 11ᵀ/n`. Cost: n - 1 messages per worker and round, or 2(n-1)/n as a shared mean.
 
     >>> complete(2).mixing(0).rows
@@ -27,40 +28,40 @@ def complete(n: int, *, seed: int = 0) -> Topology:
         return Mixing(rows, tuple(hearers.get(i, ()) for i in range(n)))
 
     return planned_topology(
-        "complete", n, {}, build,
-        everyone=True, tree=n == 2, symmetric=True, doubly_stochastic=True, psd=True, period=1, exact_rounds=1,
-    )  # fmt: skip
+        n, build, everyone=True, tree=n == 2, symmetric=True, doubly_stochastic=True, psd=True, period=1, exact_rounds=1
+    )
 
 
-def ring(n: int, *, seed: int = 0, edge_weight: float | None = None) -> Topology:
+@factory
+def ring(n: Workers, *, seed: Seed = 0, edge_weight: Share | None = None) -> Topology:
     """Each worker hears the one before and the one after it; two workers share one link.
 
     Args:
-        edge_weight: λ in (0, 1] of the weighted Laplacian, so that `w_ij = λ/2`; None for 1/(degree + 1), 1/3 from n = 3 on.
+        edge_weight: λ of the weighted Laplacian, so that `w_ij = λ/2`, where 1 leaves a worker no own weight; None for
+            1/(degree + 1), 1/3 from n = 3 on.
     Cost: 2 messages per worker and round. Slow for many workers: the spectral gap shrinks like 1/n².
 
     >>> ring(4).mixing(0).hears_from(0)
     (1, 3)
     """
-    whole("topology 'ring'", "n", n, 1)
-    if edge_weight is not None and not (isinstance(edge_weight, int | float) and 0.0 < edge_weight <= 1.0):
-        raise ConfigError(
-            f"topology 'ring' got edge_weight = {edge_weight!r}; allowed is (0, 1], where 1 leaves a worker no own weight: "
-            "choose a value in that range, or none for 1/3"
-        )
 
     def edges(round: int, m: int) -> Iterable[Edge]:
         weighted = metropolis(m, [(i, (i + 1) % m) for i in range(m)])
         return weighted if edge_weight is None else [(i, j, edge_weight / 2) for i, j, _ in weighted]
 
     return planned_topology(
-        "ring", n, {"edge_weight": edge_weight}, over_alive(edges, n),
-        tree=n == 2, symmetric=True, doubly_stochastic=True,
-        psd=n <= 3 if edge_weight is None else edge_weight <= 0.5, period=1,
-    )  # fmt: skip
+        n,
+        over_alive(edges, n),
+        tree=n == 2,
+        symmetric=True,
+        doubly_stochastic=True,
+        psd=n <= 3 if edge_weight is None else edge_weight <= 0.5,
+        period=1,
+    )
 
 
-def torus(n: int, *, seed: int = 0, rows: int | None = None) -> Topology:
+@factory
+def torus(n: Workers, *, seed: Seed = 0, rows: Count | None = None) -> Topology:
     """A grid of `rows` times n / rows workers that wraps around at both edges, with weights 1/(degree + 1).
 
     With workers missing, the others form the most square grid of their number, which for a prime number is a ring.
@@ -73,19 +74,16 @@ def torus(n: int, *, seed: int = 0, rows: int | None = None) -> Topology:
     >>> torus(9).mixing(0).hears_from(4)
     (1, 3, 5, 7)
     """
-    whole("topology 'torus'", "n", n, 1)
     if n > 1 and _most_square(n) == 1:
         raise ConfigError(
             f"topology 'torus' got n = {n}, a prime; allowed are products of two numbers above 1: "
             f"use {n + 1 if n > 2 else 4} workers, or topology 'ring'"
         )
-    if rows is not None:
-        whole("topology 'torus'", "rows", rows, 1)
-        if n % rows != 0 or (n > 1 and rows in (1, n)):
-            divisors = [d for d in range(2, n) if n % d == 0] if n > 1 else [1]
-            raise ConfigError(
-                f"topology 'torus' got rows = {rows} for n = {n}; allowed are {', '.join(map(str, divisors))}: choose one"
-            )
+    if rows is not None and (n % rows != 0 or (n > 1 and rows in (1, n))):
+        divisors = [d for d in range(2, n) if n % d == 0] if n > 1 else [1]
+        raise ConfigError(
+            f"topology 'torus' got rows = {rows} for n = {n}; allowed are {', '.join(map(str, divisors))}: choose one of them"
+        )
 
     def edges(round: int, m: int) -> Iterable[Edge]:
         height = rows if rows is not None and m == n else _most_square(m)
@@ -94,12 +92,11 @@ def torus(n: int, *, seed: int = 0, rows: int | None = None) -> Topology:
         down = [(i, (i + width) % m) for i in range(m)]
         return metropolis(m, across + down)
 
-    return planned_topology(
-        "torus", n, {"rows": rows}, over_alive(edges, n), symmetric=True, doubly_stochastic=True, period=1
-    )  # fmt: skip
+    return planned_topology(n, over_alive(edges, n), symmetric=True, doubly_stochastic=True, period=1)
 
 
-def star(n: int, *, seed: int = 0) -> Topology:
+@factory
+def star(n: Workers, *, seed: Seed = 0) -> Topology:
     """The first worker alive hears everyone, everyone hears it; Metropolis weights, 1/n on every link.
 
     Cost: n - 1 messages for the hub, 1 for the others. The spectral gap is 1/n.
@@ -108,12 +105,18 @@ def star(n: int, *, seed: int = 0) -> Topology:
     (2, 3)
     """
     return planned_topology(
-        "star", n, {}, over_alive(lambda round, m: metropolis(m, [(0, i) for i in range(1, m)]), n),
-        tree=True, symmetric=True, doubly_stochastic=True, psd=True, period=1,
-    )  # fmt: skip
+        n,
+        over_alive(lambda round, m: metropolis(m, [(0, i) for i in range(1, m)]), n),
+        tree=True,
+        symmetric=True,
+        doubly_stochastic=True,
+        psd=True,
+        period=1,
+    )
 
 
-def chain(n: int, *, seed: int = 0) -> Topology:
+@factory
+def chain(n: Workers, *, seed: Seed = 0) -> Topology:
     """Each worker hears the one before and the one after it, a ring cut open; Metropolis weights, 1/3 from n = 3 on.
 
     Cost: 2 messages per worker and round, 1 for the two at the ends. Spectral gap 2/3 (1 - cos(π/n)), a quarter of the ring's.
@@ -122,33 +125,44 @@ def chain(n: int, *, seed: int = 0) -> Topology:
     [(1,), (0, 2), (1, 3), (2,)]
     """
     return planned_topology(
-        "chain", n, {}, over_alive(lambda round, m: metropolis(m, [(i - 1, i) for i in range(1, m)]), n),
-        tree=True, symmetric=True, doubly_stochastic=True, psd=n <= 3, period=1,
-    )  # fmt: skip
+        n,
+        over_alive(lambda round, m: metropolis(m, [(i - 1, i) for i in range(1, m)]), n),
+        tree=True,
+        symmetric=True,
+        doubly_stochastic=True,
+        psd=n <= 3,
+        period=1,
+    )
 
 
-def tree(n: int, *, seed: int = 0, branching: int = 2) -> Topology:
+@factory
+def tree(n: Workers, *, seed: Seed = 0, branching: Count = 2) -> Topology:
     """A balanced tree: worker i > 0 hears worker ⌊(i - 1) / k⌋ above it, and that one hears it; Metropolis weights.
 
     Args:
-        branching: k of at least 1, how many a worker has below it; 1 is a chain, n - 1 a star.
+        branching: k, how many a worker has below it; 1 is a chain, n - 1 a star.
     Cost: up to k + 1 messages per worker and round; for k > 1 no two workers are more than 2 log_k n links apart.
 
     >>> [tree(6).mixing(0).hears_from(i) for i in range(6)]
     [(1, 2), (0, 3, 4), (0, 5), (1,), (1,), (2,)]
     """
-    whole("topology 'tree'", "branching", branching, 1)
 
     def edges(round: int, m: int) -> Iterable[Edge]:
         return metropolis(m, [((i - 1) // branching, i) for i in range(1, m)])
 
     return planned_topology(
-        "tree", n, {"branching": branching}, over_alive(edges, n),
-        tree=True, symmetric=True, doubly_stochastic=True, psd=n <= max(branching + 1, 3), period=1,
-    )  # fmt: skip
+        n,
+        over_alive(edges, n),
+        tree=True,
+        symmetric=True,
+        doubly_stochastic=True,
+        psd=n <= max(branching + 1, 3),
+        period=1,
+    )
 
 
-def exponential(n: int, *, seed: int = 0) -> Topology:
+@factory
+def exponential(n: Workers, *, seed: Seed = 0) -> Topology:
     """Worker i hears i + 1, i + 2, i + 4, … (mod n), L = ⌈log2 n⌉ peers with weight 1/(L + 1) each; directed.
 
     Cost: L messages per worker and round. Spectral gap 2/(L + 1) for even n, a little more for odd n.
@@ -163,9 +177,8 @@ def exponential(n: int, *, seed: int = 0) -> Topology:
         return [(i, (i + hop) % m, 1.0 / (len(hops) + 1)) for i in range(m) for hop in hops]
 
     return planned_topology(
-        "exponential", n, {}, over_alive(edges, n),
-        tree=n == 2, symmetric=n <= 3, doubly_stochastic=True, psd=n <= 3, period=1,
-    )  # fmt: skip
+        n, over_alive(edges, n), tree=n == 2, symmetric=n <= 3, doubly_stochastic=True, psd=n <= 3, period=1
+    )
 
 
 def _most_square(m: int) -> int:

@@ -2,22 +2,25 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from gossamer.errors import ConfigError
-from gossamer.options import whole
-from gossamer.topologies.contract import Topology, planned_topology
+from gossamer.options import Count, factory
+from gossamer.topologies.contract import Seed, Topology, Workers, planned_topology
 from gossamer.topologies.graphs import complete
 from gossamer.topologies.mixing import Mixing
 
 __all__ = ["pga"]
 
+Graph = Annotated[str | Mapping[str, Any], "a topology's name, or a table with its name and options"]
 
-def pga(n: int, *, seed: int = 0, every: int = 6, graph: str | Mapping[str, Any] = "one_peer_exponential") -> Topology:
+
+@factory
+def pga(n: Workers, *, seed: Seed = 0, every: Count = 6, graph: Graph = "one_peer_exponential") -> Topology:
     """Gossip with periodic global averaging: everyone hears everyone in every `every`-th round, in the others `graph` rules.
 
     Args:
-        every: K of at least 1; the rounds K - 1, 2K - 1, … are global.
+        every: K; the rounds K - 1, 2K - 1, … are global.
         graph: the topology of the other rounds, by its name, or with its options as in `{name = "random", peers = 2}`.
     Cost: that of `graph`, and n - 1 messages per worker in a global round, in which everyone waits for everyone.
     Source: Chen et al., arXiv 2105.09080.
@@ -29,12 +32,11 @@ def pga(n: int, *, seed: int = 0, every: int = 6, graph: str | Mapping[str, Any]
     """
     from gossamer.topologies import make_topology  # the table, in which pga itself is a row
 
-    whole("topology 'pga'", "every", every, 1)
     spec = {"name": graph} if isinstance(graph, str) else graph
-    if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str):
+    if not isinstance(spec.get("name"), str):
         raise ConfigError(
             f"topology 'pga' got graph = {graph!r}; allowed are a topology's name, or a table with its name and options: "
-            "give one"
+            "add the name"
         )
     between, average = make_topology(**{**spec, "n": n, "seed": seed}), complete(n)
 
@@ -48,4 +50,4 @@ def pga(n: int, *, seed: int = 0, every: int = 6, graph: str | Mapping[str, Any]
         period = None if between.period is None else math.lcm(between.period, every)
         tags = {"period": period, "exact_rounds": min(every, between.exact_rounds or every)}
     inherited = {tag: getattr(between, tag) for tag in ("symmetric", "doubly_stochastic", "column_stochastic", "psd")}
-    return planned_topology("pga", n, {"every": every, "graph": graph}, build, **tags, **inherited)
+    return planned_topology(n, build, **tags, **inherited)

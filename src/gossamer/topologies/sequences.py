@@ -2,18 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Annotated
 
 from gossamer.errors import ConfigError
-from gossamer.options import whole
+from gossamer.options import Count, Interval, check_option, factory
 from gossamer.rng import numpy_rng
-from gossamer.topologies.contract import Edge, Topology, chosen, over_alive, planned_topology
+from gossamer.topologies.contract import Edge, Seed, Topology, Workers, chosen, over_alive, planned_topology
 from gossamer.topologies.matching import random_matchings
 from gossamer.topologies.mixing import Mixing, from_edges
 
 __all__ = ["base", "hypercube", "one_peer_exponential", "powers_of_two", "random", "random_push"]
 
 
-def one_peer_exponential(n: int, *, seed: int = 0) -> Topology:
+@factory
+def one_peer_exponential(n: Workers, *, seed: Seed = 0) -> Topology:
     """In round t, worker i hears i + 2^(t mod L) (mod n) with weight 1/2, L = ⌈log2 n⌉; directed, doubly stochastic.
 
     Cost: 1 message per worker and round. Exact after L rounds when n is a power of two.
@@ -29,13 +31,19 @@ def one_peer_exponential(n: int, *, seed: int = 0) -> Topology:
 
     length = len(powers_of_two(n))
     return planned_topology(
-        "one_peer_exponential", n, {}, over_alive(edges, n),
-        tree=n == 2, symmetric=n <= 2, doubly_stochastic=True, psd=n <= 2, period=length,
+        n,
+        over_alive(edges, n),
+        tree=n == 2,
+        symmetric=n <= 2,
+        doubly_stochastic=True,
+        psd=n <= 2,
+        period=length,
         exact_rounds=length if n == 1 << length else None,
-    )  # fmt: skip
+    )
 
 
-def hypercube(n: int, *, seed: int = 0) -> Topology:
+@factory
+def hypercube(n: Workers, *, seed: Seed = 0) -> Topology:
     """In round t, worker j and worker j XOR 2^(t mod log2 n) take their mean; exact after log2 n rounds.
 
     With workers missing, those alive take the first corners of the smallest hypercube that holds them, and a worker whose
@@ -47,7 +55,6 @@ def hypercube(n: int, *, seed: int = 0) -> Topology:
     >>> [hypercube(8).mixing(t).hears_from(5) for t in range(3)]
     [(4,), (7,), (1,)]
     """
-    whole("topology 'hypercube'", "n", n, 1)
     length = len(powers_of_two(n))
     if n != 1 << length:
         raise ConfigError(
@@ -61,12 +68,19 @@ def hypercube(n: int, *, seed: int = 0) -> Topology:
         return [(j, j ^ hop, 0.5) for j in range(m) if hop and j ^ hop < m]
 
     return planned_topology(
-        "hypercube", n, {}, over_alive(edges, n),
-        tree=n == 2, symmetric=True, doubly_stochastic=True, psd=True, period=length, exact_rounds=length,
-    )  # fmt: skip
+        n,
+        over_alive(edges, n),
+        tree=n == 2,
+        symmetric=True,
+        doubly_stochastic=True,
+        psd=True,
+        period=length,
+        exact_rounds=length,
+    )
 
 
-def random(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
+@factory
+def random(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
     """Every round draws `peers` random matchings without a common pair; all weights are 1/(peers + 1).
 
     The matchings are factors of one factorisation of the complete graph (the circle method), under random names: a matching
@@ -80,8 +94,7 @@ def random(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
     >>> random(6, seed=1).mixing(3) == random(6, seed=1).mixing(3)
     True
     """
-    whole("topology 'random'", "n", n, 1)
-    whole("topology 'random'", "peers", peers, 1, max(1, n - 1))
+    _fewer("random", peers, n)
 
     def edges(round: int, m: int) -> Iterable[Edge]:
         k = min(peers, m - 1)
@@ -92,12 +105,12 @@ def random(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
         return [edge for i, j in pairs for edge in ((i, j, w), (j, i, w))]
 
     return planned_topology(
-        "random", n, {"peers": peers}, over_alive(edges, n),
-        symmetric=True, doubly_stochastic=True, psd=peers == 1, exchangeable=True,
-    )  # fmt: skip
+        n, over_alive(edges, n), symmetric=True, doubly_stochastic=True, psd=peers == 1, exchangeable=True
+    )
 
 
-def base(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
+@factory
+def base(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
     """The Base-(k+1) graph: exact averaging for every n, with at most k peers per round, in about 2 log_{k+1} n rounds.
 
     With n = Σ_l a_l (k+1)^p_l in base k + 1, block V_l has a_l sub-blocks of (k+1)^p_l workers. First every block averages
@@ -113,17 +126,23 @@ def base(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
     >>> [base(n).exact_rounds for n in (3, 5, 6, 7, 8, 12, 24)]
     [3, 5, 5, 5, 3, 7, 9]
     """
-    whole("topology 'base'", "n", n, 1)
-    whole("topology 'base'", "peers", peers, 1, max(1, n - 1))
+    _fewer("base", peers, n)
     rounds = lru_cache(maxsize=4)(lambda m: _base_rounds(m, min(peers, m - 1)) if m > 1 else [[]])
     length = len(rounds(n))
     return planned_topology(
-        "base", n, {"peers": peers}, over_alive(lambda round, m: rounds(m)[round % len(rounds(m))], n),
-        tree=n == 2, symmetric=True, doubly_stochastic=True, psd=n <= peers + 1, period=length, exact_rounds=length,
-    )  # fmt: skip
+        n,
+        over_alive(lambda round, m: rounds(m)[round % len(rounds(m))], n),
+        tree=n == 2,
+        symmetric=True,
+        doubly_stochastic=True,
+        psd=n <= peers + 1,
+        period=length,
+        exact_rounds=length,
+    )
 
 
-def random_push(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
+@factory
+def random_push(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
     """Every worker sends to `peers` others that it draws by itself; each share, and the one it keeps, is 1/(peers + 1).
 
     Whom a worker hears from is left to chance: nobody or many, so rows do not sum to one, and only a push rule such as 'sgp',
@@ -138,8 +157,7 @@ def random_push(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
     >>> [mixing.sends_to(i) for i in range(4)], [len(mixing.hears_from(i)) for i in range(4)]
     ([(2,), (2,), (1,), (2,)], [0, 1, 3, 0])
     """
-    whole("topology 'random_push'", "n", n, 1)
-    whole("topology 'random_push'", "peers", peers, 1, max(1, n - 1))
+    _fewer("random_push", peers, n)
 
     def build(round: int, workers: Sequence[int]) -> Mixing:
         m = len(workers)
@@ -152,9 +170,7 @@ def random_push(n: int, *, seed: int = 0, peers: int = 1) -> Topology:
         ]
         return from_edges(n, edges, sums="columns")
 
-    return planned_topology(
-        "random_push", n, {"peers": peers}, build, doubly_stochastic=False, column_stochastic=True, exchangeable=True
-    )  # fmt: skip
+    return planned_topology(n, build, doubly_stochastic=False, column_stochastic=True, exchangeable=True)
 
 
 def _base_rounds(m: int, k: int) -> list[list[Edge]]:
@@ -198,3 +214,8 @@ def _base_rounds(m: int, k: int) -> list[list[Edge]]:
 def powers_of_two(m: int) -> list[int]:
     """1, 2, 4, …, the powers of two below m."""
     return [1 << p for p in range((m - 1).bit_length())] if m > 1 else []
+
+
+def _fewer(topology: str, peers: int, n: int) -> None:
+    """Raises ConfigError for more peers than there are other workers; a worker alone may name one."""
+    check_option(f"topology '{topology}'", "peers", peers, Annotated[int, Interval(f"[1, {max(1, n - 1)}]")])
