@@ -245,6 +245,9 @@ def test_no_class_and_no_exported_name_is_defined_in_two_modules() -> None:
             homes.setdefault(name, []).append(module)
     packages = [name for name in MODULES if (SOURCE.parent / name.replace(".", "/")).is_dir()]
     exported = {name for package in packages for name in importlib.import_module(package).__all__}
+    for package in packages:  # "import NAME as NAME" exports a name, too
+        aliases = (alias for node in MODULES[package].body if isinstance(node, ast.ImportFrom) for alias in node.names)
+        exported |= {alias.name for alias in aliases if alias.asname == alias.name}
     classes = {name for tree in MODULES.values() for name, kind in defined(tree) if kind is ast.ClassDef}
     twice = {name: homes[name] for name in (exported | classes) - TWO_HOMES if len(homes.get(name, [])) > 1}
     assert not twice, "one word, one thing: rename one of them"
