@@ -13,7 +13,7 @@ import torch
 from timing import median_s
 
 from gossamer.layout import Layout
-from gossamer.rounds.kernel import PLAIN, Kernel, Messages, compiled
+from gossamer.rounds.kernel import PLAIN, Decoded, Kernel, compiled
 from gossamer.rules import Context, Rule, diloco, gasloc, gossip, local_sgd, noloco
 from gossamer.topologies.mixing import pull
 from gossamer.tree import leaves, map_leaves
@@ -43,7 +43,7 @@ def update(rule: Rule, kernel: Kernel, numel: int) -> tuple[Callable[[], None], 
         for a in range(0, numel, chunk):
             b = min(a + chunk, numel)
             state = map_leaves(lambda t: t[a:b], s)  # noqa: B023 (used at once)
-            messages = Messages(message[a:b], (other[a:b],), 0, row)
+            messages = Decoded(message[a:b], (other[a:b],), 0, row)
             kernel.run(rule, rule.hear, x[a:b], state, messages, ctx)
 
     return run, touched

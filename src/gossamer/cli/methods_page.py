@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from gossamer.codecs import make_codec
+from gossamer.codecs.message import payload_bytes
 from gossamer.layout import Layout, Leaf, arrange, layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import parameter_count
@@ -123,7 +124,7 @@ def _on_a_clock(config: RunConfig, layout: Layout) -> Traffic:
     if config.pair is not None:
         copies = float(pair_rule(config).state_copies)
     spans = arrange(layout, *config.fragments)[1]
-    sizes = [nbytes(codec.encode(torch.empty(b - a, device="meta"), 0)) for a, b in spans]
+    sizes = [payload_bytes(codec, b - a) for a, b in spans]
     sent_bytes = sum(sizes) / len(sizes)
     return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)
 

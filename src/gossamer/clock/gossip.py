@@ -16,7 +16,7 @@ from gossamer.codecs import exact
 from gossamer.errors import ConfigError, PairingError
 from gossamer.network.links import Network
 from gossamer.rounds.exchange import initial_state, own_message
-from gossamer.rounds.kernel import Messages, outer_update
+from gossamer.rounds.kernel import Decoded, outer_update
 from gossamer.rounds.pairing import check
 from gossamer.rules import Context, Rule
 from gossamer.topologies import Topology
@@ -124,7 +124,7 @@ class GossipRun:
             if published_s > -math.inf:
                 records.append(Transfer("fetch", left_s, self.time_s, j, i, 0, self._bytes))
         x, s = self.learners[i].x, self._states[i]
-        messages = Messages(sent, tuple(received), i, mixing.rows[i])
+        messages = Decoded(sent, tuple(received), i, mixing.rows[i])
         outer_update(self.rule, self.rule.hear, x, s, messages, self._context(i, number, mixing))
         self._phases.begin(i)
         return records

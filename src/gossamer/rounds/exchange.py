@@ -29,7 +29,7 @@ from gossamer.codecs import Codec, exact
 from gossamer.codecs.message import decode, encode
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
-from gossamer.rounds.kernel import PLAIN, Kernel, Messages
+from gossamer.rounds.kernel import PLAIN, Decoded, Kernel
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, Row, pull, widen
 from gossamer.transport import Reduce, Ticket, Transport
@@ -273,7 +273,7 @@ def _with_peers(job: _Job) -> _Legs:
     row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
     with _merging(job, sent.x):
         for a, b in _spans(rule, kernel.chunk, 0, part.x.numel()):
-            messages = Messages(_cut(rule, own, a, b), tuple(_cut(rule, m, a, b) for m in received), me, row)
+            messages = Decoded(_cut(rule, own, a, b), tuple(_cut(rule, m, a, b) for m in received), me, row)
             kernel.run(rule, rule.hear, part.x[a:b], _cut(rule, part.s, a, b), messages, ctx)
 
 
@@ -381,7 +381,7 @@ def _update_with_mean(setup: Setup, message: Tree, pieces: Sequence[list[Tensor]
         mean, stop = refill(message, piece), start + piece[0].numel()
         for a, b in _spans(rule, kernel.chunk, start, stop):
             own, summed = _cut(rule, message, a, b), _cut(rule, mean, a - start, b - start)
-            messages = Messages(own, (summed,), 0, ((0, 0.0), (1, 1.0)))
+            messages = Decoded(own, (summed,), 0, ((0, 0.0), (1, 1.0)))
             kernel.run(rule, _received, part.x[a:b], _cut(rule, part.s, a, b), messages, ctx)
         start = stop
 

@@ -16,12 +16,12 @@ from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Hear, Row
 from gossamer.tree import Tree, leaves
 
-__all__ = ["PLAIN", "Kernel", "Messages", "compiled", "outer_update"]
+__all__ = ["PLAIN", "Decoded", "Kernel", "compiled", "outer_update"]
 
 CHUNK = 1 << 15  # small enough that the temporaries of an elementwise update stay in the cache
 
 
-class Messages(NamedTuple):
+class Decoded(NamedTuple):
     """What one worker combines in a round: its own message and those it received, all decoded."""
 
     own: Tree
@@ -39,7 +39,7 @@ class Messages(NamedTuple):
         return combine(self.own, dict(zip(numbers, self.received, strict=True)), self.me, self.row)
 
 
-_Update = Callable[[Rule, Hear, Tensor, Tree, Messages, Context], None]
+_Update = Callable[[Rule, Hear, Tensor, Tree, Decoded, Context], None]
 
 
 class Kernel(NamedTuple):
@@ -49,7 +49,7 @@ class Kernel(NamedTuple):
     chunk: int
 
 
-def outer_update(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Messages, ctx: Context) -> None:
+def outer_update(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
     """Combines the messages, and writes the outer update into `x` and `s`."""
     old = [x, *leaves(s), *leaves(messages.own)]
     # A rule may keep an input as new state, the old anchor as "previous" say: save it before it is written over.
@@ -77,7 +77,7 @@ def compiled() -> Kernel:
         )
     one = torch.ones(())
 
-    def fused(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Messages, ctx: Context) -> None:
+    def fused(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
         # The compiler takes an input kept as state for that input's memory, even through a clone, and hands out what was
         # written there since; times a one it cannot see through is free inside the pass and changes no bit.
         updated = rule.recv(x, s, messages.own, messages.combined(combine), ctx)
@@ -87,7 +87,7 @@ def compiled() -> Kernel:
 
     in_one_pass: _Update = torch.compile(fused, dynamic=True)
 
-    def run(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Messages, ctx: Context) -> None:
+    def run(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
         if rule.elementwise and rule.compiles:
             # The names in a layout would be compiled in.
             in_one_pass(rule, combine, x, s, messages, ctx._replace(layout=Layout((), 0)))

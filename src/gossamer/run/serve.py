@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs import Codec, make_codec
+from gossamer.codecs.message import decode, payload_like
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.record import checkpoint
@@ -32,7 +33,7 @@ from gossamer.run.server_session import Reply, ServerSession, open_session
 from gossamer.transport import Turn
 from gossamer.transport.launch import LISTENER, end_with_launcher
 from gossamer.transport.stream import HELLO, PUSH, START, Stream
-from gossamer.tree import Tree, leaves, refill
+from gossamer.tree import leaves, refill
 
 __all__ = ["serve"]
 
@@ -235,21 +236,16 @@ class _Server:
             number = reply.terms.phases
             p = number % len(spans)
             like, start_s = torch.empty(spans[p][1] - spans[p][0]), self._now()
-            frames = stream.receive(Turn(number, p, PUSH), leaves(_payload_like(self._codec, like)))
+            frames = stream.receive(Turn(number, p, PUSH), leaves(payload_like(self._codec, like)))
             message = _decoded(self._codec, frames, like, connection.worker)
             size = sum(frame.numel() * frame.element_size() for frame in frames)
             self._inputs.put(_Pushed(connection, p, message, size, start_s))
 
 
-def _payload_like(codec: Codec, like: Tensor) -> Tree:
-    """Shapes and dtypes of what a codec makes of a fragment."""
-    return codec.encode(torch.empty_like(like, device="meta"), 0)
-
-
 def _decoded(codec: Codec, frames: Sequence[Tensor], like: Tensor, worker: int) -> Tensor:
     """The pseudo-gradient in these frames. Raises TransportError when there is none."""
     try:
-        message = codec.decode(refill(_payload_like(codec, like), frames), like)
+        message = decode(codec, refill(payload_like(codec, like), frames), like)
     except (RuntimeError, ValueError, IndexError) as error:
         raise TransportError(
             f"worker {worker} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"

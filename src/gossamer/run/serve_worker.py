@@ -11,6 +11,7 @@ from gossamer.clock import SERVER
 from gossamer.clock.server_core import Push, StartingPoint
 from gossamer.clock.server_worker import ServerWorker
 from gossamer.codecs import make_codec
+from gossamer.codecs.message import encode
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
@@ -145,7 +146,7 @@ def _train(
         p, number = trained.push.fragment, trained.number
         ended_s = time.monotonic() + early_s
         served.log(record, events, trained, began_s, ended_s)
-        payload = codec.encode(trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
+        payload = encode(codec, trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
         stream.send(Turn(number, p, PUSH), leaves(payload))
         sent_s = time.monotonic() + early_s
         start, terms = _starting_point(stream, number, p, spans[p])
