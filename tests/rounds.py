@@ -10,7 +10,8 @@ from gossamer.layout import Layout, Leaf
 from gossamer.record.trace import Operation
 from gossamer.rounds.exchange import Each, Exchange, finish_all
 from gossamer.rounds.kernel import PLAIN, Kernel
-from gossamer.rounds.loop import Method, OuterLoop
+from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, Rule
 from gossamer.topologies import Topology

@@ -19,8 +19,8 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.trace import read_trace
 from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
+from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
-from gossamer.run.worker import method
 from tiny import document, tiny
 
 SMALL = {"hidden_size": 8, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 8}
@@ -120,7 +120,11 @@ def test_declared_steps_are_what_a_run_begins_with_and_the_largest_the_most(tmp_
         ({"a": declared(1.0) | {"step_s": 0.0}}, {}, "gives step_s = 0"),
         ({"a": {"uplink_bps": 1e6, "downlink_bps": 1e6}}, {}, "gives step_s = None"),
         ({"a": {"uplink_bps": [1e6, 1e6], "downlink_bps": 1e6, "step_s": 1}}, {}, "lists 2 workers but the run has 4"),
-        ({"a": declared(1.0)}, {"run__local_steps": 1, "run__steps": 2}, "of which none can be left out"),
+        (
+            {"a": declared(1.0)},
+            {"run__local_steps": 1, "run__steps": 2},
+            "needs room to shrink, but run.local_steps is 1",
+        ),
     ],
 )
 def test_what_cannot_adapt_is_refused_in_a_sentence(networks, overrides, sentence, tmp_path):
@@ -151,10 +155,10 @@ def test_one_of_several_networks_can_be_named(tmp_path):
 
 def test_a_rule_that_hears_late_is_weighed_with_steps_that_stay_or_not_at_all():
     eager = {"rule__name": "eager", "topology__name": "complete"}
-    method(tiny(**eager, run__weigh_steps=True))
-    method(tiny(**eager, run__adapt=True))
-    with pytest.raises(PairingError, match="hears 1 round late"):
-        method(tiny(**eager, run__weigh_steps=True, run__adapt=True))
+    in_rounds(tiny(**eager, run__weigh_steps=True))
+    in_rounds(tiny(**eager, run__adapt=True), real=True)
+    with pytest.raises(PairingError, match="applies updates 1 round late"):
+        in_rounds(tiny(**eager, run__weigh_steps=True, run__adapt=True), real=True)
 
 
 # --- real processes -------------------------------------------------------------------------------------------------

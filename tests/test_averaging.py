@@ -14,6 +14,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe, evaluate
 from gossamer.run.replica import Replica
+from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
 from test_train import finish, parameters, start
 from tiny import tiny
@@ -139,4 +140,4 @@ def test_mixing_the_average_and_the_iterate_is_mixing_the_parameters_too(seed, m
 
 def test_fragments_of_an_average_and_its_iterate_are_refused():
     with pytest.raises(ConfigError, match="exchanged together"):
-        tiny(schedule__fragments=2, inner__averaging="gpa")
+        settle(tiny(schedule__fragments=2, inner__averaging="gpa"))

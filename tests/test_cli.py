@@ -57,7 +57,7 @@ WRONG = {
     "an impossible pairing": (["rule.name=diloco"], ["'diloco' on topology 'random'", "complete"]),
     "gradients with a local phase": (
         ["rule.name=data_parallel", "topology.name=complete"],
-        ["local_steps = 2", "local_steps = 1"],
+        ["run.local_steps is 2", "local_steps = 1"],
     ),
     "an option out of range": (["rule.momentum=1.5"], ["1.5", "[0, 1)"]),
     "an option out of range that may be a word": (["rule.alpha=3.0"], ["3.0", '(0, 2) or "auto"']),

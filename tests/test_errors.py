@@ -21,6 +21,7 @@ WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
     "no experiment file was given": "nothing was given",
     "run.device = 'cuda' but torch sees 0 GPUs": "the only value that leads here is in the sentence",
     "data.shards is 'contiguous'": "the same",
+    "PairingError(sentence)": "it comes from the table of pairings, whose rows are looked at here too",
 }
 
 names = st.text("abcdefgh_", min_size=1, max_size=8)
@@ -55,13 +56,13 @@ def test_a_slip_of_one_letter_is_answered_with_the_name_that_was_meant(name: str
 
 
 def messages() -> list[tuple[str, ast.Call, ast.Module]]:
-    """Every place in the sources where one of our errors is made."""
+    """Every place in the sources where one of our errors is made, and every row of the table of pairings."""
     return [
         (f"{path.relative_to(SOURCE)}:{node.lineno}", node, module)
         for path in sorted(SOURCE.rglob("*.py"))
         for module in [ast.parse(path.read_text(encoding="utf-8"))]
         for node in ast.walk(module)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {*ERRORS, "Pairing"}
     ]
 
 

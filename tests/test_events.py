@@ -36,8 +36,8 @@ from gossamer.rules import RULES, diloco, gasloc, gossip
 from gossamer.run.config import digest
 from gossamer.run.evaluate import Probe
 from gossamer.run.replica import Replica
+from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
-from gossamer.run.worker import method
 from gossamer.topologies import make_topology, ring
 from rounds import play, random_vectors
 from test_virtual import timed
@@ -685,7 +685,7 @@ def workers_of(config):
 def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last_bit(tmp_path):
     config = tiny()
     simulate(config, tmp_path)
-    chosen = method(config)
+    chosen = in_rounds(config).method
     run = GossipRun(chosen.rule, chosen.topology, workers_of(config)[0], network())
     for _ in run.run(config.rounds * 2.0):
         pass

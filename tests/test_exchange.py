@@ -12,6 +12,7 @@ from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, ma
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds import pairing
 from gossamer.rounds.exchange import Part, Setup, begin, initial_state
+from gossamer.rounds.facts import Facts
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled, outer_update
 from gossamer.rules import (
     RULES,
@@ -138,9 +139,9 @@ def test_a_way_back_without_a_mean_over_everyone_is_refused():
     codec = both_ways(int8(), int8())
     for rule, topology in [(gasloc(), "random"), (gasloc(), "complete"), (noloco(), "random"), (sgp(), "random_push")]:
         with pytest.raises(
-            PairingError, match=f"the way back of a mean over everyone, and rule '{rule.name}' takes none"
+            PairingError, match=f"the second leg of a mean over all workers, and rule '{rule.name}' takes no such mean"
         ):
-            pairing.check(rule, make_topology(topology, 4), codec)
+            pairing.check(Facts(rule=rule, topology=make_topology(topology, 4), codec=codec))
     with pytest.raises(ConfigError, match="two ways only"):
         make_codec("int8", back={"name": "int8", "back": "int8"})
 

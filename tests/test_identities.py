@@ -6,7 +6,6 @@ In fp64 and within rounding, unless a name says "to the last bit".
 import pytest
 import torch
 
-from gossamer.cli.methods_page import traffic
 from gossamer.codecs import fp16, topk
 from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
@@ -15,6 +14,7 @@ from gossamer.run.config import digest, parse
 from gossamer.run.document import with_settings
 from gossamer.run.methods import recipe
 from gossamer.run.simulate import simulate
+from gossamer.run.traffic import traffic
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves
 from rounds import play, random_drift, random_vectors

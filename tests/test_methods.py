@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gossamer.asynchronous import PAIRS, SERVERS
-from gossamer.cli.methods_page import markdown, traffic
+from gossamer.cli.methods_page import markdown
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError
 from gossamer.record.trace import read_trace
@@ -17,8 +17,9 @@ from gossamer.run.document import load, with_settings
 from gossamer.run.experiment import points
 from gossamer.run.methods import FACTORIES, METHODS, missing, recipe, recipes, said
 from gossamer.run.replica import Replica
+from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
-from gossamer.run.worker import method
+from gossamer.run.traffic import traffic
 from tiny import document, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +98,7 @@ def test_a_variant_is_labelled_with_its_method():
 def test_a_wrapper_stands_in_a_run_file_under_its_name_and_its_options_are_checked(wrapper):
     inside = {"error_feedback": "diloco"}.get(wrapper, "gasloc")
     run = tiny(rule={"name": inside, wrapper: {}}, topology__name="complete")
-    assert method(run).rule.name == f"{wrapper}_{inside}" == make_rule(inside, **{wrapper: {}}).name
+    assert in_rounds(run).method.rule.name == f"{wrapper}_{inside}" == make_rule(inside, **{wrapper: {}}).name
     for wrong, word in ((3, "as a table"), ({"evry": 1}, "evry"), ({"rule": 1}, "rule")):
         with pytest.raises(ConfigError, match=f"{wrapper}.*{word}"):
             tiny(rule={"name": inside, wrapper: wrong})
@@ -158,10 +159,10 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path
     assert counted.most_bytes == pytest.approx(trace.sent_bytes.max() / run.rounds)
     legs = 2 if "mean" in counted.kinds else 1
     assert len(trace.messages.bytes) == pytest.approx(counted.messages / legs * run.rounds * run.workers)
-    rule = method(run).rule
-    wide = 2 if run.inner.averaging is not None and rule.site == "parameters" else 1
-    most_peers = max(len(method(run).topology.mixing(0).hears_from(i)) for i in range(run.workers))
-    copies = rule.state_copies + most_peers * rule.copies_per_peer
+    m = in_rounds(run).method
+    wide = 2 if run.inner.averaging is not None and m.rule.site == "parameters" else 1
+    most_peers = max(len(m.topology.mixing(0).hears_from(i)) for i in range(run.workers))
+    copies = m.rule.state_copies + most_peers * m.rule.copies_per_peer
     assert counted.state_copies == pytest.approx(wide * copies, abs=1e-4)
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.codecs import exact
 from gossamer.errors import PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
+from gossamer.rounds.facts import Facts
 from gossamer.rounds.pairing import check
 from gossamer.rules import RULES
 from gossamer.run.config import digest, parse
@@ -72,7 +72,7 @@ def pairings():
         for options in VARIANTS.get(name, [{}]):
             for topology in TOPOLOGIES:
                 with contextlib.suppress(PairingError):
-                    check(factory(**options), make_topology(topology, N), exact())
+                    check(Facts(rule=factory(**options), topology=make_topology(topology, N)))
                     yield name, options, topology
 
 

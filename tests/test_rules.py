@@ -15,6 +15,7 @@ from gossamer.codecs import CODECS, exact
 from gossamer.errors import ConfigError, PairingError
 from gossamer.options import options_of
 from gossamer.rounds import pairing
+from gossamer.rounds.facts import Facts
 from gossamer.rounds.stability import stability
 from gossamer.rules import (
     RULES,
@@ -463,15 +464,15 @@ def test_what_is_pulled_sums_to_zero_over_the_workers(n, seed, name):
 def test_every_pairing_is_either_allowed_by_the_tags_or_refused_in_a_sentence(rule, name):
     topology, codec = make_topology(name, 8), exact()
     if allowed(rule, topology):
-        pairing.check(rule, topology, codec)
+        pairing.check(Facts(rule=rule, topology=topology, codec=codec))
     else:
         with pytest.raises(PairingError, match=f"{rule.name}.*{name}.*use"):
-            pairing.check(rule, topology, codec)
+            pairing.check(Facts(rule=rule, topology=topology, codec=codec))
 
 
 def test_a_rule_with_unsettled_alpha_is_refused():
     with pytest.raises(PairingError, match="auto"):
-        pairing.check(gasloc(alpha="auto"), make_topology("random", 8), exact())
+        pairing.check(Facts(rule=gasloc(alpha="auto"), topology=make_topology("random", 8)))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer.codecs import CODECS, exact, int4, randomk, topk, topk2bit
+from gossamer.codecs import CODECS, int4, randomk, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds import pairing
+from gossamer.rounds.facts import Facts
 from gossamer.rules import (
     RULES,
     anchored,
@@ -265,13 +266,13 @@ def test_only_push_rules_are_let_onto_a_push_topology():
     topology = make_topology("random_push", 6)
     for name, factory in RULES.items():
         if factory().needs == "push":
-            pairing.check(factory(), topology, exact())
+            pairing.check(Facts(rule=factory(), topology=topology))
         else:
             with pytest.raises(PairingError, match=f"{name}.*random_push"):
-                pairing.check(factory(), topology, exact())
+                pairing.check(Facts(rule=factory(), topology=topology))
     rows = topology._replace(column_stochastic=False)
     with pytest.raises(PairingError, match=r"sgp.*does not sum to one.*random_push"):
-        pairing.check(sgp(), rows, exact())
+        pairing.check(Facts(rule=sgp(), topology=rows))
 
 
 def test_the_running_sum_of_choco_is_the_pull_of_the_public_copies():

@@ -11,6 +11,7 @@ from gossamer.codecs import exact, fp4
 from gossamer.errors import ConfigError, PairingError
 from gossamer.layout import Layout, Leaf, arrange
 from gossamer.rounds import pairing
+from gossamer.rounds.facts import Facts
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, eager, gasloc, gossip, local_sgd
 from gossamer.topologies import make_topology
@@ -226,16 +227,16 @@ def test_an_impossible_schedule_is_refused_in_a_sentence(wrong, says):
 
 def test_a_round_too_short_for_its_schedule_is_refused():
     with pytest.raises(ConfigError, match="fragment"):
-        Schedule(fragments=4).check(full_steps=3)
-    with pytest.raises(ConfigError, match="heard before it is sent again"):
-        Schedule(overlap_steps=4).check(full_steps=3)
+        pairing.check(Facts(schedule=Schedule(fragments=4), local_steps=3))
+    with pytest.raises(ConfigError, match="received before it is sent again"):
+        pairing.check(Facts(schedule=Schedule(overlap_steps=4), local_steps=3))
 
 
 def test_rules_that_cannot_be_late_are_refused():
     with pytest.raises(PairingError, match="exchanges gradients"):
-        pairing.check(data_parallel(), complete(2), exact(), schedule=Schedule(fragments=2))
-    with pytest.raises(PairingError, match="round late by itself"):
-        pairing.check(eager(), complete(2), exact(), schedule=Schedule(overlap_steps=1))
+        pairing.check(Facts(rule=data_parallel(), topology=complete(2), schedule=Schedule(fragments=2)))
+    with pytest.raises(PairingError, match="already applies updates 1 round late"):
+        pairing.check(Facts(rule=eager(), topology=complete(2), schedule=Schedule(overlap_steps=1)))
 
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule().site == "parameters"])
@@ -260,7 +261,7 @@ def test_any_rule_on_parameters_streams_its_fragments_and_overlaps(name):
 
 def _refused(rule, topology):
     try:
-        pairing.check(rule, topology, exact())
+        pairing.check(Facts(rule=rule, topology=topology))
     except PairingError:
         return True
     return False

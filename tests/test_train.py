@@ -19,8 +19,8 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.trace import read_trace
 from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import evaluate
+from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
-from gossamer.run.worker import method
 from gossamer.transport.launch import run_local
 from tiny import tiny
 
@@ -142,8 +142,8 @@ def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
      {"rule__name": "diloco", "topology__name": "complete", "codec": {"name": "exact", "back": "bf16"}}],
 )  # fmt: skip
 def test_an_all_reduce_that_nothing_would_use_is_refused(options):
-    with pytest.raises(PairingError, match="takes no mean that a backend could"):
-        method(tiny(**options, run__mean="all_reduce"))
+    with pytest.raises(PairingError, match="takes no mean that the backend can compute"):
+        in_rounds(tiny(**options, run__mean="all_reduce"))
 
 
 STREAMING = {"run__local_steps": 4, "schedule__fragments": 2, "schedule__overlap_steps": 3}

@@ -18,6 +18,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.report.table import summary_rows
 from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
+from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
 from tiny import document, tiny
 
@@ -243,7 +244,7 @@ WRONG = {
     "gossip with fragments": ({"run__wait": False, "events__fragments": 2}, ["fragments = 2", "only a server"]),
     "more fragments than tensors": ({"server__name": "cgad", "events__fragments": 999}, ["999", "tensors"]),
     "overlap of one fragment": ({"server__name": "cgad", "events__overlap": True}, ["overlap", "at least 2"]),
-    "meetings with a server": ({"server__name": "cgad", "events__meetings": 2.0}, ["meetings = 2.0", "leave it out"]),
+    "meetings with a server": ({"server__name": "cgad", "events__meetings": 2.0}, ["meetings = 2.0", "never meet"]),
     "a rule that needs everyone": (
         {"run__wait": False, "rule__name": "diloco", "topology__name": "complete"},
         ["'diloco' cannot run without waiting"],
@@ -283,8 +284,10 @@ def test_what_cannot_work_is_said_in_one_sentence_before_anything_is_written(ove
 def test_what_is_for_rounds_is_refused_on_a_clock():
     for given in ({"codec__back": "bf16"}, {"run__weigh_steps": True}, {"schedule__fragments": 2}):
         key = next(iter(given)).replace("schedule__fragments", r"\[schedule\]").replace("__", ".")
-        with pytest.raises(PairingError, match=f"looks at the clock and has {key}, which is for rounds"):
-            timed(server__name="cgad", codec__name="int8", **given)
+        with pytest.raises(
+            PairingError, match=f"^{key} applies to synchronous rounds only, and this run is asynchronous"
+        ):
+            settle(timed(server__name="cgad", codec__name="int8", **given))
 
 
 def test_resuming_and_pricing_a_run_that_looks_at_the_clock_are_refused(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Gossamer in someone else's training loop: their model, their inner optimizer, their data, and three lines of ours."""
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Annotated, Any, TypedDict
@@ -13,7 +14,10 @@ from gossamer.codecs import Codec, exact
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.layout import arrange, attach, layout_of
 from gossamer.options import Interval, check_option
-from gossamer.rounds.loop import OuterLoop, UnderWay, method
+from gossamer.rounds import stability
+from gossamer.rounds.facts import Facts
+from gossamer.rounds.loop import OuterLoop, UnderWay
+from gossamer.rounds.method import FITTING, method_of, settled_rule
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
 from gossamer.topologies import Topology, make_topology
@@ -25,6 +29,8 @@ from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, must_fit
 
 __all__ = ["Outer", "OuterState"]
+
+log = logging.getLogger("gossamer")
 
 
 class OuterState(TypedDict):
@@ -53,7 +59,7 @@ class Outer:
             workers start from the parameters of worker 0.
         rule: from `gossamer.rules`; one on gradients, such as `data_parallel`, is refused.
         topology: a name from `TOPOLOGIES`, or a `Topology`; by default random pairs, or what the rule needs instead:
-            the complete graph, a ring, a tree.
+            the complete graph, a ring, a tree, random pushes.
         local_steps: inner steps of a round; workers may differ where the schedule has no overlap.
         schedule: fragments that are exchanged one after the other, and overlap with training; by default neither.
         timeout_s: how long an exchange waits for a peer.
@@ -80,27 +86,17 @@ class Outer:
     ) -> None:  # fmt: skip
         if local_steps < 1:
             raise ConfigError(f"local_steps is {local_steps}; it must be at least 1")
-        if rule.site == "gradients":
-            raise ConfigError(
-                f"rule '{rule.name}' acts on gradients, between your backward and your optimizer, where this class does not "
-                "reach; use torch's DistributedDataParallel, or a rule on parameters such as 'diloco'"
-            )
         self.local_steps, self.seed = local_steps, seed
         self.worker, self.n = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if not isinstance(topology, Topology):
-            fitting = {"everyone": "complete", "static": "ring", "tree": "tree"}.get(rule.needs, "random")
-            topology = make_topology(topology or fitting, self.n, seed=seed)
-        if topology.n != self.n:
-            raise ConfigError(
-                f"the topology '{topology.name}' is for {topology.n} workers and the process group has {self.n}"
-            )
-        if schedule is not None and schedule.inner_every:
-            raise ConfigError(
-                f"schedule.inner_every is {list(schedule.inner_every)} and your inner optimizer is your own; leave it out"
-            )
-        self.method = method(
-            rule, topology, codec or exact(), schedule or Schedule(), local_steps=local_steps, compile=compile
-        )
+            topology = make_topology(topology or FITTING[rule.needs], self.n, seed=seed)
+        facts = Facts(
+            driver="library", workers=self.n, rule=rule, topology=topology, codec=codec or exact(),
+            schedule=schedule or Schedule(), local_steps=local_steps,
+        )  # fmt: skip
+        self.method = method_of(facts._replace(rule=settled_rule(facts)), compile=compile)
+        if sentence := stability.warning(self.method.rule, topology):
+            log.warning(sentence)
         self.layout, spans = arrange(layout_of(model), self.method.schedule.fragments, self.method.schedule.pattern)
         self.x = attach(model, self.layout)
         self.rounds = self.steps = 0

@@ -32,6 +32,7 @@ __all__ = ["VERBS", "app", "main"]
 
 VERBS = {
     "simulate": "Train all workers of a run in this process.",
+    "check": "Say what a run file will do, or everything that is wrong with it.",
     "train": "Train one real worker per process, under torchrun or with --local N.",
     "compare": "Simulate all variants of an experiment file, for one report.",
     "evaluate": "Score and export the mean model of a run after one of its rounds.",

@@ -37,12 +37,15 @@ def command(
     from gossamer.report.figures import PointResult
     from gossamer.run.document import load, settings
     from gossamer.run.experiment import figure, points
+    from gossamer.run.settle import settle
 
     document = load(file, settings([*overrides]))
     asked = figure(document)
     runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
     out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
     folders = _folders(runs, out, resume=resume)
+    for run in runs:
+        settle(run.config)  # before the first of them is trained
     try:
         _train_all(runs, folders, resume=resume)
         rows = publish(folders, out / "report.html", runs[0].config.network)

@@ -1,38 +1,29 @@
 """The methods as one table, counted from the running code: what each sends, keeps and needs, and when it fails.
 
-The rounds that are counted run on tensors without data: every message and payload is really made and sent, and none is heard.
+The rounds that are counted (`gossamer.run.traffic`) run on tensors without data.
 """
 
 import functools
-import math
 import re
 from typing import NamedTuple
 
-import torch
-
-from gossamer.codecs import make_codec
-from gossamer.codecs.message import payload_bytes
-from gossamer.layout import Layout, Leaf, arrange, layout_of
-from gossamer.models.llama import build_model
+from gossamer.layout import Layout
 from gossamer.models.sizes import parameter_count
-from gossamer.record.trace import Operation
 from gossamer.report.table import markdown_lines
-from gossamer.rounds.exchange import first_message
-from gossamer.rounds.loop import Method, OuterLoop
-from gossamer.rules import Context
+from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import with_settings
 from gossamer.run.methods import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
-from gossamer.run.settle import pair_rule, server_rule
-from gossamer.run.worker import method, parts_of
-from gossamer.transport.memory import MemoryNetwork
-from gossamer.tree import leaves, nbytes
+from gossamer.run.settle import InPairs, WithServer, settle
+from gossamer.run.traffic import PROBE, Traffic, layout_for, probe_message, traffic
 
-__all__ = ["Row", "Traffic", "markdown", "rows", "traffic"]
+__all__ = ["Row", "markdown", "rows"]
 
-_BASE = {"workers": 8, "model.size": "134m", "run.steps": 120, "run.local_steps": 30}
+_BASE = {
+    "workers": 8, "model.size": "134m", "run.steps": 120, "run.local_steps": 30,
+    "network.any": {"uplink_bps": 1e9, "downlink_bps": 1e9, "step_s": 1.0},  # asynchronous methods need one
+}  # fmt: skip
 _VOCABULARY = 32_000
-_PROBE = 200
 _NEEDS = {
     "everyone": "everyone to hear everyone: a barrier",
     "connected": "a graph that connects over time",
@@ -40,22 +31,6 @@ _NEEDS = {
     "tree": "a tree",
     "push": "a graph whose senders give all away",
 }
-
-
-class Traffic(NamedTuple):
-    """What one worker does in one round, in the mean over workers and rounds."""
-
-    sent_bytes: float
-    most_bytes: float
-    """Of the worker that sends most."""
-    messages: float
-    peers: float
-    kinds: tuple[str, ...]
-    """Of `gossamer.record.trace.KINDS`."""
-    state_copies: float
-    """Outer state, in models."""
-    flight_copies: float
-    """What is kept for exchanges under way while training goes on, in models, at its most."""
 
 
 class Row(NamedTuple):
@@ -72,68 +47,10 @@ class Row(NamedTuple):
     fails_when: str
 
 
-def traffic(config: RunConfig, layout: Layout, rounds: int = 0) -> Traffic:
-    """Plays rounds of a run on tensors without data and counts; as many as until everything repeats, unless given.
-
-    Args: `layout` is that of the whole model.
-    """
-    if config.server is not None or config.pair is not None:
-        return _on_a_clock(config, layout)
-    m, n = method(config), config.workers
-    network, schedule, size = MemoryNetwork(n), config.schedule, layout.numel
-    layout, spans = arrange(layout, *config.fragments)
-    x = torch.empty(size, device="meta")
-    averages = config.inner.averaging is not None and m.rule.site == "parameters"
-    parts = parts_of(x, layout, spans, torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every))
-    loops = [
-        OuterLoop(
-            m, network.transport(i), parts, local_steps=config.local_steps(i), full_steps=config.full_steps,
-            seed=config.seed,
-        )
-        for i in range(n)
-    ]  # fmt: skip
-    rounds = rounds or math.lcm(m.topology.period or 1, *(every for every in schedule.inner_every if every))
-    sent: list[list[Operation]] = [[] for _ in loops]
-    flight = 0.0
-    for t in range(rounds):
-        for stop in loops[0].stops(t):
-            for loop in loops:
-                loop.announce(t, stop)
-            for mine, loop in zip(sent, loops, strict=True):
-                mine.extend(loop.post(t, stop))
-            for loop in loops:
-                loop.pop_due(t, stop)  # and never finished: what is received changes no byte
-            under_way = [sum(nbytes(tuple(one["sent"])) for one in loop.state_under_way()) for loop in loops]
-            flight = max(flight, *under_way)
-    totals = [sum(b for operation in mine for _, b in operation.sends) / rounds for mine in sent]
-    every = [operation for mine in sent for operation in mine]
-    return Traffic(
-        sum(totals) / n,
-        max(totals),
-        sum(len(op.sends) * (2 if op.kind == "mean" else 1) for op in every) / n / rounds,
-        sum(len(op.sends) for op in every) / max(1, len(every)),
-        tuple(dict.fromkeys(op.kind for op in every)),
-        max(sum(nbytes(leaf) for leaf in leaves(loop.state)) for loop in loops) / nbytes(x),
-        flight / nbytes(x),
-    )
-
-
-def _on_a_clock(config: RunConfig, layout: Layout) -> Traffic:
-    """What a worker pushes, or tells at a meeting, after one local phase."""
-    codec, copies = make_codec(config.codec.name, **config.codec.options), 1.0  # the point a server greeted it with
-    if config.pair is not None:
-        copies = float(pair_rule(config).state_copies)
-    spans = arrange(layout, *config.fragments)[1]
-    sizes = [payload_bytes(codec, b - a) for a, b in spans]
-    sent_bytes = sum(sizes) / len(sizes)
-    return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)
-
-
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """A row for every method, for the sizes in the head of `markdown`. Cost: some seconds, and no memory for any model."""
-    with torch.device("meta"):
-        layout = layout_of(build_model(parse(with_settings({}, _BASE)).model, _VOCABULARY, 128, 0))
+    layout = layout_for(parse(with_settings({}, _BASE)).model, _VOCABULARY)
     return tuple(_row(name, recipe, layout) for name, recipe in recipes().items())
 
 
@@ -191,22 +108,21 @@ def _own(name: str) -> bool:
 
 def _row(name: str, recipe: Recipe, layout: Layout) -> Row:
     config = parse(with_settings(with_settings({}, _BASE), recipe.settings))
-    counted, size = traffic(config, layout), 4.0 * layout.numel
+    settled, size = settle(config), 4.0 * layout.numel
+    counted = traffic(config, layout, settled=settled)
     sent = f"{counted.sent_bytes / 1e6:,.0f} MB ({_models(counted.sent_bytes / size)})"
     if counted.most_bytes > 1.05 * counted.sent_bytes:
         sent += f", at most {_models(counted.most_bytes / size)}"
     keeps = _models(counted.state_copies)
     if counted.flight_copies:
         keeps += f", and {_models(counted.flight_copies)} under way"
-    if config.server is not None:
-        server = server_rule(config)
-        keeps += f", and {_models(server.state_copies)} at the server"
-        sends, needs = "differences to the server", ["a server"] + ["whole tensors"] * (not server.elementwise)
-    elif config.pair is not None:
+    if isinstance(settled, WithServer):
+        keeps += f", and {_models(settled.rule.state_copies)} at the server"
+        sends, needs = "differences to the server", ["a server"] + ["whole tensors"] * (not settled.rule.elementwise)
+    elif isinstance(settled, InPairs):
         sends, needs = "parameters at each meeting", ["a graph that never changes"]
     else:
-        m = method(config)
-        sends, needs = _sends(m, config, counted), _needs(m, config)
+        sends, needs = _sends(settled.method, config, counted), _needs(settled.method, config)
     if config.events.fragments > 1:
         sends = sends.replace("differences", f"differences of one of {config.events.fragments} parts")
     if config.event_driven:
@@ -237,11 +153,8 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
     """What goes to whom: a message is a difference if workers that have not moved send zeros."""
     if not counted.messages:
         return "nothing"
-    x = torch.arange(1.0, 1.0 + _PROBE)
-    ctx = Context(0, config.workers, 0, config.full_steps, 0.5, Layout((Leaf("w", (_PROBE,), 0, _PROBE),), _PROBE))
-    message = leaves(first_message(m.rule, m.topology.mixing(0), x, ctx))
-    kinds = {1: "a number", _PROBE: "parameters"}
-    words = [kinds.get(leaf.numel(), "some parameters") if leaf.any() else "differences" for leaf in message]
+    kinds = {1: "a number", PROBE: "parameters"}
+    words = [kinds.get(t.numel(), "some parameters") if t.any() else "differences" for t in probe_message(config, m)]
     what = "gradients" if m.rule.site == "gradients" else " and ".join(words)
     if config.schedule.fragments > 1:
         what += f" in {config.schedule.fragments} parts"

@@ -25,10 +25,10 @@ def command(
         server: HOST:PORT to serve a run with a [server] at, or with --worker to join it at
         worker: be this worker of the server
     """
+    from gossamer.run.settle import settle
+
     config, folder = run_and_folder(file, overrides, out, resume)
-    if config.event_driven and config.server is None:
-        method = f"pair '{config.pair.name}'" if config.pair else "run.wait = false"
-        raise ConfigError(f"gossamer train got {method}, which real processes do not run; use gossamer simulate")
+    settle(config, real=True)  # before processes are started
     with resume_hint(folder):
         if local is not None:
             if resume is not None:

@@ -13,14 +13,14 @@ from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
 from gossamer.codecs import exact
-from gossamer.errors import ConfigError, PairingError
 from gossamer.network.links import Network
 from gossamer.rounds.exchange import initial_state, own_message
+from gossamer.rounds.facts import Facts
 from gossamer.rounds.kernel import Decoded, outer_update
 from gossamer.rounds.pairing import check
 from gossamer.rules import Context, Rule
 from gossamer.topologies import Topology
-from gossamer.topologies.mixing import Mixing, pull
+from gossamer.topologies.mixing import Mixing
 from gossamer.tree import Tree
 
 __all__ = ["GossipRun"]
@@ -55,16 +55,8 @@ class GossipRun:
         self, rule: Rule, topology: Topology, learners: Sequence[Learner], network: Network,
         options: LoopOptions = DEFAULTS,
     ) -> None:  # fmt: skip
-        if rule.hear is not pull or rule.needs != "connected" or rule.site != "parameters":
-            raise PairingError(
-                f"rule '{rule.name}' cannot run without waiting: it needs messages of one round from others, and here each "
-                "worker has its own; take a rule that gossips on parameters, such as 'gasloc', or one of the servers"
-            )
-        if topology.n != len(learners):
-            raise ConfigError(
-                f"the topology has {topology.n} workers and there are {len(learners)} learners; give one learner for each"
-            )
-        check(rule, topology, options.codec or exact())
+        codec = options.codec or exact()
+        check(Facts(kind="no waiting", workers=len(learners), rule=rule, topology=topology, codec=codec))
         self.rule, self.topology, self.learners = rule, topology, learners
         self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
         self._phases = Phases(self._agenda, self._durations, learners, options, self._publish, self._change)

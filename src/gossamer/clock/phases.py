@@ -16,7 +16,7 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.tree import Tree
 
-__all__ = ["DEFAULTS", "Begins", "Budget", "Learner", "LoopOptions", "Phases", "Report"]
+__all__ = ["DEFAULTS", "Begins", "Budget", "Learner", "LoopOptions", "Phases", "Report", "ordered"]
 
 
 class Report(Protocol):
@@ -116,7 +116,8 @@ class Phases:
         self.trains = [False] * len(learners)
         self.count = [0] * len(learners)
         """Phases of each worker that have ended."""
-        self._plan_absences(options.absences)
+        for absence in ordered(options.absences, len(learners)):
+            agenda.plan(absence.time_s, ABSENCE, absence.worker, partial(self._change, absence))
 
     def begin(self, worker: int) -> None:
         """Begins the worker's next phase, unless the budget is spent."""
@@ -142,18 +143,21 @@ class Phases:
             self.trains[worker] = False
         return [absence, *self._changed(absence)]
 
-    def _plan_absences(self, absences: Sequence[Absence]) -> None:
-        present = [True] * len(self._learners)
-        for absence in sorted(absences, key=lambda absence: (absence.time_s, absence.worker)):
-            if not 0 <= absence.worker < len(present) or absence.time_s < 0:
-                raise ConfigError(
-                    f"{absence} is outside of the run; workers are 0 to {len(present) - 1} and times from 0 seconds on"
-                )
-            if present[absence.worker] != (absence.change == "leave"):
-                state = "present" if present[absence.worker] else "away"
-                raise ConfigError(
-                    f"worker {absence.worker} is to {absence.change} at {absence.time_s} s but is {state} then; "
-                    "let leave and return take turns, leave first"
-                )
-            present[absence.worker] = absence.change == "return"
-            self._agenda.plan(absence.time_s, ABSENCE, absence.worker, partial(self._change, absence))
+
+def ordered(absences: Sequence[Absence], workers: int) -> list[Absence]:
+    """Absences in the order in which they happen. Raises ConfigError for those that contradict each other."""
+    present = [True] * workers
+    found = sorted(absences, key=lambda absence: (absence.time_s, absence.worker))
+    for absence in found:
+        if not 0 <= absence.worker < workers or absence.time_s < 0:
+            raise ConfigError(
+                f"{absence} is outside of the run; workers are 0 to {workers - 1} and times from 0 seconds on"
+            )
+        if present[absence.worker] != (absence.change == "leave"):
+            state = "present" if present[absence.worker] else "away"
+            raise ConfigError(
+                f"worker {absence.worker} is to {absence.change} at {absence.time_s} s but is {state} then; "
+                "let leave and return take turns, leave first"
+            )
+        present[absence.worker] = absence.change == "return"
+    return found

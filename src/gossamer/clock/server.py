@@ -14,8 +14,9 @@ from gossamer.clock.events import SERVER, Absence, Phase, Record, Transfer, Upda
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
 from gossamer.clock.server_core import Push, Send, ServerAction, ServerCore
 from gossamer.clock.server_worker import ServerWorker
-from gossamer.errors import ConfigError
 from gossamer.network.links import Network
+from gossamer.rounds.facts import Facts
+from gossamer.rounds.pairing import check
 from gossamer.tree import nbytes
 
 __all__ = ["ServerRun"]
@@ -47,11 +48,7 @@ class ServerRun:
     ) -> None:  # fmt: skip
         x, layout = learners[0].x, learners[0].layout
         self.spans = ((0, layout.numel),) if spans is None else spans
-        if overlap and len(self.spans) < 2:
-            raise ConfigError(
-                f"overlap = {overlap} with fragments = {len(self.spans)} would throw away all that is learned meanwhile; "
-                "take at least 2 fragments, or let workers wait"
-            )
+        check(Facts(kind="server", server=rule.name, fragments=len(self.spans), overlap=overlap))
         self.learners = learners
         self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
         self._core = ServerCore(rule, x, layout, self.spans, [learner.local_steps for learner in learners])

@@ -43,10 +43,3 @@ class EventsConfig:
     meetings: Annotated[float, Field(gt=0)] | None = None
     """Meetings of a pair rule that a worker takes part in while it takes a mean local phase; 1 when left out."""
     absences: tuple[Away, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.overlap and self.fragments < 2:
-            raise ConfigError(
-                f"events.overlap is true with fragments = {self.fragments}, which would throw away all that is learned "
-                "meanwhile; take at least 2 fragments, or let workers wait"
-            )

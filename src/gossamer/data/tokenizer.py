@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gossamer.errors import DataError, require
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer", "load_tokenizer", "local_file"]
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
@@ -27,6 +27,12 @@ class Tokenizer(NamedTuple):
     decode: Callable[[Sequence[int]], str]
     json: Callable[[], str]
     """The same tokenizer as a document of the `tokenizers` library."""
+
+
+def local_file(name: str) -> Path | None:
+    """The file of a tokenizer on this machine; None for "bytes" and for a name on the Hub."""
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    return path if path.is_file() or path.suffix == ".json" else None
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -47,10 +53,9 @@ def load_tokenizer(name: str) -> Tokenizer:
             json=_bytes_as_json,
         )
     library_of = require("tokenizers", "data", f"data.tokenizer '{name}'", "use 'bytes'").Tokenizer
-    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
-    local = path.is_file() or path.suffix == ".json"
+    path = local_file(name)
     try:
-        library = library_of.from_file(str(path)) if local else library_of.from_pretrained(name)
+        library = library_of.from_file(str(path)) if path is not None else library_of.from_pretrained(name)
     except Exception as error:  # the library raises nothing narrower
         raise DataError(
             f"data.tokenizer is '{name}', which cannot be opened as a tokenizer ({error}); give 'bytes', the path of a "

@@ -1,11 +1,12 @@
 """The sizes that the built-in model comes in, and how many parameters each has; what a plan needs to know of a model."""
 
+import math
 from typing import Annotated, NamedTuple
 
 from gossamer.errors import ConfigError
 from gossamer.schema import OneOf, Positive, settings
 
-__all__ = ["SIZES", "ModelConfig", "Shape", "parameter_count"]
+__all__ = ["SIZES", "ModelConfig", "Shape", "parameter_count", "tensors"]
 
 
 class Shape(NamedTuple):
@@ -70,6 +71,28 @@ class ModelConfig:
         return SIZES[self.size]._replace(**{name: value for name, value in own.items() if value is not None})
 
 
+def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Name and shape of each parameter of `build_model(config, vocab_size, ...)`, in its order, without building it.
+
+    Raises: ConfigError for a vocabulary without tokens.
+    """
+    if vocab_size < 1:
+        raise ConfigError(f"the vocabulary is {vocab_size} tokens but must be at least 1; 256 is that of bytes")
+    hidden, layers, heads, kv_heads, intermediate = config.shape
+    narrow = hidden // heads * kv_heads
+    layer = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (narrow, hidden), "self_attn.v_proj": (narrow, hidden),
+        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocab_size, hidden))]
+    found += [(f"model.layers.{k}.{name}.weight", shape) for k in range(layers) for name, shape in layer.items()]
+    found.append(("model.norm.weight", (hidden,)))
+    if not config.tie_embeddings:
+        found.append(("lm_head.weight", (vocab_size, hidden)))
+    return tuple(found)
+
+
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     """The number of parameters of `build_model(config, vocab_size, ...)`, without building it.
 
@@ -78,10 +101,4 @@ def parameter_count(config: ModelConfig, vocab_size: int) -> int:
     >>> parameter_count(ModelConfig(size="134m"), 32_000)
     134105856
     """
-    if vocab_size < 1:
-        raise ConfigError(f"the vocabulary is {vocab_size} tokens but must be at least 1; 256 is that of bytes")
-    hidden, layers, heads, kv_heads, intermediate = config.shape
-    attention = 2 * hidden * hidden + 2 * hidden * (hidden // heads * kv_heads)
-    layer = attention + 3 * hidden * intermediate + 2 * hidden
-    embeddings = (1 if config.tie_embeddings else 2) * vocab_size * hidden
-    return embeddings + layers * layer + hidden
+    return sum(math.prod(shape) for _, shape in tensors(config, vocab_size))

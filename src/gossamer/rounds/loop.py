@@ -4,17 +4,15 @@ The simulator, real workers and the library run it. At each stop of a round (see
 fragments and receives others; between two stops it trains, and may call `advance` after any inner step.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 from torch import Tensor
 
-from gossamer.codecs import Codec, exact
+from gossamer.codecs import exact
 from gossamer.codecs.message import owners_share
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
-from gossamer.rounds import pairing, stability
 from gossamer.rounds.exchange import (
     Exchange,
     Part,
@@ -25,48 +23,14 @@ from gossamer.rounds.exchange import (
     sent_again,
     update_from_zeros,
 )
-from gossamer.rounds.kernel import PLAIN, Kernel, compiled
-from gossamer.rounds.schedule import Schedule, Stop
-from gossamer.rules import Context, Rule, gossip, local_sgd
-from gossamer.topologies import Topology
+from gossamer.rounds.method import Method
+from gossamer.rounds.schedule import Stop
+from gossamer.rules import Context, gossip, local_sgd
 from gossamer.topologies.mixing import Mixing
 from gossamer.transport import Reduce, Transport
 from gossamer.tree import Tree, leaves
 
-__all__ = ["Method", "OuterLoop", "UnderWay", "method"]
-
-log = logging.getLogger("gossamer")
-
-
-class Method(NamedTuple):
-    """What is trained with: the settled rule, its topology and codec, when it acts, and how the update is carried out."""
-
-    rule: Rule
-    topology: Topology
-    codec: Codec
-    schedule: Schedule
-    kernel: Kernel
-
-
-def method(
-    rule: Rule,
-    topology: Topology,
-    codec: Codec,
-    schedule: Schedule,
-    *,
-    local_steps: int | tuple[int, ...],
-    compile: bool = False,
-) -> Method:
-    """Settles the rule on its topology and checks that all fit; warns when the disagreement is predicted to diverge.
-
-    Raises: ConfigError and PairingError.
-    """
-    schedule.check(max(local_steps) if isinstance(local_steps, tuple) else local_steps)
-    rule = stability.resolve_alpha(rule, topology)
-    pairing.check(rule, topology, codec, local_steps=local_steps, schedule=schedule)
-    if sentence := stability.warning(rule, topology):
-        log.warning(sentence)
-    return Method(rule, topology, codec, schedule, compiled() if compile else PLAIN)
+__all__ = ["OuterLoop", "UnderWay"]
 
 
 class UnderWay(TypedDict):

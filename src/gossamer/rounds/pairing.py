@@ -1,72 +1,413 @@
-"""Which rule, topology, codec and schedule can work together."""
+"""What may go with what: one table of conditions under which a combination cannot work, each with the sentence that says so.
+
+Everybody who starts something asks this table with what they know (`Facts`): a run file knows everything, `gossamer.Outer` its
+rule, topology, codec and schedule, and an event loop that is used directly only what it was given.
+"""
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
-from gossamer.codecs import Codec
-from gossamer.errors import PairingError
-from gossamer.rounds.schedule import Schedule
-from gossamer.rules import Rule
-from gossamer.topologies import Topology
+from gossamer.errors import PairingError, choose
+from gossamer.rounds.facts import INSTEAD, Facts
+from gossamer.topologies.mixing import pull
 
-__all__ = ["PLAIN_ROUNDS", "check"]
-
-PLAIN_ROUNDS = Schedule()
+__all__ = ["PAIRINGS", "Pairing", "check", "faults"]
 
 
-def check(
-    rule: Rule,
-    topology: Topology,
-    codec: Codec,
-    local_steps: int | tuple[int, ...] = 1,
-    schedule: Schedule = PLAIN_ROUNDS,
-) -> None:
-    """Raises PairingError when these cannot work together, with what is allowed instead."""
-    got = f"rule '{rule.name}' on topology '{topology.name}' with {topology.n} workers"
-    if rule.needs == "everyone" and not topology.everyone:
-        raise PairingError(
-            f"{got} cannot work: '{rule.name}' needs everyone to hear everyone, which only topology 'complete' gives; "
-            "use that, or a gossip rule such as 'gasloc'"
-        )
-    if rule.needs == "static" and not topology.static:
-        raise PairingError(
-            f"{got} cannot work: '{rule.name}' keeps sums over its neighbours and needs the same graph in every round; "
+class Pairing(NamedTuple):
+    """A row of the table: what cannot work, and the sentence for it."""
+
+    name: str
+    fails: Callable[[Facts], bool]
+    sentence: Callable[[Facts], str]
+
+
+def faults(facts: Facts) -> list[str]:
+    """A sentence for each pairing that cannot work."""
+    return [pairing.sentence(facts) for pairing in PAIRINGS if pairing.fails(facts)]
+
+
+def check(facts: Facts) -> None:
+    """Raises PairingError, with the first sentence, when something cannot work."""
+    for sentence in faults(facts):
+        raise PairingError(sentence)
+
+
+def _unsettled(f: Facts) -> bool:
+    return f.rule.consensus is not None and math.isnan(f.rule.consensus.alpha) and f.topology.doubly_stochastic
+
+
+def _step_s(f: Facts) -> object:
+    network = f.pacing_network
+    return network and network.step_s
+
+
+def _without_step_s(f: Facts) -> bool:
+    network = f.pacing_network
+    if network is None:
+        return False
+    steps = network.step_s if isinstance(network.step_s, tuple) else (network.step_s,)
+    return any(step_s is None or not step_s > 0 for step_s in steps)
+
+
+def _count(f: Facts) -> int | None:
+    """How many networks are declared; None for whoever has no run file."""
+    return None if f.networks is None else len(f.networks)
+
+
+def _names(f: Facts) -> str:
+    return ", ".join(sorted(f.networks or ())) or "none"
+
+
+# Rows for what the tables of a run file exclude.
+_TABLES = tuple(
+    Pairing(
+        f"[{kind}] with [{other}]",
+        lambda f, kind=kind, other=other: {kind, other} <= f.tables,
+        lambda f, kind=kind, other=other: (
+            f"the run has [{kind}] and [{other}], but a {kind} method has no {other}; remove one of the two"
+        ),
+    )
+    for kind, others in INSTEAD.items()
+    for other in others
+    if kind != "rule" and (kind, other) != ("pair", "server")  # each two once
+)
+
+# What a rule needs of its topology, and what it can be combined with.
+_RULES = (
+    Pairing(
+        "workers of the topology",
+        lambda f: f.workers is not None and f.topology.n != f.workers,
+        lambda f: (
+            f"topology '{f.topology.name}' is for {f.topology.n} workers and there are {f.workers}; make it for {f.workers}"
+        ),
+    ),
+    Pairing(
+        "everyone",
+        lambda f: f.rule.needs == "everyone" and not f.topology.everyone,
+        lambda f: (
+            f"{f.where} cannot work: '{f.rule.name}' needs every worker to receive from all others, which only topology "
+            "'complete' gives; use that, or a gossip rule such as 'gasloc'"
+        ),
+    ),
+    Pairing(
+        "static",
+        lambda f: f.rule.needs == "static" and not f.topology.static,
+        lambda f: (
+            f"{f.where} cannot work: '{f.rule.name}' keeps sums over its neighbours and needs the same graph in every round; "
             "use a static topology such as 'ring'"
+        ),
+    ),
+    Pairing(
+        "tree",
+        lambda f: f.rule.needs == "tree" and not f.topology.tree,
+        lambda f: (
+            f"{f.where} cannot work: '{f.rule.name}' relays sums along a tree; use topology 'tree', 'chain' or 'star'"
+        ),
+    ),
+    Pairing(
+        "push",
+        lambda f: f.rule.needs == "push" and not f.topology.column_stochastic,
+        lambda f: (
+            f"{f.where} cannot work: '{f.rule.name}' counts the mass that each worker gives away, and here it does not sum to "
+            "one; use a push topology such as 'random_push', or one whose weights are doubly stochastic, such as 'random'"
+        ),
+    ),
+    Pairing(
+        "doubly stochastic",
+        lambda f: f.rule.needs != "push" and not f.topology.doubly_stochastic,
+        lambda f: (
+            f"{f.where} cannot work: the mean of the workers would drift, as the weights that they give and get do not all sum "
+            "to one; use a topology whose weights are doubly stochastic, such as 'random', or the rule 'sgp', which corrects "
+            "for it"
+        ),
+    ),
+    Pairing(
+        "alpha",
+        _unsettled,
+        lambda f: (
+            f"{f.where} still has alpha = 'auto'; set a number, or call "
+            "gossamer.rounds.stability.resolve_alpha(rule, topology) first"
+        ),
+    ),
+    Pairing(
+        "codec.back",
+        lambda f: not f.asynchronous and f.codec.back is not None and not f.rule.averages,
+        lambda f: (
+            f"codec.back = '{f.codec.back and f.codec.back.name}' compresses the second leg of a mean over all workers, and rule "
+            f"'{f.rule.name}' takes no such mean; remove codec.back, or use a rule such as 'diloco'"
+        ),
+    ),
+    Pairing(
+        "gradients and local steps",
+        lambda f: f.rule.site == "gradients" and f.driver != "library" and f.full_steps not in (None, 1),
+        lambda f: (
+            f"rule '{f.rule.name}' exchanges gradients in every inner step and run.local_steps is {f.local_steps}; "
+            "set run.local_steps = 1, or use a rule with a local phase such as 'diloco'"
+        ),
+    ),
+    Pairing(
+        "gradients and schedule",
+        lambda f: f.rule.site == "gradients" and not f.schedule.plain,
+        lambda f: (
+            f"rule '{f.rule.name}' exchanges gradients before the inner step that uses them, so [schedule] cannot delay or cut "
+            f"them, and it got {f.schedule}; remove [schedule], or use a rule on parameters such as 'diloco'"
+        ),
+    ),
+    Pairing(
+        "gradients in somebody else's loop",
+        lambda f: f.rule.site == "gradients" and f.driver == "library",
+        lambda f: (
+            f"rule '{f.rule.name}' acts on gradients, between your backward and your optimizer, where this class does not "
+            "reach; use torch's DistributedDataParallel, or a rule on parameters such as 'diloco'"
+        ),
+    ),
+    Pairing(
+        "no waiting",
+        lambda f: (
+            f.kind == "no waiting"
+            and (f.rule.hear is not pull or f.rule.needs != "connected" or f.rule.site != "parameters")
+        ),
+        lambda f: (
+            f"rule '{f.rule.name}' cannot run without waiting: it combines messages of one round, and without rounds there are "
+            "none; use a rule that gossips on parameters, such as 'gasloc', or one of the servers"
+        ),
+    ),
+)
+
+# When things are sent and received, and how many inner steps lie between.
+_SCHEDULE = (
+    Pairing(
+        "fragments and local steps",
+        lambda f: f.full_steps is not None and f.schedule.fragments > f.full_steps,
+        lambda f: (
+            f"schedule.fragments is {f.schedule.fragments} and a round has {f.full_steps} inner steps; use at most one fragment "
+            "per inner step"
+        ),
+    ),
+    Pairing(
+        "overlap and local steps",
+        lambda f: f.full_steps is not None and f.schedule.overlap_steps > f.full_steps,
+        lambda f: (
+            f"schedule.overlap_steps is {f.schedule.overlap_steps} and a round has {f.full_steps} inner steps, but a fragment "
+            f"must be received before it is sent again; use at most {f.full_steps}, or raise run.local_steps"
+        ),
+    ),
+    Pairing(
+        "delayed rule and overlap",
+        lambda f: f.rule.delay_rounds > 0 and (f.schedule.overlap_steps > 0 or f.schedule.merge != "keep"),
+        lambda f: (
+            f"rule '{f.rule.name}' already applies updates {f.rule.delay_rounds} round late and got schedule.overlap_steps = "
+            f"{f.schedule.overlap_steps} and schedule.merge = {f.schedule.merge!r}; remove both"
+        ),
+    ),
+    Pairing(
+        "averaging and fragments",
+        lambda f: f.averaging is not None and f.schedule.fragments > 1,
+        lambda f: (
+            f"inner.averaging is '{f.averaging}', whose iterate and average are exchanged together, and schedule.fragments is "
+            f"{f.schedule.fragments}; set schedule.fragments = 1"
+        ),
+    ),
+    Pairing(
+        "moments and inner optimizer",
+        lambda f: (
+            f.driver != "library"
+            and bool(f.schedule.inner_every)
+            and (f.optimizer != "adamw" or f.averaging is not None)
+        ),
+        lambda f: (
+            "schedule.inner_every exchanges the moments of plain AdamW, and the run has "
+            + (f"inner.optimizer = '{f.optimizer}'" if f.averaging is None else f"inner.averaging = '{f.averaging}'")
+            + "; use inner.optimizer = 'adamw' without averaging, or remove schedule.inner_every"
+        ),
+    ),
+    Pairing(
+        "moments in somebody else's loop",
+        lambda f: f.driver == "library" and bool(f.schedule.inner_every),
+        lambda f: (
+            f"schedule.inner_every is {list(f.schedule.inner_every)}, and the moments to exchange are those of your own inner "
+            "optimizer, which Outer does not see; remove inner_every"
+        ),
+    ),
+    Pairing(
+        "all-reduce and overlap",
+        lambda f: f.mean == "all_reduce" and f.schedule.overlap_steps > 0,
+        lambda f: (
+            f"run.mean = 'all_reduce' blocks, and schedule.overlap_steps is {f.schedule.overlap_steps}; set run.mean = 'ordered' "
+            "to train while a mean is in flight"
+        ),
+    ),
+    Pairing(
+        "all-reduce and rule",
+        lambda f: (
+            f.kind == "rounds"
+            and f.mean == "all_reduce"
+            and not (f.rule.averages and f.codec.exact and f.codec.back is None)
+        ),
+        lambda f: (
+            f"run.mean is 'all_reduce', and rule '{f.rule.name}' with codec '{f.codec.name}' takes no mean that the backend can "
+            "compute; set run.mean = 'ordered', or use a rule such as 'diloco' with the codec 'exact'"
+        ),
+    ),
+    Pairing(
+        "adapt and one local step",
+        lambda f: bool(f.adapt) and f.full_steps == 1,
+        lambda f: (
+            f"run.adapt needs room to shrink, but run.local_steps is {f.local_steps}; set run.local_steps to the most that a "
+            "worker may take"
+        ),
+    ),
+    Pairing(
+        "adapt, weigh_steps and a delayed rule",
+        lambda f: bool(f.adapt) and f.weigh_steps and f.rule.delay_rounds > 0,
+        lambda f: (
+            f"run.adapt and run.weigh_steps cannot be combined with rule '{f.rule.name}': it applies updates "
+            f"{f.rule.delay_rounds} round late, when the local steps they were weighted by may have changed; disable one"
+        ),
+    ),
+    Pairing(
+        "adapt and an unknown network",
+        lambda f: isinstance(f.adapt, str) and f.networks is not None and f.adapt not in f.networks,
+        lambda f: (
+            f"run.adapt is '{f.adapt}': "
+            + (choose("network", str(f.adapt), f.networks) if f.networks else "the run file declares no network")
+            + "; name a [network.NAME] of this file, or write true"
+        ),
+    ),
+    Pairing(
+        "adapt and several networks",
+        lambda f: f.adapt is True and f.kind == "rounds" and f.driver == "simulate" and _count(f) not in (None, 1),
+        lambda f: (
+            f"run.adapt is true and the run file declares {_count(f)} networks ({_names(f)}), but a simulation "
+            "uses the seconds of one; declare one as [network.NAME], or name one in run.adapt"
+        ),
+    ),
+    Pairing(
+        "adapt without seconds",
+        lambda f: f.kind == "rounds" and _without_step_s(f),
+        lambda f: (
+            f"run.adapt needs the seconds of an inner step, and the network gives step_s = {_step_s(f)}; set it above 0"
+        ),
+    ),
+)
+
+
+_ROUNDS_ONLY: dict[str, Callable[[Facts], bool]] = {
+    "[schedule]": lambda f: not f.schedule.plain,
+    "inner.averaging": lambda f: f.averaging is not None,
+    "run.adapt": lambda f: bool(f.adapt),
+    "run.weigh_steps": lambda f: f.weigh_steps,
+    "codec.back": lambda f: f.codec.back is not None,
+}
+
+# What asynchronous runs can and cannot do.
+_ASYNCHRONOUS = (
+    *(
+        Pairing(
+            f"asynchronous with {key}",
+            lambda f, given=given: f.asynchronous and given(f),
+            lambda f, key=key: (
+                f"{key} applies to synchronous rounds only, and this run is asynchronous ([server], [pair] or run.wait = "
+                f"false); remove {key} (a server has events.fragments, events.overlap and events.dylu)"
+            ),
         )
-    if rule.needs == "tree" and not topology.tree:
-        raise PairingError(
-            f"{got} cannot work: '{rule.name}' relays sums along a tree; use topology 'tree', 'chain' or 'star'"
-        )
-    if rule.needs == "push" and not topology.column_stochastic:
-        raise PairingError(
-            f"{got} cannot work: '{rule.name}' counts the mass that each worker gives away, and here it does not sum to one; "
-            "use a push topology such as 'random_push', or one whose weights are doubly stochastic, such as 'random'"
-        )
-    if rule.needs != "push" and not topology.doubly_stochastic:
-        raise PairingError(
-            f"{got} cannot work: '{rule.name}' would drift, as the weights that workers give and get do not all sum to one; "
-            "use a topology whose weights are doubly stochastic, such as 'random', or the rule 'sgp', which corrects for it"
-        )
-    if codec.back is not None and not rule.averages:
-        raise PairingError(
-            f"codec '{codec.name}' has back = '{codec.back.name}', the way back of a mean over everyone, and rule '{rule.name}' "
-            "takes none; leave codec.back out, or take a rule such as 'diloco'"
-        )
-    if rule.site == "gradients" and local_steps != 1:
-        raise PairingError(
-            f"rule '{rule.name}' exchanges gradients in every inner step and got local_steps = {local_steps}; "
-            "set run.local_steps = 1, or take a rule with a local phase such as 'diloco'"
-        )
-    if rule.site == "gradients" and not schedule.plain:
-        raise PairingError(
-            f"rule '{rule.name}' exchanges gradients before the step they are for and got {schedule}; leave [schedule] out, or "
-            "take a rule on parameters such as 'diloco'"
-        )
-    if rule.delay_rounds and (schedule.overlap_steps or schedule.merge != "keep"):
-        raise PairingError(
-            f"rule '{rule.name}' hears {rule.delay_rounds} round late by itself and got schedule.overlap_steps = "
-            f"{schedule.overlap_steps} and schedule.merge = {schedule.merge!r}; leave both out"
-        )
-    if rule.consensus is not None and math.isnan(rule.consensus.alpha):
-        raise PairingError(
-            f"{got} still has alpha = 'auto'; set a number, or call gossamer.rounds.stability.resolve_alpha(rule, topology) first"
-        )
+        for key, given in _ROUNDS_ONLY.items()
+    ),
+    Pairing(
+        "server and meetings",
+        lambda f: f.kind == "server" and f.meetings is not None,
+        lambda f: f"{f.who} got events.meetings = {f.meetings}, but its workers never meet; remove events.meetings",
+    ),
+    Pairing(
+        "server and waiting",
+        lambda f: f.kind == "server" and not f.wait,
+        lambda f: (
+            f"{f.who} got run.wait = false, but its workers receive from the server alone and never wait for each other; remove "
+            "run.wait"
+        ),
+    ),
+    Pairing(
+        "no waiting and meetings",
+        lambda f: f.kind == "no waiting" and f.meetings is not None,
+        lambda f: (
+            f"{f.who} got events.meetings = {f.meetings}, but its workers read what their peers published last and never meet; "
+            "remove events.meetings, or use a [pair] method"
+        ),
+    ),
+    Pairing(
+        "fragments without a server",
+        lambda f: f.kind in ("pair", "no waiting") and f.fragments > 1,
+        lambda f: (
+            f"{f.who} got events.fragments = {f.fragments}, but only a server keeps fragments; remove events.fragments"
+        ),
+    ),
+    Pairing(
+        "overlap of one fragment",
+        lambda f: f.overlap and f.fragments < 2,
+        lambda f: (
+            f"events.overlap is {f.overlap} with events.fragments = {f.fragments}, so everything that a worker learns while its "
+            "reply is in flight would be lost; set events.fragments to at least 2, or remove events.overlap"
+        ),
+    ),
+    Pairing(
+        "pair and phase",
+        lambda f: f.pair is not None and not f.pair.any_phase,
+        lambda f: (
+            f"{f.who} cannot train with run.local_steps = {f.local_steps} and inner.optimizer = '{f.optimizer}': its local phase "
+            "must be exactly one gradient of a convex function; use 'a2cid2' or 'ad_psgd'"
+        ),
+    ),
+    Pairing(
+        "pair and topology",
+        lambda f: f.kind == "pair" and not f.topology.static,
+        lambda f: (
+            f"{f.who} on topology '{f.topology.name}' cannot work: pairs meet at random along the edges of one graph, and this "
+            "one changes; use a static topology such as 'complete' or 'ring'"
+        ),
+    ),
+    Pairing(
+        "clock",
+        lambda f: f.clocked and f.clock is None and _count(f) != 1,
+        lambda f: (
+            f"an asynchronous run needs the seconds of one network, and the run file has {_count(f)} networks "
+            f"({_names(f)}); declare one as [network.NAME] with step_s, and name it in events.network where there are "
+            "several"
+        ),
+    ),
+    Pairing(
+        "unknown clock",
+        lambda f: f.clocked and f.clock is not None and f.clock not in (f.networks or {}),
+        lambda f: choose("network in events.network", str(f.clock), f.networks or {}) + "; correct the name",
+    ),
+    Pairing(
+        "dylu and local steps",
+        lambda f: f.asynchronous and f.dylu and isinstance(f.local_steps, tuple),
+        lambda f: (
+            "events.dylu = true sets local steps by speed, and run.local_steps is "
+            f"{list(f.local_steps) if isinstance(f.local_steps, tuple) else f.local_steps}; give one number, that of the fastest "
+            "worker"
+        ),
+    ),
+    Pairing(
+        "real processes without rounds or server",
+        lambda f: f.driver == "train" and f.kind in ("pair", "no waiting"),
+        lambda f: (
+            f"gossamer train got {f.who if f.kind == 'pair' else 'run.wait = false'}, which real processes do not run; use "
+            "gossamer simulate"
+        ),
+    ),
+    Pairing(
+        "real processes and virtual time",
+        lambda f: f.driver == "train" and f.kind == "server" and (f.overlap or f.absences > 0),
+        lambda f: (
+            f"gossamer train got {'events.overlap = true' if f.overlap else f'{f.absences} events.absences'}, which exist in "
+            "virtual time only: a real worker waits for its reply, and leaves when it is stopped; remove it, or use gossamer "
+            "simulate"
+        ),
+    ),
+)
+
+PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *_ASYNCHRONOUS, *_SCHEDULE, *_RULES)
+"""Every combination that cannot work; of several that apply, the first is the one to name."""

@@ -72,19 +72,6 @@ class Schedule:
         """Share of a round's inner steps during which some fragment is under way, if the fragments follow one another."""
         return min(1.0, self.fragments * self.overlap_steps / full_steps)
 
-    def check(self, full_steps: int) -> None:
-        """Raises ConfigError when a round of so many inner steps cannot be divided like this."""
-        if self.fragments > full_steps:
-            raise ConfigError(
-                f"schedule.fragments is {self.fragments} and a round has {full_steps} inner steps; take at most one fragment "
-                "per inner step"
-            )
-        if self.overlap_steps > full_steps:
-            raise ConfigError(
-                f"schedule.overlap_steps is {self.overlap_steps} and a round has {full_steps} inner steps; take no more than "
-                "that, as a fragment must be heard before it is sent again, or more run.local_steps"
-            )
-
     def stops(self, round: int, full_steps: int, delay_rounds: int = 0) -> tuple[Stop, ...]:
         """The stops of a round of `full_steps` inner steps, in their order; the last is its end.
 

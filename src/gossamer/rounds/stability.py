@@ -25,6 +25,7 @@ __all__ = [
     "Stability",
     "best_alpha",
     "largest_stable_gamma",
+    "mean_gap",
     "outlook",
     "resolve_alpha",
     "stability",
@@ -216,10 +217,9 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     check_option("gossip", "momentum", gamma, Decay)
     if not topology.doubly_stochastic:
         return Outlook(None, None, ())
-    gap = condition = None
-    if topology.period is not None or topology.exchangeable:
-        w = _mean_matrix(topology)
-        gap, condition = spectral_gap(w), laplacian_condition(w) if topology.symmetric else None
+    gap = condition = mean_gap(topology)
+    if gap is not None:
+        condition = laplacian_condition(_mean_matrix(topology)) if topology.symmetric else None
     limits: dict[Site, float] = {site: largest_stable_gamma(alpha, site, topology) for site in ("post", "pre")}
 
     def row(site: Site, momentum: float) -> Gossip:
@@ -228,6 +228,18 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
         return Gossip(consensus, found, limits[site], best_alpha(momentum, site, topology))
 
     return Outlook(gap, condition, (row("post", gamma), row("pre", gamma), row("post", 0.0)))
+
+
+def mean_gap(topology: Topology) -> float | None:
+    """The spectral gap of the mean mixing matrix; None for a topology that keeps no mean, or has no such matrix in closed form.
+
+    >>> from gossamer.topologies import complete, ring
+    >>> mean_gap(complete(4)), round(mean_gap(ring(4)) or 0.0, 4)
+    (1.0, 0.6667)
+    """
+    if not topology.doubly_stochastic or (topology.period is None and not topology.exchangeable):
+        return None
+    return spectral_gap(_mean_matrix(topology))
 
 
 def _mean_matrix(topology: Topology) -> NDArray[np.float64]:

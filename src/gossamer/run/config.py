@@ -11,15 +11,17 @@ from pydantic import Field, TypeAdapter
 
 from gossamer.clock import EventsConfig
 from gossamer.data.settings import DataConfig
-from gossamer.errors import ConfigError, GossamerError, PairingError, choose
+from gossamer.errors import ConfigError, GossamerError, PairingError
 from gossamer.layout import Pattern
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.record.folder import RecordConfig
+from gossamer.rounds import pairing
+from gossamer.rounds.facts import INSTEAD, Facts
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.choice import Choice, Row
-from gossamer.run.document import EXPERIMENT, INSTEAD, TABLES, with_settings
+from gossamer.run.document import EXPERIMENT, TABLES, with_settings
 from gossamer.run.methods import recipes
 from gossamer.schema import NEUTRAL, AtLeastZero, Positive, build, plain, settings
 from gossamer.schema import faults as schema_faults
@@ -77,11 +79,6 @@ class LoopSettings:
                 f"run.steps is {self.steps}, which is not a multiple of run.local_steps = {max(steps)}; "
                 f"set run.steps to {f'{fewer} or ' if fewer else ''}{fewer + max(steps)}"
             )
-        if self.adapt and max(steps) == 1:
-            raise ConfigError(
-                f"run.adapt is set and run.local_steps is {self.local_steps}, of which none can be left out; raise "
-                "run.local_steps to the most that a worker shall take"
-            )
 
 
 @settings("")
@@ -115,33 +112,6 @@ class RunConfig:
                 raise ConfigError(
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
-        if isinstance(self.run.adapt, str) and self.run.adapt not in self.network:
-            known = (
-                choose("network", self.run.adapt, self.network) if self.network else "the run file declares no network"
-            )
-            raise ConfigError(
-                f"run.adapt is '{self.run.adapt}': {known}; name a [network.NAME] of this file, or write true"
-            )
-        if self.run.mean == "all_reduce" and self.schedule.overlap_steps:
-            raise ConfigError(
-                f"run.mean is 'all_reduce', which blocks, and schedule.overlap_steps is {self.schedule.overlap_steps}; set "
-                "run.mean = 'ordered' to train while a mean is under way"
-            )
-        rounds_only = {
-            "[schedule]": not self.schedule.plain, "inner.averaging": self.inner.averaging is not None,
-            "run.adapt": bool(self.run.adapt), "run.weigh_steps": self.run.weigh_steps,
-            "codec.back": "back" in self.codec.options,
-        }  # fmt: skip
-        if self.event_driven and any(rounds_only.values()):
-            raise PairingError(
-                f"the run looks at the clock and has {', '.join(key for key, given in rounds_only.items() if given)}, which is "
-                "for rounds; leave it out (events.fragments, events.overlap and events.dylu are a server's own)"
-            )
-        if self.inner.averaging is not None and self.schedule.fragments > 1:
-            raise ConfigError(
-                f"inner.averaging is '{self.inner.averaging}', whose iterate and average are exchanged together, and "
-                f"schedule.fragments is {self.schedule.fragments}; use 1"
-            )
 
     def local_steps(self, worker: int) -> int:
         """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
@@ -232,15 +202,7 @@ def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
 
 def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
     """Kinds of methods that exclude each other."""
-    found = {
-        frozenset((kind, other)): PairingError(
-            f"the run has [{kind}] and [{other}], but a {kind} method has no {other}; remove one of the two"
-        )
-        for kind, others in reversed(INSTEAD.items())
-        for other in others
-        if kind in document and other in document
-    }
-    return [*found.values()][::-1]
+    return [PairingError(sentence) for sentence in pairing.faults(Facts(tables=frozenset(document)))]
 
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:

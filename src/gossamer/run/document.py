@@ -9,19 +9,16 @@ from typing import Any
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.codecs import CODECS
 from gossamer.errors import ConfigError
+from gossamer.rounds.facts import INSTEAD
 from gossamer.rules import RULES
 from gossamer.run.methods import recipe
 from gossamer.topologies import TOPOLOGIES
 
-__all__ = ["EXPERIMENT", "INSTEAD", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
+__all__ = ["EXPERIMENT", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
 
 TABLES: dict[str, Mapping[str, Any]] = {
     "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
 }  # fmt: skip
-INSTEAD: dict[str, tuple[str, ...]] = {
-    "server": ("rule", "pair", "topology"), "pair": ("rule", "server"), "rule": ("server", "pair"),
-}  # fmt: skip
-"""What each of the three kinds of method has no use for."""
 EXPERIMENT = ("variant", "sweep", "scale", "figure")
 """What an experiment file has beside its base."""
 

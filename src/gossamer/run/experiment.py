@@ -11,7 +11,7 @@ from gossamer.run.document import EXPERIMENT, flat, with_settings
 from gossamer.run.methods import recipes
 from gossamer.schema import build
 
-__all__ = ["Point", "figure", "points"]
+__all__ = ["Draft", "Point", "drafts", "figure", "points"]
 
 
 class Point(NamedTuple):
@@ -27,6 +27,15 @@ class Point(NamedTuple):
     config: RunConfig
 
 
+class Draft(NamedTuple):
+    """A `Point` whose run is not validated yet."""
+
+    method: str
+    at: Mapping[str, Any]
+    label: str
+    document: dict[str, Any]
+
+
 def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Point]:
     """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
 
@@ -39,6 +48,16 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
         seeds: run every point with each of them.
         scale: the name of the size to take; empty for the file as it is.
     """
+    drafted = drafts(document, seeds=seeds, scale=scale)
+    configs = [parse(draft.document) for draft in drafted]
+    return [
+        Point(method, {k: v for k, v in at.items() if k != "seed"}, config.seed, label, config)
+        for (method, at, label, _), config in zip(drafted, configs, strict=True)
+    ]
+
+
+def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Draft]:
+    """The documents of all runs of an experiment file, as in `points`. Raises ConfigError for what is no experiment."""
     base = {key: value for key, value in document.items() if key not in EXPERIMENT}
     rows = document.get("variant", [{}])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -55,7 +74,7 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
         for name in (others if row.get("method") == "*" else [""])
     ]
     base = with_settings(base, flat(document.get("scale", {}).get(scale, {})))
-    runs: list[Point] = []
+    runs: list[Draft] = []
     for row in rows:
         own = flat({key: value for key, value in row.items() if key not in ("label", "sweep", "scale")})
         own |= flat(row.get("scale", {}).get(scale, {}))
@@ -64,8 +83,7 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
         for values in itertools.product(*grid.values()):
             here = dict(zip(grid, values, strict=True))
             label = method + "".join(f" {key.rpartition('.')[2]}={_word(value)}" for key, value in here.items())
-            config = parse(with_settings(base, {**own, **here, "name": label}))
-            runs.append(Point(method, {k: v for k, v in here.items() if k != "seed"}, config.seed, label, config))
+            runs.append(Draft(method, here, label, with_settings(base, {**own, **here, "name": label})))
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")

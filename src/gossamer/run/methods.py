@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.errors import ConfigError, choose
 from gossamer.options import listed, options_of
+from gossamer.rounds.method import FITTING
 from gossamer.rules import RULES
 
 __all__ = [
@@ -317,5 +318,4 @@ def _fitting(kind: str, rule: Any) -> dict[str, Any]:
     """The topology that the tags of a rule ask for, and how often it acts."""
     if kind != "rule":
         return {"topology.name": "ring"} if kind == "pair" else {}
-    names = {"everyone": "complete", "connected": "random", "static": "ring", "tree": "tree", "push": "random_push"}
-    return {"topology.name": names[rule.needs], **({"run.local_steps": 1} if rule.site == "gradients" else {})}
+    return {"topology.name": FITTING[rule.needs], **({"run.local_steps": 1} if rule.site == "gradients" else {})}

@@ -21,14 +21,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.codecs import Codec, make_codec
+from gossamer.codecs import Codec
 from gossamer.codecs.message import decode, payload_like
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.record import checkpoint
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe
-from gossamer.run.serve_protocol import OWNED, run_key, settled_run, use_threads
+from gossamer.run.serve_protocol import OWNED, run_key, settled_server, use_threads
 from gossamer.run.server_session import Reply, ServerSession, open_session
 from gossamer.transport import Turn
 from gossamer.transport.launch import LISTENER, end_with_launcher
@@ -80,7 +80,7 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
     """
     end_with_launcher()
     use_threads(config)
-    settled = settled_run(config)
+    settled = settled_server(config)
     corpus = open_corpus(config.data, config.workers, config.seed)
     probe, start = Probe(config, corpus, torch.device("cpu")), None
     if resume:
@@ -91,17 +91,15 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
         if start == config.rounds:
             print(checkpoint.ended(folder, start))
             return
-    local_steps = [settled.local_steps(i) for i in range(config.workers)]
-    with open_session(config, local_steps, folder, probe, start) as session, _listener(host, port) as listener:
-        _Server(session, run_key(settled, corpus)).run(listener)
+    with open_session(config, settled, folder, probe, start) as session, _listener(host, port) as listener:
+        _Server(session, settled.codec, run_key(settled.config, corpus)).run(listener)
 
 
 class _Server:
     """The connections of a session. One thread for each carries its frames; the thread that calls `run` does all else."""
 
-    def __init__(self, session: ServerSession, key: int) -> None:
-        self._session, self._config, self._key = session, session.config, key
-        self._codec = make_codec(self._config.codec.name, **self._config.codec.options)
+    def __init__(self, session: ServerSession, codec: Codec, key: int) -> None:
+        self._session, self._config, self._codec, self._key = session, session.config, codec, key
         self._inputs: queue.SimpleQueue[_Joined | _Pushed | _Lost] = queue.SimpleQueue()
         self._connections: dict[int, _Connection] = {}
         self._threads: list[threading.Thread] = []

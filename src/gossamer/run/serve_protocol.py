@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from gossamer.data.corpus import Corpus, fingerprint
-from gossamer.errors import ConfigError, PairingError, TransportError
+from gossamer.errors import ConfigError, TransportError
 from gossamer.run.config import RunConfig, digest
-from gossamer.run.settle import clock, paced
+from gossamer.run.settle import WithServer, settle
 
-__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "settled_run", "terms_of", "use_threads"]
+__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "settled_server", "terms_of", "use_threads"]
 
 HERE = "these machines"
 """What a real run calls the network whose seconds it records."""
@@ -68,15 +68,11 @@ def run_key(settled: RunConfig, corpus: Corpus) -> int:
     return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
 
 
-def settled_run(config: RunConfig) -> RunConfig:
-    """The run with the local steps of its workers. Raises ConfigError for what real processes do not do."""
-    if config.events.overlap or config.events.absences:
-        given = "overlap = true" if config.events.overlap else f"{len(config.events.absences)} absences"
-        raise PairingError(
-            f"gossamer train got events with {given}, which only virtual time knows: a real worker waits for its reply, and "
-            "leaves when it is stopped; remove it, or use gossamer simulate"
-        )
-    return paced(config, clock(config)[1]) if config.events.dylu else config
+def settled_server(config: RunConfig) -> WithServer:
+    """What a run with a server runs on real processes. Raises ConfigError for what they do not do."""
+    settled = settle(config, real=True)
+    assert isinstance(settled, WithServer)  # no other run gets here
+    return settled
 
 
 def use_threads(config: RunConfig) -> None:

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from gossamer.clock import LoopOptions
-from gossamer.codecs import make_codec
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import ConfigError, DataError
 from gossamer.record.arrivals import ServerInput, arrivals_file, read_arrivals
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe, Result
-from gossamer.run.serve_protocol import HERE, settled_run, use_threads
+from gossamer.run.serve_protocol import HERE, settled_server, use_threads
 from gossamer.run.serve_worker import ServedWorker, Trained
 from gossamer.run.server_session import Reply, ServerSession, open_session
+from gossamer.run.settle import WithServer
 
 __all__ = ["replay_server"]
 
@@ -37,7 +37,7 @@ def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
         raise ConfigError(
             f"a replay needs a run with a [server], and '{config.name}' has none; give the run file of the server"
         )
-    settled = settled_run(config)
+    settled = settled_server(config)
     use_threads(config)
     inputs = read_arrivals(recorded)
     for item in inputs:
@@ -48,11 +48,10 @@ def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
             )
     corpus = open_corpus(config.data, config.workers, config.seed)
     probe = Probe(config, corpus, torch.device("cpu"))
-    local_steps = [settled.local_steps(i) for i in range(config.workers)]
     outcome, began = None, time.perf_counter()
     for begin, lines in _processes(inputs):
         start = begin.round or None
-        with open_session(config, local_steps, folder, probe, start, replays=True) as session:
+        with open_session(config, settled, folder, probe, start, replays=True) as session:
             _Replay(session, settled, folder, corpus, str(arrivals_file(recorded))).run(lines)
             journal = session.journal
             outcome = Result(
@@ -72,10 +71,10 @@ def _processes(inputs: Sequence[ServerInput]) -> Iterator[tuple[ServerInput, lis
 class _Replay:
     """One process of the server, with its workers as objects in this one."""
 
-    def __init__(self, session: ServerSession, settled: RunConfig, folder: Path, corpus: Corpus, where: str) -> None:
+    def __init__(self, session: ServerSession, settled: WithServer, folder: Path, corpus: Corpus, where: str) -> None:
         self._session, self._settled, self._folder, self._corpus, self._where = session, settled, folder, corpus, where
         config, self._device = session.config, torch.device("cpu")
-        self._options = LoopOptions(codec=make_codec(config.codec.name, **config.codec.options), seed=config.seed)
+        self._options = LoopOptions(codec=settled.codec, seed=config.seed)
         self._workers: dict[int, ServedWorker] = {}  # those that are present
         self._trained: dict[int, Trained] = {}  # their last phases
         self._sent_s: dict[int, float] = {}  # when their last starting points were sent
@@ -101,7 +100,9 @@ class _Replay:
 
     def _join(self, item: ServerInput) -> None:
         worker, owned = item.worker, [item.checkpoint] if item.checkpoint else []
-        served = ServedWorker(worker, self._session.config, self._settled, self._folder, self._corpus, self._device)
+        served = ServedWorker(
+            worker, self._session.config, self._settled.config, self._folder, self._corpus, self._device
+        )
         self._workers[worker], self._sent_s[worker] = served, item.time_s
         for reply in self._session.join(worker, owned, item.time_s):
             if reply.terms.checkpoint != item.checkpoint:

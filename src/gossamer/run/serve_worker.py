@@ -10,7 +10,7 @@ import torch
 from gossamer.clock import SERVER
 from gossamer.clock.server_core import Push, StartingPoint
 from gossamer.clock.server_worker import ServerWorker
-from gossamer.codecs import make_codec
+from gossamer.codecs import Codec
 from gossamer.codecs.message import encode
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import ConfigError
@@ -22,7 +22,7 @@ from gossamer.rng import key as random_key
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
-from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_run, terms_of, use_threads
+from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_server, terms_of, use_threads
 from gossamer.transport import Turn
 from gossamer.transport.launch import device_of, end_with_launcher
 from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
@@ -110,11 +110,16 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
         raise ConfigError(
             f"--worker got {worker} but the run file says workers = {config.workers}; give 0 to {config.workers - 1}"
         )
-    settled = settled_run(config)
+    settled = settled_server(config)
     corpus = open_corpus(config.data, config.workers, config.seed)
-    served = ServedWorker(worker, config, settled, folder, corpus, device_of(config.run.device, worker))
+    served = ServedWorker(worker, config, settled.config, folder, corpus, device_of(config.run.device, worker))
     stream = connect(
-        host, port, run=run_key(settled, corpus), me=worker, server=config.workers, timeout_s=config.run.timeout_s
+        host,
+        port,
+        run=run_key(settled.config, corpus),
+        me=worker,
+        server=config.workers,
+        timeout_s=config.run.timeout_s,
     )
     try:
         stream.send(Turn(0, 0, HELLO), [torch.tensor([0] * OWNED + served.owned())[-OWNED:]])
@@ -129,17 +134,23 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
             ) as events,
         ):
             stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
-            _train(stream, served, terms, record, events, stopwatch)
+            _train(stream, served, settled.codec, terms, record, events, stopwatch)
     finally:
         stream.close()
 
 
 def _train(
-    stream: Stream, served: ServedWorker, terms: Terms, record: RunFolder, events: EventWriter, stopwatch: Stopwatch
+    stream: Stream,
+    served: ServedWorker,
+    codec: Codec,
+    terms: Terms,
+    record: RunFolder,
+    events: EventWriter,
+    stopwatch: Stopwatch,
 ) -> None:
     """Trains and pushes until the server has nothing left."""
     config, spans = served.config, served.learner.spans
-    codec, early_s = make_codec(config.codec.name, **config.codec.options), terms.elapsed_us / 1e6 - time.monotonic()
+    early_s = terms.elapsed_us / 1e6 - time.monotonic()
     while terms.go:
         began_s = time.monotonic() + early_s
         trained = served.train()

@@ -24,7 +24,7 @@ from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.journal import EventJournal, Journal, saver
 from gossamer.run.serve_protocol import HERE, Terms
-from gossamer.run.settle import server_rule
+from gossamer.run.settle import WithServer
 
 __all__ = ["Reply", "ServerSession", "open_session"]
 
@@ -42,18 +42,19 @@ class ServerSession:
     """The core of one server process with its records. Inputs come from one thread, with the seconds since the run began.
 
     Args:
-        local_steps: of each worker, in a local phase.
+        settled: what `config` runs.
         start: rounds of the run that are over, whose checkpoint is restored; None for a new run.
         record, events: the files of this process.
         arrivals: where every input is written first; None in a replay.
     """
 
     def __init__(
-        self, config: RunConfig, local_steps: Sequence[int], folder: Path, probe: Probe, start: int | None, record: RunFolder,
+        self, config: RunConfig, settled: WithServer, folder: Path, probe: Probe, start: int | None, record: RunFolder,
         events: EventWriter, arrivals: ArrivalWriter | None,
     ) -> None:  # fmt: skip
         self.config, self.record, self.events, self._arrivals = config, record, events, arrivals
-        self._probe, self._resumed, self._local_steps = probe, start, local_steps
+        self._probe, self._resumed = probe, start
+        self._local_steps = [settled.config.local_steps(i) for i in range(config.workers)]
         n, saved = config.workers, dict[str, Any]()
         if start is not None:
             saved = checkpoint.load(folder / "checkpoints", start, n, digest(config))
@@ -62,7 +63,7 @@ class ServerSession:
         """When this process of the server began, since the run began."""
         layout, spans = arrange(layout_of(probe.model), *config.fragments)
         self.core = ServerCore(
-            server_rule(config), probe.x.clone(), layout, spans, local_steps, budget=Budget(n * config.run.steps),
+            settled.rule, probe.x.clone(), layout, spans, self._local_steps, budget=Budget(n * config.run.steps),
             expected_until_s=self.begin_s + config.run.timeout_s,
         )  # fmt: skip
         if saved:
@@ -146,7 +147,7 @@ class ServerSession:
 @contextlib.contextmanager
 def open_session(
     config: RunConfig,
-    local_steps: Sequence[int],
+    settled: WithServer,
     folder: Path,
     probe: Probe,
     start: int | None,
@@ -162,4 +163,4 @@ def open_session(
         arrivals = None
         if not replays:
             arrivals = files.enter_context(ArrivalWriter(folder, resume=start is not None))
-        yield ServerSession(config, local_steps, folder, probe, start, record, events, arrivals)
+        yield ServerSession(config, settled, folder, probe, start, record, events, arrivals)

@@ -1,71 +1,226 @@
-"""From a run file to what runs."""
+"""From a run file to what runs: `settle(config)` is pure, opens no data and builds no model. Every driver begins with it."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
-from gossamer.asynchronous import PAIRS, SERVERS, PairRule, ServerRule, dylu_steps
+from gossamer.asynchronous import PAIRS, SERVERS, PairRule, Rates, ServerRule, conditions, dylu_steps, meeting_rates
+from gossamer.clock import Absence
 from gossamer.clock.durations import Durations
-from gossamer.errors import ConfigError, PairingError, choose
-from gossamer.network.links import Network
+from gossamer.clock.phases import ordered
+from gossamer.codecs import Codec, make_codec
+from gossamer.errors import ConfigError, PairingError
+from gossamer.network.links import Network, links_of
+from gossamer.rounds import pairing, stability
+from gossamer.rounds.facts import Facts, Kind
+from gossamer.rounds.method import Method, method_of, settled_rule
+from gossamer.rules import make_rule
 from gossamer.run.config import RunConfig
+from gossamer.topologies import Topology, make_topology
 
-__all__ = ["clock", "no_server_options", "paced", "pair_rule", "server_rule"]
+__all__ = [
+    "InPairs",
+    "InRounds",
+    "Settled",
+    "WithServer",
+    "WithoutWaiting",
+    "faults",
+    "in_rounds",
+    "kind_of",
+    "pairing_faults",
+    "settle",
+]
 
 
-def clock(config: RunConfig) -> tuple[str, Network]:
-    """The network whose seconds decide who is late, and its name. Raises ConfigError when the run file leaves that open."""
-    names, name = sorted(config.network), config.events.network
-    if name is None and len(names) != 1:
+class InRounds(NamedTuple):
+    """A run in synchronous rounds."""
+
+    method: Method
+    network: Network | None
+    """Whose seconds local steps adapt to; None where they do not, and on real processes, which measure their own."""
+    warnings: tuple[str, ...]
+    """What will probably go wrong."""
+
+
+class WithServer(NamedTuple):
+    """An asynchronous run around a server."""
+
+    config: RunConfig
+    """The run with the local steps that its workers take, fewer for slower ones with `events.dylu`."""
+    rule: ServerRule
+    codec: Codec
+    network: Network | None
+    """Whose seconds decide what is computed; None on real processes, where those are the clock's."""
+    network_name: str | None
+    absences: tuple[Absence, ...]
+
+
+class InPairs(NamedTuple):
+    """An asynchronous run of workers that meet in pairs."""
+
+    config: RunConfig
+    """As in `WithServer`."""
+    rule: PairRule
+    topology: Topology
+    rates: Rates
+    """Meetings per second of each pair."""
+    codec: Codec
+    network: Network
+    network_name: str
+    absences: tuple[Absence, ...]
+
+
+class WithoutWaiting(NamedTuple):
+    """An asynchronous run of workers that mix with what their peers published last."""
+
+    config: RunConfig
+    """As in `WithServer`."""
+    method: Method
+    network: Network
+    network_name: str
+    absences: tuple[Absence, ...]
+    warnings: tuple[str, ...]
+    """What will probably go wrong."""
+
+
+Settled = InRounds | WithServer | InPairs | WithoutWaiting
+
+
+def settle(config: RunConfig, *, real: bool = False) -> Settled:
+    """What a run file runs.
+
+    Args: `real` is for real processes (`gossamer train`), which go by their own clocks and can do less than virtual time can.
+    Raises: PairingError and ConfigError, the first of `faults`.
+    Cost: the stability of the rule on its topology, some milliseconds, up to a second for hundreds of workers.
+    """
+    facts, errors = _facts(config, real)
+    for error in [*errors, *map(PairingError, pairing.faults(facts))]:
+        raise error
+    if facts.kind == "rounds":
+        for network in () if real else config.network.values():
+            links_of(network, config.workers)  # one of other workers is refused before the training, not after it
+        return InRounds(method_of(facts, compile=config.run.compile), facts.pacing_network, _warnings(facts))
+    name, network, config = _clocked(config, facts)
+    absences = _absences(config)
+    if config.server is not None:
+        rule = SERVERS[config.server.name](**config.server.options)
+        return WithServer(config, rule, facts.codec, network, name, absences)
+    assert network is not None and name is not None  # only a server runs on real processes
+    if facts.pair is not None:
+        rates = _rates(config, facts.topology, network)
+        return InPairs(config, facts.pair, facts.topology, rates, facts.codec, network, name, absences)
+    return WithoutWaiting(config, method_of(facts), network, name, absences, _warnings(facts))
+
+
+def in_rounds(config: RunConfig, *, real: bool = False) -> InRounds:
+    """What a run file runs in rounds. Raises ConfigError for an asynchronous one, and as `settle` does."""
+    settled = settle(config, real=real)
+    if not isinstance(settled, InRounds):
         raise ConfigError(
-            f"the run looks at the clock and its file has {len(names)} networks ({', '.join(names) or 'none'}); "
-            "write one as [network.NAME] with step_s, and name it in events.network where there are several"
+            f"the run '{config.name}' is asynchronous ({kind_of(config)}) and was to run in rounds; start it by gossamer simulate"
         )
-    name = names[0] if name is None else name
-    if name not in config.network:
-        raise ConfigError(choose("network in events.network", name, names) + "; correct the name")
-    return name, config.network[name]
+    return settled
 
 
-def server_rule(config: RunConfig) -> ServerRule:
-    """The server's rule of a run. Raises ConfigError for what cannot go with a server."""
-    assert config.server is not None
-    if config.events.meetings is not None or not config.run.wait:
-        given = "run.wait = false" if not config.run.wait else f"events.meetings = {config.events.meetings}"
-        raise PairingError(
-            f"server '{config.server.name}' got {given}, but its workers meet nobody and hear only the server; leave it out"
-        )
-    return SERVERS[config.server.name](**config.server.options)
+def faults(config: RunConfig, *, real: bool = False) -> list[str]:
+    """A sentence for everything because of which this run cannot start; none if it can, as far as one knows without its data."""
+    if found := pairing_faults(config, real=real):
+        return found
+    try:
+        settle(config, real=real)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
-def pair_rule(config: RunConfig) -> PairRule:
-    """The pair rule of a run. Raises ConfigError and PairingError for what cannot go with pairs that train models."""
-    assert config.pair is not None
-    rule = PAIRS[config.pair.name](**config.pair.options)
-    if not rule.any_phase:
-        raise PairingError(
-            f"pair '{rule.name}' with run.local_steps = {config.run.local_steps} and inner optimizer '{config.inner.optimizer}' "
-            "cannot work: it needs exactly one gradient of a convex function as a local phase; take 'a2cid2' or 'ad_psgd'"
-        )
-    no_server_options(config, f"pair '{rule.name}'")
-    return rule
+def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
+    """A sentence for every part that cannot be made, and for everything that does not go together."""
+    facts, errors = _facts(config, real)
+    return [*map(str, errors), *pairing.faults(facts)]
 
 
-def no_server_options(config: RunConfig, who: str) -> None:
-    """Raises PairingError for options of a server in a run that has none."""
-    if config.events.fragments > 1:
-        raise PairingError(
-            f"{who} got events.fragments = {config.events.fragments}, but only a server keeps fragments; leave it out"
-        )
+def kind_of(config: RunConfig) -> Kind:
+    """How a run communicates."""
+    if config.server is not None:
+        return "server"
+    if config.pair is not None:
+        return "pair"
+    return "rounds" if config.run.wait else "no waiting"
 
 
-def paced(config: RunConfig, network: Network) -> RunConfig:
-    """The run with the local steps that its workers take, fewer for the slow with `events.dylu`."""
-    if not config.events.dylu:
-        return config
-    steps = config.run.local_steps
-    if isinstance(steps, tuple):
-        raise ConfigError(
-            f"events.dylu = true sets local steps by speed and run.local_steps is {list(steps)}; give one number, that of the "
-            "fastest worker"
-        )
+_T = TypeVar("_T")
+
+
+def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
+    """All that the table of pairings asks, and what made a part of it impossible; such a part is left out."""
+    errors: list[ConfigError] = []
+
+    def attempt(make: Callable[[], _T]) -> _T | None:
+        try:
+            return make()
+        except ConfigError as error:
+            errors.append(error)
+            return None
+
+    run, events, kind, nothing = config.run, config.events, kind_of(config), Facts()
+    codec = attempt(lambda: make_codec(config.codec.name, **config.codec.options))
+    facts = Facts(
+        kind=kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec, schedule=config.schedule,
+        local_steps=run.local_steps, server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
+        averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, mean=run.mean,
+        fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,
+        absences=len(events.absences), clock=events.network, networks=config.network,
+    )  # fmt: skip
+    if config.server is not None:
+        server = config.server
+        attempt(lambda: SERVERS[server.name](**server.options))
+        return facts, errors
+    topology = attempt(
+        lambda: make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
+    )
+    if config.pair is not None:
+        pair = config.pair
+        return facts._replace(
+            pair=attempt(lambda: PAIRS[pair.name](**pair.options)), topology=topology or nothing.topology
+        ), errors
+    rule = attempt(lambda: make_rule(config.rule.name, **config.rule.options))
+    if rule is None or topology is None or codec is None:  # what rests on one of them cannot be told
+        return facts._replace(mean="ordered", codec=nothing.codec), errors
+    facts = facts._replace(rule=rule, topology=topology)
+    return facts._replace(rule=attempt(lambda: settled_rule(facts)) or rule), errors
+
+
+def _warnings(facts: Facts) -> tuple[str, ...]:
+    sentence = stability.warning(facts.rule, facts.topology)
+    return () if sentence is None else (sentence,)
+
+
+def _clocked(config: RunConfig, facts: Facts) -> tuple[str | None, Network | None, RunConfig]:
+    """The network whose seconds count, with its name, and the run with the local steps that go with it."""
+    if not facts.clocked:
+        return None, None, config
+    name = next(iter(config.network)) if facts.clock is None else facts.clock
+    network, steps = config.network[name], config.run.local_steps
     step_s = Durations(network, config.workers).step_s
-    return replace(config, run=replace(config.run, local_steps=dylu_steps(step_s, steps)))
+    if facts.dylu:
+        assert not isinstance(steps, tuple)  # refused by the table
+        config = replace(config, run=replace(config.run, local_steps=dylu_steps(step_s, steps)))
+    return name, network, config
+
+
+def _absences(config: RunConfig) -> tuple[Absence, ...]:
+    """When workers leave and return. Raises ConfigError for what cannot be."""
+    away = config.events.absences
+    absences = [Absence(one.leave_s, one.worker, "leave") for one in away]
+    absences += [Absence(one.return_s, one.worker, "return") for one in away if one.return_s < math.inf]
+    return tuple(ordered(absences, config.workers))
+
+
+def _rates(config: RunConfig, topology: Topology, network: Network) -> Rates:
+    """Meetings per second of each pair. Raises ConfigError for a graph that falls apart."""
+    step_s = Durations(network, config.workers).step_s
+    phase_s = math.fsum(s * config.local_steps(i) for i, s in enumerate(step_s)) / config.workers
+    rates = meeting_rates(topology.mixing(0), (config.events.meetings or 1.0) / phase_s)
+    conditions(config.workers, rates)
+    return rates

@@ -5,6 +5,7 @@ pool of threads with one intra-op thread each trains them: on small models that 
 each worker computes exactly what its own process would.
 """
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Sequence
@@ -16,8 +17,7 @@ import torch
 from torch import Tensor
 
 from gossamer.data.corpus import open_corpus
-from gossamer.errors import ConfigError
-from gossamer.network.links import Network, jitter_factors, links_of
+from gossamer.network.links import Network, jitter_factors
 from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
@@ -30,21 +30,24 @@ from gossamer.run.journal import Journal
 from gossamer.run.lanes import lanes
 from gossamer.run.replica import Replica
 from gossamer.run.seconds import priced
-from gossamer.run.worker import RoundReport, Worker, method
+from gossamer.run.settle import in_rounds
+from gossamer.run.worker import RoundReport, Worker
 from gossamer.transport.launch import one_device
 from gossamer.transport.memory import MemoryNetwork
 
 __all__ = ["simulate_rounds"]
+
+log = logging.getLogger("gossamer")
 
 
 def simulate_rounds(
     config: RunConfig, folder: Path, *, resume: bool = False, progress: Progress | None = None, until: int | None = None
 ) -> Result:
     """Trains all workers of a run in rounds; see `gossamer.run.simulate.simulate`."""
-    network = _paced_by(config)
-    for declared in config.network.values():
-        links_of(declared, config.workers)  # those that do not fit are refused before the training, not after it
-    m, device = method(config), one_device(config.run.device)
+    m, network, warnings = in_rounds(config)
+    for sentence in warnings:
+        log.warning(sentence)
+    device = one_device(config.run.device)
     corpus = open_corpus(config.data, config.workers, config.seed)
     probe = Probe(config, corpus, device)
     stacked = torch.empty(config.workers, probe.x.numel(), dtype=probe.x.dtype, device=device)
@@ -169,28 +172,6 @@ def _record_seconds(record: RunFolder, config: RunConfig) -> dict[str, float]:
     found = {name: priced(trace, network, name, parts) for name, network in config.network.items()}
     record.write_seconds(seconds for some in found.values() for seconds in some)
     return {name: max((one.end_s for one in some), default=0.0) for name, some in found.items()}
-
-
-def _paced_by(config: RunConfig) -> Network | None:
-    """The network in whose seconds local steps adapt; None where they do not.
-
-    Raises: ConfigError when it is not clear which, or its seconds are not all there.
-    """
-    adapt, declared = config.run.adapt, config.network
-    if not adapt:
-        return None
-    if not isinstance(adapt, str) and len(declared) != 1:
-        raise ConfigError(
-            f"run.adapt is true and the run file declares {len(declared)} networks ({', '.join(declared) or 'none'}), where a "
-            "simulation takes the seconds of one; declare one as [network.NAME], or name one in run.adapt"
-        )
-    network = declared[adapt] if isinstance(adapt, str) else next(iter(declared.values()))
-    step_s = links_of(network, config.workers).step_s
-    if step_s is None or not step_s.min() > 0:
-        raise ConfigError(
-            f"run.adapt needs the seconds of an inner step and the network gives step_s = {network.step_s}; set it above 0"
-        )
-    return network
 
 
 def _adapt(network: Network, workers: Sequence[Worker], round: int, reports: Sequence[RoundReport]) -> None:

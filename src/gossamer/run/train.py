@@ -4,6 +4,7 @@ Each process records its own part of the run (`metrics-003.jsonl`, `trace-003.js
 such as the mean model, is formed afterwards by `gossamer evaluate`.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -16,13 +17,14 @@ from gossamer.errors import GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
-from gossamer.rounds.loop import Method
+from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.journal import Journal, Save
 from gossamer.run.replica import Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
-from gossamer.run.worker import RoundReport, Worker, method
+from gossamer.run.settle import in_rounds
+from gossamer.run.worker import RoundReport, Worker
 from gossamer.topologies import Topology
 from gossamer.transport import Delivery, Reduce
 from gossamer.transport.board import Board
@@ -31,6 +33,8 @@ from gossamer.transport.launch import agree, join, leave
 from gossamer.transport.member import Member
 
 __all__ = ["train", "train_member"]
+
+log = logging.getLogger("gossamer")
 
 
 def train(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
@@ -59,7 +63,9 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
     Args: `resume` continues from the newest round of which every worker has its snapshot.
     Cost: one model, its gradients and states, the message in flight and those it receives.
     """
-    m = method(config)
+    m, _, warnings = in_rounds(config, real=True)
+    for sentence in warnings:
+        log.warning(sentence)
     corpus = open_corpus(config.data, config.workers, config.seed)
     newest = _agreed_round(config, folder, member, m, corpus, resume=resume)
     if newest == config.rounds:

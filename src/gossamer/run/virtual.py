@@ -5,9 +5,9 @@ workers together, the same number of tokens as a run in rounds. A round is a par
 all workers has. Validations, checkpoints and the learning-rate schedule go by it.
 """
 
-import math
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous import conditions, meeting_rates
-from gossamer.clock import Absence, GossipRun, LoopOptions, PairRun, ServerRun
-from gossamer.clock.durations import Durations
-from gossamer.codecs import Codec, make_codec
+from gossamer.clock import GossipRun, LoopOptions, PairRun, ServerRun
 from gossamer.data.corpus import Corpus, open_corpus
-from gossamer.errors import PairingError
 from gossamer.network.links import Network
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
@@ -31,12 +27,13 @@ from gossamer.run.journal import EventJournal, Journal, saver
 from gossamer.run.lanes import lanes
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import EventSeconds
-from gossamer.run.settle import clock, no_server_options, paced, pair_rule, server_rule
-from gossamer.run.worker import method, topology_of
+from gossamer.run.settle import InPairs, InRounds, WithoutWaiting, WithServer, settle
 from gossamer.transport.launch import one_device
 from gossamer.tree import leaves
 
 __all__ = ["simulate_events"]
+
+logger = logging.getLogger("gossamer")
 
 
 def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | None = None) -> Result:
@@ -45,16 +42,18 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
     Raises: ConfigError, PairingError and DataError; TrainingError when a loss is not finite.
     Cost: parameters, gradients and inner state of every worker, and what the method keeps of its own.
     """
-    name, network = clock(config)
-    settled = paced(config, network)
+    settled = settle(config)
+    assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
+    name = settled.network_name
+    for sentence in settled.warnings if isinstance(settled, WithoutWaiting) else ():
+        logger.warning(sentence)
     device = one_device(config.run.device)
-    make = _prepare(config)  # before the data, so that a mistake is reported at once
     corpus = open_corpus(config.data, config.workers, config.seed)
     with lanes(device, config.workers, config.run.threads) as (pool, count):
         tally, began = _Tally(config), time.perf_counter()
         ahead = pool if count > 1 and _may_run_ahead(config) else None
-        learners = [_Learner(i, settled, corpus, device, tally, ahead) for i in range(config.workers)]
-        run = make(settled, network, learners)
+        learners = [_Learner(i, settled.config, corpus, device, tally, ahead) for i in range(config.workers)]
+        run = _loop(settled, settled.network, learners)
         probe = Probe(config, corpus, device)
         with (
             RunFolder(folder, dump(config), config.record) as record,
@@ -74,62 +73,26 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
 
 
 _Loop = ServerRun | PairRun | GossipRun
-_Prepared = Callable[[RunConfig, Network, "Sequence[_Learner]"], _Loop]
 
 
-def _prepare(config: RunConfig) -> _Prepared:
-    """How the loop of this run is made; whatever can be wrong without data is found here."""
-    codec = make_codec(config.codec.name, **config.codec.options)
-    if config.server is not None:
-        server = server_rule(config)
-        return lambda settled, network, learners: ServerRun(
-            server, learners, network, spans=learners[0].spans, overlap=config.events.overlap,
-            options=_options(config, codec, learners),
-        )  # fmt: skip
-    if config.pair is not None:
-        return _prepare_pairs(config, codec)
-    if config.events.meetings is not None:
-        raise PairingError(
-            f"rule '{config.rule.name}' got events.meetings = {config.events.meetings}, but its workers read what their peers "
-            "published last and never meet; leave it out, or take a [pair] method"
-        )
-    no_server_options(config, f"rule '{config.rule.name}'")
-    m = method(config)
-    return lambda settled, network, learners: GossipRun(
-        m.rule, m.topology, learners, network, _options(config, codec, learners)
-    )
-
-
-def _prepare_pairs(config: RunConfig, codec: Codec) -> _Prepared:
-    pair, topology = pair_rule(config), topology_of(config)
-    if not topology.static:
-        raise PairingError(
-            f"pair '{pair.name}' on topology '{topology.name}' cannot work: pairs meet at random along the edges of one "
-            "graph, and this one changes; use a static topology such as 'complete' or 'ring'"
-        )
-
-    def pairs(settled: RunConfig, network: Network, learners: Sequence[_Learner]) -> PairRun:
-        step_s = Durations(network, config.workers).step_s
-        phase_s = math.fsum(s * settled.local_steps(i) for i, s in enumerate(step_s)) / config.workers
-        rates = meeting_rates(topology.mixing(0), (config.events.meetings or 1.0) / phase_s)
-        conditions(config.workers, rates)  # refuses a graph that falls apart
-        return PairRun(pair, learners, network, rates, _options(config, codec, learners))
-
-    return pairs
-
-
-def _options(config: RunConfig, codec: Codec, learners: "Sequence[_Learner]") -> LoopOptions:
-    away = config.events.absences
-    return LoopOptions(
-        absences=[
-            *(Absence(one.leave_s, one.worker, "leave") for one in away),
-            *(Absence(one.return_s, one.worker, "return") for one in away if one.return_s < math.inf),
-        ],
-        codec=codec,
+def _loop(settled: WithServer | InPairs | WithoutWaiting, network: Network, learners: "Sequence[_Learner]") -> _Loop:
+    """The event loop of this run."""
+    config = settled.config
+    options = LoopOptions(
+        absences=settled.absences,
+        codec=settled.method.codec if isinstance(settled, WithoutWaiting) else settled.codec,
         seed=config.seed,
         budget=config.workers * config.run.steps,
         begins=lambda worker, number: learners[worker].begin(number),
     )
+    match settled:
+        case WithServer(rule=rule):
+            spans, overlap = learners[0].spans, config.events.overlap
+            return ServerRun(rule, learners, network, spans=spans, overlap=overlap, options=options)
+        case InPairs(rule=rule, rates=rates):
+            return PairRun(rule, learners, network, rates, options)
+        case WithoutWaiting(method=m):
+            return GossipRun(m.rule, m.topology, learners, network, options)
 
 
 def _may_run_ahead(config: RunConfig) -> bool:

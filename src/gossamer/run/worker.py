@@ -5,53 +5,19 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gossamer.codecs import make_codec
-from gossamer.errors import CheckpointError, PairingError
+from gossamer.errors import CheckpointError
 from gossamer.layout import Layout
 from gossamer.network.pacing import PaceNote, Pacer, first_leg_bytes
 from gossamer.record.trace import Operation
-from gossamer.rounds import loop as outer
-from gossamer.rounds import stability
-from gossamer.rounds.loop import Method, OuterLoop
+from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Stop
-from gossamer.rules import make_rule, weighted
-from gossamer.run.config import RunConfig, digest
+from gossamer.run.config import digest
 from gossamer.run.replica import LocalPhase, Replica, joined
-from gossamer.topologies import Topology, make_topology
 from gossamer.transport import Reduce, Transport
 from gossamer.tree import leaves, must_fit
 
-__all__ = ["RoundReport", "Segment", "Worker", "method", "parts_of", "topology_of"]
-
-
-def method(config: RunConfig) -> Method:
-    """The rule, topology, codec and schedule of a run, checked to fit.
-
-    Raises: ConfigError and PairingError.
-    """
-    topology = topology_of(config)
-    rule = make_rule(config.rule.name, **config.rule.options)
-    if config.run.weigh_steps:
-        rule = weighted(stability.resolve_alpha(rule, topology))
-    if config.run.weigh_steps and config.run.adapt and rule.delay_rounds:
-        raise PairingError(
-            f"run.adapt and run.weigh_steps are set for rule '{rule.name}', which hears {rule.delay_rounds} round late, when its "
-            "local steps may be others than those it sent; leave one of the two out"
-        )
-    codec = make_codec(config.codec.name, **config.codec.options)
-    if config.run.mean == "all_reduce" and not (rule.averages and codec.exact and codec.back is None):
-        raise PairingError(
-            f"run.mean is 'all_reduce' and rule '{rule.name}' with codec '{codec.name}' takes no mean that a backend could; set "
-            "run.mean = 'ordered', or take a rule such as 'diloco' with the codec 'exact'"
-        )
-    return outer.method(
-        rule, topology, codec, config.schedule, local_steps=config.run.local_steps, compile=config.run.compile
-    )
-
-
-def topology_of(config: RunConfig) -> Topology:
-    """The topology of a run. Raises ConfigError for options that cannot work."""
-    return make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
+__all__ = ["RoundReport", "Segment", "Worker", "parts_of"]
 
 
 def parts_of(

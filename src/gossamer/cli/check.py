@@ -1,0 +1,80 @@
+"""`gossamer check`: what a run file will do, or everything that is wrong with it, before anything is trained."""
+
+import sys
+from json import dumps
+from typing import TYPE_CHECKING, Any
+
+from gossamer.cli.run_file import File, Overrides
+from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gossamer.run.check import Examined
+
+__all__ = ["command", "lines"]
+
+
+def command(file: File = None, /, *, overrides: Overrides = (), json: bool = False) -> int:
+    """Says what each run of a file will do and keep, or everything because of which one cannot start; trains nothing.
+
+    Args:
+        json: print an object, or a list of them for an experiment file
+    """
+    from gossamer.run.check import checked
+    from gossamer.run.document import load, settings
+
+    if file is None:
+        raise ConfigError("no run file was given (got none, need one); name a TOML file such as configs/gasloc.toml")
+    results, wrong = checked(load(file, settings([*overrides])))
+    for sentence in wrong:
+        print(f"gossamer: {sentence}", file=sys.stderr)
+    if wrong:
+        return 2
+    if json:
+        print(dumps([_plain(one) for one in results] if len(results) > 1 else _plain(results[0]), indent=2))
+    else:
+        print("\n\n".join("\n".join(lines(one)) for one in results))
+    return 0
+
+
+def lines(one: "Examined") -> list[str]:
+    """The table of one run."""
+    unknown = "unknown without the tokenizer"
+
+    def megabytes(size: float | None) -> str:
+        return unknown if size is None else f"{size / 1e6:,.4g} MB"
+
+    phase = "round" if one.kind == "rounds" else "local phase"
+    gap = "" if one.spectral_gap is None else f", spectral gap {one.spectral_gap:.4g}"
+    rows = [
+        ("method", f"{one.method}, {_KINDS[one.kind]}, {one.workers} workers"),
+        *([("topology", one.topology + gap)] if one.topology is not None else []),
+        ("parameters", unknown if one.parameters is None else f"{one.parameters:,} (vocabulary of {one.vocabulary:,})"),
+        ("sends", f"{megabytes(one.sent_bytes)} per worker and {phase}, at most {megabytes(one.most_bytes)}"),
+        *((f"keeps {kept.what}", f"{kept.copies:.3g} models, {megabytes(kept.bytes)}") for kept in one.kept),
+        ("memory", f"{megabytes(one.worker_bytes if one.kept else None)} per worker, without activations"),
+        *((f"on {network.name}", _seconds(network)) for network in one.networks),
+        *([("disagreement", f"x {one.disagreement:.3f} per round, predicted")] if one.disagreement is not None else []),
+        ("length", f"{one.rounds:,} rounds, {one.tokens:,} tokens"),
+        *(("warning", sentence) for sentence in one.warnings),
+    ]
+    width = max(len(head) for head, _ in rows)
+    return [f"{one.name}: can start", *(f"  {head:<{width}}  {text}" for head, text in rows)]
+
+
+_KINDS = {
+    "rounds": "in rounds", "server": "with a server", "pair": "in pairs", "no waiting": "without waiting",
+}  # fmt: skip
+
+
+def _seconds(network: Any) -> str:
+    if network.round_s is None:
+        return network.note
+    note = f" ({network.note})" if network.note else ""
+    return f"{network.round_s:.4g} s per round, {network.utilisation:.1%} of it computing{note}"
+
+
+def _plain(one: "Examined") -> dict[str, Any]:
+    plain = one._asdict()
+    plain["kept"] = [kept._asdict() for kept in one.kept]
+    plain["networks"] = [network._asdict() for network in one.networks]
+    return plain | {"worker_bytes": one.worker_bytes if one.kept else None}

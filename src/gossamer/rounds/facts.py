@@ -1,0 +1,97 @@
+"""What is known of a run before it starts, as far as it matters for what may go with what."""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from gossamer.asynchronous import PairRule
+from gossamer.codecs import Codec, exact
+from gossamer.network.links import Network
+from gossamer.rounds.schedule import Schedule
+from gossamer.rules import Rule, gossip
+from gossamer.topologies import Topology, complete
+
+__all__ = ["INSTEAD", "Driver", "Facts", "Kind"]
+
+Kind = Literal["rounds", "server", "pair", "no waiting"]
+"""The four ways in which a run communicates; all but the first are asynchronous."""
+Driver = Literal["simulate", "train", "library"]
+"""Who runs it: one process over declared networks, real processes, or somebody else's training loop."""
+
+INSTEAD: dict[str, tuple[str, ...]] = {
+    "server": ("rule", "pair", "topology"), "pair": ("rule", "server"), "rule": ("server", "pair"),
+}  # fmt: skip
+"""The tables of a run file that each of the three kinds of method has no use for."""
+
+
+class Facts(NamedTuple):
+    """What is known of a combination. A default stands for what is not used, or not known, and is in nobody's way."""
+
+    kind: Kind = "rounds"
+    driver: Driver = "simulate"
+    workers: int | None = None
+    """How many there are, for a topology that was not made for the run."""
+    wait: bool = True
+    """As in `run.wait`."""
+    rule: Rule = gossip()
+    topology: Topology = complete(1)
+    codec: Codec = exact()
+    schedule: Schedule = Schedule()
+    local_steps: int | tuple[int, ...] | None = None
+    """One number for all workers, or one per worker."""
+    server: str = ""
+    """Name of the server."""
+    pair: PairRule | None = None
+    optimizer: str = "adamw"
+    """As in `inner.optimizer`."""
+    averaging: str | None = None
+    """As in `inner.averaging`."""
+    adapt: bool | str = False
+    weigh_steps: bool = False
+    mean: str = "ordered"
+    fragments: int = 1
+    """Of a server, as in `events.fragments`; those of rounds are the schedule's."""
+    overlap: bool = False
+    dylu: bool = False
+    meetings: float | None = None
+    absences: int = 0
+    clock: str | None = None
+    """As in `events.network`."""
+    networks: Mapping[str, Network] | None = None
+    """All that the run file declares, by name; None for whoever has no run file."""
+    tables: frozenset[str] = frozenset()
+    """The tables that the run file has."""
+
+    @property
+    def full_steps(self) -> int | None:
+        """Inner steps of the worker that takes most."""
+        return max(self.local_steps) if isinstance(self.local_steps, tuple) else self.local_steps
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether there are no rounds."""
+        return self.kind != "rounds"
+
+    @property
+    def clocked(self) -> bool:
+        """Whether seconds of a declared network decide what is computed, without rounds."""
+        return self.asynchronous and self.networks is not None and (self.driver != "train" or self.dylu)
+
+    @property
+    def who(self) -> str:
+        """The method, in an error message."""
+        names = {"server": f"server '{self.server}'", "pair": f"pair '{self.pair and self.pair.name}'"}
+        return names.get(self.kind, f"rule '{self.rule.name}'")
+
+    @property
+    def where(self) -> str:
+        """Rule and topology, in an error message."""
+        return f"rule '{self.rule.name}' on topology '{self.topology.name}' with {self.topology.n} workers"
+
+    @property
+    def pacing_network(self) -> Network | None:
+        """The network whose seconds local steps adapt to in a simulation; None where they do not, or it is not clear which."""
+        if not self.adapt or self.driver != "simulate" or self.networks is None:
+            return None
+        if isinstance(self.adapt, str):
+            return self.networks.get(self.adapt)
+        return next(iter(self.networks.values())) if len(self.networks) == 1 else None

@@ -1,0 +1,48 @@
+"""What runs in rounds: a rule settled for its topology, with a codec and a schedule that go with it."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from gossamer.codecs import Codec
+from gossamer.rounds import stability
+from gossamer.rounds.facts import Facts
+from gossamer.rounds.kernel import PLAIN, Kernel, compiled
+from gossamer.rounds.pairing import check
+from gossamer.rounds.schedule import Schedule
+from gossamer.rules import Rule, weighted
+from gossamer.rules.contract import Needs
+from gossamer.topologies import Topology
+
+__all__ = ["FITTING", "Method", "method_of", "settled_rule"]
+
+FITTING: Mapping[Needs, str] = {
+    "everyone": "complete", "connected": "random", "static": "ring", "tree": "tree", "push": "random_push",
+}  # fmt: skip
+"""The topology that a rule is run on where nobody names one."""
+
+
+class Method(NamedTuple):
+    """What is trained with: the settled rule, its topology and codec, when it acts, and how the update is carried out."""
+
+    rule: Rule
+    topology: Topology
+    codec: Codec
+    schedule: Schedule
+    kernel: Kernel
+
+
+def settled_rule(facts: Facts) -> Rule:
+    """The rule as it will run: `alpha = "auto"` found for the topology, and drifts weighted by local steps if asked for.
+
+    Raises: ConfigError for a rule that cannot be weighted.
+    """
+    rule, topology = facts.rule, facts.topology
+    if topology.doubly_stochastic:  # on any other, the rule is refused by the table
+        rule = stability.resolve_alpha(rule, topology)
+    return weighted(rule) if facts.weigh_steps else rule
+
+
+def method_of(facts: Facts, *, compile: bool = False) -> Method:
+    """What runs in rounds, once the rule is settled (`settled_rule`). Raises PairingError when something cannot work."""
+    check(facts)
+    return Method(facts.rule, facts.topology, facts.codec, facts.schedule, compiled() if compile else PLAIN)

@@ -1,0 +1,293 @@
+"""What a run file will do, before anything is trained: `gossamer check`. It builds no model and reads no text."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gossamer.clock import SERVER
+from gossamer.clock.durations import Durations
+from gossamer.data.tokenizer import load_tokenizer, local_file
+from gossamer.errors import ConfigError, GossamerError
+from gossamer.layout import Layout
+from gossamer.network.pricing import price
+from gossamer.optimizers.inner import InnerConfig
+from gossamer.record.trace import Entry, from_entries
+from gossamer.rounds import stability
+from gossamer.rounds.facts import Kind
+from gossamer.rounds.method import Method
+from gossamer.run.config import RunConfig, parse
+from gossamer.run.config import faults as faults_of_keys
+from gossamer.run.document import EXPERIMENT
+from gossamer.run.experiment import drafts
+from gossamer.run.settle import InPairs, InRounds, Settled, WithServer, faults, kind_of, pairing_faults, settle
+from gossamer.run.traffic import layout_for, period_of, played, probe_message, traffic
+
+__all__ = ["Copies", "Examined", "OnNetwork", "checked", "examine", "inner_copies", "vocabulary"]
+
+_ROUNDS, _MANY_WORKERS = 8, 64
+"""Rounds that are played for a price, where there are not many workers."""
+_SPARSE = 0.5
+"""A codec that keeps less than this share of a message's square norm is sparse."""
+_BYTES = 4  # of a number in fp32
+
+
+class Copies(NamedTuple):
+    """Something that each worker keeps in memory."""
+
+    what: str
+    copies: float
+    """In models."""
+    bytes: int
+
+
+class OnNetwork(NamedTuple):
+    """A round on one of the declared networks; None for what the network does not tell."""
+
+    name: str
+    round_s: float | None
+    utilisation: float | None
+    """Share of the time spent computing, in the mean over the workers."""
+    note: str = ""
+
+
+class Examined(NamedTuple):
+    """What is known of a run that can start; None for what is unknown without its tokenizer, or does not apply."""
+
+    name: str
+    kind: Kind
+    method: str
+    workers: int
+    topology: str | None
+    spectral_gap: float | None
+    """Of the mean mixing matrix; None where there is no closed form."""
+    vocabulary: int | None
+    parameters: int | None
+    sent_bytes: float | None
+    """What one worker sends per round (per local phase of an asynchronous run), in the mean over workers and rounds."""
+    most_bytes: float | None
+    """The same of the worker that sends most."""
+    kept: tuple[Copies, ...]
+    networks: tuple[OnNetwork, ...]
+    disagreement: float | None
+    """Factor by which the disagreement of the workers is predicted to change per round; None where nothing is predicted."""
+    rounds: int
+    tokens: int
+    """Of all workers together."""
+    warnings: tuple[str, ...]
+
+    @property
+    def worker_bytes(self) -> int:
+        """Memory of one worker, without activations."""
+        return sum(kept.bytes for kept in self.kept if not kept.what.startswith("server"))
+
+
+def examine(config: RunConfig) -> Examined:
+    """What this run will do. A pure function of the run file, and of a tokenizer file that it names.
+
+    Raises: ConfigError and PairingError, as `gossamer.run.settle.settle`; DataError for a tokenizer file that cannot be opened.
+    Cost: a few rounds played on tensors without data, and priced: some 10 ms, and seconds for hundreds of workers.
+    """
+    settled = settle(config)
+    vocab_size = vocabulary(config.data.tokenizer)
+    layout = None if vocab_size is None else layout_for(config.model, vocab_size)
+    m, topology = None, None
+    if isinstance(settled, InPairs):
+        topology = settled.topology
+    elif not isinstance(settled, WithServer):
+        m, topology = settled.method, settled.method.topology
+    consensus = None if m is None else m.rule.consensus
+    sent, most, kept, networks = _counted(config, settled, layout) if layout else (None, None, (), ())
+    return Examined(
+        name=config.name,
+        kind=kind_of(config),
+        method=_words(settled),
+        workers=config.workers,
+        topology=None if topology is None else topology.name,
+        spectral_gap=None if topology is None else stability.mean_gap(topology),
+        vocabulary=vocab_size,
+        parameters=None if layout is None else layout.numel,
+        sent_bytes=sent,
+        most_bytes=most,
+        kept=kept,
+        networks=networks,
+        disagreement=None if m is None or consensus is None else stability.stability(consensus, m.topology).radius,
+        rounds=config.rounds,
+        tokens=_steps(config) * config.step_tokens,
+        warnings=_warnings(config, settled),
+    )
+
+
+def checked(document: Mapping[str, Any]) -> tuple[list[Examined], list[str]]:
+    """What each run of a run file or an experiment file will do, and a sentence for everything that is wrong with one.
+
+    Raises: ConfigError for a document that is neither.
+    """
+    if any(key in document for key in EXPERIMENT):
+        labelled = [(f"{draft.label}: ", draft.document) for draft in drafts(document)]
+    else:
+        labelled = [("", dict(document))]
+    found: list[Examined] = []
+    wrong: list[str] = []
+    for label, own in labelled:
+        examined = _checked(own)
+        if isinstance(examined, Examined):
+            found.append(examined)
+        else:
+            wrong += [label + sentence for sentence in examined]
+    return found, wrong
+
+
+def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
+    """What one run will do, or everything that is wrong with it."""
+    try:
+        if found := faults_of_keys(document):
+            return found
+        config = parse(document)
+        return faults(config) or examine(config)
+    except GossamerError as error:
+        return [str(error)]
+
+
+def vocabulary(tokenizer: str) -> int | None:
+    """How many tokens it has; None for one on the Hub, which is not asked.
+
+    Raises: DataError for a file that is no tokenizer.
+
+    >>> vocabulary("bytes"), vocabulary("gpt2")
+    (256, None)
+    """
+    if tokenizer == "bytes" or local_file(tokenizer) is not None:
+        return load_tokenizer(tokenizer).vocab_size
+    return None
+
+
+def inner_copies(config: InnerConfig, layout: Layout) -> float:
+    """What the inner optimizer keeps, in models."""
+    averages = 2.0 if config.averaging is not None else 0.0
+    if config.optimizer != "muon":
+        return averages + {"adamw": 2.0, "accum_adamw": 3.0, "sgd": float(config.momentum > 0)}[config.optimizer]
+    hidden = [
+        leaf.stop - leaf.start
+        for leaf in layout.leaves
+        if len(leaf.shape) == 2 and leaf.name.startswith("model.layers.")
+    ]
+    return (
+        averages + 2.0 - sum(hidden) / layout.numel
+    )  # one momentum for hidden matrices, AdamW's two moments for the rest
+
+
+def _steps(config: RunConfig) -> int:
+    """Inner steps of all workers together; a run without rounds ends when all have taken as many as full rounds have."""
+    per_round = [config.local_steps(i) for i in range(config.workers)]
+    return config.workers * config.run.steps if config.event_driven else config.rounds * sum(per_round)
+
+
+def _words(settled: Settled) -> str:
+    rule = settled.method.rule if not isinstance(settled, WithServer | InPairs) else settled.rule
+    codec = settled.method.codec if not isinstance(settled, WithServer | InPairs) else settled.codec
+    options = ", ".join(f"{key} = {value}" for key, value in rule.options.items() if value is not None)
+    back = f", sums back in {codec.back.name}" if codec.back else ""
+    return f"{rule.name}({options}), codec {codec.name}{back}"
+
+
+def _warnings(config: RunConfig, settled: Settled) -> tuple[str, ...]:
+    found = [] if isinstance(settled, WithServer | InPairs) else [*settled.warnings]
+    if not isinstance(settled, WithServer | InPairs) and (sentence := _lossy(config, settled.method)):
+        found.append(sentence)
+    found += [f"real processes cannot run it: {sentence}" for sentence in pairing_faults(config, real=True)]
+    return tuple(found)
+
+
+def _lossy(config: RunConfig, m: Method) -> str | None:
+    """A sentence for a sparse codec under a rule that never sends the rest."""
+    codec, rule = m.codec, m.rule
+    if (
+        codec.exact
+        or codec.contraction is None
+        or codec.contraction >= _SPARSE
+        or rule.feeds_back
+        or config.workers == 1
+    ):
+        return None
+    kept = f"codec '{codec.name}' guarantees to keep only {codec.contraction:.1%} of a message (of its square norm)"
+    if any(bool(tensor.any()) for tensor in probe_message(config, m)):
+        return f"{kept}, and rule '{rule.name}' sends parameters; use a dense codec such as 'int8', or a rule such as 'choco'"
+    if rule.start is not None:
+        return f"{kept}, and rule '{rule.name}' never sends the rest later; set rule.error_feedback = {{}}"
+    return None
+
+
+_Counted = tuple[float, float, tuple[Copies, ...], tuple[OnNetwork, ...]]
+
+
+def _counted(config: RunConfig, settled: Settled, layout: Layout) -> _Counted:
+    """Bytes, memory and seconds."""
+    size = _BYTES * layout.numel
+
+    def kept(what: str, copies: float) -> Copies:
+        return Copies(what, copies, round(copies * size))
+
+    rows = [kept("weights", 1.0), kept("gradients", 1.0), kept("inner optimizer", inner_copies(config.inner, layout))]
+    if not isinstance(settled, InRounds):
+        counted = traffic(config, layout, settled=settled)
+        rows += [kept("outer state", counted.state_copies), kept("messages", counted.sent_bytes / size)]
+        if isinstance(settled, WithServer):
+            rows.append(kept("server: state", settled.rule.state_copies))
+        priced = _on_a_clock(config, settled, counted.sent_bytes, size)
+        return counted.sent_bytes, counted.most_bytes, tuple(rows), (priced,)
+    counted, entries = played(config, settled.method, layout, _rounds(config, settled.method))
+    rows += [
+        kept("outer state", counted.state_copies),
+        kept("messages", (_message_bytes(entries) + counted.flight_copies * size) / size),
+    ]
+    networks = tuple(_priced(config, name, entries) for name in config.network)
+    return counted.sent_bytes, counted.most_bytes, tuple(rows), networks
+
+
+def _rounds(config: RunConfig, m: Method) -> int:
+    """How many rounds to play: whole periods, and not more than the run has."""
+    period = period_of(config, m)
+    some = 1 if config.workers > _MANY_WORKERS else _ROUNDS
+    return min(config.rounds, period * -(-some // period))
+
+
+def _message_bytes(entries: Sequence[Entry]) -> int:
+    """What a worker holds of its own payload and of those it receives at one time, at most."""
+    held = [0]
+    for entry in entries:
+        for kind, _, sends, receives, _ in entry.operations:
+            sent = [size for _, size in sends]  # one payload for all peers, or a part of it for each owner
+            held.append((sum(sent) if kind == "mean" else max(sent, default=0)) + sum(size for _, size in receives))
+    return max(held)
+
+
+def _priced(config: RunConfig, name: str, entries: Sequence[Entry]) -> OnNetwork:
+    """A round on a network, by the trace that the played rounds would leave."""
+    network = config.network[name]
+    if network.step_s is None:
+        return OnNetwork(name, None, None, f"unknown: network.{name} has no step_s")
+    trace = from_entries(entries)
+    try:
+        timeline = price(trace, network)
+    except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
+        return OnNetwork(name, None, None, f"unknown: {error}")
+    rounds = trace.rounds / config.schedule.fragments
+    note = "at the local steps that run.adapt begins with" if config.run.adapt else ""
+    return OnNetwork(name, timeline.total_s / rounds, timeline.mean_utilisation, note)
+
+
+def _on_a_clock(config: RunConfig, settled: Settled, sent_bytes: float, size: int) -> OnNetwork:
+    """As many inner steps as a round has, on the network whose seconds decide what is computed."""
+    assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
+    run, links, note = settled.config, Durations(settled.network, config.workers), ""
+    compute = [run.local_steps(i) * links.step_s[i] for i in range(config.workers)]
+    cycles = compute
+    if isinstance(settled, WithServer) and not config.events.overlap:
+        push, fetch = round(sent_bytes), size // config.events.fragments
+        cycles = [
+            s + links.transfer_s(i, SERVER, push) + links.transfer_s(SERVER, i, fetch) for i, s in enumerate(compute)
+        ]
+        note = "without waiting for a quorum" if settled.rule.window is not None else ""
+    steps_per_s = math.fsum(run.local_steps(i) / s for i, s in enumerate(cycles))
+    utilisation = math.fsum(c / s for c, s in zip(compute, cycles, strict=True)) / config.workers
+    return OnNetwork(settled.network_name, config.workers * config.full_steps / steps_per_s, utilisation, note)

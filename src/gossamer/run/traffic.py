@@ -1,0 +1,134 @@
+"""What the workers of a run will send and keep, counted without training.
+
+Rounds are played on tensors without data: every message and payload is really made and sent, and none is received.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from gossamer.codecs.message import payload_bytes
+from gossamer.layout import Layout, Leaf, arrange
+from gossamer.models.sizes import ModelConfig, tensors
+from gossamer.record.trace import Entry, Operation
+from gossamer.rounds.exchange import first_message
+from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.method import Method
+from gossamer.rules import Context
+from gossamer.run.config import RunConfig
+from gossamer.run.settle import InPairs, Settled, WithServer, settle
+from gossamer.run.worker import parts_of
+from gossamer.transport.memory import MemoryNetwork
+from gossamer.tree import leaves, nbytes
+
+__all__ = ["PROBE", "Traffic", "layout_for", "period_of", "played", "probe_message", "traffic"]
+
+PROBE = 200
+
+
+class Traffic(NamedTuple):
+    """What one worker does in one round (after one local phase of an asynchronous run), in the mean over workers and rounds."""
+
+    sent_bytes: float
+    most_bytes: float
+    """Of the worker that sends most."""
+    messages: float
+    peers: float
+    kinds: tuple[str, ...]
+    """Of `gossamer.record.trace.KINDS`."""
+    state_copies: float
+    """Outer state, in models."""
+    flight_copies: float
+    """What is kept for exchanges under way while training goes on, in models, at its most."""
+
+
+def layout_for(model: ModelConfig, vocab_size: int) -> Layout:
+    """The layout of the built-in model with this vocabulary, which is not built."""
+    found, start = [], 0
+    for name, shape in tensors(model, vocab_size):
+        found.append(Leaf(name, shape, start, start + math.prod(shape)))
+        start = found[-1].stop
+    return Layout(tuple(found), start)
+
+
+def traffic(config: RunConfig, layout: Layout, rounds: int = 0, settled: Settled | None = None) -> Traffic:
+    """Plays rounds of a run and counts; as many as until everything repeats, unless given.
+
+    Args: `layout` is that of the whole model, and `settled` what the run settles to, for whoever has it.
+    """
+    settled = settled or settle(config)
+    if isinstance(settled, WithServer | InPairs):
+        return _of_phases(config, settled, layout)
+    m = settled.method  # without waiting, what is published after a phase is what would be sent in a round
+    return played(config, m, layout, rounds or period_of(config, m))[0]
+
+
+def probe_message(config: RunConfig, m: Method) -> list[torch.Tensor]:
+    """What a worker that has not moved sends, for a model of `PROBE` numbers from 1 on."""
+    x = torch.arange(1.0, 1.0 + PROBE)
+    ctx = Context(0, config.workers, 0, config.full_steps, 0.5, Layout((Leaf("w", (PROBE,), 0, PROBE),), PROBE))
+    return leaves(first_message(m.rule, m.topology.mixing(0), x, ctx))
+
+
+def period_of(config: RunConfig, m: Method) -> int:
+    """Rounds after which what is sent repeats, as far as its bytes go."""
+    return math.lcm(m.topology.period or 1, *(every for every in config.schedule.inner_every if every))
+
+
+def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[Traffic, list[Entry]]:
+    """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero."""
+    n, network, schedule, size = config.workers, MemoryNetwork(config.workers), config.schedule, layout.numel
+    layout, spans = arrange(layout, *config.fragments)
+    x = torch.empty(size, device="meta")
+    averages = config.inner.averaging is not None and m.rule.site == "parameters"
+    parts = parts_of(x, layout, spans, torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every))
+    loops = [
+        OuterLoop(
+            m, network.transport(i), parts, local_steps=config.local_steps(i), full_steps=config.full_steps,
+            seed=config.seed,
+        )
+        for i in range(n)
+    ]  # fmt: skip
+    sent: list[list[Operation]] = [[] for _ in loops]
+    entries: list[Entry] = []
+    flight = 0.0
+    for t in range(rounds):
+        done, part = [0] * n, t * schedule.fragments
+        for stop in loops[0].stops(t):
+            for loop in loops:
+                loop.announce(t, stop)
+            for i, loop in enumerate(loops):
+                operations = tuple(loop.post(t, stop))
+                sent[i].extend(operations)
+                steps = stop.after(config.local_steps(i), config.full_steps)
+                if operations:
+                    entries.append(Entry(part, i, steps - done[i], 0.0, operations))
+                    done[i] = steps
+            part += bool(stop.sends)
+            for loop in loops:
+                loop.pop_due(t, stop)  # and never finished: what is received changes no byte
+            under_way = [sum(nbytes(tuple(one["sent"])) for one in loop.state_under_way()) for loop in loops]
+            flight = max(flight, *under_way)
+    totals = [sum(b for operation in mine for _, b in operation.sends) / rounds for mine in sent]
+    every = [operation for mine in sent for operation in mine]
+    counted = Traffic(
+        sum(totals) / n,
+        max(totals),
+        sum(len(op.sends) * (2 if op.kind == "mean" else 1) for op in every) / n / rounds,
+        sum(len(op.sends) for op in every) / max(1, len(every)),
+        tuple(dict.fromkeys(op.kind for op in every)),
+        max(sum(nbytes(leaf) for leaf in leaves(loop.state)) for loop in loops) / nbytes(x),
+        flight / nbytes(x),
+    )
+    return counted, entries
+
+
+def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout) -> Traffic:
+    """What a worker pushes, or sends at a meeting, after one local phase."""
+    copies = (
+        1.0 if isinstance(settled, WithServer) else float(settled.rule.state_copies)
+    )  # 1: where the server let it start
+    sizes = [payload_bytes(settled.codec, b - a) for a, b in arrange(layout, *config.fragments)[1]]
+    sent_bytes = sum(sizes) / len(sizes)
+    return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)

@@ -1,0 +1,196 @@
+"""`gossamer check`: what it says of a run is what the run then does, and what is wrong with a file is said all at once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+
+from gossamer.cli import main
+from gossamer.data.corpus import open_corpus
+from gossamer.layout import layout_of
+from gossamer.models.llama import build_model
+from gossamer.models.sizes import ModelConfig, parameter_count
+from gossamer.network.links import Network, from_options
+from gossamer.network.pricing import price
+from gossamer.record.trace import read_trace
+from gossamer.run.check import checked, examine, inner_copies
+from gossamer.run.config import parse
+from gossamer.run.document import with_settings
+from gossamer.run.methods import recipes
+from gossamer.run.replica import Replica
+from gossamer.run.simulate import simulate
+from gossamer.run.traffic import layout_for
+from gossamer.run.virtual import simulate_events
+from test_virtual import timed
+from tiny import document, tiny
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.toml")) if "networks" not in path.parts]
+NETWORK = {"uplink_bps": [1e6, 1e6, 1e5, 1e6], "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.1}
+SMALL = {"model.size": "0.2m", "model.layers": 3, "model.hidden_size": 16, "model.intermediate_size": 16}
+SAMPLE = [
+    "gasloc", "gasloc_2peer", "gasloc_streaming", "streaming_diloco", "des_loc", "eager", "choco", "sgp", "relaysum",
+    "data_parallel", "muloco_compressed", "gpa_gossip", "intellect_1",
+]  # fmt: skip
+
+
+def written(tmp_path, **overrides):
+    path = tmp_path / "run.toml"
+    path.write_text(tomli_w.dumps(document(**overrides)))
+    return path
+
+
+def small(name, **settings):
+    """A method on four workers, of which one has a slow link."""
+    base = with_settings(
+        document(), {**SMALL, "workers": 4, "run.steps": 12, "run.local_steps": 6, "data.max_bytes": 200_000}
+    )
+    base["network"] = {"slow": NETWORK}
+    return parse(with_settings(base, {**recipes()[name].settings, **settings}))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
+def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
+    assert main(["check", str(path)]) == 0
+    out, err = capsys.readouterr()
+    assert "can start" in out and "per worker" in out and not err
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_run_sends_the_bytes_and_takes_the_seconds_that_were_said(name, tmp_path):
+    run = small(name)
+    said = examine(run)
+    simulate(run, tmp_path)
+    trace = read_trace(tmp_path)
+    assert said.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds, rel=1e-12)
+    assert said.most_bytes == trace.sent_bytes.max() / run.rounds
+    (priced,) = said.networks
+    timeline = price(trace, run.network["slow"])
+    assert priced.round_s == pytest.approx(timeline.total_s / run.rounds)
+    assert priced.utilisation == pytest.approx(timeline.mean_utilisation)
+    assert said.tokens == trace.steps.sum() * run.step_tokens and said.rounds == run.rounds
+
+
+def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_path):
+    run = timed(server__name="heloco", run__steps=32)
+    said = examine(run)
+    outcome = simulate_events(run, tmp_path)
+    pushed = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert {line["bytes"] for line in pushed if line["event"] == "push"} == {said.sent_bytes}
+    assert said.tokens == outcome.tokens
+    assert said.networks[0].round_s == pytest.approx(outcome.time_s["clock"] / run.rounds, rel=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "muon"])
+@pytest.mark.parametrize("averaging", [None, "gpa"])
+def test_an_inner_optimizer_keeps_as_many_copies_as_were_said(optimizer, averaging):
+    averages = {"inner__averaging": averaging} if averaging else {}
+    run = tiny(inner__optimizer=optimizer, data__max_bytes=200_000, **averages)
+    replica = Replica(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu"))
+    replica.local_phase(0)
+    kept: dict[int, int] = {}
+
+    def count(value):
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            kept[value.data_ptr()] = value.numel()
+        for inside in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            count(inside)
+
+    count(replica.optimizer.state_dict())
+    assert inner_copies(run.inner, replica.layout) == pytest.approx(sum(kept.values()) / replica.x.numel(), rel=1e-6)
+
+
+@pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(size="1b", layers=2), ModelConfig(tie_embeddings=True)])
+def test_the_layout_of_a_model_that_is_not_built_is_that_of_the_built_one(config):
+    with torch.device("meta"):
+        built = layout_of(build_model(config, 300, 16, 0))
+    assert layout_for(config, 300) == built
+    assert parameter_count(config, 300) == built.numel
+
+
+def test_a_file_with_five_faults_prints_five_sentences(tmp_path, capsys):
+    path = written(
+        tmp_path, rule__name="diloco", topology__name="ring", codec__name="int8", schedule__fragments=3,
+        schedule__inner_every=[1, 1], inner__optimizer="sgd", run__adapt="slow", run__mean="all_reduce",
+    )  # fmt: skip
+    assert main(["check", str(path)]) == 2
+    out, err = capsys.readouterr()
+    words = [
+        "schedule.fragments is 3",
+        "inner.optimizer = 'sgd'",
+        "run.adapt is 'slow'",
+        "topology 'ring'",
+        "'all_reduce'",
+    ]
+    assert not out and len(err.splitlines()) == 5
+    assert all(any(word in line for line in err.splitlines()) for word in words)
+
+
+def test_an_experiment_has_a_block_for_each_variant_and_faults_with_their_labels(tmp_path, capsys):
+    path = tmp_path / "experiment.toml"
+    good, bad = {"label": "good", "rule": {"name": "gossip"}}, {"label": "bad", "rule": {"name": "diloco"}}
+    path.write_text(tomli_w.dumps({**document(), "variant": [good, {**good, "label": "better"}]}))
+    assert main(["check", str(path)]) == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    assert [block.splitlines()[0] for block in blocks] == ["good: can start", "better: can start"]
+    path.write_text(tomli_w.dumps({**document(), "variant": [good, bad]}))
+    assert main(["check", str(path)]) == 2
+    assert capsys.readouterr().err.startswith("gossamer: bad: rule 'diloco' on topology 'random'")
+
+
+def test_the_table_as_an_object(tmp_path, capsys):
+    path = written(tmp_path, network__even__uplink_bps=1e6, network__even__downlink_bps=1e6)
+    assert main(["check", str(path), "--json", "--set", "run.steps=24"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["parameters"] == 192_960 and said["rounds"] == 12 and said["kept"][0]["what"] == "weights"
+    assert said["networks"] == [
+        {"name": "even", "round_s": None, "utilisation": None, "note": "unknown: network.even has no step_s"}
+    ]
+
+
+def test_what_a_tokenizer_on_the_hub_would_tell_is_said_to_be_unknown(tmp_path, capsys):
+    assert main(["check", str(written(tmp_path, data__tokenizer="some/tokenizer"))]) == 0
+    out = capsys.readouterr().out
+    assert out.count("unknown without the tokenizer") >= 3 and "MB" not in out
+
+
+def test_a_tokenizer_file_that_is_missing_is_a_fault(tmp_path, capsys):
+    assert main(["check", str(written(tmp_path, data__tokenizer=str(tmp_path / "none.json")))]) == 2
+    assert "data.tokenizer" in capsys.readouterr().err
+
+
+def test_no_text_is_opened_and_no_heavy_package_imported(tmp_path):
+    path = written(tmp_path, data__source=str(tmp_path / "nothing.txt"))
+    program = (
+        "import sys; from gossamer.cli import main; code = main(['check', sys.argv[1]]); "
+        "print(sorted({'transformers', 'datasets', 'tokenizers', 'pyarrow'} & {*sys.modules})); "
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_sparse_codecs_under_rules_that_lose_the_rest_are_warned_of():
+    lossy = {"codec__name": "topk", "topology__name": "complete"}
+    assert any("error_feedback" in s for s in examine(tiny(rule__name="diloco", **lossy)).warnings)
+    assert any("sends parameters" in s for s in examine(tiny(rule__name="gossip", **lossy)).warnings)
+    assert not examine(tiny(rule__name="sparseloco", **lossy)).warnings
+    assert not examine(tiny(rule__name="diloco", rule__error_feedback={}, **lossy)).warnings
+
+
+def test_a_network_with_a_shared_site_prices_a_round():
+    shared = {
+        **NETWORK,
+        "uplink_bps": 1e6,
+        "sites": {"a": {"workers": [0, 1], "uplink_bps": 1e5}, "b": {"workers": [2]}},
+    }
+    base = document(rule__name="local_sgd", topology__name="complete") | {"network": {"shared": shared}}
+    (found,), wrong = checked(base)
+    assert not wrong and isinstance(from_options(shared, "shared"), Network)
+    alone = examine(parse(base | {"network": {"alone": {**NETWORK, "uplink_bps": 1e6}}}))
+    assert found.networks[0].round_s > alone.networks[0].round_s > 0  # type: ignore[operator]
