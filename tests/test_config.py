@@ -1,7 +1,6 @@
 """Run files: what is written comes back, and an experiment file means the runs it looks like."""
 
 import dataclasses
-import inspect
 import json
 import tomllib
 
@@ -15,6 +14,7 @@ from gossamer.codecs import CODECS, make_codec
 from gossamer.errors import ConfigError
 from gossamer.network.links import Change, Network, Route, Site
 from gossamer.optimizers.inner import InnerConfig
+from gossamer.options import options_of
 from gossamer.rules import RULES
 from gossamer.run.choice import Choice
 from gossamer.run.config import RunConfig, digest, dump, faults, json_schema, parse
@@ -173,8 +173,8 @@ def test_the_json_schema_names_every_method_with_its_options(kind, table):
     assert names["enum"] == sorted(table)
     assert [row["properties"]["name"]["const"] for row in rows] == sorted(table)
     for row in rows:
-        taken = inspect.signature(table[row["properties"]["name"]["const"]]).parameters
-        assert set(taken) - {"n", "seed"} <= row["properties"].keys()
+        for option in options_of(table[row["properties"]["name"]["const"]]):
+            assert row["properties"][option.name]["description"] == option.doc
 
 
 def test_naming_another_rule_drops_the_options_of_the_old_one():

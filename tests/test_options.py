@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pytest
+from pydantic import TypeAdapter
 
 from gossamer.errors import ConfigError
 from gossamer.options import (
@@ -20,6 +21,7 @@ from gossamer.options import (
     listed,
     options_of,
     row,
+    row_faults,
     table,
     wrapper,
 )
@@ -115,6 +117,19 @@ def test_an_annotation_allows_some_values_and_refuses_the_others_in_a_sentence(k
         assert str(caught.value) == f"rule 'r' got o = {value!r}; allowed are {allowed}: choose one of them"
 
 
+@pytest.mark.parametrize(
+    ("kind", "bounds"),
+    [
+        (Positive, {"exclusiveMinimum": 0.0}),
+        (Decay, {"minimum": 0.0, "exclusiveMaximum": 1.0}),
+        (Annotated[int, Interval("[8, 64]", multiples_of=8)], {"minimum": 8.0, "maximum": 64.0, "multipleOf": 8}),
+    ],
+)
+def test_a_json_schema_has_the_bounds_of_an_interval(kind, bounds) -> None:
+    schema = TypeAdapter(kind).json_schema()
+    assert {word: value for word, value in schema.items() if word != "type"} == bounds
+
+
 def test_a_bad_value_is_refused_by_the_factory_that_was_called() -> None:
     for call, start in [
         (lambda: plain(0), "rule 'plain' got n = 0"),
@@ -180,3 +195,7 @@ def test_a_row_of_a_table_is_refused_for_unknown_and_missing_options(name, optio
     with pytest.raises(ConfigError) as caught:
         row("rule", table(plain, needy), name, options, also=["also"])
     assert str(caught.value).startswith(sentence)
+
+
+def test_all_faults_of_a_row_are_found_at_once() -> None:
+    assert len([*row_faults("rule", table(plain, needy), "needy", ["one", "two"])]) == 3

@@ -8,10 +8,11 @@ unknown and missing options, `gossamer list` and the run file.
 
 import functools
 import inspect
+import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, Self, TypeVar
 
@@ -32,9 +33,10 @@ __all__ = [
     "like",
     "listed",
     "options_of",
-    "refuse_unknown",
     "row",
+    "row_faults",
     "table",
+    "unknown_options",
     "wrapper",
 ]
 
@@ -58,6 +60,15 @@ class Interval:
 
     def _ends(self) -> list[str]:
         return self.text[1:-1].replace(" ", "").split(",")
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        low, high = map(float, self._ends())  # so that an editor of run files knows the bounds
+        bounds = {
+            "exclusiveMinimum" if self.text[0] == "(" else "minimum": low,
+            "exclusiveMaximum" if self.text[-1] == ")" else "maximum": high,
+        }
+        multiple = {"multipleOf": self.multiples_of} if self.multiples_of > 1 else {}
+        return handler(schema) | {word: end for word, end in bounds.items() if math.isfinite(end)} | multiple
 
     def words(self, *, whole: bool) -> str:
         """The interval as an error says it."""
@@ -222,23 +233,30 @@ def row(
         also: names that every row of the table takes besides its own options.
     Raises: ConfigError, with the nearest name, for an unknown row or option; and when an option without a default is missing.
     """
-    if name not in table:
-        raise ConfigError(choose(kind, name, table) + "; correct the name")
-    own, given = options_of(table[name]), list(options)
-    refuse_unknown(f"{kind} '{name}'", given, [*(option.name for option in own), *also])
-    if missing := [option.name for option in own if option.needed and option.name not in given]:
-        raise ConfigError(
-            f"{kind} '{name}' needs {', '.join(missing)} and got {', '.join(given) or 'no options'}; add what is missing"
-        )
+    for fault in row_faults(kind, table, name, options, also):
+        raise ConfigError(fault)
     return table[name]
 
 
-def refuse_unknown(owner: str, options: Iterable[str], allowed: Sequence[str]) -> None:
-    """Raises ConfigError, with the nearest name, for an option that is not allowed."""
+def row_faults(
+    kind: str, table: Mapping[str, Callable[..., Any]], name: str, options: Iterable[str], also: Iterable[str] = ()
+) -> Iterator[str]:
+    """A sentence for everything that makes `row` refuse these, each with the nearest name."""
+    if name not in table:
+        yield choose(kind, name, table) + "; correct the name"
+        return
+    own, given = options_of(table[name]), list(options)
+    yield from unknown_options(f"{kind} '{name}'", given, [*(option.name for option in own), *also])
+    if missing := [option.name for option in own if option.needed and option.name not in given]:
+        yield f"{kind} '{name}' needs {', '.join(missing)} and got {', '.join(given) or 'no options'}; add what is missing"
+
+
+def unknown_options(owner: str, options: Iterable[str], allowed: Sequence[str]) -> Iterator[str]:
+    """A sentence, with the nearest name, for each option that is not allowed."""
     for option in options:
         if option not in allowed:
             known = choose("option", option, allowed) if allowed else f"unknown option '{option}'; it has none"
-            raise ConfigError(f"{owner} got an {known}; correct or remove it")
+            yield f"{owner} got an {known}; correct or remove it"
 
 
 def check_option(owner: str, option: str, got: object, kind: Any) -> None:

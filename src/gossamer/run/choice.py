@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PydanticUserError, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
-from gossamer.errors import choose
+from gossamer.options import Option, options_of, row_faults, unknown_options
 from gossamer.rules import WRAPPERS
 from gossamer.run.document import TABLES
 from gossamer.schema import Faults
@@ -58,42 +58,27 @@ def _faults(value: Any, table: str) -> Iterator[str]:
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         yield f"[{table}] is {value!r:.60}; it needs a name: one of {', '.join(sorted(rows))}"
         return
-    name = value["name"]
-    if name not in rows:
-        yield choose(table, name, rows) + "; correct the name"
-        return
     options = {key: option for key, option in value.items() if key != "name"}
-    factory, wrappers = _parameters(rows[name]), WRAPPERS if table == "rule" else {}
-    yield from _unknown(f"{table} '{name}'", options, [*factory, *wrappers, *(["back"] if table == "codec" else [])])
+    wrappers = WRAPPERS if table == "rule" else {}
+    yield from row_faults(
+        table, rows, value["name"], options, also=[*wrappers, *(["back"] if table == "codec" else [])]
+    )
     if table == "codec" and options.get("back", "none") != "none":
         yield from _faults({"name": back} if isinstance(back := options["back"], str) else back, "codec")
     for key in options.keys() & wrappers.keys():
         if isinstance(options[key], Mapping):
-            yield from _unknown(f"{table}.{key}", options[key], [*_parameters(wrappers[key])][1:])
+            own = [option.name for option in options_of(wrappers[key])]
+            yield from unknown_options(f"{table}.{key}", options[key], own)
         else:
             yield f"{table}.{key} is {options[key]!r:.60}; write its options as a table, which may be empty"
-    if needed := [key for key, one in factory.items() if one.default is one.empty and key not in options]:
-        yield f"{table} '{name}' needs {', '.join(needed)} and got {options}; add what is missing"
-
-
-def _unknown(owner: str, options: Mapping[str, Any], allowed: list[str]) -> Iterator[str]:
-    for key in options:
-        if key not in allowed:
-            known = choose("option", key, allowed) if allowed else f"unknown option '{key}'; it has none"
-            yield f"{owner} got an {known}; correct or remove it"
-
-
-def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The options of a factory; the number of workers and the seed are the run's."""
-    return {name: one for name, one in inspect.signature(factory).parameters.items() if name not in ("n", "seed")}
 
 
 def _row_schema(table: str, name: str, factory: Callable[..., Any]) -> dict[str, Any]:
     """The JSON schema of a row with its options."""
-    options = {key: _option_schema(one) for key, one in _parameters(factory).items()}
+    options = {option.name: _option_schema(option) for option in options_of(factory)}
     if table == "rule":
         for key, wrapper in WRAPPERS.items():
-            inner = {option: _option_schema(one) for option, one in [*_parameters(wrapper).items()][1:]}
+            inner = {option.name: _option_schema(option) for option in options_of(wrapper)}
             options[key] = {"type": "object", "properties": inner, "additionalProperties": False}
     if table == "codec":
         options["back"] = {"anyOf": [{"enum": ["none", *sorted(TABLES["codec"])]}, {"type": "object"}]}
@@ -105,10 +90,10 @@ def _row_schema(table: str, name: str, factory: Callable[..., Any]) -> dict[str,
     }  # fmt: skip
 
 
-def _option_schema(parameter: inspect.Parameter) -> dict[str, Any]:
+def _option_schema(option: Option) -> dict[str, Any]:
     try:
-        kind = TypeAdapter(parameter.annotation).json_schema()
+        kind = TypeAdapter(option.kind).json_schema()
     except PydanticUserError:  # an option that is no value of JSON
         kind = {}
-    plain = isinstance(parameter.default, bool | int | float | str)
-    return kind | ({"default": parameter.default} if plain else {})
+    plain = isinstance(option.default, bool | int | float | str)
+    return kind | {"description": option.doc} | ({"default": option.default} if plain else {})
