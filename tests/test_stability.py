@@ -24,7 +24,7 @@ from gossamer.topologies.mixing import from_edges, laplacian_condition, matrix
 
 GOSSIPED = [name for name in TOPOLOGIES if make_topology(name, 8).doubly_stochastic]
 
-Site = Literal["pre", "post"]
+MomentumSite = Literal["pre", "post"]
 RING = ring(8, edge_weight=1.0)
 LARGEST_GAMMA = [  # α, peers, then (pre, post) for 4, 8, 16 and 32 workers
     (1.0, 1, [(0.795, 1), (0.744, 0.859), (0.724, 0.815), (0.715, 0.797)]),
@@ -103,7 +103,7 @@ def test_nesterov_gossip_on_a_ring_is_its_closed_form() -> None:
 @pytest.mark.parametrize(
     ("gamma", "site", "radius"), [(0.0, "pre", 0.805), (0.312, "pre", 0.559), (0.363, "post", 0.642)]
 )
-def test_momentum_accelerates_a_ring_of_thirds(gamma: float, site: Site, radius: float) -> None:
+def test_momentum_accelerates_a_ring_of_thirds(gamma: float, site: MomentumSite, radius: float) -> None:
     assert stability(Consensus(1.0, gamma, site), ring(8)).radius == pytest.approx(radius, abs=1e-3)
 
 
@@ -213,7 +213,7 @@ def test_the_best_step_without_momentum_is_known() -> None:
     topology=st.sampled_from([random(5), random(8), random(9, peers=2), ring(7), star(5), exponential(6), base(5)]),
 )
 @settings(max_examples=25, deadline=None)
-def test_the_best_step_is_stable_and_no_other_is_better(gamma: float, site: Site, topology: Topology) -> None:
+def test_the_best_step_is_stable_and_no_other_is_better(gamma: float, site: MomentumSite, topology: Topology) -> None:
     best = stability(Consensus(best_alpha(gamma, site, topology), gamma, site), topology)
     assert best.stable
     for alpha in np.linspace(0.05, 1.95, 39):

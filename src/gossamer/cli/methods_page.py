@@ -17,7 +17,7 @@ from gossamer.run.methods import FACTORIES, Recipe, first_sentence, made_of, mis
 from gossamer.run.settle import InPairs, WithServer, settle
 from gossamer.run.traffic import PROBE, Traffic, layout_for, probe_message, traffic
 
-__all__ = ["Row", "markdown", "rows"]
+__all__ = ["MethodRow", "markdown", "rows"]
 
 _BASE = {
     "workers": 8, "model.size": "134m", "run.steps": 120, "run.local_steps": 30,
@@ -33,7 +33,7 @@ _NEEDS = {
 }
 
 
-class Row(NamedTuple):
+class MethodRow(NamedTuple):
     """One method, in words."""
 
     method: str
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[MethodRow, ...]:
     """A row for every method, for the sizes in the head of `markdown`. Cost: some seconds, and no memory for any model."""
     layout = layout_for(parse(with_settings({}, _BASE)).model, _VOCABULARY)
     return tuple(_row(name, recipe, layout) for name, recipe in recipes().items())
@@ -62,7 +62,7 @@ def markdown() -> str:
         workers=base.workers, size=base.model.size, parameters=parameters, megabytes=4 * parameters / 1e6,
         steps=base.full_steps,
     )  # fmt: skip
-    headings = [field.replace("_", " ") for field in Row._fields]
+    headings = [field.replace("_", " ") for field in MethodRow._fields]
     lines = [headings, ["---"] * len(headings)]
     lines += [[f"`{row.method}`", *(_linked(cell) for cell in row[1:])] for row in rows()]
     table = markdown_lines(lines)
@@ -106,7 +106,7 @@ def _own(name: str) -> bool:
     return name in FACTORIES or bool(recipes()[name].differs)
 
 
-def _row(name: str, recipe: Recipe, layout: Layout) -> Row:
+def _row(name: str, recipe: Recipe, layout: Layout) -> MethodRow:
     config = parse(with_settings(with_settings({}, _BASE), recipe.settings))
     settled, size = settle(config), 4.0 * layout.numel
     counted = traffic(config, layout, settled=settled)
@@ -128,7 +128,7 @@ def _row(name: str, recipe: Recipe, layout: Layout) -> Row:
     if config.event_driven:
         needs.append("no waiting")
     steps = "1 step" if config.full_steps == 1 else f"{config.full_steps} steps"
-    return Row(
+    return MethodRow(
         name, first_sentence(recipe.source), made_of(recipe.settings), steps, sends, sent, keeps, "; ".join(needs),
         recipe.fails,
     )  # fmt: skip

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-Site = Literal["pre", "post"]
+MomentumSite = Literal["pre", "post"]
 _Analysis = Callable[[Consensus], "Stability"]
 
 
@@ -106,7 +106,7 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
     return _analysis(topology)(consensus)
 
 
-def largest_stable_gamma(alpha: float, site: Site, topology: Topology) -> float:
+def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -> float:
     """The supremum of the momenta in [0, 1] that are stable with this gossip step; nan if none is.
 
     Smaller momenta are usually stable too, but a gossip step above one may need some.
@@ -130,7 +130,7 @@ def largest_stable_gamma(alpha: float, site: Site, topology: Topology) -> float:
     return low
 
 
-def best_alpha(gamma: float, site: Site, topology: Topology) -> float:
+def best_alpha(gamma: float, site: MomentumSite, topology: Topology) -> float:
     """The gossip step in (0, 2) with the least steady variance at this momentum, to three digits.
 
     Stable whenever a step above 1e-6 is; if none is, the one with the smallest radius.
@@ -220,9 +220,9 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     gap = condition = mean_gap(topology)
     if gap is not None:
         condition = laplacian_condition(_mean_matrix(topology)) if topology.symmetric else None
-    limits: dict[Site, float] = {site: largest_stable_gamma(alpha, site, topology) for site in ("post", "pre")}
+    limits: dict[MomentumSite, float] = {site: largest_stable_gamma(alpha, site, topology) for site in ("post", "pre")}
 
-    def row(site: Site, momentum: float) -> Gossip:
+    def row(site: MomentumSite, momentum: float) -> Gossip:
         consensus = Consensus(alpha, momentum, site)
         found = stability(consensus, topology)
         return Gossip(consensus, found, limits[site], best_alpha(momentum, site, topology))

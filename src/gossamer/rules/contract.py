@@ -10,10 +10,10 @@ from gossamer.layout import Layout
 from gossamer.topologies.mixing import Hear, mean
 from gossamer.tree import Tree
 
-__all__ = ["Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule", "Site"]
+__all__ = ["ActsOn", "Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule"]
 
 Needs = Literal["everyone", "connected", "static", "tree", "push"]
-Site = Literal["parameters", "gradients"]
+ActsOn = Literal["parameters", "gradients"]
 
 
 class OuterSGD(NamedTuple):
@@ -84,7 +84,7 @@ class Rule(NamedTuple):
     name: str = ""
     """That of its factory, which fills it in, and the options too."""
     options: Mapping[str, Any] = MappingProxyType({})
-    site: Site = "parameters"
+    site: ActsOn = "parameters"
     """On what it acts: the parameters after the local phase, or the gradients before an inner step."""
     elementwise: bool = True
     """Whether halves may be updated one by one: safe on shards and in cache-sized chunks."""

@@ -13,7 +13,7 @@ from gossamer.rules import WRAPPERS
 from gossamer.run.document import TABLES
 from gossamer.schema import Faults
 
-__all__ = ["Choice", "Row"]
+__all__ = ["Choice", "NamedIn"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Choice:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Row:
+class NamedIn:
     """In the annotation of a Choice: the table that it must be a row of, such as "rule"."""
 
     def __init__(self, table: str) -> None:

@@ -20,7 +20,7 @@ from gossamer.record.folder import RecordConfig
 from gossamer.rounds import pairing
 from gossamer.rounds.facts import INSTEAD, Facts
 from gossamer.rounds.schedule import Schedule
-from gossamer.run.choice import Choice, Row
+from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import EXPERIMENT, TABLES, with_settings
 from gossamer.run.methods import recipes
 from gossamer.schema import NEUTRAL, AtLeastZero, Positive, build, plain, settings
@@ -88,12 +88,12 @@ class RunConfig:
     name: Annotated[str, NEUTRAL] = "run"
     seed: int = 0
     workers: Positive = 8
-    rule: Annotated[Choice, Row("rule")] = Choice("gasloc")
-    topology: Annotated[Choice, Row("topology")] = Choice("random")
-    codec: Annotated[Choice, Row("codec")] = Choice("exact")
-    server: Annotated[Choice, Row("server")] | None = None
+    rule: Annotated[Choice, NamedIn("rule")] = Choice("gasloc")
+    topology: Annotated[Choice, NamedIn("topology")] = Choice("random")
+    codec: Annotated[Choice, NamedIn("codec")] = Choice("exact")
+    server: Annotated[Choice, NamedIn("server")] | None = None
     """A server that takes each message as it comes, in place of rule and topology."""
-    pair: Annotated[Choice, Row("pair")] | None = None
+    pair: Annotated[Choice, NamedIn("pair")] | None = None
     """What workers do that meet in pairs along the edges of the topology, in place of a rule."""
     events: EventsConfig = EventsConfig()
     model: ModelConfig = ModelConfig()
