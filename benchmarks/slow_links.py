@@ -1,20 +1,20 @@
-"""Training over links that are really slow: wall-clock to a target loss, measured and priced, method by method.
+"""Training over rate-limited links: wall-clock to a target loss, measured and priced, method by method.
 
-    sudo python benchmarks/slow_links.py                                           # Linux, as root; says first how long it takes
+    sudo python benchmarks/slow_links.py                                           # Linux, as root; prints first how long it takes
     sudo python benchmarks/slow_links.py --workers 4 --methods "GASLoC 2-Peer" --shares 0.1 --ways both
 
 Each worker is a process in a network namespace of its own, whose link to a bridge is limited by `tc tbf` in both directions;
-one worker has a slow uplink, or a slow link both ways. Inner steps are paced (`run.pace_s`), so that the cores of one machine
-stand for one accelerator each, and an exchange at full bandwidth lasts 5/3 of them: with H = 30, a worker with a tenth of the
-bandwidth is in time with 15 steps in random pairs, and with one where everybody has two peers.
+one worker has a slow uplink, or a slow link both ways. Inner steps are paced (`run.pace_s`), so that a few cores can
+stand for one accelerator per worker. An exchange at full bandwidth lasts 5/3 inner steps. With H = 30, a worker with a tenth of the
+bandwidth finishes with the others if it takes 15 steps in random pairs, or one step where everybody has two peers.
 
-Losses do not depend on the network, so they come from a simulation, of which the real run is a part, to the last bit; that is
-checked. The target is the loss of DiLoCo's mean model after its last round. Of a real run, as many rounds are measured as the
-target takes (steps of data parallelism: a few, as they are all alike), from outside, by the lines that workers add to their
-traces, after a first round in which connections are made. What is priced are the same rounds:
+Losses do not depend on the network, so they come from a simulation. The real run repeats its first rounds to the last bit, which is
+checked. The target is the loss of DiLoCo's mean model after its last round. The real run goes on for as many rounds as the
+target takes (for data parallelism only a few steps, since all are alike). Its rounds are timed from outside, by the lines that workers add
+to their traces, after a first round in which connections are made. The same rounds are priced twice:
 
 * before the run, from the declared times of a step, to compare methods
-* after it, from the times that its steps really took, so that measured over priced tells about the links (aim: 0.85 to 1.15)
+* after it, from the measured times of its steps, so that measured over priced compares the links alone (aim: 0.85 to 1.15)
 """
 
 import argparse
@@ -51,9 +51,9 @@ PAYLOAD_BYTES = 4 * parameter_count(ModelConfig(size=SIZE), 256)
 EXCHANGE_STEPS = 5 / 3
 """Inner steps that a model takes between two healthy workers."""
 GOODPUT = 1448 / 1514
-"""Bytes of a message per byte that the limiter counts: Ethernet, IP and TCP headers of full packets are the rest."""
+"""Bytes of a message per byte that the limiter counts; the rest is Ethernet, IP and TCP headers of full packets."""
 QUEUE_BYTES = 1000 * 1514
-"""What may wait before a limiter: the thousand packets of a Linux device; a short queue drops what many send at once."""
+"""Queue in front of a limiter: the thousand packets of a Linux device; a shorter one drops packets when many send at once."""
 FEW_STEPS = 6
 """Steps of data parallelism that are measured."""
 METHODS: dict[str, tuple[dict[str, Any], int | None]] = {
@@ -62,7 +62,7 @@ METHODS: dict[str, tuple[dict[str, Any], int | None]] = {
     "GASLoC 2-Peer": ({"name": "gasloc", "lr": 0.7, "momentum": 0.7}, 2),
     "GASLoC 1-Peer": ({"name": "gasloc", "lr": 0.7, "momentum": 0.7}, 1),
 }
-"""Rule and peers of each method; None talks to everyone."""
+"""Rule and number of peers of each method; None exchanges with everyone."""
 WAYS = ("uplink", "both")
 
 
@@ -72,7 +72,7 @@ class Setting(NamedTuple):
     workers: int = 8
     local_steps: int = 30
     rounds: int = 8
-    """Of DiLoCo, whose last loss is the target; the others have twice as many to get there."""
+    """Rounds of DiLoCo, whose last loss is the target; the others may take twice as many to reach it."""
     pace_s: float = 0.2
     methods: tuple[str, ...] = tuple(METHODS)
     shares: tuple[float, ...] = (0.1, 0.2)
@@ -81,7 +81,7 @@ class Setting(NamedTuple):
 
     @property
     def cells(self) -> list["Cell"]:
-        """What is measured, those next to each other that need the same links."""
+        """All measurements, with those on the same links next to each other."""
         return [
             Cell(method, share, way, seed)
             for share in self.shares
@@ -95,7 +95,7 @@ QUICK = Setting(4, 10, 3, 0.1, ("DiLoCo", "GASLoC 1-Peer"), (0.2,), ("uplink",))
 
 
 class Cell(NamedTuple):
-    """A method on links of which one is slow."""
+    """A method on links one of which is slow."""
 
     method: str
     share: float
@@ -110,14 +110,14 @@ class Result(NamedTuple):
     straggler_steps: int
     target: float
     rounds: float | None
-    """That the target takes, between two evaluations by interpolation; None where twice those of DiLoCo are not enough."""
+    """Rounds to the target, interpolated between two evaluations; None where twice those of DiLoCo are not enough."""
     priced_s: float
-    """Of these rounds, from declared times of a step; of all there are where the target is not reached."""
+    """Seconds of these rounds, from declared times of a step; of all rounds where the target is not reached."""
     measured_s: float
     measured_rounds: int
-    """How many rounds really ran after the first; the seconds of more are taken to go on like these."""
+    """How many rounds ran after the first; the seconds of further rounds are extrapolated from these."""
     measured_over_priced: float
-    """Of the rounds that ran, from measured times of a step."""
+    """The ratio for the rounds that ran, priced from measured times of a step."""
 
 
 def main() -> int:
@@ -139,9 +139,9 @@ def main() -> int:
     setting = (QUICK if given.pop("quick") else Setting())._replace(**given)
     for what, chosen, known in (("method", setting.methods, METHODS), ("way", setting.ways, WAYS)):
         if unknown := set(chosen) - set(known):
-            parser.error(f"there is no {what} {sorted(unknown)}; take some of {list(known)}")
+            parser.error(f"there is no {what} {sorted(unknown)}; choose from {list(known)}")
     if setting.workers <= max(METHODS[method][1] or 1 for method in setting.methods):
-        parser.error(f"{setting.workers} workers have too few peers for {', '.join(setting.methods)}; take more")
+        parser.error(f"{setting.workers} workers are too few for the peers of {', '.join(setting.methods)}; use more workers")
     if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("skipped: slow links need Linux, root, and the commands ip and tc")
         return 0
@@ -179,7 +179,7 @@ def headline(setting: Setting) -> str:
 
 
 def estimate_s(setting: Setting) -> float:
-    """Seconds that it will all take, roughly: the rounds, starting processes, and simulating."""
+    """A rough estimate of the total seconds: rounds, starting processes, and simulating."""
     total_s = 0.0
     for method, share, way, _ in setting.cells:
         _, peers = METHODS[method]
@@ -198,21 +198,21 @@ def estimate_s(setting: Setting) -> float:
 
 
 def rates_bps(setting: Setting, share: float, way: str) -> tuple[list[float], list[float]]:
-    """What the limiters of each worker let out and in."""
+    """The outgoing and incoming rate of each worker's limiters."""
     full_bps = 8 * PAYLOAD_BYTES / (EXCHANGE_STEPS * setting.pace_s) / GOODPUT
     slow = [full_bps] * (setting.workers - 1) + [share * full_bps]
     return slow, slow if way == "both" else [full_bps] * setting.workers
 
 
 def network_of(setting: Setting, share: float, way: str) -> Network:
-    """The same links as messages see them."""
+    """The same links without the overhead of packet headers, as messages use them."""
     up_bps, down_bps = (tuple(GOODPUT * bps for bps in rates) for rates in rates_bps(setting, share, way))
     return Network(uplink_bps=up_bps, downlink_bps=down_bps, step_s=setting.pace_s)
 
 
 @contextlib.contextmanager
 def namespaces(setting: Setting, share: float, way: str) -> Iterator[list[str]]:
-    """A namespace for each worker, linked by a bridge in one more; all end with the block, and their devices with them."""
+    """A namespace for each worker, connected by a bridge in one more; all are removed at the end, with their devices."""
     names = [f"gossamer-{os.getpid()}-{place}" for place in (*range(setting.workers), "hub")]
     *workers, hub = names
     made: list[str] = []
@@ -258,7 +258,7 @@ def document(setting: Setting, cell: Cell, steps: Sequence[int], rounds: int, **
         "topology": {"name": "complete"} if peers is None else {"name": "random", "peers": peers},
         "model": {"size": SIZE},
         "data": {"seq_len": 64, "batch_size": 2, "max_bytes": 2_000_000},
-        # A learning rate that does not know where the run ends, so that a longer run begins as a shorter one does.
+        # A learning rate that does not depend on the length of the run, so that a longer run begins like a shorter one.
         "inner": {"lr": 2e-3, "clip": 1.0, "schedule": "constant"},
         "run": {
             "steps": rounds * max(steps),
@@ -274,7 +274,7 @@ def document(setting: Setting, cell: Cell, steps: Sequence[int], rounds: int, **
 
 
 def steps_of(setting: Setting, cell: Cell) -> tuple[int, ...]:
-    """Inner steps of each worker in a round; the straggler of a gossip takes as many as let it be ready in time."""
+    """Inner steps of each worker in a round; with gossip the straggler takes as many as let it finish with the others."""
     _, peers = METHODS[cell.method]
     if peers is not None:
         links = links_of(network_of(setting, cell.share, cell.way), setting.workers)
@@ -283,17 +283,17 @@ def steps_of(setting: Setting, cell: Cell) -> tuple[int, ...]:
 
 
 class Simulated(NamedTuple):
-    """What is known of a run without its network."""
+    """The part of a run that does not depend on its network."""
 
     rounds: list[int]
     losses: list[float]
-    """Of the mean model after so many rounds."""
+    """Validation loss of the mean model after each of `rounds`."""
     trace: Trace
     train: Mapping[tuple[int, int], float]
     """Training loss by round and worker."""
 
     def rounds_to(self, target: float) -> float | None:
-        """After how many rounds the loss is there, linear between evaluations."""
+        """After how many rounds the loss reaches the target, interpolated linearly between evaluations."""
         before = (0.0, math.inf)
         for point in zip(self.rounds, self.losses, strict=True):
             if point[1] <= target:
@@ -326,10 +326,10 @@ def train_losses(lines: Sequence[Mapping[str, Any]]) -> dict[tuple[int, int], fl
 
 
 def measure(setting: Setting, cell: Cell, places: list[str], simulated: dict[Any, Simulated]) -> Result:
-    """Simulates a method unless that is done already, runs as much of it as its target takes, and compares."""
+    """Simulates a method unless that is already done, runs the rounds to its target on real processes, and compares."""
 
     def known(cell: Cell, rounds: int) -> Simulated:
-        # One more than is asked for, as the first is not measured.
+        # One round more than requested, as the first is not measured.
         key = cell.method, cell.seed, steps_of(setting, cell)
         if key not in simulated:
             simulated[key] = simulate(setting, cell, rounds + 1)
@@ -338,7 +338,7 @@ def measure(setting: Setting, cell: Cell, places: list[str], simulated: dict[Any
     goal = known(cell._replace(method="DiLoCo"), setting.rounds)
     target = goal.losses[goal.rounds.index(setting.rounds)]
     steps, network = steps_of(setting, cell), network_of(setting, cell.share, cell.way)
-    # So many rounds as there are in the simulation but for the first, in the same number of inner steps for all.
+    # The rounds of the simulation without the first; all methods have the same number of inner steps.
     most = setting.rounds if cell.method == "DiLoCo" else 2 * setting.rounds * setting.local_steps // max(steps)
     run = known(cell, most)
     rounds = run.rounds_to(target)
@@ -366,12 +366,12 @@ def measure(setting: Setting, cell: Cell, places: list[str], simulated: dict[Any
 
 
 def elapsed_s(ends_s: Floats, rounds: float) -> float:
-    """Seconds of so many rounds, after the first."""
+    """Seconds of this many rounds, after the first."""
     return float(np.interp(rounds, np.arange(len(ends_s)), ends_s) - ends_s[0])
 
 
 def train(names: list[str], file: Path, out: Path) -> list[list[float]]:
-    """Runs the workers to their end; returns when each was seen to have ended each round."""
+    """Runs the workers to their end; returns when each was observed to end each round."""
     processes: list[subprocess.Popen[bytes]] = []
     log = (file.parent / "log").open("wb")
     try:
@@ -400,7 +400,7 @@ def train(names: list[str], file: Path, out: Path) -> list[list[float]]:
                 "--out",
                 str(out),
             ]
-            # A session of their own: Ctrl-C reaches this process alone, which then ends them.
+            # Each in its own session: Ctrl-C reaches only this process, which then ends them.
             processes.append(
                 subprocess.Popen(
                     words, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
@@ -434,7 +434,7 @@ def train(names: list[str], file: Path, out: Path) -> list[list[float]]:
 
 
 def over_diloco(results: Sequence[Result], one: Result) -> tuple[float, float] | None:
-    """Priced and measured seconds to the target over those of DiLoCo on the same links; None where one is not there."""
+    """Priced and measured seconds to the target over those of DiLoCo on the same links; None where either is missing."""
     for other in results:
         if other.cell == one.cell._replace(method="DiLoCo") and one.rounds is not None:
             return one.priced_s / other.priced_s, one.measured_s / other.measured_s
@@ -477,11 +477,11 @@ def report(setting: Setting, results: Sequence[Result], command: str) -> str:
 
 {headline(setting)}.
 
-One worker has a share of that bandwidth, on its uplink or both ways, and takes as many local steps in GASLoC as let it be in
-time. The target is the loss of DiLoCo's mean model after {setting.rounds} rounds: {targets} nats a byte.
-Seconds are those to the target, priced from the declared time of a step and measured on real processes with real limits; the
-last column tells of the links alone, priced with the times that steps really took. Where it says from how many rounds, so
-many were measured and the rest taken to be like them.
+One worker has only a share of that bandwidth, on its uplink or both ways. In GASLoC it takes as many local steps as let it finish with
+the others. The target is the loss of DiLoCo's mean model after {setting.rounds} rounds: {targets} nats a byte.
+Seconds count until the target, priced from the declared time of a step, and measured on real processes behind rate limiters. The
+last column compares the links alone: its prices use the measured times of the steps. "from N" means that N rounds were measured and the
+remaining ones extrapolated from them.
 
 {table(results)}
 """

@@ -1,8 +1,8 @@
-"""The published numbers of compute utilisation beside ours: writes docs/results/utilisation.md and its figure.
+"""Our numbers of compute utilisation against the published ones: writes docs/results/utilisation.md and its figure.
 
     python benchmarks/utilisation.py [--out docs/results]
 
-Nothing is measured: it is all formulas, so the page is the same on every machine, and a test keeps it so.
+Nothing is measured. All numbers come from formulas, so the page is the same on every machine; a test checks that.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from gossamer.network.wall_clock import wall_clock_table
 from gossamer.record.files import atomic_write
 
 PUBLISHED_STEPS = {(1, 0.1): 15, (2, 0.1): 1}
-"""Local steps of a straggler by its peers and its share of the bandwidth, of 30: arXiv 2606.11081, figures 2 and 3."""
+"""Local steps (out of 30) of a straggler, by number of peers and share of the bandwidth: arXiv 2606.11081, figures 2 and 3."""
 FIGURE = "utilisation_figure9.svg"
 
 
@@ -39,18 +39,18 @@ def page() -> str:
         for method in methods
         for steps in grid_steps_above_published(model, method)
     ]
-    return f"""# Compute utilisation beside the published numbers
+    return f"""# Compute utilisation compared with the published numbers
 
     make results        # python benchmarks/utilisation.py
 
-All by formula, nothing measured. Utilisation is compute time over total time.
+All numbers are computed by formula; nothing is measured. Utilisation is compute time over total time.
 
-## The bandwidth that a utilisation needs
+## Bandwidth needed for a given utilisation
 
-Gbit/s between two sites for 50 to 99 % of computing, H = 100 (Streaming DiLoCo, arXiv 2501.18512, table 4). The published values
-are points of a grid of 50 from 0.1 to 1000, 21 % apart, printed with one decimal. Ours follow every layer through the link; the
-paper does not say what a layer weighs there, and 0.84 of its bits fits best. **{off.count(0)} of {len(off)} are the same point,
-the others one point off**; those have the published value and the distance in parentheses.
+Gbit/s between two sites needed to compute 50 to 99 % of the time, H = 100 (Streaming DiLoCo, arXiv 2501.18512, table 4). The published values
+are points of a grid of 50 from 0.1 to 1000, 21 % apart, printed with one decimal. Our calculation follows every layer through the
+link. The paper does not say how many bits a layer sends, and 0.84 of its bits fits best. **{off.count(0)} of {len(off)} are the same point,
+the others one point off**; their published value and the distance are in parentheses.
 
     gossamer utilisation --model 1b --method diloco
 
@@ -59,13 +59,14 @@ the others one point off**; those have the published value and the distance in p
 ## One straggler
 
 The share of the time that workers compute when one of 8 has 20 % of the others' uplink, 70B parameters (GASLoC, arXiv 2606.11081,
-figure 9). The paper's figure has no formula; the caption names model, straggler and methods, the rest is ours and listed below.
+figure 9). The paper gives no formula for the figure. Its caption names model, straggler and methods; all other assumptions are ours and
+listed below.
 
     gossamer utilisation --figure9 --plot figure9.svg
 
 ![utilisation over bandwidth with one straggler]({FIGURE})
 
-Mean over the workers, and in parentheses that of a healthy one and the local steps of the straggler:
+Each entry is the mean over the workers; in parentheses are the value of a healthy worker and the local steps of the straggler:
 
 {_stragglers()}
 
@@ -74,13 +75,13 @@ Mean over the workers, and in parentheses that of a healthy one and the local st
 ## Local steps of a straggler
 
 `H_i = clamp(⌊H - (1/share - 1)·c⌋, 1, H)` with H = 30 and an exchange at full bandwidth of c = 5/3 steps for each peer lets the
-straggler be ready in time. The constant is chosen to give the two published values; those at 20 % are predictions.
+straggler finish with the others. The constant is chosen to give the two published values; those at 20 % are predictions.
 
 {_steps()}
 
 ## Hours of a whole run
 
-By the formulas of DiLoCo's scaling laws (arXiv 2503.09799, appendices A and B), 1B parameters in four replicas.
+By the formulas of DiLoCo's scaling laws (arXiv 2503.09799, appendices A and B), for 1B parameters in four replicas:
 
     gossamer utilisation --analytic --set replicas=4 --set network=low
 
