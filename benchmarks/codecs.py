@@ -4,7 +4,7 @@
 
 Times are medians. GB/s counts the bytes of the fp32 tensor once, for encoding and decoding together; the ratio is to a copy
 of that tensor, counted the same way. Below the link speed in "pays below", encoding, sending the payload and decoding takes
-less time than sending the tensor as it is. Bits per parameter are those of the payload that was really produced.
+less time than sending the tensor as it is. Bits per parameter are those of the payload actually produced.
 """
 
 import argparse

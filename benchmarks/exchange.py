@@ -2,8 +2,8 @@
 
     python benchmarks/exchange.py
 
-Both take turns in one run, on loopback with one thread each; the ratio is that of the median times (aim: 0.9 at 64 MB).
-"announced" has the receives announced ahead of time, as before a local phase.
+Both take turns in one run, on loopback with one thread each. The ratio is that of the median times (aim: 0.9 at 64 MB).
+For "announced" the receives are posted ahead of time, as before a local phase.
 """
 
 import functools

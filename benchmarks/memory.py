@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py [--numel 20_000_000]
 
-Counted are the bytes of live tensors, in copies of the model (P), at three moments of a round of 4 workers: the outer state,
-at rest; the peak between posting and the end of the exchange, for one of the workers. "Needs" is what the method asks for:
-its state, its message, and what it hears of its peers, plus at most one fragment (here: one chunk) more.
+The benchmark counts the bytes of live tensors, in copies of the model (P), in a round of 4 workers: the outer state at rest,
+and the peak between posting and the end of the exchange, for one of the workers. "Needs" is the minimum of the method:
+its state, its message and the messages it receives, plus at most one fragment (here: one chunk).
 """
 
 import argparse
@@ -78,7 +78,7 @@ def main() -> None:
     print(f"{'rule':<14} {'state':>7} {'needs':>6} {'exchange':>9} {'needs':>6}   (copies of the model per worker)")
     for name, rule in ROWS.items():
         state, peak = measure(rule, numel)
-        # In one process what is heard is the others' message itself; a sum by owners adds one chunk per worker.
+        # In one process a received message is the sender's own tensor; a sum by owners adds one chunk per worker.
         needs = 1 + (1 / 4 if rule.hear is mean else 0)
         print(f"{name:<14} {state:>7.2f} {rule.state_copies:>6} {peak:>9.2f} {needs:>6.2f}")
 

@@ -1,10 +1,10 @@
-"""How much of the transfer training hides: rounds that overlap beside rounds that wait, over links that are really slow.
+"""How much of the transfer is hidden behind training: overlapping rounds against waiting ones, over rate-limited links.
 
-    sudo python benchmarks/overlap.py              # Linux, as root; some three minutes
+    sudo python benchmarks/overlap.py              # Linux, as root; about three minutes
 
 Each worker is a process in a network namespace of its own behind `tc tbf` limiters, as in `slow_links.py`; all links are alike,
-and one model takes four inner steps to cross one. Inner steps are paced (`run.pace_s`). What a round takes beyond its inner
-steps is exposed; the share hidden is 1 - exposed / exposed of the same exchange when everybody waits for it.
+and a model takes four inner steps to cross one. Inner steps are paced (`run.pace_s`). The time of a round beyond its inner
+steps is exposed; the hidden share is 1 - exposed / (exposed time of the same exchange when everybody waits for it).
 """
 
 import argparse
@@ -26,14 +26,14 @@ from gossamer.record.trace import Trace, read_trace
 
 WORKERS, LOCAL_STEPS, ROUNDS = 4, 12, 7
 TRANSFER_STEPS = 4
-"""Inner steps that one model takes over a link."""
+"""Duration, in inner steps, of sending one model over a link."""
 DILOCO = {"rule": {"name": "diloco", "lr": 0.4}, "topology": {"name": "complete"}}
 EAGER = {"rule": {"name": "eager", "lr": 0.4}, "topology": {"name": "complete"}}
 GASLOC = {"rule": {"name": "gasloc"}, "topology": {"name": "random"}}
 
 
 class Case(NamedTuple):
-    """A method, and the one that exchanges the same and waits."""
+    """A method, and the one with the same exchange that waits for it."""
 
     method: dict[str, Any]
     schedule: dict[str, Any]

@@ -3,8 +3,8 @@
     python benchmarks/simulator.py [--size 1m] [--workers 8] [--steps 30]
 
 The bare loop trains the same n models one after the other on one thread, with the same batches, optimizer and clipping, and
-never exchanges. Ratio = simulator / (cores x bare loop). Each side runs in a process of its own, in alternation, and the median
-of the repeats counts; memory is the peak of the process less what it had after its imports.
+never exchanges. Ratio = simulator / (cores x bare loop). Each side runs in its own process, the two alternate, and the ratio is
+that of the medians; memory is the peak of the process minus its memory after imports.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def peak_bytes() -> int:
 
 
 def simulated(config) -> float:
-    """Tokens per second of the rounds of a simulation, without what comes before and after them."""
+    """Tokens per second of the rounds of a simulation, without its setup and its end."""
     from gossamer.run.simulate import simulate
 
     with tempfile.TemporaryDirectory() as folder:

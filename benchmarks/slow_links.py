@@ -1,17 +1,17 @@
 """Training over rate-limited links: wall-clock to a target loss, measured and priced, method by method.
 
-    sudo python benchmarks/slow_links.py                                           # Linux, as root; prints first how long it takes
+    sudo python benchmarks/slow_links.py                                         # Linux, as root; first prints a time estimate
     sudo python benchmarks/slow_links.py --workers 4 --methods "GASLoC 2-Peer" --shares 0.1 --ways both
 
 Each worker is a process in a network namespace of its own, whose link to a bridge is limited by `tc tbf` in both directions;
 one worker has a slow uplink, or a slow link both ways. Inner steps are paced (`run.pace_s`), so that a few cores can
-stand for one accelerator per worker. An exchange at full bandwidth lasts 5/3 inner steps. With H = 30, a worker with a tenth of the
-bandwidth finishes with the others if it takes 15 steps in random pairs, or one step where everybody has two peers.
+stand for one accelerator per worker. An exchange at full bandwidth lasts 5/3 inner steps. With H = 30, a worker with a tenth of
+the bandwidth finishes with the others if it takes 15 steps in random pairs, or one step where everybody has two peers.
 
-Losses do not depend on the network, so they come from a simulation. The real run repeats its first rounds to the last bit, which is
-checked. The target is the loss of DiLoCo's mean model after its last round. The real run goes on for as many rounds as the
-target takes (for data parallelism only a few steps, since all are alike). Its rounds are timed from outside, by the lines that workers add
-to their traces, after a first round in which connections are made. The same rounds are priced twice:
+Losses do not depend on the network, so they come from a simulation. The real run repeats its first rounds to the last bit,
+which is checked. The target is the loss of DiLoCo's mean model after its last round. The real run goes on for as many rounds as
+the target takes (for data parallelism only a few steps, since all are alike). Its rounds are timed from outside, by the lines
+that workers add to their traces, after a first round in which connections are made. The same rounds are priced twice:
 
 * before the run, from the declared times of a step, to compare methods
 * after it, from the measured times of its steps, so that measured over priced compares the links alone (aim: 0.85 to 1.15)
@@ -141,7 +141,9 @@ def main() -> int:
         if unknown := set(chosen) - set(known):
             parser.error(f"there is no {what} {sorted(unknown)}; choose from {list(known)}")
     if setting.workers <= max(METHODS[method][1] or 1 for method in setting.methods):
-        parser.error(f"{setting.workers} workers are too few for the peers of {', '.join(setting.methods)}; use more workers")
+        parser.error(
+            f"{setting.workers} workers are too few for the peers of {', '.join(setting.methods)}; use more workers"
+        )
     if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("skipped: slow links need Linux, root, and the commands ip and tc")
         return 0
@@ -477,11 +479,11 @@ def report(setting: Setting, results: Sequence[Result], command: str) -> str:
 
 {headline(setting)}.
 
-One worker has only a share of that bandwidth, on its uplink or both ways. In GASLoC it takes as many local steps as let it finish with
-the others. The target is the loss of DiLoCo's mean model after {setting.rounds} rounds: {targets} nats a byte.
+One worker has only a share of that bandwidth, on its uplink or both ways. In GASLoC it takes as many local steps as let it finish
+with the others. The target is the loss of DiLoCo's mean model after {setting.rounds} rounds: {targets} nats a byte.
 Seconds count until the target, priced from the declared time of a step, and measured on real processes behind rate limiters. The
-last column compares the links alone: its prices use the measured times of the steps. "from N" means that N rounds were measured and the
-remaining ones extrapolated from them.
+last column compares the links alone: its prices use the measured times of the steps. "from N" means that N rounds were measured
+and the remaining ones extrapolated from them.
 
 {table(results)}
 """

@@ -2,8 +2,8 @@
 
     python benchmarks/update.py [--sizes 10_000_000 100_000_000] [--threads 1]
 
-Ratio = bytes the update must touch per second / bytes `copy_` touches per second on the same buffer size. Touched are: the
-parameters (read and written), each state tensor (read and written), the own message and one heard message per peer (read).
+Ratio = bytes the update must touch per second / bytes `copy_` touches per second on the same buffer size. The update
+touches the parameters and each state tensor (read and written), its own message and one received message per peer (read).
 """
 
 import argparse

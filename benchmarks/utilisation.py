@@ -47,10 +47,11 @@ All numbers are computed by formula; nothing is measured. Utilisation is compute
 
 ## Bandwidth needed for a given utilisation
 
-Gbit/s between two sites needed to compute 50 to 99 % of the time, H = 100 (Streaming DiLoCo, arXiv 2501.18512, table 4). The published values
-are points of a grid of 50 from 0.1 to 1000, 21 % apart, printed with one decimal. Our calculation follows every layer through the
-link. The paper does not say how many bits a layer sends, and 0.84 of its bits fits best. **{off.count(0)} of {len(off)} are the same point,
-the others one point off**; their published value and the distance are in parentheses.
+Gbit/s between two sites needed to compute 50 to 99 % of the time, H = 100 (Streaming DiLoCo, arXiv 2501.18512, table 4). The
+published values are points of a grid of 50 from 0.1 to 1000, 21 % apart, printed with one decimal. Our calculation follows every
+layer through the link. The paper does not say how many bits a layer sends, and 0.84 of its bits fits best.
+**{off.count(0)} of {len(off)} are the same point, the others one point off**; their published value and the distance are in
+parentheses.
 
     gossamer utilisation --model 1b --method diloco
 
@@ -59,8 +60,8 @@ the others one point off**; their published value and the distance are in parent
 ## One straggler
 
 The share of the time that workers compute when one of 8 has 20 % of the others' uplink, 70B parameters (GASLoC, arXiv 2606.11081,
-figure 9). The paper gives no formula for the figure. Its caption names model, straggler and methods; all other assumptions are ours and
-listed below.
+figure 9). The paper gives no formula for the figure. Its caption names model, straggler and methods; all other assumptions are
+ours and listed below.
 
     gossamer utilisation --figure9 --plot figure9.svg
 

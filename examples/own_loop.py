@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/own_loop.py --steps 60
 
-Every process trains its own replica on its own text; every 10 steps it gossips with one random peer. Without torchrun it runs
-alone, as an outer momentum around AdamW.
+Every process trains its own replica on its own text, and every 10 steps it gossips with one random peer. Without torchrun a
+single process runs, and Gossamer acts as an outer momentum around AdamW.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-    # A plain script: some model, some data, some optimizer.
+    # A plain training script: a model, an optimizer and data.
     shape = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, use_cache=False, **shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
