@@ -123,7 +123,6 @@ def test_all_faults_of_a_run_file_are_found_at_once_and_parse_raises_the_first()
         ({"variant": []}, "use gossamer compare"),
         ({"uplink_bps": 1e9}, "it is a network file"),
         ({"server": "cgad", "pair": "ad_psgd"}, "a server method has no pair"),
-        ({"server": "cgad", "schedule": {"fragments": 2}}, "[schedule]"),
     ],
 )
 def test_what_is_no_run_at_all_is_a_fault_too(document, sentence):
