@@ -233,8 +233,8 @@ def row(
         also: names that every row of the table takes besides its own options.
     Raises: ConfigError, with the nearest name, for an unknown row or option; and when an option without a default is missing.
     """
-    for fault in row_faults(kind, table, name, options, also):
-        raise ConfigError(fault)
+    if faults := [*row_faults(kind, table, name, options, also)]:
+        raise ConfigError(f"{faults[0]}")
     return table[name]
 
 

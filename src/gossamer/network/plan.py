@@ -174,8 +174,8 @@ def _step_s(parameters: int, options: PlanSettings) -> float:
         return step_seconds(parameters, options.step_tokens, options.peak_flops, options.mfu)
     if options.step_s is None:
         raise ConfigError(
-            "the seconds of an inner step are None and the network gives no step_s; give --step-s or --peak-flops, "
-            "or step_s in the network file"
+            f"the seconds of an inner step are {options.step_s} and the network gives no step_s; give --step-s or "
+            "--peak-flops, or step_s in the network file"
         )
     return options.step_s
 
