@@ -1,4 +1,4 @@
-"""Every rule in one table; a new rule is its own file, and its import and row here."""
+"""The table of rules. To add a rule, write its own file, and import it and add its row here."""
 
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +70,7 @@ WRAPPERS: dict[str, Callable[..., Rule]] = table(
 
 
 def make_rule(name: str, **options: Any) -> Rule:
-    """A row of `RULES` with its options; one that is named like a wrapper has the wrapper's own options, and puts it around.
+    """Builds the rule of that name in `RULES`; an option named like a wrapper wraps the rule, and holds the wrapper's options.
 
     >>> make_rule("gasloc", lr=1.0, restarted={"every": 3}).name
     'restarted_gasloc'

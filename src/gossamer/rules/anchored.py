@@ -1,4 +1,4 @@
-"""Anchored gossip: what is compressed is the distance from a point that all workers share."""
+"""Anchored gossip: workers compress their distance from a point that all of them share."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -24,18 +24,18 @@ class _State(NamedTuple):
 
 @wrapper
 def anchored(rule: Given[Rule]) -> Rule:
-    """The same gossip rule, which sends its parameters as their distance from a common anchor.
+    """Lets a gossip rule send its parameters as their distance from a common anchor.
 
     ŷ_i = A + decode(encode(y_i - A));   y_i is drawn by Σ_j w_ij (ŷ_j - ŷ_i);   A ← mean_j ŷ_j when everyone hears everyone
 
-    The anchor cancels in the pull, so with an exact codec it is the rule itself; with a lossy one the error has the size of
-    y - A instead of y, and the mean of the workers is kept whatever is lost. A begins at the common starting point, and moves
-    in rounds in which all hear all, to the mean of what all decoded, which is the same everywhere.
+    The anchor cancels in the pull, so an exact codec gives the unwrapped rule. With a lossy codec the error has the size of
+    y - A instead of y, and the mean of the workers is kept whatever is lost. A begins at the common starting point. In rounds
+    in which all receive from all, A moves to the mean of the decoded messages, which is the same on every worker.
 
     Args:
         rule: a gossip rule that sends one tensor of parameters.
     Cost: that of the rule; its state and the anchor kept (1 P more).
-    Raises: ConfigError for rules that do not hear a pull.
+    Raises: ConfigError for rules that do not combine messages by a pull.
 
     >>> from gossamer.rules.gossip import gossip
     >>> anchored(gossip()).state_copies
@@ -79,12 +79,12 @@ def anchored_gasloc(*args: Any, **options: Any) -> Rule:
 
     Args: those of `gasloc`.
     Cost: one payload to each peer per round; what `gasloc` keeps, and the anchor, kept (1 P to 3 P).
-    Source: the rule is arXiv 2606.11081; anchored messages are ours, akin to CHOCO (arXiv 1902.00340), which needs a graph
-        that does not change.
+    Source: the rule is arXiv 2606.11081; anchored messages are ours, akin to CHOCO (arXiv 1902.00340), which needs a static
+        graph.
     Differs: topology "pga" moves A from time to time, at the price of a barrier; without it A stays at the starting point, and
         the error grows with the distance from it. On the complete graph with η = 1 and γ = 0 it is `cocktail` with an exact way
         back.
-    Fails when: the codec drops most of what it is given (topk, randomk): what is never heard of is never agreed on.
+    Fails when: the codec drops most elements (topk, randomk): the workers never agree on elements that are never sent.
 
     >>> anchored_gasloc().options == gasloc().options
     True

@@ -1,4 +1,4 @@
-"""CHOCO: gossip in which only compressed changes of a public copy go over the wire."""
+"""CHOCO: gossip that sends only compressed changes of a public copy."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ __all__ = ["choco"]
 
 
 class _State(NamedTuple):
-    """What the others believe this worker is, and how far the neighbours' public copies draw it."""
+    """This worker's public copy, and how far the neighbours' public copies pull it."""
 
     public: Tensor
     drawn: Tensor
@@ -22,19 +22,19 @@ class _State(NamedTuple):
 
 @factory
 def choco(alpha: Share = 0.3) -> Rule:
-    """Workers gossip over public copies of each other, which compressed differences keep up to date.
+    """Workers gossip on public copies of each other, and keep them up to date with compressed differences.
 
     q_i = decode(encode(θ_i - x̂_i));   x̂_i ← x̂_i + q_i;   θ_i ← θ_i + α Σ_j w_ij (x̂_j - x̂_i)
 
-    No copy of a neighbour is kept: the sum over neighbours changes by Σ_j w_ij (q_j - q_i), so one running sum is enough. It is
-    why the graph must not change, and one that does is refused.
+    A worker keeps no copy of its neighbours: the sum over neighbours changes by Σ_j w_ij (q_j - q_i), so one running sum is
+    enough. For that reason the graph must be static, and any other is refused.
 
     Args:
-        alpha: consensus step α; the coarser the codec, the smaller it has to be. With an exact codec 1 is gossip.
+        alpha: consensus step α; a coarser codec needs a smaller one. With an exact codec 1 is gossip.
     Cost: one payload to each peer per round; public copy and running sum kept (2 P).
     Source: Koloskova, Stich and Jaggi, arXiv 1902.00340.
     Differs: the public copies begin at the common starting point instead of at zero.
-    Fails when: α is too large for the codec: the workers part.
+    Fails when: α is too large for the codec: the workers diverge.
 
     >>> choco().needs
     'static'

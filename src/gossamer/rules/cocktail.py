@@ -1,4 +1,4 @@
-"""CocktailSGD: workers send their compressed distance from a copy that all share, and the sum is compressed once more."""
+"""CocktailSGD: workers send their compressed distance from a shared copy, and the sum is compressed a second time."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ __all__ = ["cocktail"]
 
 
 class _State(NamedTuple):
-    """The shared copy c, and what the second compression has dropped so far: both bitwise the same on all workers."""
+    """The shared copy c, and the accumulated error of the second compression: both bitwise the same on all workers."""
 
     shared: Tensor
     dropped: Tensor
@@ -24,21 +24,21 @@ class _State(NamedTuple):
 
 @factory
 def cocktail(back: CodecSpec = "int4") -> Rule:
-    """Compression both ways around a shared copy; what a worker does not get across stays in its parameters.
+    """Compresses both ways around a shared copy; the part of a drift that is not sent stays in the worker's parameters.
 
     q_i = C1(θ_i - c);   θ_i ← θ_i - q_i;   s = (1/n) Σ_j q_j + e;   Q = C2(s);   e ← s - Q;   θ_i ← θ_i + Q;   c ← c + Q
 
-    C1 is the codec of the run, `cocktail` in the paper. There is no server: everyone hears all q_j and computes the same s and Q.
+    C1 is the codec of the run, `cocktail` in the paper. There is no server: everyone receives all q_j and computes the same s and Q.
 
     Args:
         back: C2, a codec by its name, or with its options as in `{name = "topk", k = 512}`; it draws alike on all workers.
-    Cost: with a lossy codec one payload to everyone, n - 1 per worker and round; shared copy and what was dropped kept (2 P).
+    Cost: with a lossy codec one payload to everyone, n - 1 per worker and round; shared copy and error of C2 kept (2 P).
     Source: CocktailSGD, Wang et al., ICML 2023 (PMLR 202), and the authors' code; not on arXiv.
-    Differs: the server is every worker, where in the paper each one serves an n-th of the model: n - 1 payloads are sent instead
-        of 2 (n-1)/n, e is kept n times, and C2 saves no bytes but has its effect on training. C2 sees all elements, where the
-        paper's takes the top 20 % of those drawn in this round by all alike; `{name = "cocktail", one_in = 1}` is its like, and
-        "cocktail" would draw a second time. Nothing is delayed by a step to hide the exchange.
-    Fails when: the local phase is long and few elements get through: the workers are apart by all they have not told yet.
+    Differs: every worker acts as the server, where in the paper each one serves an n-th of the model: n - 1 payloads are sent
+        instead of 2 (n-1)/n, e is kept n times, and C2 saves no bytes but affects training as in the paper. C2 sees all elements;
+        the paper's takes the top 20 % of those that all workers draw in this round, for which `{name = "cocktail", one_in = 1}`
+        comes closest, while "cocktail" would draw a second time. Nothing is delayed by a step to hide the exchange.
+    Fails when: the local phase is long and few elements are sent: the workers differ by everything not sent yet.
 
     >>> cocktail(back="exact").mean_preserving, cocktail().mean_preserving
     (True, False)
@@ -55,7 +55,7 @@ def cocktail(back: CodecSpec = "int4") -> Rule:
         total = heard + s.dropped
         q = c2.decode(c2.encode(total, rng.key(0, "cocktail", ctx.round)), total)
         shared = s.shared + q
-        # θ - told + q, seen from c: with an exact C1 nothing is left of the rounding, and all workers are bitwise at c.
+        # θ - told + q, computed relative to c: with an exact C1 the difference is zero, and all workers are bitwise at c.
         return shared + (send(x, s, ctx) - told), _State(shared, total - q)
 
     return Rule(

@@ -24,7 +24,7 @@ class _State(NamedTuple):
 def diloco(
     lr: Positive = 0.7, momentum: Decay = 0.9, optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov"
 ) -> Rule:
-    """Everyone averages how far the local phase went and takes one outer optimizer step from where it began.
+    """All workers average their pseudo-gradients and take one outer optimizer step from the start of the round.
 
     Δ_i = θ_start - θ_i(end);  d = (1/n) Σ_j Δ_j;  b ← μ b + d
     θ ← θ_start - η (d + μ b)   [nesterov]      - η b   [heavy_ball]      - η d   [sgd]
@@ -36,8 +36,8 @@ def diloco(
     Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P, for "sgd" 1 P).
     Source: Douillard et al., arXiv 2311.08105, algorithm 1.
     Differs: the mean is summed in worker order, bitwise the same everywhere. The inner state stays local, as in the paper.
-    Fails when: a link is slow: everybody waits for it; or with one local step, an adaptive inner optimizer and momentum 0.9
-        (arXiv 2503.09799).
+    Fails when: a link is slow, because everybody waits for it; or with one local step, an adaptive inner optimizer and momentum
+        0.9 (arXiv 2503.09799).
 
     >>> diloco(lr=1.0, optimizer="sgd").state_copies
     1

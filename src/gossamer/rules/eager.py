@@ -1,4 +1,4 @@
-"""Eager updates: a worker's own share counts at once and the others' a round late, so that a round hides the transfer."""
+"""Eager updates: a worker applies its own share at once and the others' a round late, so that training hides the transfer."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ class _State(NamedTuple):
 
 @factory
 def eager(lr: Positive = 0.4, momentum: Decay = 0.9, fresh: bool = True) -> Rule:
-    """DiLoCo on last round's mean, in which every worker swaps its own old pseudo-gradient for its new one.
+    """DiLoCo on the last round's mean, in which every worker replaces its own old pseudo-gradient by its new one.
 
     Δ_i^t = θ_i(start) - θ_i(end);   d_i = Δ̄^{t-1} + (1/n) (Δ_i^t - Δ_i^{t-1})
     b_i ← μ b_i + d_i;   θ_i ← θ_i(start) - η (d_i + μ b_i);   Δ^{-1} = 0
@@ -31,12 +31,13 @@ def eager(lr: Positive = 0.4, momentum: Decay = 0.9, fresh: bool = True) -> Rule
         lr: outer learning rate η.
         momentum: outer Nesterov momentum μ.
         fresh: False is the naive delayed variant, d_i = Δ̄^{t-1}, which the paper found clearly worse; its workers stay equal.
-    Cost: 2(n-1)/n models per worker and round, on their way while the next round trains; start copy and momentum, beside the
-        pseudo-gradient under way, kept (2 P).
+    Cost: 2(n-1)/n models per worker and round, in flight while the next round trains; start copy and momentum, in addition to
+        the pseudo-gradient in flight, kept (2 P).
     Source: Kale, Douillard, Donchev, arXiv 2502.12996.
-    Differs: before the first mean has come, Δ^{-1} counts as zero, so the first step is η (1 + μ) Δ_i^0 / n (the paper does not
-        say); the mean of the d_i is then Δ̄^t / n + (1 - 1/n) Δ̄^{t-1} in every round. The last mean comes after the end.
-    Fails when: the outer learning rate is DiLoCo's 0.7 with momentum 0.9: gradients that are a round old want less.
+    Differs: before the first mean has arrived, Δ^{-1} counts as zero, so the first step is η (1 + μ) Δ_i^0 / n (the paper does
+        not state this); the mean of the d_i is then Δ̄^t / n + (1 - 1/n) Δ̄^{t-1} in every round. The last mean arrives after the
+        end.
+    Fails when: the outer learning rate is DiLoCo's 0.7 with momentum 0.9: gradients that are a round old need a smaller one.
 
     >>> eager().delay_rounds
     1

@@ -1,4 +1,4 @@
-"""EASGD: workers that explore around a centre, elastically bound to it."""
+"""EASGD: workers explore around a centre and are pulled back to it elastically."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class _State(NamedTuple):
 
 @factory
 def easgd(elasticity: Share = 0.9) -> Rule:
-    """Each worker is drawn to a centre that all share, and the centre to the mean of the workers.
+    """Each worker moves towards a shared centre, and the centre towards the mean of the workers.
 
     θ_i ← θ_i - a (θ_i - c);   c ← c + a Σ_j (θ_j - c) = (1 - n a) c + n a mean_j θ_j;   a = β / n, both from the old values
 
@@ -28,9 +28,9 @@ def easgd(elasticity: Share = 0.9) -> Rule:
         elasticity: β = n a; above one the centre would overshoot the mean.
     Cost: 2(n-1)/n models per worker and round, which every worker needs to move the centre itself; the centre kept (1 P).
     Source: Zhang, Choromanska and LeCun, arXiv 1412.6651 (synchronous form; β 0.9).
-    Differs: no server. The inner optimizer is the user's; with momentum in it, it is their EAMSGD. The centre is what is worth
-        keeping at the end; runs are judged by their workers and the mean of these, which follows the centre.
-    Fails when: there are many workers: each is drawn to the centre by β / n only, so they drift far apart.
+    Differs: no server. The inner optimizer is the user's; with momentum in it, it is their EAMSGD. The centre is the model to
+        keep at the end; runs are evaluated on the workers and on their mean, which follows the centre.
+    Fails when: there are many workers: each is pulled to the centre by β / n only, so they drift far apart.
 
     >>> easgd().identical
     False

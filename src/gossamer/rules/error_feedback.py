@@ -1,4 +1,4 @@
-"""Error feedback: what a lossy codec dropped of a pseudo-gradient is sent with the next one."""
+"""Error feedback: a worker sends the error of a lossy codec together with its next pseudo-gradient."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ __all__ = ["error_feedback", "sparseloco"]
 
 
 class _State(NamedTuple):
-    """The state of the rule inside, and what was not sent yet."""
+    """The state of the wrapped rule, and the error that was not sent yet."""
 
     inner: Tree
     unsent: Tensor
@@ -23,25 +23,26 @@ class _State(NamedTuple):
 
 @wrapper
 def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
-    """The same rule, which sends what its codec dropped before together with the new message.
+    """Lets a rule add the earlier errors of its codec to each new message.
 
     e ← β e + message;   the others decode c from encode(e);   e ← e - c
 
-    so that no more than the decayed part (1 - β) e is ever lost. With an exact codec e stays zero and the rule is itself.
+    so that no more than the decayed part (1 - β) e is ever lost. With an exact codec e stays zero, and this is the unwrapped
+    rule.
 
     Args:
-        rule: one that sends a pseudo-gradient (one tensor) and hears the mean of all.
+        rule: one that sends a pseudo-gradient (one tensor) and receives the mean of all.
         decay: β.
-    Cost: that of the rule; its state and what was not sent kept (1 P more).
+    Cost: that of the rule; its state and the unsent error kept (1 P more).
     Source: error feedback, Seide et al., INTERSPEECH 2014, and arXiv 1901.09847; the decay as in arXiv 2508.15706.
-    Raises: ConfigError for rules that hear anything but a mean of steps from a point that all share: errors of parameters do not
-        add up that way, and `choco` or `anchored` take their place. `eager` hears too late to know its errors, `cocktail` and
-        `sparseloco` keep them already.
+    Raises: ConfigError for rules that do not receive a mean of steps from a common point: errors of parameters do not add up, and
+        `choco` or `anchored` serve such rules. `eager` receives too late to know its errors; `cocktail` and `sparseloco` already
+        keep theirs.
 
     >>> error_feedback(diloco(0.7, 0.6), decay=0.95).state_copies
     3
     """
-    # Replicas that are equal after each round, and know where it began, tell of nothing but what they trained since.
+    # Replicas that are equal after each round, and keep its starting point, send only the drift since then.
     steps = rule.averages and rule.site == "parameters" and rule.identical and rule.start is not None
     if not steps or rule.delay_rounds or rule.feeds_back:
         raise ConfigError(
@@ -74,7 +75,7 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
 
 @factory
 def sparseloco(lr: Positive = 1.0, decay: Share = 0.95) -> Rule:
-    """Outer SGD on pseudo-gradients that are compressed hard, with decaying error feedback in the place of momentum.
+    """Outer SGD on strongly compressed pseudo-gradients, with decaying error feedback instead of momentum.
 
     e_i ← β e_i + (θ_start - θ_i);   c_i = decode(encode(e_i));   e_i ← e_i - c_i;   θ ← θ_start - η (1/n) Σ_j c_j
 
@@ -83,12 +84,12 @@ def sparseloco(lr: Positive = 1.0, decay: Share = 0.95) -> Rule:
 
     Args:
         lr: outer learning rate η.
-        decay: β of what was not sent; below one, old leftovers fade.
-    Cost: with a lossy codec one payload to everyone, n - 1 per worker and round; start copy and leftovers kept (2 P).
+        decay: β of the unsent error; below one, old errors fade.
+    Cost: with a lossy codec one payload to everyone, n - 1 per worker and round; start copy and unsent error kept (2 P).
     Source: arXiv 2508.15706.
     Differs: η is applied once, in the outer step (the authors' production code folds it into e). With an exact codec it is
         DiLoCo with outer SGD, whatever β.
-    Fails when: a worker leaves: its leftovers are lost with it.
+    Fails when: a worker leaves: its unsent error is lost.
 
     >>> sparseloco().n1_limit
     OuterSGD(lr=1.0, momentum=0.0, nesterov=False)

@@ -29,7 +29,7 @@ def fedopt(
     beta2: Decay = 0.99,
     tau: Positive = 1e-3,
 ) -> Rule:
-    """Everyone averages how far the local phase went and takes one adaptive outer step from where it began.
+    """All workers average their pseudo-gradients and take one adaptive outer step from the start of the round.
 
     d = (1/n) Σ_j (θ_start - θ_j);   m ← β1 m + (1 - β1) d
     v ← v + d²   [adagrad]     v - (1 - β2) d² sign(v - d²)   [yogi]     β2 v + (1 - β2) d²   [adam]
@@ -42,10 +42,10 @@ def fedopt(
         optimizer: how the second moment is kept.
         beta1: decay of the first moment.
         beta2: decay of the second moment; not used by "adagrad".
-        tau: τ, how small a pseudo-gradient is followed in proportion instead of by its sign.
+        tau: τ; pseudo-gradients well below it count in proportion to their size, those above it by their sign.
     Cost: 2(n-1)/n models per worker and round; start copy and both moments kept (3 P).
     Source: Reddi et al., arXiv 2003.00295, algorithm 2.
-    Differs: everyone takes part, and each worker keeps the server's state, which is the same everywhere.
+    Differs: every worker participates in every round, and each keeps the server's state, which is the same everywhere.
     Fails when: τ is as small as an inner Adam's ε: noise in coordinates that hardly move becomes whole steps; on language models
         an outer Adam was less stable than Nesterov (arXiv 2311.08105).
 

@@ -14,7 +14,7 @@ __all__ = ["gasloc"]
 
 
 class _State(NamedTuple):
-    """Where the round began (absent where nothing reads it), and the previous point the momentum looks back to."""
+    """Where the round began (absent where nothing reads it), and the previous point that the momentum refers to."""
 
     anchor: Tree
     prev: Tree
@@ -28,7 +28,7 @@ def gasloc(
     form: Literal["post", "published"] = "post",
     optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov",
 ) -> Rule:
-    """Each worker scales its drift, gossips the result with a few peers and adds outer momentum; nobody waits for everybody.
+    """Each worker scales its drift, gossips the result with a few peers and adds outer momentum, without a global barrier.
 
     y = θ + η (θ_end - θ);   z = y + α Σ_j w_ij (y_j - y_i)  =  y - α Λ y
     θ' = z + γ (z - z_prev)   [form "post", outer Nesterov on the gossiped pseudo-gradient]

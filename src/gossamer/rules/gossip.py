@@ -22,7 +22,7 @@ def gossip() -> Rule:
     Cost: one model to each peer per round; nothing kept.
     Source: Lian et al., arXiv 1705.09056; adapt-then-combine as in arXiv 2410.11998.
     Differs: the combine step follows the inner steps (the original combines first and adds the gradient of the old point).
-    Fails when: the graph mixes slowly and the shards differ: the disagreement grows like local steps / spectral gap.
+    Fails when: the graph mixes slowly and the shards differ: the disagreement grows as local steps / spectral gap.
 
     >>> gossip().needs
     'connected'

@@ -1,4 +1,4 @@
-"""Jacobi gossip: momentum on what the gossip moves, with weights that need no spectral gap."""
+"""Jacobi gossip: momentum on the displacement by gossip, with weights that do not depend on the spectral gap."""
 
 from typing import Annotated, NamedTuple
 
@@ -21,21 +21,22 @@ class _State(NamedTuple):
 
 @factory
 def jacobi(dimension: Annotated[float, Interval("(0, 64]")] = 1.0, every: Count = 8) -> Rule:
-    """Gossip with a momentum of its own, so that K rounds average like the best polynomial of degree K for graphs of that kind.
+    """Gossip with its own momentum, so that K rounds average as the best polynomial of degree K for graphs of that dimension.
 
     m_i ← a_t Σ_j w_ij (θ_j - θ_i) + c_t m_i;   θ_i ← θ_i + m_i;   t = round mod K
 
-    While nobody trains it is x_{t+1} = (a_t W + b_t) x_t - c_t x_{t-1} with a_t + b_t - c_t = 1, the recursion of the Jacobi
-    polynomials. What is trained meanwhile is no part of m, so it enters once and the mean of all follows the inner optimizers.
+    Without drift it is x_{t+1} = (a_t W + b_t) x_t - c_t x_{t-1} with a_t + b_t - c_t = 1, the recursion of the Jacobi
+    polynomials. The drift of the local phases is not part of m, so it counts once, and the mean of all workers follows the
+    inner optimizers.
 
     Args:
-        dimension: d of the graph, 1 for a ring, 2 for a torus: how its spectrum thins out towards one.
-        every: K, rounds after which the momentum begins anew; 1 is gossip with a damped weight.
+        dimension: d of the graph, 1 for a ring, 2 for a torus; it describes the density of the spectrum near one.
+        every: K, rounds after which the momentum is reset; 1 is gossip with a damped weight.
     Cost: one model to each peer per round; its last displacement kept (1 P).
-    Source: Berthier, Bach and Gaillard, arXiv 1805.08531, for values that stand still; α = d/2, β = 0.
-    Differs: local phases between the exchanges, and a new beginning every K rounds, without which c_t goes to one and nothing
-        that was once apart is ever forgotten.
-    Fails when: the graph changes, or mixes within a few rounds: then plain gossip is as good.
+    Source: Berthier, Bach and Gaillard, arXiv 1805.08531, for fixed values; α = d/2, β = 0.
+    Differs: local phases between the exchanges, and a reset every K rounds, without which c_t goes to one and old disagreement
+        never decays.
+    Fails when: the graph changes, or mixes within a few rounds, where plain gossip is as good.
 
     >>> [round(weight, 3) for weight in weights(1, 1.0)]
     [1.26, 0.028, 0.288]

@@ -12,7 +12,7 @@ __all__ = ["local_sgd"]
 
 @factory
 def local_sgd() -> Rule:
-    """After the local phase everyone continues from the mean of all workers.
+    """After the local phase all workers continue from their mean.
 
     θ ← (1/n) Σ_j θ_j(end of the local phase)
 
@@ -20,9 +20,9 @@ def local_sgd() -> Rule:
 
     Cost: 2(n-1)/n models per worker and round; nothing kept.
     Source: Stich, arXiv 1805.09767; McMahan et al., arXiv 1602.05629.
-    Differs: any inner optimizer; its state stays local. A lossy codec meets the parameters themselves, so that what it drops is
-        lost: compress what `diloco` with `lr = 1` sends instead.
-    Fails when: the local phase is long and the shards differ: the workers' optima are averaged, not the common one found.
+    Differs: any inner optimizer; its state stays local. A lossy codec acts on the parameters themselves, and its error is lost;
+        use `diloco` with `lr = 1` to compress pseudo-gradients instead.
+    Fails when: the local phase is long and the shards differ: the mean of the workers' own optima is not the common optimum.
 
     >>> local_sgd().needs
     'everyone'

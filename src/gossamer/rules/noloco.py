@@ -1,4 +1,4 @@
-"""NoLoCo: heavy-ball outer steps inside small random groups, with a pull of the slow weights towards the group."""
+"""NoLoCo: heavy-ball outer steps inside small random groups, which pull the slow weights towards the group's mean."""
 
 from typing import NamedTuple
 
@@ -26,15 +26,15 @@ def noloco(lr: Positive = 0.7, momentum: Decay = 0.5) -> Rule:
 
     δ ← a δ - b mean_j(φ_j - θ_j) - c (φ - mean_j φ_j);  φ ← φ + δ;  θ ← φ
 
-    and with c = b, as the authors' code has it, the two means collapse to b (mean_j θ_j - φ), so only θ is sent.
+    With c = b, as in the authors' code, the two means collapse to b (mean_j θ_j - φ), so only θ is sent.
 
     Args:
         lr: b, the outer learning rate and at the same time the pull c.
         momentum: a, the heavy-ball momentum.
     Cost: one model to each peer per round; φ and δ kept (2 P).
     Source: arXiv 2506.10911, and the authors' `noloco_mean` configuration (b 0.7, a 0.5).
-    Differs: the group is the row of the mixing, so any doubly stochastic topology serves; the paper's are random pairs. With
-        c ≠ b twice the bytes would be needed; the authors' code does not offer it either.
+    Differs: the group is the row of the mixing, so any doubly stochastic topology works; the paper uses random pairs. c ≠ b would
+        need twice the bytes and is not offered, as in the authors' code.
     Fails when: the momentum is above the stable range, 0.83 for 8 workers in random pairs at b = 0.7: the disagreement diverges.
 
     >>> noloco().consensus

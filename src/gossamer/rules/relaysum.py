@@ -1,4 +1,4 @@
-"""RelaySum: neighbours on a tree relay sums, so everyone gets the exact mean of all workers, each as late as it is far."""
+"""RelaySum: neighbours on a tree relay sums, so every worker gets the exact mean of all, each delayed by its distance."""
 
 from typing import NamedTuple
 
@@ -23,22 +23,23 @@ class _State(NamedTuple):
 
 @factory
 def relaysum() -> Rule:
-    """Every worker takes the uniform mean of all, in which a worker τ + 1 links away is as it was τ rounds ago.
+    """Every worker moves to the uniform mean of all, in which a worker τ + 1 links away appears with its value of τ rounds ago.
 
     m_{i→j}^t = x_i^{t+½} + Σ_{k ∈ N_i, k ≠ j} m_{k→i}^{t-1};   x_i^{t+1} = (1/n) (x_i^{t+½} + Σ_{k ∈ N_i} m_{k→i}^t)
               = (1/n) Σ_j x_j^{(t - τ_ij) + ½},   τ_ij = max(links between i and j - 1, 0)
 
-    with all x counted from the common start x⁰, which stands for what has not arrived yet. Every neighbour is told the same
-    S_i^t = x_i^{t+½} + Σ_k m_{k→i}^{t-1}, and takes off what it said itself: m_{i→j}^t = S_i^t - m_{j→i}^{t-1}. Both ends
-    subtract the very bits that were added, so that no error of rounding or of a codec outlives its way through the tree.
+    with all x relative to the common start x⁰, which stands in for messages that have not arrived yet. A worker sends all its
+    neighbours the same S_i^t = x_i^{t+½} + Σ_k m_{k→i}^{t-1}, and each subtracts its own contribution: m_{i→j}^t = S_i^t -
+    m_{j→i}^{t-1}. Both ends subtract the same bits that were added, so errors of rounding or of a codec leave with the message
+    that carried them.
 
     Cost: one model to each peer per round; start, and two sums for each peer, kept (1 P, and 2 P per peer).
     Source: Vogels et al., arXiv 2110.04175.
     Differs: one message for all neighbours where the paper has one for each, at twice its buffers; sums are of differences from
-        x⁰, so that nothing has to be counted while the first ones are on their way, and workers that stand still stay to the
-        last bit; the local phase may have many steps.
+        x⁰, so that missing first messages need no count, and workers without drift stay unchanged to the last bit; the local
+        phase may have many steps.
     Fails when: the tree is deep: a steady drift moves the workers by 1 / (1 + mean τ) of itself per round, 0.36 in a chain of 8
-        and 0.43 in a binary tree of 8; or the codec drops most of what it is given, as topk does.
+        and 0.43 in a binary tree of 8; or the codec drops most elements, as topk does.
 
     >>> relaysum().needs
     'tree'

@@ -1,4 +1,4 @@
-"""Outer-momentum restarting: every few rounds the outer momentum is forgotten, and nothing else."""
+"""Outer-momentum restarting: every few rounds the outer momentum, and nothing else, is reset to zero."""
 
 import math
 
@@ -15,15 +15,15 @@ __all__ = ["omr", "restarted"]
 
 @wrapper
 def restarted(rule: Given[Rule], every: Count = 3) -> Rule:
-    """The same rule, whose outer momentum is forgotten after every `every` rounds.
+    """Resets a rule's outer momentum to zero every `every` rounds.
 
-    Parameters, inner optimizers and all other state stay.
+    Parameters, inner optimizers and all other state stay as they are.
 
     Args:
         rule: one with outer momentum.
         every: rounds between two restarts.
     Cost: that of the rule; its state kept.
-    Raises: ConfigError when the rule has no momentum, or its gossip step is still to be settled.
+    Raises: ConfigError when the rule has no momentum, or its gossip step is still "auto".
 
     >>> from gossamer.rules.gasloc import gasloc
     >>> restarted(gasloc(), every=4).options["every"]
@@ -56,12 +56,12 @@ def omr(lr: Positive = 0.9, momentum: Decay = 0.7, every: Count = 3) -> Rule:
     It is `restarted(diloco(ν (1 - β), β), every)`; K = 1 is outer SGD with learning rate ν (1 - β²), and K = ∞ is DiLoCo.
 
     Args:
-        lr: ν, in the normalised dialect of the paper: ν (1 - β) is the `lr` of torch's SGD and of `diloco`.
+        lr: ν, in the normalised convention of the paper: ν (1 - β) is the `lr` of torch's SGD and of `diloco`.
         momentum: β.
         every: K, rounds between two restarts; the paper shows 3.
     Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P).
     Source: arXiv 2605.28585.
-    Differs: written in torch's dialect, which gives the same iterates.
+    Differs: written in the convention of torch's SGD, which gives the same iterates.
     Fails when: restarts are frequent and ν is small: within K rounds momentum has no time to build up.
 
     >>> omr().options

@@ -1,4 +1,4 @@
-"""Stochastic gradient push: gossip on graphs in which nobody has to hear as much as it sends."""
+"""Stochastic gradient push: gossip on directed graphs in which a worker need not receive as much as it sends."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ __all__ = ["Mass", "sgp"]
 
 
 class Mass(NamedTuple):
-    """The mass a worker holds `[P]`, and the weight `[1]` (fp32 or wider) by which it is to be divided."""
+    """The mass a worker holds `[P]`, and the weight `[1]` (fp32 or wider) that divides it."""
 
     mass: Tensor
     weight: Tensor
@@ -21,18 +21,19 @@ class Mass(NamedTuple):
 
 @factory
 def sgp() -> Rule:
-    """Workers split their mass and its weight among those they send to; parameters are the ratio of the two.
+    """Workers split their mass and its weight among their receivers; the parameters are the ratio of the two.
 
     y_i = x_i + (z_i(end of the local phase) - z_i);   x_i ← Σ_j p_ij y_j;   w_i ← Σ_j p_ij w_j;   z_i ← x_i / w_i
 
-    Columns of p sum to one: nothing is lost. Where rows do not, x alone would be biased towards workers that hear much, and w
-    is biased by just as much. With a doubly stochastic topology w stays one and it is `gossip`.
+    Columns of p sum to one, so the total mass is kept. Where rows do not sum to one, x alone would be biased towards workers
+    that receive much; w has the same bias, and the division removes it. On a doubly stochastic topology w stays one, and the
+    rule is `gossip`.
 
     Cost: one model and one number to each peer per round; mass kept (1 P).
     Source: Assran et al., arXiv 1811.10792.
-    Differs: the local phase may have many steps, and its drift is added to x as their gradient step is. What a lossy codec did
-        not carry stays with its sender, so that the sums of x and w are kept through any codec.
-    Fails when: a worker hears from nobody for long: its weight shrinks, and its own drift counts for more in z.
+    Differs: the local phase may have many steps, and its drift is added to x as their gradient step is. The error of a lossy
+        codec stays with its sender, so that the sums of x and w are kept with any codec.
+    Fails when: a worker receives nothing for long: its weight shrinks, and its own drift counts for more in z.
 
     >>> sgp().needs
     'push'

@@ -9,7 +9,7 @@ __all__ = ["slowmo"]
 
 @factory
 def slowmo(lr: Positive = 1.0, momentum: Decay = 0.7) -> Rule:
-    """Everyone averages, and a heavy ball carries the average on.
+    """All workers average their parameters, and heavy-ball momentum acts on the movement of the average.
 
     u ← β u + (θ_start - mean_j θ_j);   θ ← θ_start - α u
 
@@ -19,9 +19,9 @@ def slowmo(lr: Positive = 1.0, momentum: Decay = 0.7) -> Rule:
     Cost: 2(n-1)/n models per worker and round; start copy and momentum kept (2 P).
     Source: Wang et al., arXiv 1910.00643, algorithm 1.
     Differs: the paper divides the pseudo-gradient by the inner learning rate and multiplies u by it again, which is the same
-        while that rate is constant; here u is in units of the parameters, so a schedule does not rescale the past. It is
+        while that rate is constant; here u is in units of the parameters, so a schedule does not rescale past steps. It is
         `diloco(lr, momentum, optimizer="heavy_ball")`. The inner buffers stay as they are.
-    Fails when: α / (1 - β), by which steady progress is multiplied, is large: at α = 1 and β = 0.9 it is ten.
+    Fails when: α / (1 - β), the factor on steady progress, is large: at α = 1 and β = 0.9 it is ten.
 
     >>> slowmo(momentum=0.5).n1_limit
     OuterSGD(lr=1.0, momentum=0.5, nesterov=False)

@@ -1,4 +1,4 @@
-"""SPARTA: a small random share of the parameters is averaged in each round."""
+"""SPARTA: workers average a small random share of the parameters in each round."""
 
 import torch
 from torch import Tensor
@@ -14,20 +14,20 @@ __all__ = ["sparta"]
 
 @factory
 def sparta(one_in: Count = 200) -> Rule:
-    """Every worker moves to the weighted mean of its neighbourhood in a few coordinates that all draw alike.
+    """Every worker moves to the weighted mean of its neighbourhood in a few coordinates; all workers draw the same ones.
 
     θ_i[S] ← Σ_j w_ij θ_j[S];   S holds one of every `one_in` coordinates, drawn from the number of the round
 
     Args:
-        one_in: the length of the runs of which one coordinate each is drawn; the paper's shares of 0.1 to 0.5 % are runs of
-            1000 to 200.
+        one_in: length of a run of coordinates, of which one is drawn; the paper's shares of 0.1 to 0.5 % are runs of 1000 to
+            200.
     Cost: one model / `one_in` to each peer per round, with no indices sent; nothing kept.
     Source: Beton et al., "Improving the efficiency of distributed training using sparse parameter averaging", 2025 (on
         OpenReview, not on arXiv).
-    Differs: any topology instead of an all-reduce; one coordinate per run instead of any, so that none waits long and all are
-        drawn equally often. Meant for every inner step or few of them (`local_steps = 1`).
-    Fails when: the shards differ or steps are long: it takes `one_in` rounds until all coordinates were averaged once, in which
-        the workers drift.
+    Differs: any topology instead of an all-reduce; one coordinate per run instead of any, so that all are drawn equally often.
+        Intended for an exchange after every inner step or after a few of them (`local_steps = 1`).
+    Fails when: the shards differ or steps are long: averaging all coordinates once takes `one_in` rounds, in which the workers
+        drift.
 
     >>> sparta(one_in=100).elementwise
     False
@@ -49,7 +49,7 @@ def sparta(one_in: Count = 200) -> Rule:
 
 
 def _drawn(x: Tensor, one_in: int, round: int) -> Tensor:
-    """The coordinates of this round, ascending: one of each run, the last run being what is left."""
+    """The coordinates of this round, ascending: one of each run; the last run holds the remainder."""
     starts = torch.arange(0, x.numel(), one_in)
     lengths = torch.clamp(x.numel() - starts, max=one_in)
     bits = torch.randint(0, 1 << 62, starts.shape, generator=rng.torch_rng(0, "sparta", round))

@@ -1,4 +1,4 @@
-"""Weighting by local steps: how far a worker went counts per inner step, however many it took."""
+"""Weighting by local steps: a worker's drift counts per inner step, whatever the number of its steps."""
 
 import math
 from typing import NamedTuple
@@ -14,7 +14,7 @@ __all__ = ["weighted"]
 
 
 class _State(NamedTuple):
-    """The state of the rule inside, and where the round began (absent where that state has it)."""
+    """The state of the wrapped rule, and where the round began (absent where that state has it)."""
 
     inner: Tree
     start: Tree
@@ -22,21 +22,21 @@ class _State(NamedTuple):
 
 @wrapper
 def weighted(rule: Given[Rule]) -> Rule:
-    """The same rule, in which the drift of a worker that took fewer local steps is scaled to as many as the others took.
+    """Scales the drift of a worker that took fewer local steps to the number of steps the others took.
 
     θ_i(end) ← θ_i(start) + (H / H_i) (θ_i(end) - θ_i(start)),   and on as in the rule
 
-    With unequal local steps the mean drift is an average over steps, in which a worker with few of them, and the data only it
-    has, hardly counts. Scaled, the mean drift is H times the mean over workers of the drift per step. A worker with H_i = H is
-    left as it is, to the last bit.
+    With unequal local steps the unscaled mean drift is an average over steps, in which a worker with few steps, and with it
+    its own data, hardly counts. With scaling, the mean drift is H times the mean over workers of the drift per step. A worker
+    with H_i = H is unchanged to the last bit.
 
     Args:
         rule: one that acts on parameters.
-    Cost: that of the rule, and where it does not keep where the round began, 1 P more of state.
+    Cost: that of the rule, and 1 P more of state where the rule does not keep the start of the round.
     Source: ours; akin to the normalised averaging of FedNova (arXiv 2007.07481), with plain sums of steps.
     Fails when: H_i is much smaller than H: the noise of a few steps is multiplied as well. In `gossamer.Outer` every worker
-        knows its own steps only, and the rule is itself.
-    Raises: ConfigError for rules on gradients, and while the rule's gossip step is still to be settled.
+        knows only its own steps, and nothing is scaled.
+    Raises: ConfigError for rules on gradients, and while the rule's gossip step is still "auto".
 
     >>> from gossamer.rules.gasloc import gasloc
     >>> weighted(gasloc()).state_copies == gasloc().state_copies
@@ -45,7 +45,7 @@ def weighted(rule: Given[Rule]) -> Rule:
     if rule.site != "parameters":
         raise ConfigError(
             f"rule '{rule.name}' acts on {rule.site} and has no local steps to weigh by; allowed are rules with a local phase, "
-            "such as 'diloco': leave run.weigh_steps out"
+            "such as 'diloco': remove run.weigh_steps or choose such a rule"
         )
     if rule.consensus is not None and math.isnan(rule.consensus.alpha):
         raise ConfigError(
