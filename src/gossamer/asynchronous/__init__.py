@@ -1,4 +1,4 @@
-"""Methods that look at the clock, in two tables; a new one is its own file, and its import and row here."""
+"""The tables of asynchronous methods. To add one, write its own file, and import it and add its row here."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A²CiD²: random pairwise averaging, accelerated by a momentum copy that mixes with the parameters as time passes."""
+"""A²CiD²: random pairwise averaging, accelerated by a momentum copy that mixes with the parameters over time."""
 
 import math
 from typing import Literal, NamedTuple
@@ -28,24 +28,24 @@ def acceleration(chi1: float, chi2: float) -> tuple[float, float]:
 
 @factory
 def a2cid2(eta: NotNegative | Literal["auto"] = "auto", alpha: Positive = 0.5) -> PairRule:
-    """Each worker keeps a copy x̃ that a meeting pulls harder than x, and that x mixes with in between.
+    """Each worker keeps a copy x̃, which a meeting pulls harder than x; between meetings x and x̃ mix.
 
     dt seconds:   (x, x̃) ← (s x + (1 - s) x̃, (1 - s) x + s x̃),  s = (1 + exp(-2 η dt)) / 2
     local phase:  x ← x + d,  x̃ ← x̃ + d,  d = end - start
     meeting:      x ← x + ½ (heard - told),  x̃ ← x̃ + α̃ (heard - told)
 
-    Σ_i (x_i + x̃_i) is kept by mixing and meeting. The mean of x alone is kept too when all workers are looked at at one time.
+    Mixing and meeting keep Σ_i (x_i + x̃_i). The mean of x alone is kept too if all workers are evaluated at the same time.
 
     Args:
-        eta: η per second; "auto" takes η and α̃ from the meetings, `acceleration(*conditions(n, rates))`, once they are known.
-            η = 0 is AD-PSGD.
-        alpha: α̃, the share of the way that a meeting moves the copy; x moves by a half.
+        eta: η per second; "auto" computes η and α̃ from the meetings, `acceleration(*conditions(n, rates))`, once they are
+            known. η = 0 is AD-PSGD.
+        alpha: α̃, the share of the difference by which a meeting moves the copy; x moves by a half.
     Cost: one model each way per meeting; x̃ kept (1 P).
     Source: Nabli, Belilovsky, Oyallon, arXiv 2306.08289.
-    Differs: both ends mix to the time of the meeting before they tell; the authors' code tells before it mixes, which keeps the
+    Differs: both ends mix to the time of the meeting before they send; the authors' code sends before it mixes, which keeps the
         mean only approximately. A local phase takes the place of one gradient, so rates are per second and not per step.
-    Fails when: η and α̃ are for meetings more frequent than they are: the momentum then outruns the averaging; on the complete
-        graph χ₁ ≈ χ₂, and nothing is gained.
+    Fails when: η and α̃ assume more frequent meetings than there are: the momentum then outruns the averaging; on the complete
+        graph χ₁ ≈ χ₂, and there is no gain.
 
     >>> a2cid2(0.1).state_copies
     1

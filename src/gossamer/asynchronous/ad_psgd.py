@@ -17,7 +17,7 @@ def ad_psgd() -> PairRule:
 
     Cost: one model each way per meeting; nothing kept.
     Source: Lian et al., arXiv 1710.06952.
-    Differs: whole local phases between meetings where the paper takes single gradients; times of meetings are random and
+    Differs: whole local phases between meetings where the paper has single gradients; times of meetings are random and
         independent of the local phases.
     Fails when: the graph mixes slowly, such as a long ring: the disagreement grows with χ₁ of the meetings.
 

@@ -1,4 +1,4 @@
-"""CGAD: an asynchronous outer Adam that trusts a message less the older it is."""
+"""CGAD: an asynchronous outer Adam that attenuates each message by its age."""
 
 import math
 from typing import Annotated, NamedTuple
@@ -11,9 +11,8 @@ from gossamer.options import Decay, Interval, NotNegative, Positive, factory
 
 __all__ = ["attenuation", "cgad"]
 
-NEGLIGIBLE = (
-    1e-6  # Adam moves on without a gradient, as m fades slower than sqrt(v): what is this small must not be a step
-)
+# Adam moves on without a gradient, as m decays slower than sqrt(v): a message this small must not count as a step.
+NEGLIGIBLE = 1e-6
 
 
 class _State(NamedTuple):
@@ -56,12 +55,12 @@ def cgad(
         beta2: decay β₂ of the second moment.
         eps: ε, which keeps the denominator above zero.
         decay: α of `attenuation`.
-        cutoff: age τ_c from which a message counts for nothing; `inf` for none ("Adam-Decay").
+        cutoff: age τ_c from which a message has weight zero; `inf` for no cut-off ("Adam-Decay").
     Cost: a push and a fetch of one model per local phase; model and two moments kept at the server (3 P).
     Source: arXiv 2605.09126.
-    Differs: the shape of γ and all defaults are ours, as the source we had does not state them. A message with σ below 1e-6 is
-        skipped altogether, moments included.
-    Fails when: all messages are equally old: Adam is blind to a common factor, so nothing is attenuated then.
+    Differs: the shape of γ and all defaults are ours, as the source does not state them. A message with σ below 1e-6 is skipped
+        altogether, moments included.
+    Fails when: all messages are equally old: Adam is invariant to a common factor, so nothing is attenuated.
 
     >>> cgad().options["cutoff"]
     16.0

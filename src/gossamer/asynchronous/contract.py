@@ -1,6 +1,6 @@
-"""What event-driven methods are: a server that takes each message as it comes, and pairs of workers that meet.
+"""The interfaces of asynchronous methods: a server that absorbs each message as it arrives, and pairs of workers that meet.
 
-Both see one flat vector of one fragment, never devices, bytes or clocks; who talks when is the business of `gossamer.clock`.
+Both see one flat vector of one fragment, never devices, bytes or clocks; `gossamer.clock` decides who communicates when.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ class PushInfo(NamedTuple):
 
     worker: int
     age: int
-    """How many updates the server has made since it sent this worker its starting point; 0 if nothing overtook the push."""
+    """Updates the server has made since it sent this worker its starting point; 0 if it made none (the staleness)."""
     tokens: int
-    """Tokens the worker trained on since it had the starting point."""
+    """Tokens the worker trained on since it received the starting point."""
     local_steps: int
     """Inner steps it took for them."""
     layout: Layout
@@ -33,15 +33,15 @@ class Window(NamedTuple):
     """A server that gathers messages before it makes one update of them."""
 
     quorum: int
-    """Messages that are enough; all present workers where fewer are present."""
+    """The number of messages it needs; where fewer workers are present, one of each."""
     grace_s: float
     """Seconds it then waits for more."""
     merge: Callable[[Sequence[Tensor], Sequence[PushInfo]], Tensor]
-    """One message of those gathered, which come in ascending order of their workers."""
+    """Merges the gathered messages, in ascending order of their workers, into one."""
 
 
 class ServerRule(NamedTuple):
-    """How a server greets workers and absorbs what they send.
+    """How a server sets the starting points of workers and absorbs their messages.
 
     `init(x) -> S` makes the server's state, a named tuple of tensors that owns its memory and whose field `x` is the server's
     model; `greet(S)` is the point a worker starts its local phase from; the worker sends its pseudo-gradient
@@ -54,26 +54,26 @@ class ServerRule(NamedTuple):
     greet: Callable[[Any], Tensor]
     absorb: Callable[[Any, Tensor, PushInfo], Any]
     name: str = ""
-    """That of its factory, which fills it in, and the options too."""
+    """The name of its factory; the factory decorator fills in name and options."""
     options: Mapping[str, Any] = MappingProxyType({})
     window: Window | None = None
     """How messages are gathered; None absorbs each on its own."""
     elementwise: bool = True
-    """Whether halves may be updated one by one."""
+    """Whether parts of the vector may be updated separately."""
     state_copies: int = 1
     """Tensors of the size of `x` that the server holds, its model included."""
 
 
 class PairRule(NamedTuple):
-    """What one worker does as time passes, after a local phase, and when it meets another.
+    """The updates of one worker as time passes, after a local phase, and when it meets another.
 
-    `init(x) -> s` makes the state beside the parameters x; `advance(x, s, dt)` lets dt seconds pass and is called before
-    anything else happens, so that both ends of a meeting stand at the same time; `learn(x, s, drift)` takes in how far a local
-    phase went (drift = end - start); `tell(x, s)` is what the other end of a meeting gets to see; `meet(x, s, told, heard)`
-    is the meeting itself, where `told` is what I told. All but init and tell return `(x, s)`, and all are pure.
+    `init(x) -> s` makes the state that is kept in addition to the parameters x; `advance(x, s, dt)` lets dt seconds pass and is
+    called before every other update, so that both ends of a meeting are at the same time; `learn(x, s, drift)` applies a local
+    phase (drift = end - start); `tell(x, s)` makes the message to the other end of a meeting; `meet(x, s, told, heard)` is the
+    meeting itself, where `told` is this worker's own message. All but init and tell return `(x, s)`, and all are pure.
 
-    Between telling and meeting a link takes its time, and x may have learned in between: rules that keep a mean write the
-    meeting in the difference `heard - told`, which has opposite signs at the two ends.
+    The messages of a meeting are in flight for some time, and a local phase may change x meanwhile: rules that keep a mean
+    write the meeting in the difference `heard - told`, which has opposite signs at the two ends.
     """
 
     init: Callable[[Tensor], Tree]
@@ -82,11 +82,11 @@ class PairRule(NamedTuple):
     tell: Callable[[Tensor, Tree], Tensor]
     meet: Callable[[Tensor, Tree, Tensor, Tensor], tuple[Tensor, Tree]]
     name: str = ""
-    """That of its factory, which fills it in, and the options too."""
+    """The name of its factory; the factory decorator fills in name and options."""
     options: Mapping[str, Any] = MappingProxyType({})
     state_copies: int = 0
-    """Tensors of the size of `x` that a worker holds beside it."""
+    """Tensors of the size of `x` that a worker holds in addition to it."""
     settle: "Callable[[float, float], PairRule] | None" = None
-    """The same rule with what it takes from χ₁ and χ₂ of the meetings; None where nothing is open."""
+    """Returns the rule with the options it computes from χ₁ and χ₂ of the meetings; None where it computes none."""
     any_phase: bool = True
     """Whether a local phase may be any training; False where it must be exactly one gradient step."""

@@ -1,4 +1,4 @@
-"""DADAO: optimal asynchronous decentralised optimisation of smooth and strongly convex sums. A reference, not for models."""
+"""DADAO: optimal asynchronous decentralised optimisation of smooth and strongly convex sums; a reference for tests."""
 
 import math
 from typing import NamedTuple
@@ -14,7 +14,7 @@ __all__ = ["dadao", "meetings_per_s"]
 
 
 class _State(NamedTuple):
-    """What worker i keeps beside X: X̃, and the dual variables Y, Ỹ, Z, Z̃."""
+    """The state of worker i in addition to X: X̃, and the dual variables Y, Ỹ, Z, Z̃."""
 
     x_: Tensor
     y: Tensor
@@ -24,7 +24,7 @@ class _State(NamedTuple):
 
 
 def meetings_per_s(chi1: float, chi2: float) -> float:
-    """Meetings per second in the whole graph that the method is made for, `√(2 χ₁ χ₂)`, at one gradient per worker and second.
+    """Meetings per second in the whole graph that the method assumes, `√(2 χ₁ χ₂)`, at one gradient per worker and second.
 
     Args: the conditions of the graph when its rates sum to one meeting per second.
     """
@@ -52,7 +52,7 @@ def dadao(strong_convexity: Positive, smoothness: Positive, chi1: Positive) -> P
     Cost: one vector each way per meeting; five vectors kept (5 P).
     Source: Nabli and Oyallon, arXiv 2208.00779, and the authors' code.
     Differs: X̃ starts at X.
-    Fails when: the sum is not convex, or gradients come at other than unit rate: a reference for tests, not for training.
+    Fails when: the sum is not convex, or gradients do not arrive at unit rate: it is a reference for tests, not for training.
 
     >>> dadao(1.0, 10.0, chi1=1.0).state_copies
     5
@@ -60,7 +60,7 @@ def dadao(strong_convexity: Positive, smoothness: Positive, chi1: Positive) -> P
     if smoothness < strong_convexity:
         raise ConfigError(
             f"pair 'dadao' got smoothness = {smoothness!r} for strong_convexity = {strong_convexity!r}; "
-            "allowed are finite numbers that are not below it: give the largest curvature of any worker"
+            "allowed are finite numbers from strong_convexity on: give the largest curvature of any worker"
         )
     big_l, nu = smoothness, strong_convexity / 2
     q = math.sqrt(nu / big_l)

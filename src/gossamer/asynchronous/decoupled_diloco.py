@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo: a syncer that waits for a quorum of learners, merges what they bring, and takes one outer step."""
+"""Decoupled DiLoCo: a syncer that waits for a quorum of learners, merges their messages, and takes one outer step."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class _State(NamedTuple):
 
 
 def token_weight(tokens: int, local_steps: int) -> float:
-    """What a learner counts for: `tokens · (tokens / steps)`, its work times its batch.
+    """The weight of a learner: `tokens · (tokens / steps)`, its work times its batch.
 
     >>> token_weight(100, 10)
     1000.0
@@ -45,7 +45,7 @@ def radial_mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
     R = Σ w ‖v‖ / Σ w;  u = Σ w φ(v) / Σ w;  result R φ(u), with φ(v) = v / ‖v‖ and φ(0) = 0
 
-    Where directions cancel and u has no direction left, the plain weighted mean.
+    Where the directions cancel, so that u has none, it is the plain weighted mean.
     """
     norms = [float(v.norm()) for v in vectors]
     directions = [v / norm if norm > 0 else v for v, norm in zip(vectors, norms, strict=True)]
@@ -61,8 +61,8 @@ def grace_s(overlap_steps: int, step_s: float, quorum_s: float, sync_s: float, s
     """Seconds a syncer may wait beyond its quorum for free: `γ (τ ξ_step - (ξ_quorum + ξ_sync))`, never below 0.
 
     Args:
-        overlap_steps: τ, inner steps that learners take while a synchronisation is under way; step_s is one of them.
-        quorum_s: seconds until the quorum was there. sync_s: seconds of the exchange itself.
+        overlap_steps: τ, inner steps that learners take while a synchronisation is in flight; step_s is the time of one.
+        quorum_s: seconds until the quorum was reached. sync_s: seconds of the exchange itself.
         share: γ, the part of the slack to use.
 
     >>> grace_s(2, 1.0, 0.5, 0.5), grace_s(2, 1.0, 3.0, 0.5)
@@ -80,22 +80,22 @@ def decoupled_diloco(
     merging: Literal["radial", "average"] = "radial",
     averaged: Sequence[str] = ("embed",),
 ) -> ServerRule:
-    """Learners run on their own clocks; whoever has arrived when a quorum and a grace period are over makes one round.
+    """Learners run on their own clocks; the messages that arrive until a quorum is reached and a grace period ends form a round.
 
     w_m = tokens_m · (tokens_m / steps_m);  Δ = merge_m(w_m, Δ_m) for each tensor;  b ← μ b + Δ;  θ ← θ - η (Δ + μ b)
 
     Args:
         lr: outer learning rate η.
         momentum: outer Nesterov momentum μ, in the dialect of `torch.optim.SGD`.
-        quorum: K, learners that make a round; all present ones where fewer are present.
-        grace_s: seconds to wait for more of them once the quorum is there.
+        quorum: K, learners that a round needs; all present ones where fewer are present.
+        grace_s: seconds to wait for more of them once the quorum is reached.
         merging: "radial" takes `radial_mean` of each tensor, "average" `weighted_mean`.
         averaged: tensors with one of these words in their name are averaged in any case (the authors' embeddings are).
     Cost: a push and a fetch of each fragment per H steps of a learner; model and momentum kept at the syncer (2 P).
     Source: arXiv 2604.21428.
-    Differs: outer η and μ are not stated there; these are DiLoCo's. Each learner's Δ is measured from the point it was itself
-        greeted with, also when it comes a round late. The grace period is a number of seconds; `grace_s` of this module
-        computes what is free.
+    Differs: the paper does not state outer η and μ; these are DiLoCo's. Each learner's Δ is measured from its own starting
+        point, also when it arrives a round late. The grace period is a number of seconds; `grace_s` of this module computes the
+        longest one without cost.
     Fails when: K = 1 without grace and unequal learners: a fast one makes most rounds on its own.
 
     >>> decoupled_diloco(quorum=4).window.quorum

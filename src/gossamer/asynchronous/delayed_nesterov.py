@@ -1,4 +1,4 @@
-"""Asynchronous DiLoCo with delayed Nesterov: every arrival moves the server, only every N-th renews its momentum."""
+"""Asynchronous DiLoCo with delayed Nesterov: every arrival moves the server, only every N-th updates its momentum."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ __all__ = ["delayed_nesterov", "dylu_steps"]
 
 
 class _State(NamedTuple):
-    """The model, the momentum, the pseudo-gradients since it was last renewed, and how many arrived in all."""
+    """The model, the momentum, the sum of pseudo-gradients since its last update, and the number of arrivals in all."""
 
     x: Tensor
     m: Tensor
@@ -27,7 +27,7 @@ class _State(NamedTuple):
 def delayed_nesterov(
     lr: Positive = 0.7, momentum: Decay = 0.9, delay: Count = 4, spread: NotNegative = 0.0
 ) -> ServerRule:
-    """The server steps on each pseudo-gradient at once, and lets its momentum act on the mean of N of them.
+    """The server steps on each pseudo-gradient at once, and updates its momentum with the mean of N of them.
 
     acc ← acc + Δ;  at every N-th arrival  m ← β m + acc / N,  acc ← 0,  θ ← θ - ε ((1 - c N + c) β m + Δ / N)
     otherwise                              θ ← θ - ε (c β m + Δ / N)
@@ -35,13 +35,13 @@ def delayed_nesterov(
     Args:
         lr: outer learning rate ε.
         momentum: β.
-        delay: N, arrivals between two renewals of the momentum; the number of workers is a good start.
+        delay: N, arrivals between two updates of the momentum; the number of workers is a good start.
         spread: c in [0, 1/N]; 0 lets the momentum act at every N-th arrival only, 1/N in equal parts at each.
     Cost: a push and a fetch of one model per local phase; model, m and acc kept at the server (3 P).
     Source: Liu et al., arXiv 2401.09135.
-    Differs: arrivals are taken one by one; the authors' toy code batches those within half a second.
-    Fails when: workers differ much in speed and take the same number of steps: the slow ones' messages are old, so they
-        take `dylu_steps`; N = 1, plain Nesterov on arrivals, is clearly worse than N = workers (same source).
+    Differs: arrivals are absorbed one by one; the authors' toy code batches those within half a second.
+    Fails when: workers differ much in speed and take the same number of steps: the messages of the slow ones are stale, which
+        `dylu_steps` avoids; N = 1, plain Nesterov on arrivals, is clearly worse than N = workers (same source).
 
     >>> delayed_nesterov().state_copies
     3
@@ -82,5 +82,5 @@ def dylu_steps(step_s: Sequence[float], local_steps: int) -> tuple[int, ...]:
     (30, 15, 10)
     """
     fastest = min(step_s)
-    # A ratio such as 0.1 / 0.3 · 30 ends just below a whole number that it stands for.
+    # A ratio such as 0.1 / 0.3 · 30 rounds to just below the whole number that it equals.
     return tuple(max(1, math.floor(fastest / seconds * local_steps + 1e-9)) for seconds in step_s)

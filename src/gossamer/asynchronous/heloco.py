@@ -1,4 +1,4 @@
-"""HeLoCo: a server that turns each late pseudo-gradient towards its momentum before it takes it in."""
+"""HeLoCo: a server that turns each stale pseudo-gradient towards its momentum before it absorbs it."""
 
 from typing import Annotated, NamedTuple
 
@@ -12,7 +12,7 @@ __all__ = ["heloco"]
 
 
 class _State(NamedTuple):
-    """The model and the momentum, an average of what was taken in."""
+    """The model and the momentum, a running average of the absorbed messages."""
 
     x: Tensor
     m: Tensor
@@ -30,7 +30,7 @@ def heloco(
     kappa: NotNegative = 3.0,
     eps: Positive = 1e-8,
 ) -> ServerRule:
-    """Workers start ahead, where the momentum points; each tensor of what comes back is made to agree with the momentum.
+    """Workers start ahead along the momentum; the server corrects each tensor of their messages towards the momentum.
 
     start = θ - η μ m;  G = ρ Δ̂;  m ← μ m + (1 - μ) G;  θ ← θ - η (G + μ m)
 
@@ -41,18 +41,18 @@ def heloco(
 
     Args:
         lr: outer learning rate η.
-        momentum: μ, what the server's average of messages keeps at each arrival.
+        momentum: μ, the share that the server's average of messages keeps at each arrival.
         rho: ρ, the weight of one arrival; the authors recommend 1/√workers.
         c_ok: cosine from which a tensor passes unchanged; -1 passes all (MLA).
-        conflict: k_s, how strongly to shrink what points against the momentum.
-        turn: k_d, how strongly to turn what points aside.
-        beta_max: the most by which the part along m shrinks.
-        kappa: κ, how much longer than m a message must be to be trusted against it.
-        eps: ε; shorter vectors have no direction.
+        conflict: k_s, how strongly to shrink a tensor that points against the momentum.
+        turn: k_d, how strongly to turn a tensor that deviates from the momentum.
+        beta_max: the largest share by which the part along m shrinks.
+        kappa: κ; the larger it is, the longer than m a message must be for the full correction.
+        eps: ε; vectors shorter than it count as having no direction.
     Cost: a push and a fetch of one model per local phase; model and m kept at the server (2 P).
     Source: arXiv 2606.00271, table 3 for the defaults.
     Differs: the server sends the starting point ahead, so that m need not travel.
-    Fails when: the momentum is wrong: everything that corrects it is shrunk by up to β_max.
+    Fails when: the momentum is wrong: messages that would correct it are shrunk by up to β_max.
 
     >>> heloco().elementwise
     False

@@ -1,4 +1,4 @@
-"""How often workers of a graph meet, and the two numbers that say how well such random meetings mix."""
+"""How often workers of a graph meet, and the two condition numbers of such random meetings."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ Rates = Mapping[tuple[int, int], float]
 
 
 def meeting_rates(mixing: Mixing, meetings_per_s: float) -> dict[tuple[int, int], float]:
-    """The rates with which each worker starts half as many meetings, with a neighbour of its choice.
+    """The rates at which each worker starts `meetings_per_s / 2` meetings per second, with a uniformly chosen neighbour.
 
     `λ_ij = (r / 2) (1 / deg_i + 1 / deg_j)`; on a regular graph everyone takes part in r meetings per second.
 
@@ -48,7 +48,7 @@ def conditions(n: int, rates: Rates) -> tuple[float, float]:
     values = np.linalg.eigvalsh(laplacian)
     if n < 2 or values[1] < 1e-12 * values[-1] or values[-1] <= 0:
         raise ConfigError(
-            f"{n} workers with {len(rates)} pairs that meet are not connected, so they never agree; "
+            f"{n} workers with {len(rates)} pairs that meet are not connected, so they cannot reach consensus; "
             "give at least two workers and pairs that lead from each to all others"
         )
     inverse = np.linalg.pinv(laplacian)

@@ -1,14 +1,14 @@
-"""Training over virtual time: every local phase and every message is an event, and each worker has its own speed and link.
+"""Asynchronous training over virtual time: every local phase and message is an event; workers differ in speed and link.
 
-Three loops over one agenda and one `gossamer.clock.phases.Phases`, for three ways of not waiting for everybody:
+Three loops share one agenda and `gossamer.clock.phases.Phases`, and differ in whom a worker waits for:
 
 * `ServerRun`: workers push to a server and fetch from it, with any of `gossamer.asynchronous.SERVERS`.
 * `PairRun`: pairs of workers meet at random times, with any of `gossamer.asynchronous.PAIRS`.
-* `GossipRun`: a rule of `gossamer.rules` that gossips, with whatever its peers published last and no waiting at all.
+* `GossipRun`: workers gossip by a rule of `gossamer.rules` with the latest messages of their peers, without waiting.
 
-What happens is a pure function of the options and the seed: events at one time go by kind, then by worker. A link carries
-each message as if it were alone. Virtual seconds decide the numbers here, since they decide who is late, so a run is made
-for one network and cannot be priced on another.
+A run is a pure function of the options and the seed: events at the same time are ordered by kind, then by worker. Messages on
+a link do not share its bandwidth. Virtual time affects the result, because it decides which messages are late, so a run
+belongs to one network and cannot be priced on another.
 """
 
 from gossamer.clock.events import SERVER, Absence, Phase, Record, Transfer, Update

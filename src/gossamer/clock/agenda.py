@@ -1,4 +1,4 @@
-"""The agenda of virtual time: what is going to happen and when."""
+"""The agenda of virtual time: planned events in order."""
 
 import heapq
 import itertools
@@ -9,15 +9,15 @@ from gossamer.clock.events import Record
 
 __all__ = ["ABSENCE", "ARRIVAL", "DECISION", "PHASE", "REPLY", "Action", "Agenda"]
 
-# What comes first of all that happens at one time. Phases end before any message arrives, so that with equal clocks and free
-# links everyone's message of a round has arrived when the first is handled.
+# The order of events at the same time. Phases end before any message arrives, so that with equal clocks and free links all
+# messages of a round have arrived when the first is handled.
 ABSENCE, PHASE, ARRIVAL, DECISION, REPLY = range(5)
 
 Action = Callable[[], list[Record]]
 
 
 class Agenda:
-    """What is going to happen and when, and the virtual time."""
+    """The planned events and the virtual time."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
@@ -26,12 +26,12 @@ class Agenda:
         self._work = 0
 
     def plan(self, time_s: float, kind: int, worker: int, action: Action) -> None:
-        """Lets `action` happen at a time, after those of a smaller kind, or of a smaller worker, at the same time."""
+        """Plans `action` at a time; at equal times smaller kinds come first, then smaller workers."""
         self._work += kind != ABSENCE
         heapq.heappush(self._heap, (time_s, kind, worker, next(self._serial), action))
 
     def run(self, until_s: float, stuck: Action | None = None) -> Iterator[Record]:
-        """Everything up to and at `until_s`; `stuck` is called when nothing is planned but absences."""
+        """Runs all events up to and at `until_s`; calls `stuck` when nothing but absences is planned."""
         while True:
             if self._work == 0 and stuck is not None:
                 yield from stuck()
@@ -39,6 +39,6 @@ class Agenda:
                 break
             self.time_s, kind, _, _, action = heapq.heappop(self._heap)
             self._work -= kind != ABSENCE
-            yield from action()  # an action is done before its records are seen, so a caller may stop anywhere
+            yield from action()  # an action is complete before its records are yielded, so a caller may stop anywhere
         if until_s < math.inf:
             self.time_s = max(self.time_s, until_s)

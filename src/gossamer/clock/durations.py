@@ -10,7 +10,7 @@ __all__ = ["Durations"]
 
 
 class Durations:
-    """Seconds of local phases and messages on a network, where each message has its links to itself."""
+    """Seconds of local phases and messages on a network, where messages do not share the bandwidth of links."""
 
     def __init__(self, network: Network, workers: int) -> None:
         if network.sites or network.changes:
@@ -24,13 +24,13 @@ class Durations:
         if not links.step_s.min() > 0:
             raise ConfigError(f"network.step_s is {network.step_s}; an inner step must take more than 0 seconds here")
         self.step_s: tuple[float, ...] = tuple(links.step_s.tolist())
-        """Of an inner step of each worker."""
+        """Seconds of an inner step of each worker."""
         self._up, self._down = links.uplink_bps.tolist(), links.downlink_bps.tolist()
         self._latency = links.latency_s.tolist()
         self._network, self._workers = network, workers
 
     def phase_s(self, worker: int, number: int, steps: int) -> float:
-        """Seconds of a worker's phase of so many inner steps, with the jitter of its number."""
+        """Seconds of a worker's phase of this many inner steps, with the jitter of that phase number."""
         seconds = steps * self.step_s[worker]
         if not self._network.jitter:
             return seconds

@@ -1,4 +1,4 @@
-"""What can happen while workers train on clocks of their own; every loop reports its course in these records."""
+"""Events of asynchronous training; every loop reports its course in these records."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ SERVER = -1
 
 
 class Absence(NamedTuple):
-    """A worker leaves or returns. What it was computing is lost; what it has sent still arrives."""
+    """A worker leaves or returns. Its current local phase is lost; messages in flight still arrive."""
 
     time_s: float
     worker: int
@@ -25,7 +25,7 @@ class Phase(NamedTuple):
     number: int
     """Which of the worker's phases it was, from 0."""
     report: Any
-    """What `local_phase` returned."""
+    """The result of `local_phase`."""
 
 
 class Transfer(NamedTuple):

@@ -1,4 +1,4 @@
-"""Gossip rules without any waiting: everyone mixes with what its peers published last."""
+"""Asynchronous gossip: workers mix with the latest messages of their peers and never wait."""
 
 import itertools
 import math
@@ -27,28 +27,28 @@ __all__ = ["GossipRun"]
 
 
 class GossipRun:
-    """A gossip rule without any waiting: workers mix with what their peers published last.
+    """Runs a gossip rule asynchronously: workers mix with the latest messages of their peers and never wait.
 
-    At the end of its k-th local phase a worker publishes its message and mixes it with the newest ones that can have reached it
-    by then of those it hears in round k of the topology: GASLoC and its kin, asynchronous, with not a letter of the rule changed.
+    At the end of its k-th local phase a worker publishes its message. It then mixes it with the newest messages that have
+    reached it from its peers in round k of the topology. The rule itself, such as GASLoC, is unchanged.
 
-    With equal clocks and free links it is the synchronous rule, to the last bit. Consensus is a fixed point at any pace, and
-    without momentum a still worker never leaves the convex hull of what was published.
+    With equal clocks and free links this is the synchronous rule, to the last bit. Consensus is a fixed point at any speed, and
+    without momentum a worker without drift never leaves the convex hull of the published messages.
 
     Args:
-        rule: one that hears a `pull` on any connected graph, such as `gasloc()`.
+        rule: one that combines messages by a `pull` on any connected graph, such as `gasloc()`.
         learners: each starts from its own parameters, which everyone else knows from the start.
         network: links between workers, and seconds of an inner step.
-        options: absences, budget and so on; the publisher of a message, too, mixes with what comes out of the codec. The run
-            ends with the last local phase. `models` shows parameters that may be in training.
+        options: absences, budget and so on; the publisher of a message also mixes with the decoded one. The run ends with the
+            last local phase. `models` returns parameters that may be in training.
     Raises: PairingError for a rule that does not gossip, or that acts on gradients; ConfigError for a network that does not fit.
-    Cost: a worker's messages of the longest transfer; one model per peer and phase on the wire.
-    Differs (from the synchronous rule): the mean of the workers is *not* kept. Reading is one-sided: a fast worker moves towards
-        a slow one many times while that one moves once, so slow workers weigh more in the mean, and steps by the fast ones are
-        pulled back. Messages are late by the transfer, and by up to a phase of the peer.
-    Fails when: momentum is near the stable limit of the synchronous rule, as lateness lowers that limit: 8 workers in random
-        pairs with momentum 0.8 agree in step, and diverge on messages one round old. Also when fast and slow workers have
-        different data, as the point they agree on favours the slow.
+    Cost: the messages a worker published during the longest transfer; one model per peer and phase on the wire.
+    Differs (from the synchronous rule): the mean of the workers is *not* kept. Mixing is one-sided: a fast worker moves towards
+        a slow one many times while the slow one moves once, so slow workers weigh more in the mean, and the steps of fast ones
+        are pulled back. Messages are stale by the transfer, and by up to a phase of the peer.
+    Fails when: momentum is near the stable limit of the synchronous rule, as staleness lowers that limit: 8 workers in random
+        pairs with momentum 0.8 reach consensus synchronously, and diverge on messages one round old. Also when fast and slow
+        workers have different data, as their consensus favours the slow.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class GossipRun:
         return list(self._states)
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
-        """What happens up to a virtual time, as it happens; may be stopped anywhere and called again."""
+        """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
         return self._agenda.run(until_s)
 
     def _context(self, i: int, number: int, mixing: Mixing) -> Context:

@@ -24,7 +24,7 @@ __all__ = ["PairRun"]
 
 @dataclass
 class _Peer:
-    """Where a worker that meets others stands; x and s are at time_s."""
+    """The state of a worker that meets others; x and s are at time_s."""
 
     x: Tensor
     s: Tree
@@ -34,24 +34,24 @@ class _Peer:
 
 
 class PairRun:
-    """Workers that train on their own, and in pairs meet at random times.
+    """Workers that train on their own, and meet in pairs at random times.
 
-    Each pair of `rates` meets as an independent Poisson process. A link takes its time: both ends tell what they have when the
-    meeting begins, and the meeting acts on both when both messages are there, or on neither if one leaves meanwhile. A worker
-    is in one meeting at a time; a meeting that finds an end busy or absent does not take place. A local phase starts from the
-    parameters its worker then has and is added when it ends, so training never waits for a meeting, nor a meeting for training.
+    Each pair of `rates` meets as an independent Poisson process. Both ends send their message when the meeting begins, and the
+    meeting acts on both when both messages have arrived, or on neither if one leaves meanwhile. A worker is in one meeting at a
+    time; a meeting does not take place if one end is busy or absent. A local phase starts from the worker's current parameters,
+    and its drift is added when it ends, so training never waits for a meeting, nor a meeting for training.
 
-    A worker that leaves loses the phase it is in, and when it returns goes on from its own parameters.
+    A worker that leaves loses its current phase, and continues from its own parameters when it returns.
 
     Args:
         learners: each starts from its own parameters; its `x` is where a local phase works.
         network: links between workers, and seconds of an inner step.
-        rates: meetings per second of each pair, such as `meeting_rates(mixing, 1.0)`; a rule that takes its numbers from
-            them is settled here.
-        options: absences, budget and so on; both ends of a meeting act on what comes out of the codec. The run ends with the
-            last local phase.
+        rates: meetings per second of each pair, such as `meeting_rates(mixing, 1.0)`; a rule whose options are "auto" computes
+            them from these.
+        options: absences, budget and so on; both ends of a meeting act on decoded messages. The run ends with the last local
+            phase.
     Raises: ConfigError for pairs that are not workers and rates that are not above zero.
-    Cost: two vectors per worker beside its model, and the rule's state.
+    Cost: two vectors per worker in addition to its model, and the rule's state.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PairRun:
             if not 0 <= i < j < len(learners) or not 0 < rate < math.inf:
                 raise ConfigError(
                     f"the pair ({i}, {j}) meets {rate} times a second; pairs are (i, j) with i < j of {len(learners)} workers, "
-                    "and meet at a finite rate above 0: leave out those that never do"
+                    "and meet at a finite rate above 0: remove pairs that never meet from the rates"
                 )
         if rule.settle is not None:
             rule = rule.settle(*conditions(len(learners), rates))
@@ -94,11 +94,11 @@ class PairRun:
         return [self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)[1] for peer in self._peers]
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
-        """What happens up to a virtual time, as it happens; may be stopped anywhere and called again."""
+        """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
         return self._agenda.run(until_s)
 
     def _now(self, i: int) -> _Peer:
-        """The peer after the time since it was last touched."""
+        """The peer, advanced to the present virtual time."""
         peer = self._peers[i]
         peer.x, peer.s = self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)
         peer.time_s = self.time_s

@@ -29,16 +29,16 @@ class Report(Protocol):
 
 
 class Learner(Protocol):
-    """What the loops train: a model replica, or anything with a flat vector that a local phase moves."""
+    """A model replica, or anything else with a flat vector that a local phase changes."""
 
     @property
     def x(self) -> Tensor:
-        """The flat parameters `[P]`; written to in place, by the loop as well."""
+        """The flat parameters `[P]`; the loop also writes to them in place."""
         ...
 
     @property
     def layout(self) -> Layout:
-        """Where each tensor lies in them."""
+        """The position of each tensor in `x`."""
         ...
 
     @property
@@ -47,12 +47,12 @@ class Learner(Protocol):
         ...
 
     def local_phase(self, round: int) -> Report:
-        """Moves x by the inner steps of this worker's phase number `round`."""
+        """Takes the inner steps of this worker's phase number `round` on x."""
         ...
 
 
 Begins = Callable[[int, int], None]
-"""Called with a worker and the number of the phase it begins; until that phase ends, nothing else touches its parameters."""
+"""Called with a worker and the number of the phase it begins; until that phase ends, nothing else changes its parameters."""
 
 
 class LoopOptions(NamedTuple):
@@ -60,16 +60,16 @@ class LoopOptions(NamedTuple):
 
     absences: Sequence[Absence] = ()
     codec: Codec | None = None
-    """What messages are sent through; None sends them as they are."""
+    """The codec of messages; None sends them as they are."""
     seed: int = 0
-    """Of everything the loop draws, the codec's draws included."""
+    """The seed of all random draws of the loop and its codec."""
     budget: float = math.inf
     """Inner steps of all workers together, after which nobody begins another local phase."""
     begins: Begins = lambda worker, number: None
-    """Called when a local phase begins, so that a driver may compute it in the meantime."""
+    """Called when a local phase begins, so that a driver may start to compute it."""
 
     def transmit(self, message: Tree, worker: int, number: int, fragment: int = 0) -> tuple[Tree, int]:
-        """What arrives of a worker's message after its phase `number`, and the bytes it took."""
+        """The decoded message of a worker after its phase `number`, and the bytes of its payload."""
         return round_trip(self.codec or exact(), message, self.seed, worker, number, fragment)
 
 
@@ -83,7 +83,7 @@ class Budget:
         self.steps, self.begun = steps, 0
 
     def claim(self, steps: int) -> bool:
-        """Whether another phase of so many steps may begin; it is counted if so."""
+        """Counts another phase of this many steps and returns True, or returns False if the budget is spent."""
         if self.begun >= self.steps:
             return False
         self.begun += steps
@@ -95,7 +95,7 @@ class Budget:
 
 
 class Phases:
-    """When each worker trains over virtual time. A worker that leaves loses the phase it is in and gives its steps back.
+    """When each worker trains over virtual time. A worker that leaves loses its current phase and returns its steps.
 
     Args:
         ended: called at the end of a phase with its worker, number and start; a phase that was lost has no end.
@@ -112,7 +112,7 @@ class Phases:
         self._budget = Budget(options.budget)
         self.present = [True] * len(learners)
         self.epoch = [0] * len(learners)
-        """Counts the absences of a worker: what was planned for it in an earlier epoch is void."""
+        """Changes of presence of each worker; an event planned for it in an earlier epoch is void."""
         self.trains = [False] * len(learners)
         self.count = [0] * len(learners)
         """Phases of each worker that have ended."""
@@ -151,13 +151,13 @@ def ordered(absences: Sequence[Absence], workers: int) -> list[Absence]:
     for absence in found:
         if not 0 <= absence.worker < workers or absence.time_s < 0:
             raise ConfigError(
-                f"{absence} is outside of the run; workers are 0 to {workers - 1} and times from 0 seconds on"
+                f"{absence} is outside the run; give a worker from 0 to {workers - 1} and a time from 0 seconds on"
             )
         if present[absence.worker] != (absence.change == "leave"):
             state = "present" if present[absence.worker] else "away"
             raise ConfigError(
                 f"worker {absence.worker} is to {absence.change} at {absence.time_s} s but is {state} then; "
-                "let leave and return take turns, leave first"
+                "alternate leave and return, leave first"
             )
         present[absence.worker] = absence.change == "return"
     return found

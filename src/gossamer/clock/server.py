@@ -1,4 +1,4 @@
-"""Workers around a server that absorbs their pushes as they arrive, over virtual time."""
+"""Workers and a server that absorbs their pushes as they arrive, over virtual time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -23,19 +23,19 @@ __all__ = ["ServerRun"]
 
 
 class ServerRun:
-    """Workers that push pseudo-gradients to a server and fetch the next starting points, each at its own pace.
+    """Workers that push pseudo-gradients to a server and fetch the next starting points, each at its own speed.
 
-    After its k-th local phase a worker pushes fragment k mod `len(spans)`. It then waits for the reply, or with `overlap` goes
-    on training and uses the reply at the end of the phase it arrived in; what it learned meanwhile on that fragment is lost. A
-    server with a window also closes it when nobody is left who could still push.
+    After its k-th local phase a worker pushes fragment k mod `len(spans)`. It then waits for the reply. With `overlap` it
+    continues to train, and uses the reply at the end of the phase in which it arrives; its drift of that fragment since the push
+    is lost. A server with a window also closes it when no worker can push any more.
 
-    A worker that leaves loses the phase it is in; its pushes in flight still count. When it returns it fetches all fragments.
+    A worker that leaves loses its current phase; its pushes in flight still count. When it returns it fetches all fragments.
 
     Args:
         learners: all start from the parameters of the first.
-        network: links to the server, whose own costs nothing, and seconds of an inner step.
+        network: links of the workers to the server, whose own link has no limit, and seconds of an inner step.
         spans: the fragments, each a slice of the flat vector with its own ages and state; None is the whole vector.
-        overlap: needs at least two fragments.
+        overlap: whether workers train while a reply is in flight; needs at least two fragments.
         options: absences, budget and so on; pushes go through the codec, starting points are sent as they are. The run ends
             when all pushes have been absorbed.
     Raises: ConfigError for options that do not fit together.
@@ -75,7 +75,7 @@ class ServerRun:
         return self._core.states()
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
-        """What happens up to a virtual time, as it happens; may be stopped anywhere and called again."""
+        """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
         return self._agenda.run(until_s, self._flush)
 
     def _end_phase(self, i: int, number: int, start_s: float) -> list[Record]:
@@ -105,7 +105,7 @@ class ServerRun:
         return records
 
     def _perform(self, actions: Sequence[ServerAction]) -> list[Record]:
-        """Plans what the core has decided; returns the updates it made."""
+        """Plans the core's actions; returns its updates."""
         for action in actions:
             if isinstance(action, Send):
                 size = sum(nbytes(start.x) for start in action.starts.values())

@@ -1,19 +1,19 @@
-"""What a server decides, without input or output: no clock, no sockets, no threads and no training.
+"""The decisions of a server, without input or output: no clock, no sockets, no threads and no training.
 
-A driver tells the core what happened (`join`, `push`, `leave`, and `tick` as time goes by), with the time, and carries out the
+A driver passes each event (`join`, `push`, `leave`, and `tick` as time passes) with its time to the core, and carries out the
 actions it returns. Virtual time (`gossamer.clock.server`), real processes (`gossamer.run.serve`) and the replay of a real
 run (`gossamer.run.serve_replay`) run the same core, so the same inputs give the same bits. The drivers differ in three things:
 
-* Who spends the budget. A real worker may train a phase for each starting point it is sent, so the core claims its steps
-  then and gives them back when the worker leaves. Over virtual time a worker claims them when a phase begins, because with
-  overlap it begins phases without a word from the server; the core has no budget there.
-* What a worker has done. The core counts phases and steps of real workers itself (`counted`); with overlap only the worker
-  knows on which starting point it trained, so over virtual time its own figures count.
-* When a window closes although its quorum is not there, as nobody is left who could push. With a budget the core knows who
-  trains. Over virtual time messages are in flight that only the agenda knows of, so the driver calls `flush`.
+* Who spends the budget. A real worker may train one phase for each starting point it receives, so the core claims its steps
+  when it sends one and returns them when the worker leaves. Over virtual time a worker claims them when a phase begins,
+  because with overlap it begins phases without a reply from the server; the core has no budget there.
+* Who counts a worker's steps. The core counts phases and steps of real workers itself (`counted`); with overlap only the
+  worker knows on which starting point it trained, so over virtual time its own numbers count.
+* When a window closes without its quorum, because no worker can push any more. With a budget the core knows who trains. Over
+  virtual time only the agenda knows the messages in flight, so the driver calls `flush`.
 
-A push that was sent before its worker left still counts, and gets no reply. Connections deliver everything that was sent
-before they report a loss, except one that a newer connection of the same worker replaces; its driver drops what is left.
+A push that was sent before its worker left still counts, and gets no reply. Connections deliver all messages before they
+report a loss, except a connection that a newer one of the same worker replaces; the driver drops its remaining messages.
 """
 
 import math
@@ -35,7 +35,7 @@ __all__ = ["CloseWindow", "Push", "Send", "ServerAction", "ServerCore", "Startin
 
 
 class StartingPoint(NamedTuple):
-    """The parameters of one fragment that a worker trains from, and how many updates the server had made of it."""
+    """The parameters of one fragment that a worker trains from, and the number of the server's updates to it so far."""
 
     x: Tensor
     updates: int
@@ -47,9 +47,9 @@ class Push(NamedTuple):
     fragment: int
     message: Tensor
     updates: int
-    """Those the server had made when it sent the starting point."""
+    """The updates the server had made when it sent the starting point."""
     tokens: int
-    """Tokens the worker trained on since it had the starting point."""
+    """Tokens the worker trained on since it received the starting point."""
     steps: int
     """Inner steps it took for them."""
 
@@ -59,11 +59,11 @@ class Send(NamedTuple):
 
     worker: int
     starts: dict[int, StartingPoint]
-    """By fragment."""
+    """The starting points by fragment."""
     go: bool
     """Whether the worker may train another phase; False when the budget is spent."""
     phases: int
-    """Local phases whose push the server has had from this worker."""
+    """Local phases whose push the server has received from this worker."""
     absorbed_steps: int
     """Inner steps of all workers in the pushes that the server has absorbed."""
 
@@ -76,7 +76,7 @@ class CloseWindow(NamedTuple):
 
 
 ServerAction = Send | Update | CloseWindow
-"""What a driver has to do; an `Update` is to be recorded."""
+"""An action for the driver; it records an `Update`."""
 
 
 class _Waiting(NamedTuple):
@@ -88,7 +88,7 @@ class _Waiting(NamedTuple):
 
 
 class _FragmentState:
-    """What the server keeps of one fragment: the rule's state, the updates it made, and the pushes that wait."""
+    """The server's state of one fragment: the rule's state, the number of updates, and the pushes that wait."""
 
     def __init__(self, rule: ServerRule, x: Tensor, layout: Layout) -> None:
         self.rule, self.layout = rule, layout
@@ -98,11 +98,11 @@ class _FragmentState:
         self.closes_s = math.inf
 
     def start(self) -> StartingPoint:
-        """Where a worker starts from now."""
+        """The starting point for a worker now."""
         return StartingPoint(self.rule.greet(self.state), self.updates)
 
     def absorb(self) -> tuple[list[_Waiting], tuple[int, ...]]:
-        """One update of all pushes that wait, in ascending order of their workers; returns them and their ages."""
+        """Makes one update from all pushes that wait, in ascending order of their workers; returns them and their ages."""
         absorbed, self.waiting, self.closes_s = sorted(self.waiting, key=lambda one: one.worker), [], math.inf
         infos = [
             PushInfo(worker, self.updates - push.updates, push.tokens, push.steps, self.layout)
@@ -118,7 +118,7 @@ class _FragmentState:
 
 @dataclass
 class _Member:
-    """What the server knows of one worker."""
+    """The server's record of one worker."""
 
     local_steps: int
     phases: int = 0
@@ -128,14 +128,14 @@ class _Member:
 
 
 class ServerCore:
-    """The state of a server, and what it does about each input. Inputs come in the order of their times.
+    """The state of a server, and its actions for each input. Inputs come in the order of their times.
 
     Args:
         x: the initial parameters `[P]`; `layout` is theirs.
         spans: the fragments, as slices of x.
-        local_steps: of each worker, in a local phase.
-        budget: the inner steps that the workers are sent out for; None where workers claim them.
-        expected_until_s: until then a worker that has not joined yet counts as one that may still push.
+        local_steps: inner steps of each worker in a local phase.
+        budget: the inner steps that the server hands out to workers; None where workers claim them themselves.
+        expected_until_s: until this time a worker that has not joined yet counts as one that may still push.
     Cost: the rule's state, and the messages that wait.
     """
 
@@ -154,21 +154,21 @@ class ServerCore:
     # Inputs
 
     def join(self, worker: int) -> list[ServerAction]:
-        """A worker comes, or returns, and needs starting points of all fragments."""
+        """A worker joins or returns, and needs starting points of all fragments."""
         member = self._members[worker]
         member.present, member.joins = True, member.joins + 1
         self._seen.add(worker)
         return [self._send(worker, range(len(self._fragments)))]
 
     def push(self, worker: int, push: Push, now_s: float, *, reply: bool = True) -> list[ServerAction]:
-        """A push has arrived; `reply` is False when its worker has left since it sent it."""
+        """A push has arrived; `reply` is False when its worker has left since."""
         member, fragment = self._members[worker], self._fragments[push.fragment]
         member.phases, member.trains = member.phases + 1, False
         fragment.waiting.append(_Waiting(worker, push, reply))
         return self._absorb(push.fragment, now_s) if self._rule.window is None else self._plan(now_s)
 
     def leave(self, worker: int, now_s: float) -> list[ServerAction]:
-        """A worker is gone; the phase it was in is lost."""
+        """A worker has left; its current phase is lost."""
         member = self._members[worker]
         member.present = False
         for fragment in self._fragments:
@@ -189,16 +189,16 @@ class ServerCore:
         return actions
 
     def flush(self, now_s: float) -> None:
-        """Nobody can push any more: lets the windows that have a push close at the next ticks."""
+        """No worker can push any more: the windows that have a push close at the next ticks."""
         for fragment in self._fragments:
             if fragment.waiting:
                 fragment.closes_s = min(fragment.closes_s, now_s)
 
-    # What drivers may ask
+    # Queries of drivers
 
     @property
     def over(self) -> bool:
-        """Whether the budget is spent, or somebody was refused a phase, and everything has been absorbed."""
+        """Whether the budget is spent or a phase was refused, and all pushes have been absorbed."""
         if self._budget is None or any(member.trains for member in self._members):
             return False
         spent = self._refused or self._budget.begun >= self._budget.steps
@@ -228,12 +228,12 @@ class ServerCore:
         return worker in self._seen
 
     def may_push(self, worker: int) -> tuple[int, int] | None:
-        """Phase and fragment of the push that the worker was sent out for; None when it was not."""
+        """Phase and fragment of the push that the server expects from the worker; None when it expects none."""
         member = self._members[worker]
         return (member.phases, member.phases % len(self.spans)) if member.trains else None
 
     def counted(self, worker: int, fragment: int, message: Tensor, step_tokens: int) -> Push:
-        """A message as a push, with what its worker must have done since the server sent it a starting point."""
+        """A message as a push, with the steps its worker must have taken since the server sent it a starting point."""
         member, (updates, phases) = self._members[worker], self._sent[worker, fragment]
         steps = (member.phases + 1 - phases) * member.local_steps
         return Push(fragment, message, updates, steps * step_tokens, steps)
@@ -247,7 +247,7 @@ class ServerCore:
         return [fragment.state for fragment in self._fragments]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; pushes that wait and phases that are under way are lost with a server."""
+        """The server's part of a checkpoint; pushes that wait and phases in progress are lost with a server."""
         return {
             "x": self.model(),
             "outer": [leaf for state in self.states() for leaf in leaves(state)],
@@ -271,7 +271,7 @@ class ServerCore:
                 raise ValueError(f"steps = {self.absorbed_steps}, time_s = {state['time_s']}")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the checkpoint of the server does not fit this run: {error!r}; resume with the run file it was written by"
+                f"the checkpoint of the server does not fit this run: {error!r}; resume with the run file that wrote it"
             ) from None
         if self._budget is not None:
             self._budget.begun = self.absorbed_steps
@@ -279,7 +279,7 @@ class ServerCore:
     # Decisions
 
     def _plan(self, now_s: float) -> list[ServerAction]:
-        """Lets each window close after the grace period once its quorum is there."""
+        """Lets each window close after the grace period once its quorum is reached."""
         window, actions = self._rule.window, list[ServerAction]()
         if window is None:
             return actions
@@ -294,7 +294,7 @@ class ServerCore:
         return self._count(lambda member: member.trains, now_s) > 0
 
     def _count(self, counts: Callable[[_Member], bool], now_s: float) -> int:
-        """Workers for which this holds, and those that are expected to join."""
+        """The number of workers for which `counts` holds, and of those that are expected to join."""
         starting = now_s < self._expected_until_s
         return sum(counts(member) or (starting and i not in self._seen) for i, member in enumerate(self._members))
 

@@ -1,4 +1,4 @@
-"""One worker of a server without any clock or connection: virtual time, real processes and replays all run this."""
+"""One worker of a server, without clock or connection: virtual time, real processes and replays all run this code."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ __all__ = ["ServerWorker"]
 
 @dataclass
 class _Held:
-    """What a worker holds of one fragment: where it started from, and its work since."""
+    """A worker's state of one fragment: its starting point, and the work since."""
 
     start: StartingPoint
     tokens: int = 0
@@ -34,12 +34,12 @@ class ServerWorker:
     ) -> None:  # fmt: skip
         self.learner, self.spans, self.overlap = learner, spans, overlap
         self.waits_for: int | None = None
-        """The fragment without which it does not go on."""
+        """The fragment whose reply it waits for; None while it trains."""
         self._held = {p: self._start_from(p, start) for p, start in starts.items()}
         self._inbox: dict[int, StartingPoint] = {}  # arrived during a phase, used when it ends
 
     def train(self, number: int) -> tuple[Report, Push | None]:
-        """Its local phase of this number: the report, and what it pushes afterwards."""
+        """Trains the local phase of this number; returns the report, and the push that follows it, if any."""
         report = self.learner.local_phase(number)
         for held in self._held.values():
             held.tokens += report.tokens
@@ -57,7 +57,7 @@ class ServerWorker:
         return report, self._push(p)
 
     def receive(self, starts: Mapping[int, StartingPoint]) -> bool:
-        """Accepts replies, now or at the end of the phase it is in; whether it begins a phase now."""
+        """Accepts replies, now or at the end of its current phase; returns whether it begins a phase now."""
         if self.waits_for is None:
             self._inbox.update(starts)
             return False
@@ -69,7 +69,7 @@ class ServerWorker:
         return True
 
     def leave(self) -> None:
-        """Drops the replies it has not used; it needs starting points of all fragments to go on."""
+        """Drops unused replies; the worker needs starting points of all fragments to continue."""
         self._inbox, self.waits_for = {}, len(self.spans) - 1
 
     def _start_from(self, p: int, start: StartingPoint) -> _Held:

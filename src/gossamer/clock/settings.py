@@ -1,4 +1,4 @@
-"""What a run file says of a run that looks at the clock: whose clock, how fragments travel, and who is away when."""
+"""Settings of an asynchronous run: which network decides its times, how fragments are sent, and when workers are absent."""
 
 import math
 from typing import Annotated
@@ -13,7 +13,7 @@ __all__ = ["Away", "EventsConfig"]
 
 @settings("events.absences")
 class Away:
-    """A worker that leaves, and returns or does not."""
+    """A worker that leaves, and may return."""
 
     worker: int
     leave_s: Annotated[float, Field(ge=0)]
@@ -29,17 +29,17 @@ class Away:
 
 @settings("events")
 class EventsConfig:
-    """How a run with a server, with pairs, or without waiting goes; runs in rounds do not read it."""
+    """Settings of a run with a server, with pairs, or with run.wait = false; synchronous runs do not read them."""
 
     network: str | None = None
-    """The network whose seconds decide who is late, by its name; it may be left out where there is only one."""
+    """The name of the network whose times decide which messages are late; optional where there is only one."""
     dylu: bool = False
-    """Whether slower workers take fewer inner steps a phase, so that all return at about the same time (run.local_steps is
-    that of the fastest)."""
+    """Whether slower workers take fewer inner steps a phase, so that all phases take about as long; the fastest worker takes
+    run.local_steps."""
     fragments: Positive = 1
     """Parts of the model that a server keeps and workers push one by one."""
     overlap: bool = False
-    """Whether a worker goes on training while a reply of the server is under way; needs at least two fragments."""
+    """Whether a worker continues to train while a reply of the server is in flight; needs at least two fragments."""
     meetings: Annotated[float, Field(gt=0)] | None = None
-    """Meetings of a pair rule that a worker takes part in while it takes a mean local phase; 1 when left out."""
+    """Meetings of a worker per mean local phase, for a pair rule; 1 by default."""
     absences: tuple[Away, ...] = ()

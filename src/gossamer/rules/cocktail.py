@@ -28,7 +28,7 @@ def cocktail(back: CodecSpec = "int4") -> Rule:
 
     q_i = C1(θ_i - c);   θ_i ← θ_i - q_i;   s = (1/n) Σ_j q_j + e;   Q = C2(s);   e ← s - Q;   θ_i ← θ_i + Q;   c ← c + Q
 
-    C1 is the codec of the run, `cocktail` in the paper. There is no server: everyone receives all q_j and computes the same s and Q.
+    C1 is the codec of the run, `cocktail` in the paper. There is no server: all receive every q_j and compute the same s and Q.
 
     Args:
         back: C2, a codec by its name, or with its options as in `{name = "topk", k = 512}`; it draws alike on all workers.
