@@ -567,7 +567,7 @@ def test_a_place_behind_the_end_of_a_chunk_is_refused(codec):
 def test_more_places_than_values_are_refused():
     x = gaussian(5000)
     payload = cocktail().encode(x, 0)
-    with pytest.raises(TransportError, match="says that 500 of 500 elements are sent"):
+    with pytest.raises(TransportError, match="marks 500 of 500 elements as sent"):
         cocktail().decode(payload._replace(sent=torch.full_like(payload.sent, 255)), x)
 
 

@@ -537,7 +537,7 @@ def test_too_little_text_is_refused_with_what_it_needs(tmp_path: Path) -> None:
         ({"source": ("hf:a", "b")}, "must be the only source"),
         ({"source": "hf:a", "max_bytes": 9}, "data.max_bytes is 9, which works for files only"),
         ({"source": "hf:a", "cache": "c"}, "data.cache is 'c', which works for files only"),
-        ({"source": "hf:a", "shards": "contiguous"}, "a stream deals its documents"),
+        ({"source": "hf:a", "shards": "contiguous"}, "a stream divides its documents"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(options: dict, sentence: str) -> None:

@@ -227,7 +227,7 @@ def test_meetings_begin_again_when_somebody_returns():
     ],
 )
 def test_absences_that_cannot_be_are_refused(make, absences):
-    with pytest.raises(ConfigError, match=r"workers are 0 to 3|let leave and return take turns"):
+    with pytest.raises(ConfigError, match=r"give a worker from 0 to 3|alternate leave and return"):
         make(walkers(4), absences=absences)
 
 

@@ -142,7 +142,7 @@ def test_a_way_back_without_a_mean_over_everyone_is_refused():
             PairingError, match=f"the second leg of a mean over all workers, and rule '{rule.name}' takes no such mean"
         ):
             pairing.check(Facts(rule=rule, topology=make_topology(topology, 4), codec=codec))
-    with pytest.raises(ConfigError, match="two ways only"):
+    with pytest.raises(ConfigError, match="only one return leg"):
         make_codec("int8", back={"name": "int8", "back": "int8"})
 
 

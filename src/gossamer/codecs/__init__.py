@@ -1,4 +1,4 @@
-"""Every codec in one table; a new codec is its own file, and its import and row here."""
+"""The table of codecs. To add a codec, write its own file, and import it and add its row here."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -50,7 +50,7 @@ CodecSpec = Annotated[str | Mapping[str, Any], "a codec's name, or a table with 
 
 
 def make_codec(name: str, **options: Any) -> Codec:
-    """The codec of that name in `CODECS`, with its own options, and `back`, the codec of the way back (`both_ways`) or "none".
+    """The codec of that name in `CODECS`, with its options; `back` is the codec of the return leg (`both_ways`) or "none".
 
     Raises: ConfigError when the name or an option is unknown, or a value cannot work.
 
@@ -75,5 +75,7 @@ def codec_of(spec: object) -> Codec:
             f"back is {spec!r}; allowed are a codec's name, or a table with its name and options: give one"
         )
     if "back" in table:
-        raise ConfigError(f"back is {spec!r}, which has a back of its own; there are two ways only: leave it out")
+        raise ConfigError(
+            f"back is {spec!r}, which has its own back; there is only one return leg: remove the inner back"
+        )
     return make_codec(**table)

@@ -1,4 +1,4 @@
-"""Going through a flat tensor block by block, several blocks at a time, and a scale for each."""
+"""Iteration over a flat tensor in blocks, several at a time, and a scale for each block."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 def num_blocks(numel: int, block: int) -> int:
-    """Blocks of this length that cover so many elements."""
+    """The number of blocks of this length that cover this many elements."""
     return -(-numel // block)
 
 

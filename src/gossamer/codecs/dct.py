@@ -29,12 +29,12 @@ def dct_topk(k: Annotated[int, Interval(f"[1, {_TILE}]")] = 64, values: ValueFor
 
     Args:
         k: kept coefficients of a run.
-        values: the format of the coefficients on the wire, "same" being that of the tensor.
+        values: the format of the coefficients on the wire; "same" is that of the tensor.
     Cost: k (12 + value bits) / 4096 bits per element, 0.69 for 64 fp32 values; two products with a 64 x 64 matrix each way.
     Source: DeMo, arXiv 2411.19870.
     Differs: runs of the flat vector rather than tiles of a matrix; signs, momentum and error feedback are left to the rule.
     Fails when: workers run on different processors or libraries: a matrix product may differ in the last bit, and replicas
-        that must stay equal drift apart. Used without error feedback, the rest never gets through.
+        that must stay equal drift apart. Without error feedback, the other coefficients are never sent.
 
     >>> codec = dct_topk(k=1); x = torch.full((4096,), 0.5)
     >>> torch.allclose(codec.decode(codec.encode(x, 0), x), x)

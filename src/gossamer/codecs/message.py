@@ -1,4 +1,4 @@
-"""A message through a codec: the payload of each of its tensors, and how many bytes it takes."""
+"""Messages through a codec: the payload of each tensor, and its bytes."""
 
 import torch
 
@@ -26,9 +26,9 @@ def payload_like(codec: Codec, like: Tree) -> Tree:
 
 
 def round_trip(codec: Codec, message: Tree, *place: int) -> tuple[Tree, int]:
-    """What a receiver decodes from a message, and the bytes of the payload.
+    """The message as a receiver decodes it, and the bytes of the payload.
 
-    Args: `place` is the seed, then worker, round and fragment; a codec that rounds at random draws from it.
+    Args: `place` is the seed, then worker, round and fragment; a codec that rounds at random is seeded by it.
 
     >>> from gossamer.codecs import bf16
     >>> round_trip(bf16(), torch.tensor([1.0, 1.001]), 0, 0, 0, 0)
@@ -52,7 +52,7 @@ def payload_bytes(codec: Codec, numel: int) -> int:
 
 
 def owners_share(codec: Codec, numel: int) -> float:
-    """Which share of the bytes that a worker sends for a mean over everyone goes to the chunk owners; the rest are its sums.
+    """The share of the bytes a worker sends in an all-to-all mean that goes to chunk owners; the rest are its sums.
 
     >>> from gossamer.codecs import bf16, both_ways
     >>> owners_share(exact(), 1000), round(owners_share(both_ways(bf16(), exact()), 1000), 3)

@@ -1,4 +1,4 @@
-"""Numbers of 1, 2, 4 and 12 bits without a gap between them; the first number in the lowest bits, on little-endian machines.
+"""Dense packing of numbers of 1, 2, 4 and 12 bits; the first number in the lowest bits, on little-endian machines.
 
 Small codes are packed by folding: the codes of one future byte, each in a byte of its own, are read as one integer and
 shifted onto each other, twice as many in every fold. That is a few vectorised passes, whatever the number of bits.
@@ -21,7 +21,7 @@ _SPREAD = {
 
 
 def num_bytes(numel: int, bits: int) -> int:
-    """Bytes that so many numbers of so many bits take.
+    """The bytes of `numel` packed numbers of this many bits.
 
     >>> num_bytes(5, 4), num_bytes(3, 12)
     (3, 5)

@@ -1,7 +1,7 @@
 """Codecs that send a code of few bits per element and a scale per block: int8, int4, fp4 and sign.
 
-Every element is divided by the scale of its block, the ratio is rounded to the nearest of a few levels (or drawn between
-the two around it), and the receiver multiplies the level by the scale.
+Every element is divided by the scale of its block, the ratio is rounded to the nearest of a few levels (or drawn from the
+two nearest), and the receiver multiplies the level by the scale.
 """
 
 import math
@@ -112,9 +112,9 @@ def fp4(block: Block = 256, rounding: Rounding = "nearest") -> Codec:
     Cost: 4 + 16/block bits per element, 4.0625 for 256. Relative error 19.5 % on Gaussian data (28 % if stochastic),
         within 4 % of that for blocks of 64 to 4096.
     Source: Streaming DiLoCo, arXiv 2501.18512 §2.4; the format in eXmY, arXiv 2405.13938.
-    Differs: the papers do not tell scale, zero and rounding; these are ours. Scales are bf16, rounded up.
-    Fails when: accuracy is wanted from four bits: int4 in blocks of 64 has half the error on Gaussian data. The strength
-        of fp4 is its range of 2⁶ within a block.
+    Differs: the papers do not state scale, zero and rounding; these are ours. Scales are bf16, rounded up.
+    Fails when: accuracy matters more than range: int4 in blocks of 64 has half the error on Gaussian data. The strength of
+        fp4 is its range of 2⁶ within a block.
 
     >>> codec = fp4(); x = torch.tensor([8.0, -1.0, 3.1, 0.05])
     >>> codec.decode(codec.encode(x, 0), x)
@@ -124,8 +124,8 @@ def fp4(block: Block = 256, rounding: Rounding = "nearest") -> Codec:
     def code(ratio: Tensor, generator: torch.Generator | None) -> Tensor:
         magnitude = ratio.abs()
         bits = magnitude.view(torch.int32)  # one memory, read as numbers or as exponents and mantissas
-        # Below the least power of two the levels are 0 and 2⁻⁶, as far apart as 2⁻⁶ and 2⁻⁵: shifted up by one octave they
-        # round the same way, and the code is one less.
+        # Below the least power of two the levels are 0 and 2⁻⁶, with the same spacing as 2⁻⁶ and 2⁻⁵: shifted up by one octave
+        # they round the same way, and the code is one less.
         small = (bits - _LEAST) >> 31
         magnitude += (small & _LEAST).view(torch.float32)
         # Within an octave the mantissa counts linearly from one power of two to the next: adding a half (or a draw) to it
@@ -150,15 +150,14 @@ def sign(block: Block = 1024) -> Codec:
 
     s = mean |x| over the block;   x' = s if x >= 0 else -s
 
-    An element that is zero beside others that are not comes out as s. A block with a NaN or an infinity decodes to NaN
-    throughout.
+    A zero element in a block with nonzero ones decodes to s. A block with a NaN or an infinity decodes to NaN throughout.
 
     Args:
         block: elements per scale.
     Cost: 1 + 16/block bits per element, 1.016 for 1024. Relative error 60 % on Gaussian data, √(1 - 2/π).
     Source: scaled sign compression, Karimireddy et al., arXiv 1901.09847.
     Differs: a scale per block instead of one per tensor.
-    Fails when: used without error feedback: what is small never gets through.
+    Fails when: used without error feedback: small elements are lost in the rounding.
 
     >>> codec = sign(); x = torch.tensor([3.0, -1.0])
     >>> codec.decode(codec.encode(x, 0), x)
@@ -229,7 +228,7 @@ def _block_codec(
         generator = torch.Generator().manual_seed(key) if draws else None
         for start, stop in spans(x, block):
             blocks = as_blocks(x[start:stop], block)
-            own = scale(blocks[:, : stop - start])  # the last block comes alone: without what it was filled up with
+            own = scale(blocks[:, : stop - start])  # the last block comes alone: its padding does not count
             scales[start // block : num_blocks(stop, block)] = own
             ratio = blocks / own.float().masked_fill_(own == 0, 1.0)[:, None]
             packed = pack_codes(code(ratio, generator).view(-1), bits)

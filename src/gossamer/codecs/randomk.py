@@ -1,4 +1,4 @@
-"""Codecs that send a random choice which the receiver repeats from the key: randomk, and cocktail, which sends few of them."""
+"""Codecs that send a random choice of elements, which the receiver repeats from the key: randomk and cocktail."""
 
 from typing import Annotated, NamedTuple
 
@@ -28,7 +28,7 @@ class Drawn(NamedTuple):
 
 
 class Cocktail(NamedTuple):
-    """The key of the choice (int64, one element), which of the chosen are sent (packed bits), and their values in int4."""
+    """The key of the choice (int64, one element), a mask of the chosen elements sent (packed bits), and their values in int4."""
 
     key: Tensor
     sent: Tensor
@@ -37,18 +37,17 @@ class Cocktail(NamedTuple):
 
 @factory
 def randomk(one_in: Run = 64, scaled: bool = False, values: ValueFormat = "same") -> Codec:
-    """Sends one element of every run of `one_in`, drawn from the key; places cost nothing but the key.
+    """Sends one element of every run of `one_in`, drawn from the key; the key replaces the indices.
 
     x' = x at the drawn place of each run, 0 elsewhere;   times `one_in` if scaled, which makes the mean of x' equal to x
 
-    Every element is drawn with the same probability, none twice, and a shorter last run has its own draw and factor. Of two
-    tensors encoded with one key the same places are sent, so x' is linear in x (but for the rounding of "bf16", "fp16").
-    A NaN arrives if it is drawn.
+    Every element is drawn with the same probability, none twice, and a shorter last run has its own draw and factor. Equal keys
+    select the same places, so x' is linear in x (but for the rounding of "bf16", "fp16"). A NaN is sent if it is drawn.
 
     Args:
         one_in: the length m of a run.
         scaled: whether to multiply by m.
-        values: the format of the values on the wire, "same" being that of the tensor.
+        values: the format of the values on the wire; "same" is that of the tensor.
     Cost: 8 bytes, and value bits / m per element: 0.5 bits for one fp32 value in 64.
     Source: random-k sparsification with a shared seed, Stich et al., arXiv 1809.07599; one per run is stratified.
     Fails when: scaled with a large m without error feedback: the squared error is m - 1 times that of sending nothing.
@@ -93,15 +92,15 @@ def cocktail(one_in: Run = 10, k: PerChunk = 256, chunk: PerChunk = 1280, block:
 
     Args:
         one_in: the length of a run, of which one element is drawn.
-        k: kept of each chunk.
+        k: kept elements of each chunk.
         chunk: drawn elements per chunk.
         block: kept elements per int4 scale.
     Cost: 8 bytes, and (1 + k / chunk (4 + 16 / block)) / one_in bits per element: 0.1825, 175 times less than fp32.
     Source: CocktailSGD, Wang et al., ICML 2023 (PMLR 202).
     Differs: the draw is one per run instead of every tenth element shifted by one each step, and differs between workers;
         int4 blocks lie next to each other instead of strided; top-k is taken per chunk. Error feedback is the rule's.
-    Fails when: used without error feedback, as little gets through at a time; when k / chunk is below about 0.1 the bits
-        that say what is kept are most of the payload, and topk's indices are shorter.
+    Fails when: used without error feedback, as each message carries few elements; when k / chunk is below about 0.1 the mask
+        of kept elements is most of the payload, and topk's indices are shorter.
 
     >>> codec = cocktail(one_in=1, k=1, chunk=3); x = torch.tensor([1.0, -7.0, 3.0, 0.0, 0.0, 2.0])
     >>> codec.decode(codec.encode(x, 0), x)
@@ -124,8 +123,8 @@ def cocktail(one_in: Run = 10, k: PerChunk = 256, chunk: PerChunk = 1280, block:
         sent = unpack_codes(payload.sent, 1, drawn).nonzero().view(-1)
         if sent.numel() != kept:
             raise TransportError(
-                f"a cocktail payload says that {sent.numel()} of {drawn} elements are sent, and brings values for {kept}: the "
-                "sender is faulty or runs another version, so end its run or make the versions equal"
+                f"a cocktail payload marks {sent.numel()} of {drawn} elements as sent, but has values for {kept}: the sender "
+                "is faulty or runs another version, so stop it or install the same gossamer version everywhere"
             )
         x = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         values = inner.decode(payload.values, torch.empty(kept, device=like.device))

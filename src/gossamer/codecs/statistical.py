@@ -1,4 +1,4 @@
-"""The int8 codec whose levels follow the data: bins over six standard deviations, decoded to the mean of what fell in."""
+"""The int8 codec whose levels follow the data: bins over six standard deviations, decoded to the mean of their elements."""
 
 import math
 from collections.abc import Iterator
@@ -32,10 +32,10 @@ def int8_statistical() -> Codec:
     it decode to NaN.
 
     Cost: 8 bits per element and 1024 bytes. Relative error 1.5 to 1.6 % on Gaussian data.
-    Source: INTELLECT-1, arXiv 2412.01152, where each hop of a ring all-reduce is encoded anew.
+    Source: INTELLECT-1, arXiv 2412.01152, which encodes again at each hop of a ring all-reduce.
     Differs: encoded once; sums in fp64. On CUDA the sums of the bins are not taken in a fixed order, so two encodings of
-        the same tensor may differ in the last bit; all who decode one payload agree.
-    Fails when: the tensor mixes layers of different magnitude, as one σ serves all, or has few elements: use `int8`.
+        the same tensor may differ in the last bit; all receivers of one payload decode the same.
+    Fails when: the tensor mixes layers of different magnitude, as they share one σ, or has few elements: use `int8`.
 
     >>> codec = int8_statistical(); x = torch.tensor([1.0, -0.5, 0.001])
     >>> codec.decode(codec.encode(x, 0), x)

@@ -1,4 +1,4 @@
-"""Codecs that send the largest elements of every chunk and where they are: topk, and topk2bit with two-bit values."""
+"""Codecs that send the largest elements of every chunk and their indices: topk, and topk2bit with two-bit values."""
 
 from typing import Annotated, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ __all__ = [
     "value_dtype",
 ]
 
-LARGEST_CHUNK = 4096  # what an index of 12 bits can reach
+LARGEST_CHUNK = 4096  # the range of an index of 12 bits
 PerChunk = Annotated[int, Interval(f"[1, {LARGEST_CHUNK}]")]
 
 ValueFormat = Literal["same", "fp32", "bf16", "fp16"]
@@ -36,7 +36,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Kept(NamedTuple):
-    """Where the kept elements are in their chunks (12 bits each, packed to uint8), and their values."""
+    """Indices of the kept elements in their chunks (12 bits each, packed to uint8), and their values."""
 
     indices: Tensor
     values: Tensor
@@ -52,22 +52,22 @@ class KeptCoarsely(NamedTuple):
 
 @factory
 def topk(k: PerChunk = 64, chunk: PerChunk = 4096, values: ValueFormat = "same") -> Codec:
-    """Sends the k largest elements of every chunk and their places; the rest arrives as zero.
+    """Sends the k largest elements of every chunk and their indices; all others decode to zero.
 
     K = the k elements of the chunk with the largest |x|;   x' = x on K, 0 elsewhere
 
-    Of equal magnitudes the first are kept, and places are sent in ascending order, so equal tensors give equal payloads.
-    A shorter last chunk of r elements keeps ⌈k r / chunk⌉. A NaN counts as larger than every number, and arrives.
+    Of equal magnitudes the first are kept, and indices are sent in ascending order, so equal tensors give equal payloads.
+    A shorter last chunk of r elements keeps ⌈k r / chunk⌉. A NaN counts as larger than every number, and is sent.
 
     Args:
         k: kept elements of a chunk.
         chunk: elements of a chunk.
-        values: the format of the values on the wire, "same" being that of the tensor.
+        values: the format of the values on the wire; "same" is that of the tensor.
     Cost: k (12 + value bits) / chunk bits per element: 0.69 for 64 of 4096 fp32 values, 0.44 in bf16. Relative error 94 %
         on Gaussian data, less on heavier tails.
     Source: the chunked top-k of DeMo, arXiv 2411.19870, and SparseLoCo, arXiv 2508.15706, without their other parts.
     Differs: chunks are runs of the flat vector rather than tiles of a matrix.
-    Fails when: used without error feedback, as the rest never gets through; or with "fp16" and magnitudes beyond 65504
+    Fails when: used without error feedback, as the other elements are never sent; or with "fp16" and magnitudes beyond 65504
         (sent as infinity) or below 6e-5 (with few bits or none).
 
     >>> codec = topk(k=2, chunk=4); x = torch.tensor([1.0, -3.0, 1.0, 0.5, 2.0])
@@ -101,9 +101,9 @@ def topk2bit(k: PerChunk = 64, chunk: PerChunk = 4096) -> Codec:
     """Sends the k largest elements of every chunk as one of four values -c₂, -c₁, c₁, c₂ that fit the chunk best.
 
     K = the k elements of the chunk with the largest |x|;   x' = sign(x) c(|x|) on K, 0 elsewhere
-    c₁, c₂ = mean of the smaller and of the larger |x| on K, divided where Lloyd's iteration puts it, started at their mean
+    c₁, c₂ = mean of the smaller and of the larger |x| on K, split by Lloyd's iteration from their mean
 
-    Ties and the last chunk as in `topk`. A NaN or an infinity makes all that its chunk keeps decode to NaN.
+    Ties and the last chunk are handled as in `topk`. A NaN or an infinity makes all kept elements of its chunk decode to NaN.
 
     Args:
         k: kept elements of a chunk.
@@ -113,7 +113,7 @@ def topk2bit(k: PerChunk = 64, chunk: PerChunk = 4096) -> Codec:
     Source: SparseLoCo, arXiv 2508.15706; 12-bit places and 2-bit values as in its public implementation.
     Differs: four levels symmetric about zero for each chunk, where SparseLoCo has four bins of 1.5 σ around the mean of a
         tensor, of which kept values hit two. Chunks are runs of the flat vector rather than tiles of a matrix.
-    Fails when: used without error feedback, as the rest never gets through.
+    Fails when: used without error feedback, as the other elements are never sent.
 
     >>> codec = topk2bit(k=3, chunk=8); x = torch.tensor([0.0, 1.0, 0.0, -1.0, 0.5, 4.0, 0.0, 0.0])
     >>> codec.decode(codec.encode(x, 0), x)

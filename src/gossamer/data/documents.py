@@ -1,4 +1,4 @@
-"""Documents: the texts in files, which files a run names, and which texts are kept for validation."""
+"""Documents: the texts in files, the files of a run's sources, and the split into training and validation."""
 
 import glob
 import hashlib
@@ -132,7 +132,7 @@ def files_of(sources: Sequence[str]) -> list[Path]:
             if p.suffix not in SUFFIXES:
                 raise DataError(
                     f"'{p}' ends in '{p.suffix}' but files must end in one of: {', '.join(SUFFIXES)}; convert it, or "
-                    "give it the ending of what it is"
+                    "rename it to the ending of its format"
                 )
         found += inside
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""What a run file says of its data."""
+"""The [data] settings of a run file."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ _Text = Annotated[str, Field(min_length=1), Words("text: a path, 'stdlib' or 'hf
 
 @settings("data")
 class DataConfig:
-    """What to train on, and in what portions."""
+    """The training text and the shape of batches."""
 
     source: _Text | Annotated[tuple[_Text, ...], Field(min_length=1)] = "stdlib"
     """"stdlib" (the source of this machine's Python), files, folders or globs, or a stream "hf:NAME[:CONFIG]"."""
@@ -24,19 +24,19 @@ class DataConfig:
     tokenizer: Annotated[str, Field(min_length=1), Words("the name of one; 'bytes' needs no file")] = "bytes"
     """"bytes", the path of a tokenizers JSON file or of a folder with a tokenizer.json, or a name on the Hub."""
     seq_len: Positive = 128
-    """Tokens of a sequence that the model predicts from."""
+    """Input tokens of a sequence."""
     batch_size: Positive = 8
     """Sequences per worker in a forward and backward pass."""
     accumulate: Positive = 1
     """Passes per inner step, their gradients averaged."""
     shards: Literal["iid", "contiguous"] = "iid"
-    """Whether workers draw from all training text, or each only from its own n-th of it, in the order of documents."""
+    """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The part of the text that is kept for validation."""
     max_bytes: Positive | None = None
-    """Text of files beyond so many bytes of UTF-8 is left out."""
+    """The most bytes of UTF-8 text to read from files; the rest is not used."""
     cache: Annotated[str | None, NEUTRAL] = None
-    """A folder that keeps tokenised files, which are then mapped and not held in memory."""
+    """A folder that keeps tokenised files, which are then memory-mapped instead of held in memory."""
 
     def __post_init__(self) -> None:
         if any(source.startswith("hf:") for source in self.sources):
@@ -45,11 +45,11 @@ class DataConfig:
             for name, value in [("max_bytes", self.max_bytes), ("cache", self.cache)]:
                 if value is not None:
                     raise ConfigError(
-                        f"data.{name} is {value!r}, which works for files only; leave it out for a stream"
+                        f"data.{name} is {value!r}, which works for files only; remove data.{name} for a stream"
                     )
             if self.shards == "contiguous":
                 raise ConfigError(
-                    "data.shards is 'contiguous', but a stream deals its documents to the workers itself; leave it out"
+                    "data.shards is 'contiguous', but a stream divides its documents among the workers itself; remove data.shards"
                 )
 
     @property
