@@ -24,7 +24,7 @@ class Leaf(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where each tensor lies in a flat vector of `numel` elements; `start` and `stop` of leaves count from its beginning."""
+    """The position of each tensor in a flat vector of `numel` elements; `start` and `stop` count from its beginning."""
 
     leaves: tuple[Leaf, ...]
     numel: int
@@ -44,7 +44,7 @@ def layout_of(model: nn.Module) -> Layout:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ConfigError(
-            f"{type(model).__name__} has 0 trainable parameters; at least one is needed to have anything to send"
+            f"{type(model).__name__} has 0 trainable parameters; at least one is needed to train and to send"
         )
     kinds = {(p.dtype, p.device) for _, p in named}
     if len(kinds) > 1:
@@ -62,12 +62,12 @@ def layout_of(model: nn.Module) -> Layout:
 def arrange(layout: Layout, fragments: int, pattern: Pattern = "strided") -> tuple[Layout, tuple[tuple[int, int], ...]]:
     """The same tensors in an order in which each fragment is one slice of the flat vector, and these slices.
 
-    "strided" puts every fragments-th layer in a fragment, "sequential" neighbouring layers. Layers are known by the number in
-    their tensors' names; what comes before the first layer (the embedding) goes with it, what comes after one (the final norm,
-    the head) with that one. A model without numbers is cut between any two tensors.
+    "strided" puts every fragments-th layer in a fragment, "sequential" neighbouring layers. The number in a tensor's name
+    identifies its layer; tensors before the first layer (the embedding) belong to the first, tensors without a number after a
+    layer (the final norm, the head) to that layer. A model without numbers may be cut between any two tensors.
 
-    "packed" knows no layers and makes the largest fragment small: tensors are dealt, largest first, each to the fragment that
-    is smallest so far. The largest fragment is then at most 4/3 - 1/(3 fragments) times as large as in the best packing
+    "packed" ignores layers and makes the largest fragment small: it assigns tensors, largest first, to the fragment that is
+    smallest so far. The largest fragment is then at most 4/3 - 1/(3 fragments) times as large as in the best packing
     (Graham's bound). Source: arXiv 2604.21428 (fragments by greedy bin packing).
 
     Raises: ConfigError when there are fewer layers, or packed tensors, than fragments.
@@ -91,7 +91,7 @@ def arrange(layout: Layout, fragments: int, pattern: Pattern = "strided") -> tup
 
 
 def _by_layers(layout: Layout, fragments: int, pattern: Pattern) -> list[list[Leaf]]:
-    """The tensors of each fragment, where a layer is never split."""
+    """The tensors of each fragment; a layer is never split."""
     units = [[leaf for _, leaf in group] for _, group in groupby(_with_layer(layout), key=lambda pair: pair[0])]
     if len(units) < fragments:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _by_layers(layout: Layout, fragments: int, pattern: Pattern) -> list[list[Le
 
 
 def _packed(layout: Layout, fragments: int) -> list[list[Leaf]]:
-    """The tensors of each fragment, where the largest fragment is small; in one fragment they keep their order."""
+    """The tensors of each fragment, with a small largest fragment; inside a fragment they keep their order."""
     if not 1 <= fragments <= len(layout.leaves):
         raise ConfigError(
             f"events.fragments is {fragments} for a model of {len(layout.leaves)} tensors; allowed is 1 to "
@@ -118,7 +118,7 @@ def _packed(layout: Layout, fragments: int) -> list[list[Leaf]]:
 
 
 def _with_layer(layout: Layout) -> list[tuple[str, Leaf]]:
-    """Each tensor with the name of the layer it goes with."""
+    """Each tensor with the name of its layer."""
     prefixes = [_layer(leaf.name) for leaf in layout.leaves]
     first = next((prefix for prefix in prefixes if prefix), None)
     if first is None:
@@ -138,7 +138,7 @@ def _layer(name: str) -> str:
 
 
 def attach(model: nn.Module, layout: Layout, buffer: Tensor | None = None) -> Tensor:
-    """Copies the parameters into a flat buffer `[P]` and makes them views of it; optimizers keep working, unaware.
+    """Copies the parameters into a flat buffer `[P]` and makes them views of it; existing optimizers stay valid.
 
     Args: `buffer` is the memory to use (a row of a stacked `[n, P]` tensor in the simulator); a new one when None.
     Returns: the buffer. Cost: one copy of the model, after which the old storage is free.
@@ -156,7 +156,7 @@ def attach(model: nn.Module, layout: Layout, buffer: Tensor | None = None) -> Te
 
 
 def flat_gradients(model: nn.Module, layout: Layout, buffer: Tensor) -> Tensor:
-    """Points every `.grad` at its place in `buffer` `[P]`, so that gradients are accumulated where they will be sent from."""
+    """Makes every `.grad` a view of `buffer` `[P]`, so that gradients accumulate in the buffer that is sent."""
     parameters = dict(model.named_parameters())
     for leaf in layout.leaves:
         parameters[leaf.name].grad = buffer[leaf.start : leaf.stop].view(leaf.shape)
@@ -164,6 +164,6 @@ def flat_gradients(model: nn.Module, layout: Layout, buffer: Tensor) -> Tensor:
 
 
 def views(model: nn.Module, layout: Layout, buffer: Tensor) -> dict[nn.Parameter, Tensor]:
-    """The place of every parameter in another flat buffer `[P]`: for what an optimizer keeps of each, and peers are sent."""
+    """A view of another flat buffer `[P]` for every parameter, such as for optimizer state that is sent to peers."""
     parameters = dict(model.named_parameters())
     return {parameters[leaf.name]: buffer[leaf.start : leaf.stop].view(leaf.shape) for leaf in layout.leaves}

@@ -2,8 +2,8 @@
 
 A factory is a function that makes a rule, a topology, a codec or a server. The annotation of an option says which values it
 takes: words (`Literal`), numbers in an `Interval`, which are whole where the type is `int`, or a type. The line of the option
-under `Args:` says what it means. All else is read off these: the checks, the name and options of what was made, the errors for
-unknown and missing options, `gossamer list` and the run file.
+under `Args:` gives its meaning. Everything else derives from these: the checks, the name and options of the result, the errors
+for unknown and missing options, `gossamer list` and the run file.
 """
 
 import functools
@@ -62,7 +62,7 @@ class Interval:
         return self.text[1:-1].replace(" ", "").split(",")
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        low, high = map(float, self._ends())  # so that an editor of run files knows the bounds
+        low, high = map(float, self._ends())  # so that editors of run files check the bounds
         bounds = {
             "exclusiveMinimum" if self.text[0] == "(" else "minimum": low,
             "exclusiveMaximum" if self.text[-1] == ")" else "maximum": high,
@@ -71,7 +71,7 @@ class Interval:
         return handler(schema) | {word: end for word, end in bounds.items() if math.isfinite(end)} | multiple
 
     def words(self, *, whole: bool) -> str:
-        """The interval as an error says it."""
+        """The interval in the words of errors."""
         if not whole:
             return f"numbers in {self.text}"
         low, high = self._ends()
@@ -82,7 +82,7 @@ class Interval:
 V = TypeVar("V")
 _GIVEN = object()
 Given = Annotated[V, _GIVEN]
-"""A parameter of a factory that is no option, such as the number of workers: what it is given decides, not the run file."""
+"""A parameter of a factory that is not an option, such as the number of workers: the caller sets it, not the run file."""
 
 Positive = Annotated[float, Interval("(0, inf)")]
 NotNegative = Annotated[float, Interval("[0, inf)")]
@@ -99,7 +99,7 @@ class Option(NamedTuple):
     kind: Any
     """Its annotation."""
     default: Any
-    """`inspect.Parameter.empty` if it has to be given."""
+    """`inspect.Parameter.empty` if the option is required."""
     doc: str
     """Its line under `Args:`."""
 
@@ -115,7 +115,7 @@ class Option(NamedTuple):
 
 
 class _Named(Protocol):
-    """What a factory makes: a named tuple with these two fields."""
+    """The result of a factory: a named tuple with these two fields."""
 
     @property
     def name(self) -> str: ...
@@ -131,12 +131,12 @@ T = TypeVar("T", bound=_Named)
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises ConfigError for an argument that its annotation does not allow; an `__init__` is its class."""
+    """Lets a function raise ConfigError for arguments its annotations do not allow; errors name an `__init__` by its class."""
     return _checked(function, function.__qualname__.removesuffix(".__init__"), lambda made, options, arguments: made)
 
 
 def factory(function: Callable[P, T]) -> Callable[P, T]:
-    """A factory that checks its options, and puts its own name and all its options into what it makes.
+    """Lets a factory check its options, and store its name and all its options in its result.
 
     >>> from gossamer.topologies import ring
     >>> ring(4, edge_weight=0.5).name, ring(4, edge_weight=0.5).options
@@ -148,7 +148,7 @@ def factory(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def wrapper(function: Callable[Concatenate[T, P], T]) -> Callable[Concatenate[T, P], T]:
-    """As `factory`, for a function from a rule to a rule: name and options of the rule inside stay, and its own are added."""
+    """As `factory`, for a function from a rule to a rule: it adds its name and options to those of the wrapped rule."""
 
     def named(made: T, options: dict[str, Any], arguments: list[Any]) -> T:
         inside = arguments[0]
@@ -175,7 +175,7 @@ def _checked(
 
 
 def like(model: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """For a factory that passes all its options on to another: it has the signature of that one, and its options are the same."""
+    """For a factory that passes all its options on to another: it takes over that factory's signature and options."""
 
     def same(function: Callable[..., T]) -> Callable[P, T]:
         made = _signature(function).return_annotation
@@ -202,7 +202,7 @@ def options_of(factory: Callable[..., Any]) -> tuple[Option, ...]:
 
 
 def _docs(function: Callable[..., Any]) -> dict[str, str]:
-    """What the docstring says of each parameter."""
+    """The line of each parameter in the docstring."""
     block = re.search(r"^Args:\n((?:    .*\n?)+)", inspect.getdoc(function) or "", re.MULTILINE)
     found = re.findall(r"^    (\w+(?:, \w+)*): (.+(?:\n {8}.+)*)", block[1] if block else "", re.MULTILINE)
     return {name: " ".join(text.split()) for names, text in found for name in names.split(", ")}
@@ -229,8 +229,8 @@ def row(
     """A row of a table, for options of these names.
 
     Args:
-        kind: what the rows are, for the error.
-        also: names that every row of the table takes besides its own options.
+        kind: the word for a row in errors.
+        also: names that every row of the table takes in addition to its own options.
     Raises: ConfigError, with the nearest name, for an unknown row or option; and when an option without a default is missing.
     """
     if faults := [*row_faults(kind, table, name, options, also)]:
@@ -241,7 +241,7 @@ def row(
 def row_faults(
     kind: str, table: Mapping[str, Callable[..., Any]], name: str, options: Iterable[str], also: Iterable[str] = ()
 ) -> Iterator[str]:
-    """A sentence for everything that makes `row` refuse these, each with the nearest name."""
+    """A sentence for each reason why `row` refuses these arguments, with the nearest name."""
     if name not in table:
         yield choose(kind, name, table) + "; correct the name"
         return
@@ -260,13 +260,13 @@ def unknown_options(owner: str, options: Iterable[str], allowed: Sequence[str]) 
 
 
 def check_option(owner: str, option: str, got: object, kind: Any) -> None:
-    """Raises ConfigError unless `got` is of a kind, which is an annotation such as `Annotated[int, Interval("[1, 8]")]`."""
+    """Raises ConfigError unless `got` fits `kind`, an annotation such as `Annotated[int, Interval("[1, 8]")]`."""
     if not _fits(kind, got):
         raise ConfigError(f"{owner} got {option} = {got!r}; allowed are {_words(kind)}: choose one of them")
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Whether an annotation allows a value; what it does not know, such as the rule that a wrapper is given, it allows."""
+    """Whether an annotation allows a value; unknown annotations, such as the rule of a wrapper, allow all values."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return any(_fits(one, value) for one in args)
@@ -286,7 +286,7 @@ def _fits(kind: Any, value: Any) -> bool:
 
 
 def _words(kind: Any) -> str:
-    """The values that an annotation allows; a text in `Annotated` says it in its own words."""
+    """The values that an annotation allows, in words; a text in `Annotated` replaces them."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_words(one) for one in args if one is not types.NoneType)

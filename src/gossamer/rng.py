@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of where they are used, so that nothing has to be remembered or agreed on."""
+"""Random numbers as pure functions of their place of use, so that no generator state is stored or exchanged."""
 
 import hashlib
 from typing import TYPE_CHECKING
@@ -14,8 +14,8 @@ __all__ = ["key", "numpy_rng", "torch_rng"]
 def key(seed: int, *path: int | str) -> int:
     """A 63-bit key for one use of randomness: `key(seed, worker, step, "data")`.
 
-    Equal arguments give equal keys on every machine; any other path gives an unrelated key. The path is part of what is
-    hashed, so `key(1, 23)` and `key(12, 3)` differ.
+    Equal arguments give equal keys on every machine; any other path gives an unrelated key. The hash covers the path as a
+    tuple, so `key(1, 23)` and `key(12, 3)` differ.
 
     >>> key(0, 1, "data") == key(0, 1, "data"), key(0, 1, "data") == key(0, 2, "data")
     (True, False)
@@ -30,7 +30,7 @@ def numpy_rng(seed: int, *path: int | str) -> np.random.Generator:
 
 
 def torch_rng(seed: int, *path: int | str) -> "torch.Generator":
-    """A CPU torch generator at `key(seed, *path)`; draw on the CPU and move, so that every device sees the same numbers."""
-    import torch  # not above: planning and pricing draw numbers too, and work without it
+    """A CPU torch generator at `key(seed, *path)`; draw on the CPU and move, so that every device gets the same numbers."""
+    import torch  # imported here, because planning and pricing draw numbers without torch
 
     return torch.Generator().manual_seed(key(seed, *path))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # so that topologies, which speak of messages, work without torch
+if TYPE_CHECKING:  # so that topologies, which have types of messages, work without torch
     from torch import Tensor
 
 __all__ = ["Tree", "leaves", "map_leaves", "must_fit", "nbytes", "refill", "shares_storage"]
@@ -25,7 +25,7 @@ def leaves(tree: Tree) -> "list[Tensor]":
 
 
 def map_leaves(fn: "Callable[..., Tensor]", tree: Tree, *others: Tree) -> Tree:
-    """`fn` of each tensor of a tree and of those at the same place in the others; named tuples stay what they are.
+    """`fn` of each tensor of a tree and of those at the same place in the others; named tuples keep their type.
 
     >>> import torch
     >>> map_leaves(lambda a, b: a + b, (torch.tensor(1), ()), (torch.tensor(2), ()))
@@ -49,7 +49,7 @@ def refill(like: Tree, tensors: "Iterable[Tensor]") -> Tree:
 
 
 def must_fit(saved: Sequence[Any], own: "Sequence[Tensor]") -> None:
-    """Raises ValueError unless what was saved are tensors that can take the places of one's own, one by one.
+    """Raises ValueError unless the saved values are tensors with the shapes and dtypes of `own`, in order.
 
     >>> import torch
     >>> must_fit([torch.zeros(2)], [torch.zeros(3)])
@@ -69,7 +69,7 @@ def must_fit(saved: Sequence[Any], own: "Sequence[Tensor]") -> None:
 
 
 def nbytes(tree: Tree) -> int:
-    """How many bytes the tensors of a tree hold: the price of a payload."""
+    """The bytes of the tensors of a tree: the cost of a payload."""
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))
 
 

@@ -157,7 +157,7 @@ def sign(block: Block = 1024) -> Codec:
     Cost: 1 + 16/block bits per element, 1.016 for 1024. Relative error 60 % on Gaussian data, √(1 - 2/π).
     Source: scaled sign compression, Karimireddy et al., arXiv 1901.09847.
     Differs: a scale per block instead of one per tensor.
-    Fails when: used without error feedback: small elements are lost in the rounding.
+    Fails when: used without error feedback: the magnitudes of elements within a block are lost.
 
     >>> codec = sign(); x = torch.tensor([3.0, -1.0])
     >>> codec.decode(codec.encode(x, 0), x)

@@ -155,7 +155,7 @@ def fits_chunk(codec: str, k: int, chunk: int) -> None:
 
 
 def num_kept(numel: int, k: int, chunk: int) -> int:
-    """How many of so many elements are kept."""
+    """The number of kept elements of `numel`."""
     return numel // chunk * k + num_blocks(numel % chunk * k, chunk)
 
 
@@ -195,7 +195,7 @@ def place(indices: Tensor, values: Tensor, like: Tensor, k: int, chunk: int) -> 
 
 
 def _inside(indices: Tensor, length: int) -> None:
-    """Raises TransportError if an index that came from a peer points behind a chunk of this length."""
+    """Raises TransportError if an index from a peer is outside a chunk of this length."""
     if indices.numel() and int(indices.max()) >= length:
         raise TransportError(
             f"a top-k payload points at element {int(indices.max())} of a chunk of {length}; only 0 to {length - 1} exist: "

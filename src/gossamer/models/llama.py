@@ -1,6 +1,6 @@
-"""The built-in model: Llama shapes from 0.2M to 1B parameters, under the names that `transformers` opens.
+"""The built-in model: Llama shapes from 0.2M to 1B parameters, with the parameter names of `transformers`.
 
-Everything that knows of Llama is here; the rest of Gossamer trains any `nn.Module` with a loss.
+All code specific to Llama is here; the rest of Gossamer trains any `nn.Module` with a loss.
 
 Legend of shapes: B sequences, S tokens of a sequence, V vocabulary, D hidden size, H heads of size D/H.
 """
@@ -146,7 +146,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int, seed: int) -
     The global random state is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would seed the accelerators too and leave them so.
+        # Not torch.manual_seed, which would also change the seeds of the accelerators.
         torch.default_generator.manual_seed(rng.key(seed, "model"))
         return Llama(config, vocab_size, seq_len)
 

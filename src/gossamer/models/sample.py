@@ -1,4 +1,4 @@
-"""Text that a model continues."""
+"""Sampling of text from a model."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The sizes that the built-in model comes in, and how many parameters each has; what a plan needs to know of a model."""
+"""The sizes of the built-in model and their parameter counts, without torch, for planning."""
 
 import math
 from typing import Annotated, NamedTuple
@@ -10,7 +10,7 @@ __all__ = ["SIZES", "ModelConfig", "Shape", "parameter_count", "tensors"]
 
 
 class Shape(NamedTuple):
-    """What decides the size of a Llama, but for the vocabulary."""
+    """The dimensions of a Llama, except for its vocabulary."""
 
     hidden_size: int
     layers: int
@@ -35,14 +35,14 @@ SIZES: dict[str, Shape] = {
 
 @settings("model")
 class ModelConfig:
-    """A Llama: a named size, of which any number may be replaced."""
+    """A Llama of a named size; the other fields override single dimensions of it."""
 
     size: Annotated[str, OneOf(SIZES)] = "1m"
     hidden_size: Positive | None = None
     layers: Positive | None = None
     heads: Positive | None = None
     kv_heads: Positive | None = None
-    """Heads that keys and values have (grouped-query attention when fewer than `heads`)."""
+    """Heads of keys and values (grouped-query attention when fewer than `heads`)."""
     intermediate_size: Positive | None = None
     """Width of the feed-forward layer."""
     tie_embeddings: bool = False
@@ -62,7 +62,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> Shape:
-        """The named size with what replaces parts of it.
+        """The named size with the overrides.
 
         >>> ModelConfig(size="1m", layers=2).shape
         Shape(hidden_size=128, layers=2, heads=4, kv_heads=4, intermediate_size=352)

@@ -1,4 +1,4 @@
-"""Inner optimizers that `torch.optim` does not have, and what a worker needs of any."""
+"""Inner optimizers that `torch.optim` does not have, and the interface a worker needs."""
 
 from gossamer.optimizers.accum_adamw import AccumAdamW
 from gossamer.optimizers.contract import InnerOptimizer, Joined

@@ -26,10 +26,10 @@ class AccumAdamW(Optimizer):
 
     Args: as in `torch.optim.AdamW`; `moments_every` is s.
     Raises: ConfigError for values out of range.
-    Cost: AdamW's two moments and the sum b (3 P); what a step needs besides stays in the cache.
+    Cost: AdamW's two moments and the sum b (3 P); temporaries of a step stay in the cache.
     Source: Wang et al., arXiv 2410.11998; the bias correction by ⌈t / s⌉ and ε outside the root are those of the authors' code.
-    Differs: a parameter without a gradient is skipped, and its own count of steps with it.
-    Fails when: the moments are to follow a fast change, as β₁ and β₂ count windows: they remember s times as many steps.
+    Differs: a parameter without a gradient is skipped, and its step count does not increase.
+    Fails when: the moments must follow a fast change, as β₁ and β₂ decay per window of s steps: they average s times as many.
 
     With s = 1 it is bitwise `torch.optim.AdamW(foreach=False)`.
 
@@ -76,7 +76,7 @@ def _step(theta: Tensor, gradient: Tensor, own: dict[str, Any], group: dict[str,
         own.update(step=0, **{name: torch.zeros_like(theta) for name in ("exp_avg", "exp_avg_sq", "accumulated")})
     own["step"] += 1
     k = math.ceil(own["step"] / s)
-    # The very operations of torch's Adam, so that s = 1 has its bits.
+    # The same operations as in torch's Adam, so that s = 1 gives the same bits.
     for p, g, m, v, b in pieces(theta, gradient, own["exp_avg"], own["exp_avg_sq"], own["accumulated"]):
         now_m = torch.lerp(m, g, 1 - beta1)
         now_v = v.mul(beta2).addcmul_(g, g, value=1 - beta2)

@@ -1,4 +1,4 @@
-"""What a worker needs of an inner optimizer, and how several are made one."""
+"""The interface of inner optimizers, and several optimizers joined into one."""
 
 from typing import Any, Protocol
 
@@ -8,7 +8,7 @@ __all__ = ["InnerOptimizer", "Joined"]
 
 
 class InnerOptimizer(Protocol):
-    """What a worker needs of an optimizer; everything in `torch.optim` has it."""
+    """The interface of an optimizer that a worker needs; everything in `torch.optim` has it."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -28,7 +28,7 @@ class InnerOptimizer(Protocol):
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state back. Raises ValueError when it does not fit."""
+        """Restores a state. Raises ValueError when it does not fit."""
         ...
 
 
@@ -58,7 +58,7 @@ class Joined:
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the states of all parts back. Raises ValueError when they are of other parts."""
+        """Restores the states of all parts. Raises ValueError when they are of other parts."""
         if set(state_dict) != set(self.parts):
             raise ValueError(f"the state is of the optimizers {sorted(state_dict)} and not of {sorted(self.parts)}")
         for name, part in self.parts.items():

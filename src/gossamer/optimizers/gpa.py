@@ -24,18 +24,18 @@ class GPA(Optimizer):
 
     Args:
         base: any optimizer whose step needs no closure; its weight decay acts on z.
-        mu_x: weight of the old average: 0.9967 remembers some 300 steps. None weighs all alike, `x = mean of
+        mu_x: weight of the old average: 0.9967 averages over some 300 steps. None weights all steps equally, `x = mean of
             z_0..z_t`, which is the averaging of Schedule-Free.
-        mu_y: where between z (0) and x (1) the gradients are taken.
-        x, z: where to keep the two of each parameter, such as views of a flat buffer; of its own making when None.
+        mu_y: the point between z (0) and x (1) at which gradients are taken.
+        x, z: tensors for x and z of each parameter, such as views of a flat buffer; None allocates them.
     Raises: ConfigError for weights out of range; RuntimeError for a step in eval mode.
-    Cost: two copies of the parameters (2 P) and five passes over them a step. One copy would do, as x follows from y and z, but
-        only within rounding and not for μ_y = 0; and whoever mixes x and z with peers needs both.
+    Cost: two copies of the parameters (2 P) and five passes over them a step. One copy would suffice, as x follows from y and z,
+        but only within rounding and not for μ_y = 0; and workers that mix x and z with peers need both.
     Source: Defazio et al., arXiv 2512.17131; with `mu_x=None` Defazio et al., arXiv 2405.15682.
-    Differs: Schedule-Free weighs by the squared learning rate where that one warms up; here all steps weigh alike. A base with
-        an L2 gradient (torch's SGD with weight decay) takes it at z, not at y.
-    Fails when: something else moves the parameters between two steps: they are y, and the next step makes them anew from z
-        and x. Change those two instead and call `recompute`. In bf16 an average with μ_x near 1 stands still.
+    Differs: Schedule-Free weights steps by the squared learning rate during warm-up; here all steps have equal weight. A base
+        with an L2 gradient (torch's SGD with weight decay) takes it at z, not at y.
+    Fails when: something else changes the parameters between two steps: they are y, and the next step overwrites them from z
+        and x. Change those two instead and call `recompute`. In bf16 an average with μ_x near 1 does not move.
 
     >>> w = nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = GPA(torch.optim.SGD([w], lr=0.5), mu_x=0.75, mu_y=0.5)
@@ -64,7 +64,7 @@ class GPA(Optimizer):
         self.param_groups = base.param_groups
         for home in self.homes.values():
             for p, place in (home or {}).items():
-                place.copy_(p.detach())  # so that they may be looked at before the first step
+                place.copy_(p.detach())  # so that they are valid before the first step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -100,18 +100,18 @@ class GPA(Optimizer):
         return own["x"], own["z"]
 
     def eval(self) -> None:
-        """Puts the average x in the place of the parameters: what is to be evaluated, and published."""
+        """Sets the parameters to the average x, for evaluation and publication."""
         self.training = False
         self.recompute()
 
     def train(self) -> None:
-        """Puts y in the place of the parameters: where gradients are to be taken."""
+        """Sets the parameters to y, for training."""
         self.training = True
         self.recompute()
 
     @torch.no_grad()
     def recompute(self) -> None:
-        """Makes the parameters anew from x and z, after these were changed from outside."""
+        """Recomputes the parameters from x and z, after these were changed from outside."""
         for p, own in self.state.items():
             p.copy_(toward(own["z"], own["x"], self.mu_y) if self.training else own["x"])
 
@@ -126,7 +126,7 @@ class GPA(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a state back, and the parameters that follow from it. Raises ValueError when it does not fit."""
+        """Restores a state, and the parameters that follow from it. Raises ValueError when it does not fit."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         for k, saved in state_dict["state"].items():
             for name in self.homes:
@@ -145,7 +145,7 @@ class GPA(Optimizer):
         self.recompute()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()  # torch's would leave the base behind when model and optimizer are copied together
+        return self.__dict__.copy()  # torch's own drops the base when model and optimizer are copied together
 
 
 def toward(start: Tensor, end: Tensor, weight: float) -> Tensor:
@@ -162,7 +162,7 @@ def toward(start: Tensor, end: Tensor, weight: float) -> Tensor:
 
 @checked
 def mu_x_like_diloco(local_steps: Count) -> float:
-    """The `mu_x` of GPA that averages like a DiLoCo of one worker with so many local steps and momentum 0.9: `0.9^(1/H)`.
+    """The `mu_x` with which GPA averages as DiLoCo with one worker, H local steps and momentum 0.9 does: `0.9^(1/H)`.
 
     Source: arXiv 2512.17131, table 4.
 

@@ -1,4 +1,4 @@
-"""The inner optimizer of one worker: which of `torch.optim`, with what settings, and its learning-rate schedule."""
+"""The inner optimizer of one worker: its settings, its construction and its learning-rate schedule."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 
 @settings("inner")
 class InnerConfig:
-    """How a worker trains between two exchanges."""
+    """Settings of the training between two exchanges."""
 
     optimizer: Literal["accum_adamw", "adamw", "muon", "sgd"] = "adamw"
     """muon is Muon on the hidden matrices and AdamW on all else; accum_adamw is AdamW with moments of mean gradients."""
@@ -33,7 +33,7 @@ class InnerConfig:
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments per step."""
     eps: _Above = 1e-8
-    """What AdamW adds to its denominator."""
+    """The constant in the denominator of AdamW."""
     moments_every: Positive = 4
     """Inner steps whose mean gradient makes one update of accum_adamw's moments (s); its authors take more for more workers."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -68,7 +68,7 @@ def build_optimizer(
 ) -> InnerOptimizer:  # fmt: skip
     """The optimizer for the trainable parameters of a model, which may be views of a flat buffer.
 
-    Args: `x` and `z` are where an averaging one keeps its average and its iterate, as in `GPA`; of its own when None.
+    Args: `x` and `z` are tensors for the average and the iterate of an averaging optimizer, as in `GPA`; None allocates them.
 
     AdamW and SGD run fused: on the CPU that was 1.3 ms a step against 2.7 with foreach and 2.9 in a loop (0.87M
     parameters in 39 tensors, one thread), and SGD 0.5 against 1.6 and 1.1.
@@ -129,7 +129,7 @@ def _groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[st
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trainable 2-D weights between the embeddings and the output head, in the order of the model.
 
-    The head is what a model of `transformers` says it is, and in any other the last linear layer.
+    A model of `transformers` names its head itself; in any other model it is the last linear layer.
     """
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -178,14 +178,14 @@ def share_moments(
 ) -> tuple[Tensor, Tensor]:
     """Moves AdamW's first and second moments into two flat vectors `[P]` in the order of `layout`, of which its state is views.
 
-    To be called again after `load_state_dict`, which puts tensors of its own in their place.
+    Call it again after `load_state_dict`, which replaces these views by new tensors.
     Raises: ConfigError for any other optimizer. Cost: none beyond what AdamW keeps.
     Source: DES-LOC (arXiv 2505.22549) averages them at periods of their own.
     """
     if not isinstance(optimizer, AdamW):
         raise ConfigError(
             f"schedule.inner_every exchanges the moments of AdamW and the inner optimizer is {type(optimizer).__name__}; set "
-            "inner.optimizer = 'adamw', or leave schedule.inner_every out"
+            "inner.optimizer = 'adamw', or remove schedule.inner_every"
         )
     parameters = dict(model.named_parameters())
     like = next(iter(parameters.values()))

@@ -1,8 +1,8 @@
-"""Who talks to whom in which round, and with what weights.
+"""Which workers communicate in which round, and with what weights.
 
-A topology is a pure function of (seed, round, alive): every worker computes the same answer without talking, a run resumes in
-any round, and a lost worker is simply left out. Each factory plans for m positions; the workers alive take them in ascending
-order, and the others are left with a self-loop of weight one.
+A topology is a pure function of (seed, round, alive): every worker computes the same mixing without communication, a run can
+resume in any round, and lost workers are left out. Each factory plans for m positions; the workers alive take them in
+ascending order, and the others have a self-loop of weight one.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a topology is: a plan of mixings, and tags that say what holds of each of them."""
+"""The interface of topologies: a plan of mixings, and tags that state their properties."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -22,20 +22,20 @@ class Plan(Protocol):
 
 
 class Topology(NamedTuple):
-    """A sequence of mixings, and tags that say what holds of each of them, whoever is alive.
+    """A sequence of mixings, and tags that hold for each of them, whichever workers are alive.
 
-    `everyone`, `static` and `tree` speak of the workers that are alive; `period` and `exact_rounds` hold while all are.
+    `everyone`, `static` and `tree` refer to the workers that are alive; `period` and `exact_rounds` hold while all are.
     """
 
     n: int
     mixing: Plan
     name: str = ""
-    """That of its factory, which fills it in, and the options too."""
+    """The name of its factory; the factory decorator fills in name and options."""
     options: Mapping[str, Any] = MappingProxyType({})
     static: bool = False
     """The same mixing in every round."""
     everyone: bool = False
-    """All hear all with equal weights; the rows are bitwise the same."""
+    """All receive from all with equal weights; the rows are bitwise the same."""
     tree: bool = False
     """Static, and the links form a tree."""
     symmetric: bool = False
@@ -43,7 +43,7 @@ class Topology(NamedTuple):
     doubly_stochastic: bool = False
     """No weight is negative, rows and columns sum to one: the mean is kept."""
     column_stochastic: bool = False
-    """No weight is negative and columns sum to one, rows perhaps not: the sum of what is pushed is kept."""
+    """No weight is negative and columns sum to one, rows need not: the sum over the workers is kept."""
     psd: bool = False
     """Symmetric without negative eigenvalues."""
     period: int | None = None
@@ -56,7 +56,7 @@ class Topology(NamedTuple):
 
 
 def planned_topology(n: int, build: Callable[[int, Sequence[int]], Mixing], **tags: Any) -> Topology:
-    """Wraps `build(round, workers)` into a plan that remembers the last few rounds, as every worker asks for the same one."""
+    """Wraps `build(round, workers)` into a plan that caches the last few rounds, as all workers request the same ones."""
     if n == 1:
         tags = dict.fromkeys(("everyone", "tree", "symmetric", "doubly_stochastic", "psd"), True)
         tags |= {"period": 1, "exact_rounds": 0}
@@ -78,7 +78,7 @@ def planned_topology(n: int, build: Callable[[int, Sequence[int]], Mixing], **ta
 
 
 def over_alive(edges: Callable[[int, int], Iterable[Edge]], n: int) -> Callable[[int, Sequence[int]], Mixing]:
-    """Lets the workers alive take the positions of `edges(round, m)` in ascending order."""
+    """Assigns the workers alive to the positions of `edges(round, m)` in ascending order."""
 
     def build(round: int, workers: Sequence[int]) -> Mixing:
         return from_edges(n, [(workers[i], workers[j], w) for i, j, w in edges(round, len(workers))])
@@ -87,6 +87,6 @@ def over_alive(edges: Callable[[int, int], Iterable[Edge]], n: int) -> Callable[
 
 
 def chosen(bits: Sequence[int], m: int) -> list[int]:
-    """As many different numbers below m as there are random 64-bit numbers."""
+    """Different numbers below m, one for each of the random 64-bit numbers."""
     left = list(range(m))
     return [left.pop(draw % len(left)) for draw in bits]

@@ -9,7 +9,7 @@ __all__ = ["draw_round"]
 
 
 def draw_round(topology: Topology, round: int) -> str:
-    """A picture of one round in plain text: up to 16 workers on a circle, and in any case who hears whom with what weight.
+    """Draws one round in plain text: up to 16 workers on a circle, and a list of the peers and weights of each worker.
 
     >>> from gossamer.topologies import star
     >>> print(draw_round(star(4), 0))

@@ -14,7 +14,7 @@ __all__ = ["chain", "complete", "exponential", "ring", "star", "torus", "tree"]
 
 @factory
 def complete(n: Workers, *, seed: Seed = 0) -> Topology:
-    """Everyone hears everyone: `W = J = 11ᵀ/n`. Cost: n - 1 messages per worker and round, or 2(n-1)/n as a shared mean.
+    """All workers receive from all: `W = J = 11ᵀ/n`. Cost: n - 1 messages per worker and round, or 2(n-1)/n as a shared mean.
 
     >>> complete(2).mixing(0).rows
     (((0, 0.5), (1, 0.5)), ((0, 0.5), (1, 0.5)))
@@ -34,12 +34,12 @@ def complete(n: Workers, *, seed: Seed = 0) -> Topology:
 
 @factory
 def ring(n: Workers, *, seed: Seed = 0, edge_weight: Share | None = None) -> Topology:
-    """Each worker hears the one before and the one after it; two workers share one link.
+    """Each worker receives from the one before and the one after it; two workers share one link.
 
     Args:
         edge_weight: λ of the weighted Laplacian, so that `w_ij = λ/2`, where 1 leaves a worker no own weight; None for
             1/(degree + 1), 1/3 from n = 3 on.
-    Cost: 2 messages per worker and round. Slow for many workers: the spectral gap shrinks like 1/n².
+    Cost: 2 messages per worker and round. Slow for many workers: the spectral gap decreases as 1/n².
 
     >>> ring(4).mixing(0).hears_from(0)
     (1, 3)
@@ -68,7 +68,7 @@ def torus(n: Workers, *, seed: Seed = 0, rows: Count | None = None) -> Topology:
 
     Args:
         rows: a divisor of n; None for the most square grid.
-    Cost: up to 4 messages per worker and round. The spectral gap shrinks like 1/n.
+    Cost: up to 4 messages per worker and round. The spectral gap decreases as 1/n.
     Raises: ConfigError when n is a prime: a grid of one row is a ring.
 
     >>> torus(9).mixing(0).hears_from(4)
@@ -97,7 +97,7 @@ def torus(n: Workers, *, seed: Seed = 0, rows: Count | None = None) -> Topology:
 
 @factory
 def star(n: Workers, *, seed: Seed = 0) -> Topology:
-    """The first worker alive hears everyone, everyone hears it; Metropolis weights, 1/n on every link.
+    """The first worker alive exchanges with all others, which exchange only with it; Metropolis weights, 1/n on every link.
 
     Cost: n - 1 messages for the hub, 1 for the others. The spectral gap is 1/n.
 
@@ -117,7 +117,7 @@ def star(n: Workers, *, seed: Seed = 0) -> Topology:
 
 @factory
 def chain(n: Workers, *, seed: Seed = 0) -> Topology:
-    """Each worker hears the one before and the one after it, a ring cut open; Metropolis weights, 1/3 from n = 3 on.
+    """A ring without one link: each worker receives from its neighbours; Metropolis weights, 1/3 from n = 3 on.
 
     Cost: 2 messages per worker and round, 1 for the two at the ends. Spectral gap 2/3 (1 - cos(π/n)), a quarter of the ring's.
 
@@ -137,10 +137,10 @@ def chain(n: Workers, *, seed: Seed = 0) -> Topology:
 
 @factory
 def tree(n: Workers, *, seed: Seed = 0, branching: Count = 2) -> Topology:
-    """A balanced tree: worker i > 0 hears worker ⌊(i - 1) / k⌋ above it, and that one hears it; Metropolis weights.
+    """A balanced tree: worker i > 0 exchanges with its parent, worker ⌊(i - 1) / k⌋; Metropolis weights.
 
     Args:
-        branching: k, how many a worker has below it; 1 is a chain, n - 1 a star.
+        branching: k, children of a worker; 1 is a chain, n - 1 a star.
     Cost: up to k + 1 messages per worker and round; for k > 1 no two workers are more than 2 log_k n links apart.
 
     >>> [tree(6).mixing(0).hears_from(i) for i in range(6)]
@@ -163,7 +163,7 @@ def tree(n: Workers, *, seed: Seed = 0, branching: Count = 2) -> Topology:
 
 @factory
 def exponential(n: Workers, *, seed: Seed = 0) -> Topology:
-    """Worker i hears i + 1, i + 2, i + 4, … (mod n), L = ⌈log2 n⌉ peers with weight 1/(L + 1) each; directed.
+    """Worker i receives from i + 1, i + 2, i + 4, … (mod n), L = ⌈log2 n⌉ peers with weight 1/(L + 1) each; directed.
 
     Cost: L messages per worker and round. Spectral gap 2/(L + 1) for even n, a little more for odd n.
     Source: arXiv 2110.13363.

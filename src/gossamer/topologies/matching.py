@@ -1,4 +1,4 @@
-"""Who meets whom in a round: matchings of n workers that have no pair in common."""
+"""The pairs of a round: matchings of n workers that have no pair in common."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +11,8 @@ __all__ = ["factors", "random_matchings"]
 def factors(n: int, spokes: NDArray[np.int64]) -> NDArray[np.int64]:
     """The pairs of some factors of the complete graph on n vertices, `[factors, ⌊n/2⌋, 2]`, by the circle method.
 
-    The factors 0 .. n - 2 (n - 1 if n is odd) have no pair in common and hold every pair; with an odd n each leaves out
-    another vertex.
+    The factors 0 .. n - 2 (n - 1 if n is odd) have no pair in common and contain every pair; with an odd n each factor leaves
+    a different vertex unpaired.
 
     >>> factors(4, np.arange(3)).tolist()
     [[[1, 2], [0, 3]], [[2, 0], [1, 3]], [[0, 1], [2, 3]]]

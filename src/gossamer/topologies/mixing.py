@@ -1,8 +1,8 @@
-"""Mixing: who hears whom with what weight, and the two ordered sums that floats force on us.
+"""Mixing: the peers and weights of each worker, and the two sums over messages in a fixed order.
 
-`pull` is exactly zero at consensus and sums to zero over the workers for doubly stochastic weights, so the mean survives
-any lossy codec. `mean` is summed in the same order everywhere, so replicas that hear everyone stay bitwise identical.
-Neither is ever a matrix product: `W @ X` differs from a real exchange in the last bits, and with reduced-precision
+`pull` is exactly zero at consensus and sums to zero over the workers for doubly stochastic weights, so any lossy codec keeps
+the mean. `mean` is summed in the same order everywhere, so replicas that receive from everyone stay bitwise identical.
+Neither is computed as a matrix product: `W @ X` differs from a real exchange in the last bits, and with reduced-precision
 matrix units in more than that.
 """
 
@@ -37,10 +37,10 @@ Hear = Callable[[Tree, Mapping[int, Tree], int, Row], Any]
 
 
 class Mixing(NamedTuple):
-    """One round of a topology: row i says whom worker i hears and with what weight.
+    """One round of a topology: row i holds the workers that worker i receives from, and their weights.
 
     `rows[i]` is `((j, w_ij), ...)` in ascending j and always holds i itself, even at weight zero; every other entry has a
-    weight other than zero. `columns[j]` is the ascending tuple of workers that hear j, without j.
+    weight other than zero. `columns[j]` is the ascending tuple of workers that receive from j, without j.
     """
 
     rows: tuple[Row, ...]
@@ -61,7 +61,7 @@ class Mixing(NamedTuple):
 
     @property
     def everyone(self) -> bool:
-        """Whether all hear all, with the same weights."""
+        """Whether all receive from all, with the same weights."""
         first = self.rows[0]
         return len(first) == self.n and all(row is first or row == first for row in self.rows)
 
@@ -71,9 +71,9 @@ class Mixing(NamedTuple):
 
 
 def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["rows", "columns"] = "rows") -> Mixing:
-    """The mixing in which i hears j with weight w for each directed `(i, j, w)`; own weights complete each row to sum one.
+    """The mixing in which i receives from j with weight w for each `(i, j, w)`; own weights complete each row to sum one.
 
-    With `sums = "columns"` they complete each column: what a worker keeps and what it gives away sum to one.
+    With `sums = "columns"` they complete each column: the share a worker keeps and the shares it sends sum to one.
 
     >>> from_edges(2, [(0, 1, 0.5), (1, 0, 0.5)]).rows
     (((0, 0.5), (1, 0.5)), ((0, 0.5), (1, 0.5)))
@@ -154,7 +154,7 @@ def laplacian_condition(w: NDArray[np.float64]) -> float:
 
 
 def widen(x: "Tensor") -> "Tensor":
-    """Sums are taken in at least fp32: a bf16 accumulator loses the mean within a few rounds."""
+    """Converts to fp32 or wider for sums: a bf16 accumulator loses the mean within a few rounds."""
     return x.float() if x.is_floating_point() and x.element_size() == 2 else x
 
 
@@ -169,9 +169,9 @@ def _added(terms: "Iterator[Tensor]", like: "Tensor") -> "Tensor":
 
 
 def pull(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
-    """How far the neighbourhood draws worker i: `pull_i = Σ_j w_ij (told_j - told_i)`, j ascending.
+    """The pull of the neighbourhood on worker i: `pull_i = Σ_j w_ij (told_j - told_i)`, j ascending.
 
-    Args: `told` is what the others decoded from i, `heard[j]` what i decoded from j; both keep one shape.
+    Args: `told` is i's message as the others decoded it, `heard[j]` the message i decoded from j; both have the same shape.
     Cost: reads 1 + |row| messages, writes one.
     """
 
@@ -197,5 +197,5 @@ def mean(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Tree:
 
 
 def each(told: Tree, heard: Mapping[int, Tree], i: int, row: Row) -> Any:
-    """The messages of the others themselves, their senders ascending; those are `ctx.peers` of a rule."""
+    """The messages of the peers, in ascending order of senders, which are `ctx.peers` of a rule."""
     return tuple(heard[j] for j, _ in row if j != i)

@@ -17,20 +17,20 @@ Graph = Annotated[str | Mapping[str, Any], "a topology's name, or a table with i
 
 @factory
 def pga(n: Workers, *, seed: Seed = 0, every: Count = 6, graph: Graph = "one_peer_exponential") -> Topology:
-    """Gossip with periodic global averaging: everyone hears everyone in every `every`-th round, in the others `graph` rules.
+    """Gossip with periodic global averaging: every `every`-th round is a mean over all workers, the others use `graph`.
 
     Args:
         every: K; the rounds K - 1, 2K - 1, … are global.
         graph: the topology of the other rounds, by its name, or with its options as in `{name = "random", peers = 2}`.
-    Cost: that of `graph`, and n - 1 messages per worker in a global round, in which everyone waits for everyone.
+    Cost: that of `graph`, and n - 1 messages per worker in a global round, which is a barrier of all.
     Source: Chen et al., arXiv 2105.09080.
     Fails when: one link is slow: global rounds wait for it. On a random `graph` the predicted stability is an estimate that
-        takes the global rounds for random ones too.
+        treats the global rounds as random too.
 
     >>> [len(pga(8, every=3).mixing(t).hears_from(0)) for t in range(6)]
     [1, 1, 7, 1, 1, 7]
     """
-    from gossamer.topologies import make_topology  # the table, in which pga itself is a row
+    from gossamer.topologies import make_topology  # imported here because pga itself is in its table
 
     spec = {"name": graph} if isinstance(graph, str) else graph
     if not isinstance(spec.get("name"), str):

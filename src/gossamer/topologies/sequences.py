@@ -16,7 +16,7 @@ __all__ = ["base", "hypercube", "one_peer_exponential", "powers_of_two", "random
 
 @factory
 def one_peer_exponential(n: Workers, *, seed: Seed = 0) -> Topology:
-    """In round t, worker i hears i + 2^(t mod L) (mod n) with weight 1/2, L = ⌈log2 n⌉; directed, doubly stochastic.
+    """In round t, worker i receives from i + 2^(t mod L) (mod n) with weight 1/2, L = ⌈log2 n⌉; directed, doubly stochastic.
 
     Cost: 1 message per worker and round. Exact after L rounds when n is a power of two.
     Source: arXiv 2110.13363.
@@ -47,7 +47,7 @@ def hypercube(n: Workers, *, seed: Seed = 0) -> Topology:
     """In round t, worker j and worker j XOR 2^(t mod log2 n) take their mean; exact after log2 n rounds.
 
     With workers missing, those alive take the first corners of the smallest hypercube that holds them, and a worker whose
-    partner's corner is empty waits for the next round: still connected over a period, no longer exact.
+    partner's corner is empty is idle in that round: the graph stays connected over a period, but is no longer exact.
 
     Cost: 1 message per worker and round.
     Raises: ConfigError when n is not a power of two.
@@ -114,8 +114,8 @@ def base(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
     """The Base-(k+1) graph: exact averaging for every n, with at most k peers per round, in about 2 log_{k+1} n rounds.
 
     With n = Σ_l a_l (k+1)^p_l in base k + 1, block V_l has a_l sub-blocks of (k+1)^p_l workers. First every block averages
-    within itself. Then block after block gives each of its sub-blocks the mean of itself and all blocks behind it: every
-    worker behind meets one worker in each sub-block, with weight `|V_l| / (a_l Σ_{i≥l} |V_i|)`, and the sub-blocks average
+    within itself. Then block after block gives each of its sub-blocks the mean of itself and all later blocks: every worker of
+    a later block meets one worker in each sub-block, with weight `|V_l| / (a_l Σ_{i≥l} |V_i|)`, and the sub-blocks average
     within themselves.
 
     Args:
@@ -143,10 +143,10 @@ def base(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
 
 @factory
 def random_push(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
-    """Every worker sends to `peers` others that it draws by itself; each share, and the one it keeps, is 1/(peers + 1).
+    """Every worker sends to `peers` others that it draws independently; each share, and the one it keeps, is 1/(peers + 1).
 
-    Whom a worker hears from is left to chance: nobody or many, so rows do not sum to one, and only a push rule such as 'sgp',
-    which sends its mass along, finds the mean. In return nobody has to agree with anybody about who meets whom.
+    A worker receives from a random number of others, possibly none, so rows do not sum to one, and only a push rule such as
+    'sgp', which also sends a weight, finds the mean. In return no coordination of pairs is needed.
 
     Args:
         peers: k in 1 .. n - 1; at most the number of workers alive, less one, is used.
@@ -188,7 +188,7 @@ def _base_rounds(m: int, k: int) -> list[list[Edge]]:
     rounds: dict[int, list[Edge]] = {}
 
     def average(positions: range, radices: Sequence[int], first: int) -> int:
-        """Lets positions that differ in one mixed-radix digit take their mean, a digit per round; returns the round after."""
+        """Averages positions that differ in one mixed-radix digit, a digit per round; returns the next round."""
         stride = 1
         for t, radix in enumerate(radices, start=first):
             for x in range(len(positions)):
