@@ -1,8 +1,8 @@
 """Training text: documents from files or a stream, tokens from them, and batches as pure functions of worker and step.
 
-Files are tokenised once, into one array of tokens for training and one for validation; a batch is windows of it at
-random places. Of a stream, each worker reads its part in order and packs it into windows without gaps. In both cases a hash
-of a text decides whether it is for validation, so all workers, machines and formats agree on the split.
+Files are tokenised once, into one array of tokens for training and one for validation; a batch consists of windows at random
+places. With a stream, each worker reads its part in order and packs it into windows without gaps. In both cases a hash of a
+text decides whether it is for validation, so all workers, machines and formats agree on the split.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Corpus(Protocol):
     def batch(self, worker: int, step: int) -> Tensor:
         """The training batch of a worker, int64 `[batch_size, seq_len + 1]`; equal arguments give equal batches.
 
-        Args: `step` counts batches: with accumulation an inner step takes several, each with a number of its own.
+        Args: `step` counts batches; with accumulation an inner step takes several batches.
         """
         ...
 
@@ -56,5 +56,5 @@ def open_corpus(config: DataConfig, workers: int, seed: int) -> Corpus:
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """What workers compare to know that they have the same text; empty for a stream, which nobody has read yet."""
+    """The hash by which workers check that they have the same text; empty for a stream, which has not been read yet."""
     return str(corpus.state().get("fingerprint", ""))

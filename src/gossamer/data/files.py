@@ -1,4 +1,4 @@
-"""Text in files: tokenised once; a batch is windows of it at random places."""
+"""Text in files: tokenised once; a batch consists of windows at random places."""
 
 import hashlib
 import io
@@ -23,7 +23,7 @@ from gossamer.rng import numpy_rng
 
 __all__ = ["FileCorpus", "Piece", "Tokens"]
 
-PIECE_CHARS = 1 << 16  # longer documents are cut, so that one book cannot be all of the validation text
+PIECE_CHARS = 1 << 16  # longer documents are cut, so that one book cannot become the whole validation text
 
 
 class Tokens(NamedTuple):
@@ -134,8 +134,8 @@ def _mapped(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 class FileCorpus:
     """Tokenised files. A batch is windows at random places, drawn by `numpy_rng(seed, worker, step, "data")`.
 
-    Where the training or the validation text would be shorter than one window, as with one small file, the last
-    `val_fraction` of all text validates instead.
+    If the training or the validation text would be shorter than one window, as with one small file, the last
+    `val_fraction` of all text is the validation text instead.
 
     Raises: DataError when there is not enough text for one window on either side, or in one worker's shard.
     """

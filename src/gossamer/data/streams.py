@@ -1,4 +1,4 @@
-"""Text as a stream: each worker reads its part in order and packs it into windows without gaps."""
+"""Streamed text: each worker reads its part in order and packs it into windows without gaps."""
 
 import functools
 import hashlib
@@ -19,12 +19,12 @@ __all__ = ["StreamCorpus"]
 
 
 class StreamCorpus:
-    """A data set that `datasets` streams. Its files are divided among the workers, or its documents where files do not divide.
+    """A data set streamed by `datasets`. Workers divide its files, or its documents if the files do not divide evenly.
 
     A worker's documents are packed in order into windows of `seq_len + 1` tokens; after the last document it starts again.
     A batch is a function of worker and step alone: a later one is found by reading on, an earlier one from the start.
 
-    Raises: MissingPackageError without the package datasets; DataError when the stream cannot be opened or breaks off.
+    Raises: MissingPackageError without the package datasets; DataError when the stream cannot be opened or fails.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, workers: int) -> None:
@@ -126,10 +126,10 @@ class _Packed:
         if place is not None:
             self._stream.load_state_dict(place)
         self._rows: Iterator[dict[str, Any]] = iter(self._stream)
-        self._ahead = place  # the stream knows its own position only after the first row
+        self._ahead = place  # the stream has a position of its own only after the first row
 
     def _next_document(self) -> NDArray[np.int64]:
-        """The tokens of the next document on our side of the split; starts again after the last."""
+        """The tokens of the next document of this split; starts again after the last."""
         passes = 0
         name = f"a document of the stream '{self._config.source}'"
         while True:
