@@ -254,7 +254,7 @@ def test_a_missing_file_is_named(tmp_path: Path, kind: str) -> None:
 
 def test_the_snapshot_of_another_run_worker_or_round_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 5, 2, torch.ones(1), digest=DIGEST)
-    with pytest.raises(CheckpointError, match="has digest '0123abcd' and 'ffff' is needed"):
+    with pytest.raises(CheckpointError, match="has digest '0123abcd' but needs 'ffff'"):
         load(tmp_path, 5, 2, "ffff")
     for round, worker, what in [(5, 3, "worker 2 and 3"), (6, 2, "round 5 and 6")]:
         target = tmp_path / f"round-{round:06d}"
@@ -300,10 +300,10 @@ def test_a_forged_state_is_an_error_and_nothing_else(tmp_path: Path, state: Any)
     ("changes", "message"),
     [
         ({"format": "gossamer checkpoint 99"}, "has format 'gossamer checkpoint 99'"),
-        ({"format": "absent"}, "is no manifest .*'format' is needed"),
-        ({"state": "absent"}, "is no manifest .*'state' is needed"),
-        ({"bytes": "many"}, "is no manifest .*bytes is 'many' but must be a whole number"),
-        ({"sha256": None}, "is no manifest .*sha256 is None but must be text"),
+        ({"format": "absent"}, "is not a manifest .*'format' is needed"),
+        ({"state": "absent"}, "is not a manifest .*'state' is needed"),
+        ({"bytes": "many"}, "is not a manifest .*bytes is 'many' but must be a whole number"),
+        ({"sha256": None}, "is not a manifest .*sha256 is None but must be text"),
     ],
 )
 def test_a_forged_manifest_is_an_error_and_nothing_else(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

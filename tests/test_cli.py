@@ -145,7 +145,7 @@ def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):
         code, out, err = run([*words, "--resume", tmp_path / "run"], capsys)
         assert code == 0 and told in out.splitlines(), (out, err)
     assert {path: path.read_bytes() for path in tmp_path.glob("run/*.jsonl")} == before
-    refused(["evaluate", tmp_path / "run", "--round", 7], capsys, "round 7 is not owned by all; these are: 1, 2;")
+    refused(["evaluate", tmp_path / "run", "--round", 7], capsys, "round 7 lacks checkpoints of some workers; complete are: 1, 2;")
     assert run(["evaluate", tmp_path / "run", "--round", 1], capsys)[1].startswith("round 1:")
 
 
@@ -175,10 +175,10 @@ def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
         tensors.write_bytes(bytes(data))
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "worker-001.safetensors")
     (tmp_path / "run" / "run.toml").write_text(dump(tiny(run__steps=4, seed=7)))
-    refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "put it back", "--out")
-    refused(["evaluate", tmp_path / "run"], capsys, "run.toml has changed", "put it back")
+    refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "restore it", "--out")
+    refused(["evaluate", tmp_path / "run"], capsys, "run.toml has changed", "restore it")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    refused(["evaluate", tmp_path / "run"], capsys, "snapshots of all 3 workers")
+    refused(["evaluate", tmp_path / "run"], capsys, "checkpoints of all 3 workers")
     refused(["evaluate", tmp_path / "nowhere"], capsys, "nowhere")
 
 
