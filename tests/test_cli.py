@@ -145,7 +145,7 @@ def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):
         code, out, err = run([*words, "--resume", tmp_path / "run"], capsys)
         assert code == 0 and told in out.splitlines(), (out, err)
     assert {path: path.read_bytes() for path in tmp_path.glob("run/*.jsonl")} == before
-    refused(["evaluate", tmp_path / "run", "--round", 7], capsys, "round 7 lacks checkpoints of some workers; complete are: 1, 2;")
+    refused(["evaluate", tmp_path / "run", "--round", 7], capsys, "round 7 lacks some checkpoints; complete are: 1, 2;")
     assert run(["evaluate", tmp_path / "run", "--round", 1], capsys)[1].startswith("round 1:")
 
 
@@ -204,7 +204,7 @@ def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsy
     assert "pairs lr=0.001" in page and "http://" not in page.replace("http://www.w3.org", "")
     for name in ("run.toml", "trace.jsonl", "metrics.jsonl", "sample.txt", "model", "checkpoints"):
         assert (tmp_path / "out" / "pairs-lr=0.001" / name).exists(), name
-    refused(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys, "is there already")
+    refused(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys, "already exists")
 
 
 def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_was_stopped(tmp_path, capsys):

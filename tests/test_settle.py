@@ -179,7 +179,7 @@ def test_real_processes_need_no_declared_network_and_can_do_less():
         settle(adapts)
     served = timed(server__name="cgad", clockless=True)
     assert settle(served, real=True).network is None  # type: ignore[union-attr]
-    with pytest.raises(PairingError, match=r"events.overlap = true, which exist in virtual time only"):
+    with pytest.raises(PairingError, match=r"events.overlap = true, which exist in simulations only"):
         settle(timed(server__name="cgad", events__overlap=True, events__fragments=2), real=True)
     with pytest.raises(ConfigError, match="'tiny' is asynchronous"):
         in_rounds(timed(server__name="cgad"))

@@ -135,7 +135,7 @@ def _whole_round(config: RunConfig, folder: Path, round: int | None) -> int:
     whole = sorted(set(owned[0]).intersection(*owned[1:]))
     if round is not None and whole and round not in whole:
         raise CheckpointError(
-            f"round {round} lacks checkpoints of some workers; complete are: {', '.join(map(str, whole))}; name one of them"
+            f"round {round} lacks some checkpoints; complete are: {', '.join(map(str, whole))}; name one of them"
         )
     if not any(owned) and any(checkpoint.rounds(store, owner) for owner in owners):
         raise checkpoint.nothing_to_resume(store, owners, owned)

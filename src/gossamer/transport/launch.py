@@ -95,7 +95,7 @@ def _rank(workers: int, parts: int) -> tuple[int, int]:
     if world != workers * parts:
         each = f" of {parts} processes each" if parts > 1 else ""
         raise ConfigError(
-            f"WORLD_SIZE is {world} but the run file says workers = {workers}{each}; start {workers * parts} processes, or "
+            f"WORLD_SIZE is {world} but the run file has workers = {workers}{each}; start {workers * parts} processes, or "
             "change it"
         )
     if rank >= world:
