@@ -28,7 +28,7 @@ def run(words, capsys):
 
 def sentences(err):
     """The lines of stderr, without the one that says how busy this machine is."""
-    return [line for line in err.splitlines() if "expect to be slower than alone" not in line]
+    return [line for line in err.splitlines() if "this run will be slower" not in line]
 
 
 def refused(words, capsys, *parts):

@@ -44,7 +44,7 @@ class Trained(NamedTuple):
 class ServedWorker:
     """A worker of a server with its model, data, records and checkpoints, and without a connection.
 
-    Args: `settled` is the run with the local steps of its workers, `config` the run as its file says.
+    Args: `settled` is the run with the local steps of its workers, `config` the run as in its file.
     """
 
     def __init__(
