@@ -52,7 +52,7 @@ def _without_step_s(f: Facts) -> bool:
 
 
 def _count(f: Facts) -> int | None:
-    """How many networks are declared; None for whoever has no run file."""
+    """How many networks are declared; None without a run file."""
     return None if f.networks is None else len(f.networks)
 
 

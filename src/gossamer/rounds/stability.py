@@ -90,7 +90,7 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
     Raises: ConfigError when alpha is still "auto".
     Cost: O(n) for exchangeable topologies, O(period · n log n) for circulant ones (ring, exponential), O(period · n³) for
         others; for those whose mixings do not commute (base, unless n is a power of k + 1) that holds for every pair (α, γ)
-        anew: half a second for 255 workers.
+        again: half a second for 255 workers.
     Source: static graphs are heavy-ball and Nesterov gossip; random pairs with momentum at "pre" are the gossip of Loizou
         and Richtárik, arXiv 1905.08645; the second moments are ours.
 
