@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+PROCESSES ?= 2
 
 .PHONY: help demo test parity bench methods results
 
@@ -15,7 +16,7 @@ test: .venv/.installed  ## lint, format, types, tests and doctests: what CI runs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
-	$(BIN)/pytest --hypothesis-profile=repeatable
+	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadgroup --hypothesis-profile=repeatable
 
 parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing
 	$(BIN)/pytest tests/test_parity.py --full-parity

@@ -254,15 +254,15 @@ def test_a_missing_file_is_named(tmp_path: Path, kind: str) -> None:
 
 def test_the_snapshot_of_another_run_worker_or_round_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 5, 2, torch.ones(1), digest=DIGEST)
-    with pytest.raises(CheckpointError, match="has digest '0123abcd' and 'ffff' is needed"):
+    with pytest.raises(CheckpointError, match="has digest '0123abcd' but needs 'ffff'"):
         load(tmp_path, 5, 2, "ffff")
-    for round, worker, what in [(5, 3, "worker 2 and 3"), (6, 2, "round 5 and 6")]:
+    for round, worker, what in [(5, 3, "worker 2 but needs 3"), (6, 2, "round 5 but needs 6")]:
         target = tmp_path / f"round-{round:06d}"
         target.mkdir(exist_ok=True)
         for kind in ("json", "safetensors"):
             source = tmp_path / "round-000005" / f"worker-002.{kind}"
             (target / f"worker-{worker:03d}.{kind}").write_bytes(source.read_bytes())
-        with pytest.raises(CheckpointError, match=f"has {what} is needed"):
+        with pytest.raises(CheckpointError, match=f"has {what}"):
             load(tmp_path, round, worker, DIGEST)
         assert rounds(tmp_path, worker) == [r for r in [5] if worker == 2]
 
@@ -300,10 +300,10 @@ def test_a_forged_state_is_an_error_and_nothing_else(tmp_path: Path, state: Any)
     ("changes", "message"),
     [
         ({"format": "gossamer checkpoint 99"}, "has format 'gossamer checkpoint 99'"),
-        ({"format": "absent"}, "is no manifest .*'format' is needed"),
-        ({"state": "absent"}, "is no manifest .*'state' is needed"),
-        ({"bytes": "many"}, "is no manifest .*bytes is 'many' but must be a whole number"),
-        ({"sha256": None}, "is no manifest .*sha256 is None but must be text"),
+        ({"format": "absent"}, "is not a manifest .*'format' is needed"),
+        ({"state": "absent"}, "is not a manifest .*'state' is needed"),
+        ({"bytes": "many"}, "is not a manifest .*bytes is 'many' but must be a whole number"),
+        ({"sha256": None}, "is not a manifest .*sha256 is None but must be text"),
     ],
 )
 def test_a_forged_manifest_is_an_error_and_nothing_else(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -317,7 +317,7 @@ def test_a_forged_manifest_is_an_error_and_nothing_else(tmp_path: Path, changes:
 def test_sealed_nonsense_is_an_error_and_nothing_else(tmp_path: Path, text: bytes) -> None:
     save(tmp_path, 5, 2, torch.ones(1), digest=DIGEST)
     (tmp_path / "round-000005" / "worker-002.json").write_bytes(checkpoint._seal(text) + text)
-    with pytest.raises(CheckpointError, match="is no manifest"):
+    with pytest.raises(CheckpointError, match="is not a manifest"):
         load(tmp_path, 5, 2, DIGEST)
     assert rounds(tmp_path, 2) == []
 

@@ -28,7 +28,7 @@ def run(words, capsys):
 
 def sentences(err):
     """The lines of stderr, without the one that says how busy this machine is."""
-    return [line for line in err.splitlines() if "expect to be slower than alone" not in line]
+    return [line for line in err.splitlines() if "this run will be slower" not in line]
 
 
 def refused(words, capsys, *parts):
@@ -145,7 +145,7 @@ def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):
         code, out, err = run([*words, "--resume", tmp_path / "run"], capsys)
         assert code == 0 and told in out.splitlines(), (out, err)
     assert {path: path.read_bytes() for path in tmp_path.glob("run/*.jsonl")} == before
-    refused(["evaluate", tmp_path / "run", "--round", 7], capsys, "round 7 is not owned by all; these are: 1, 2;")
+    refused(["evaluate", tmp_path / "run", "--round", 7], capsys, "round 7 lacks some checkpoints; complete are: 1, 2;")
     assert run(["evaluate", tmp_path / "run", "--round", 1], capsys)[1].startswith("round 1:")
 
 
@@ -175,10 +175,10 @@ def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
         tensors.write_bytes(bytes(data))
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "worker-001.safetensors")
     (tmp_path / "run" / "run.toml").write_text(dump(tiny(run__steps=4, seed=7)))
-    refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "put it back", "--out")
-    refused(["evaluate", tmp_path / "run"], capsys, "run.toml has changed", "put it back")
+    refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "restore it", "--out")
+    refused(["evaluate", tmp_path / "run"], capsys, "run.toml has changed", "restore it")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    refused(["evaluate", tmp_path / "run"], capsys, "snapshots of all 3 workers")
+    refused(["evaluate", tmp_path / "run"], capsys, "checkpoints of all 3 workers")
     refused(["evaluate", tmp_path / "nowhere"], capsys, "nowhere")
 
 
@@ -204,7 +204,7 @@ def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsy
     assert "pairs lr=0.001" in page and "http://" not in page.replace("http://www.w3.org", "")
     for name in ("run.toml", "trace.jsonl", "metrics.jsonl", "sample.txt", "model", "checkpoints"):
         assert (tmp_path / "out" / "pairs-lr=0.001" / name).exists(), name
-    refused(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys, "is there already")
+    refused(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys, "already exists")
 
 
 def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_was_stopped(tmp_path, capsys):

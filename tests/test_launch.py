@@ -38,7 +38,7 @@ def test_a_process_that_nobody_launched_is_told_how_to_launch(torchrun: pytest.M
 @pytest.mark.parametrize(
     ("changes", "options", "words"),
     [
-        ({"WORLD_SIZE": "3"}, {}, "WORLD_SIZE is 3 but the run file says workers = 2"),
+        ({"WORLD_SIZE": "3"}, {}, "WORLD_SIZE is 3 but the run file has workers = 2"),
         ({"RANK": "2"}, {}, "RANK is 2; .* between 0 and 1"),
         ({"RANK": "-1"}, {}, "RANK is '-1'"),
         ({}, {"backend": "mpi"}, "run.backend is 'mpi'; allowed: auto, gloo, nccl"),

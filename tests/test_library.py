@@ -94,7 +94,7 @@ def test_a_state_goes_into_a_loop_that_has_ended_a_round_and_into_none_that_is_w
     assert loop.rounds == 1
     train(model, loop, 2)
     with pytest.raises(
-        CheckpointError, match="2 steps of round 1, with 1 exchanges under way; load it into a new Outer"
+        CheckpointError, match="2 steps of round 1, with 1 exchanges in flight; load it into a new Outer"
     ):
         loop.load_state_dict(saved)
     train(model, loop, 1)

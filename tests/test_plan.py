@@ -160,7 +160,7 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     assert followed.adapt is True and followed.weigh_steps
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path / "run.toml")]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     for wrong in (["--codec", "int9"], ["--local-steps", "a"], ["--model", "7b"]):
         assert main([*words, *wrong]) == 2
         assert capsys.readouterr().err.startswith("gossamer: ")

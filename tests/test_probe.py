@@ -34,7 +34,7 @@ def test_three_workers_on_loopback_write_a_network_that_can_be_read(tmp_path: Pa
     assert all(0 < latency_s < 5 for latency_s in latencies), latencies  # type: ignore[operator]
     again = run("--local", "3", "--out", str(out))
     assert again.returncode == 2
-    assert "is there already" in again.stderr
+    assert "already exists" in again.stderr
 
 
 def test_a_probe_that_nobody_launched_is_told_how(tmp_path: Path) -> None:

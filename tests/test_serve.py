@@ -277,7 +277,7 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
         with pytest.raises(PeerError, match=r"the server refused this process.*same run file"):
             work(served(workers=1, server__name="cgad", run__steps=4), tmp_path / "b", "127.0.0.1", port, 0)
         work(config, tmp_path / "a", "127.0.0.1", port, 0)
-    with pytest.raises(ConfigError, match="--worker got 3 but the run file says workers = 1"):
+    with pytest.raises(ConfigError, match="--worker got 3 but the run file has workers = 1"):
         work(config, tmp_path / "b", "127.0.0.1", port, 3)
 
     said = torch.tensor(Terms(0, -5, 1, 0, 0, 0, 0, 0))
@@ -450,7 +450,7 @@ def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):
         ({"server__name": "cgad"}, [], "--server HOST:PORT"),
         ({"server__name": "cgad"}, ["--server", "here"], "'here'"),
         ({"server__name": "cgad", "events": {"fragments": 2, "overlap": True}}, ["--server", "127.0.0.1:1"], "overlap"),
-        ({}, ["--server", "127.0.0.1:1"], "has a rule"),
+        ({}, ["--server", "127.0.0.1:1"], "has no [server]"),
     ]:
         path.write_text(dump(timed(**overrides)))
         assert main(["train", str(path), "--out", str(tmp_path / "run"), *words]) == 2

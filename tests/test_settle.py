@@ -33,7 +33,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "[server] with [pair]": (Facts(tables=frozenset({"server", "pair"})), ["[server]", "[pair]"]),
     "[server] with [topology]": (Facts(tables=frozenset({"server", "topology"})), ["[server]", "[topology]"]),
     "[pair] with [rule]": (Facts(tables=frozenset({"pair", "rule"})), ["[pair]", "[rule]"]),
-    "workers of the topology": (Facts(topology=ring(5), workers=4), ["for 5 workers", "there are 4"]),
+    "workers of the topology": (Facts(topology=ring(5), workers=4), ["for 5 workers", "the run has 4"]),
     "everyone": (Facts(rule=diloco(), topology=random(4)), ["'diloco'", "'random'", "'complete'"]),
     "static": (Facts(rule=RULES["choco"](), topology=random(4)), ["'choco'", "'random'", "'ring'"]),
     "tree": (Facts(rule=relaysum(), topology=ring(4)), ["'relaysum'", "'ring'", "'tree'"]),
@@ -76,7 +76,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     ),
     "moments in somebody else's loop": (
         Facts(driver="library", schedule=Schedule(inner_every=(1, 2))),
-        ["inner_every is [1, 2]", "your own inner optimizer"],
+        ["inner_every is [1, 2]", "your inner optimizer"],
     ),
     "all-reduce and overlap": (
         Facts(rule=diloco(), topology=complete(4), mean="all_reduce", schedule=Schedule(overlap_steps=2)),
@@ -179,7 +179,7 @@ def test_real_processes_need_no_declared_network_and_can_do_less():
         settle(adapts)
     served = timed(server__name="cgad", clockless=True)
     assert settle(served, real=True).network is None  # type: ignore[union-attr]
-    with pytest.raises(PairingError, match=r"events.overlap = true, which exist in virtual time only"):
+    with pytest.raises(PairingError, match=r"events.overlap = true, which exist in simulations only"):
         settle(timed(server__name="cgad", events__overlap=True, events__fragments=2), real=True)
     with pytest.raises(ConfigError, match="'tiny' is asynchronous"):
         in_rounds(timed(server__name="cgad"))

@@ -177,7 +177,7 @@ def test_the_exported_model_is_the_mean_of_the_workers_and_opens_with_transforme
 def test_resuming_without_a_checkpoint_or_over_another_run_is_refused(tmp_path):
     config = tiny(run__steps=4, run__checkpoint_every=0)
     simulate(config, tmp_path / "run", until=1)
-    with pytest.raises(CheckpointError, match=r"has no snapshots to resume from.*--out"):
+    with pytest.raises(CheckpointError, match=r"has no checkpoints to resume from.*--out"):
         simulate(config, tmp_path / "run", resume=True)
     with pytest.raises(ConfigError, match="already holds"):
         simulate(config, tmp_path / "run")

@@ -156,7 +156,7 @@ def test_a_message_that_only_one_end_tells_of_counts_once() -> None:
 def test_ends_that_differ_about_a_message_are_refused() -> None:
     a, b = swap(0, [(0, 1)])
     liar = b._replace(operations=(b.operations[0]._replace(receives=((0, 99),)),))
-    with pytest.raises(DataError, match="worker 0 sent to worker 1"):
+    with pytest.raises(DataError, match="message from worker 0 to worker 1"):
         from_entries([a, liar])
 
 

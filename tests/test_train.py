@@ -214,5 +214,5 @@ def test_a_world_of_another_size_than_the_run_file_says_is_refused(tmp_path):
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     result = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert result.stderr.startswith("gossamer: WORLD_SIZE is 2 but the run file says workers = 3"), result.stderr
+    assert result.stderr.startswith("gossamer: WORLD_SIZE is 2 but the run file has workers = 3"), result.stderr
     assert json.dumps(result.stderr).count("\\n") == 1

@@ -2,12 +2,12 @@
 
 * GossamerError
   x ConfigError        a run file, an option or a command line that cannot work
-    + PairingError     rule, topology and codec that do not go together
+    + PairingError     a rule, topology and codec that cannot be combined
     + MissingPackageError  an optional package that is not installed
   x DataError          missing, empty or unreadable training data
-  x CheckpointError    a snapshot that is corrupt, foreign or of another run
-  x TrainingError      the numbers went wrong (NaN loss)
-  x TransportError     bytes did not arrive as agreed
+  x CheckpointError    a checkpoint that is corrupt, foreign or of another run
+  x TrainingError      the loss became NaN or infinite
+  x TransportError     bytes did not arrive as expected
     + PeerError        a worker died, hung or speaks another configuration
 
 Each message says, in one sentence, what happened, what was given, what is allowed and what to do. The command line
@@ -35,7 +35,7 @@ __all__ = [
 
 
 class GossamerError(Exception):
-    """Anything a user or a peer can cause; the message is the whole story."""
+    """Anything a user or a peer can cause; its message needs no traceback."""
 
 
 class ConfigError(GossamerError, ValueError):
@@ -43,7 +43,7 @@ class ConfigError(GossamerError, ValueError):
 
 
 class PairingError(ConfigError):
-    """A rule, a topology and a codec that do not go together."""
+    """A rule, a topology and a codec that cannot be combined."""
 
 
 class MissingPackageError(ConfigError):
@@ -55,7 +55,7 @@ class DataError(GossamerError, ValueError):
 
 
 class CheckpointError(GossamerError, ValueError):
-    """A snapshot that is corrupt, foreign or belongs to another run."""
+    """A checkpoint that is corrupt, foreign or belongs to another run."""
 
 
 class TrainingError(GossamerError, ArithmeticError):
@@ -63,7 +63,7 @@ class TrainingError(GossamerError, ArithmeticError):
 
 
 class TransportError(GossamerError, ConnectionError):
-    """Bytes that did not arrive as agreed."""
+    """Bytes that did not arrive as expected."""
 
 
 class PeerError(TransportError):

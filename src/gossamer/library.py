@@ -1,4 +1,4 @@
-"""Gossamer in someone else's training loop: their model, their inner optimizer, their data, and three lines of ours."""
+"""Gossamer in an existing training loop: the user's model, inner optimizer and data, and three more lines."""
 
 import hashlib
 import logging
@@ -34,19 +34,19 @@ log = logging.getLogger("gossamer")
 
 
 class OuterState(TypedDict):
-    """What `Outer.state_dict` returns."""
+    """The value of `Outer.state_dict`."""
 
     outer: list[Tensor]
     """The state of the rule."""
     under_way: list[UnderWay]
-    """The exchanges that are under way."""
+    """The exchanges in flight."""
     rounds: int
     steps: int
     """Inner steps since the last round ended."""
 
 
 class Outer:
-    """The outer loop around a training loop: counts inner steps, and exchanges with the peers after every `local_steps`.
+    """The outer loop around a training loop: counts inner steps, and exchanges with the peers after every `local_steps` of them.
 
         outer = gossamer.Outer(model, gossamer.gasloc(), local_steps=30)      # after init_process_group
         for batch in data:
@@ -58,13 +58,13 @@ class Outer:
         model: its trainable parameters become views of one flat buffer; optimizers made before or after keep working. All
             workers start from the parameters of worker 0.
         rule: from `gossamer.rules`; one on gradients, such as `data_parallel`, is refused.
-        topology: a name from `TOPOLOGIES`, or a `Topology`; by default random pairs, or what the rule needs instead:
+        topology: a name from `TOPOLOGIES`, or a `Topology`; by default random pairs, or the topology that the rule requires:
             the complete graph, a ring, a tree, random pushes.
         local_steps: inner steps of a round; workers may differ where the schedule has no overlap.
-        schedule: fragments that are exchanged one after the other, and overlap with training; by default neither.
+        schedule: exchange in several fragments, and overlap with training; by default neither.
         timeout_s: how long an exchange waits for a peer.
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology or codec.
-    Cost: the rule's state, one message, and those received from the peers; the exchange blocks, with the receives announced a
+    Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
         whole local phase before. Buffers such as batch-norm statistics stay each worker's own.
 
     Without a process group there is one worker, and the rule is its limit for one: an outer momentum, or nothing.
@@ -114,11 +114,11 @@ class Outer:
         self._stops: list[Stop] = []
 
     def step(self) -> bool:
-        """Counts one inner step; after every `local_steps` of them exchanges. Returns whether it did.
+        """Counts one inner step; and exchanges after every `local_steps` of them. Returns whether it exchanged.
 
         Call it after `optimizer.step()`. Raises: PeerError naming the worker that failed first.
         """
-        if not self._stops:  # not before there is a step to follow: nothing is announced after the last exchange
+        if not self._stops:  # only when a step follows, so that nothing is announced after the last exchange
             self._stops = [stop for stop in self._loop.stops(self.rounds) if stop.step > self.steps]
             self._loop.announce(self.rounds, self._stops[0])
         self.steps += 1
@@ -136,14 +136,14 @@ class Outer:
         return True
 
     def finish(self) -> None:
-        """Finishes what is still under way when training ends; without overlap there is nothing. Raises: PeerError."""
+        """Finishes the exchanges in flight when training ends; without overlap there are none. Raises: PeerError."""
         with torch.no_grad():
             self._loop.end()
 
     def state_dict(self) -> OuterState:
         """The outer state, to be saved together with your model and optimizer after any step, the same on all workers.
 
-        It holds what is under way, which is sent again when it is loaded.
+        It holds the exchanges in flight, which are sent again when it is loaded.
         """
         return {
             "outer": [leaf.clone() for leaf in leaves(self._loop.state)],
@@ -153,15 +153,15 @@ class Outer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads a saved outer state, after the model's parameters were loaded; training continues from that very step.
+        """Loads a saved outer state, after the model's parameters were loaded; training continues from that step.
 
-        Raises: CheckpointError if it does not fit rule, model, schedule and local steps, if something is missing in it, or if
-            exchanges are under way here: load it before the first step of a round.
+        Raises: CheckpointError if it does not fit rule, model, schedule and local steps, if it is incomplete, or if this Outer
+            has exchanges in flight: load it before the first step of a round.
         """
         if self._loop.under_way:
             raise CheckpointError(
                 f"a state was given after {self.steps} steps of round {self.rounds}, with {len(self._loop.under_way)} exchanges "
-                "under way; load it into a new Outer"
+                "in flight; load it into a new Outer"
             )
         mine = leaves(self._loop.state)
         try:
@@ -173,7 +173,7 @@ class Outer:
             must_fit(saved, mine)
             under_way = {(one["round"], one["fragment"]) for one in state["under_way"]}
             if under_way and under_way != (expected := self._sent_by(rounds, steps)):  # none after `finish`
-                raise ValueError(f"{sorted(under_way)} are under way where the schedule has {sorted(expected)}")
+                raise ValueError(f"{sorted(under_way)} are in flight where the schedule has {sorted(expected)}")
             self._loop.restore_under_way(state["under_way"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             self._loop.under_way.clear()
@@ -196,7 +196,7 @@ class Outer:
         return sent
 
     def close(self) -> None:
-        """Ends the outer loop and its connections; the process group you made stays yours."""
+        """Ends the outer loop and its connections; your own process group stays open."""
         self._loop.under_way.clear()
         self._transport.close()
         if self._group is not None and dist.is_initialized():
@@ -213,7 +213,7 @@ class Outer:
         self.close()
 
     def _join(self, timeout_s: float) -> Transport:
-        """Checks that all workers run the same, and gives them the parameters of worker 0."""
+        """Checks that all workers have the same configuration, and broadcasts the parameters of worker 0."""
         if not dist.is_initialized():
             return MemoryNetwork(1).transport(0)
         store = dist.distributed_c10d._get_default_store()  # it has no public name

@@ -1,7 +1,7 @@
 """Tables of settings and lines of records: fields with types and bounds, checked by pydantic, and one sentence for each fault.
 
 A field declares what it allows once, in its annotation: `Annotated[int, Field(ge=1)]`. The words of an error, the bounds that
-are checked and the JSON schema all come from there. Numbers are finite unless `AllowInfNan` says otherwise, a whole number may
+are checked and the JSON schema all come from there. Numbers are finite unless `AllowInfNan` is given, a whole number may
 stand for a float, a bool is no number, and a list (or a table) becomes a tuple (or an instance).
 """
 
@@ -73,7 +73,7 @@ class OneOf:
 
 
 class Faults(ConfigError):
-    """All that is wrong with one value; its sentence is the first of them."""
+    """All faults of one value; its sentence is the first of them."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__(found[0])
@@ -154,7 +154,7 @@ def plain(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:
 
 
 class Records(Generic[T]):
-    """Lines of JSON of one kind, or of several that a key tells apart.
+    """Lines of JSON of one kind, or of several that differ by a tag.
 
     Args: `kind` is a TypedDict with the configuration `RECORD`, or a tagged union of such.
     """
@@ -220,7 +220,7 @@ def _explained(cls: type, schema: CoreSchema, handler: GetJsonSchemaHandler) -> 
     return found
 
 
-# Sentences: what pydantic says of a value, by the field that has it
+# Sentences: pydantic's errors about a value, by the field that has it
 
 
 class _Place(typing.NamedTuple):
@@ -277,7 +277,7 @@ def _place(kind: Any, location: tuple[int | str, ...]) -> _Place:
 
 
 def _sentence(items: list[ErrorDetails], place: _Place, where: str) -> str:
-    """What is wrong with one field, of all that pydantic says of it."""
+    """The sentence about one field, from pydantic's errors about it."""
     first, (path, hint, table) = items[0], place
     name, owner = _dotted(where, path), _dotted(where, path[:-1])
     given: Any = first["input"].kwargs if isinstance(first["input"], ArgsKwargs) else first["input"]
@@ -372,12 +372,12 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _bare(hint: Any) -> Any:
-    """An annotation without what is said about it."""
+    """An annotation without its metadata."""
     return _bare(get_args(hint)[0]) if get_origin(hint) in (Annotated, NotRequired) else hint
 
 
 def _extras(hint: Any) -> list[Any]:
-    """What is said about an annotation; of a pydantic Field, its bounds."""
+    """The metadata of an annotation; of a pydantic Field, its bounds."""
     extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     return [part for one in extras for part in (one.metadata if isinstance(one, FieldInfo) else [one])]
 

@@ -32,23 +32,23 @@ __all__ = ["VERBS", "app", "main"]
 
 VERBS = {
     "simulate": "Train all workers of a run in this process.",
-    "check": "Say what a run file will do, or everything that is wrong with it.",
+    "check": "Show what a run file will do, or list all its errors.",
     "train": "Train one real worker per process, under torchrun or with --local N.",
-    "compare": "Simulate all variants of an experiment file, for one report.",
+    "compare": "Simulate all variants of an experiment file, and write one report.",
     "evaluate": "Score and export the mean model of a run after one of its rounds.",
     "topology": "Show a topology: graph, spectral gap, chi, and stability of gossip.",
     "probe": "Measure the links between workers, and write a network file.",
     "price": "Price a recorded run on a network, without training it again.",
     "plan": "Price every method on a network, and write a run file for one.",
-    "utilisation": "Show at which bandwidth how much of a run is computing.",
+    "utilisation": "Show compute utilisation as a function of bandwidth.",
     "report": "Write one page with the table and the curves of several runs.",
     "list": "List methods, rules, topologies, codecs, servers and pairs.",
 }
-"""What `gossamer --help` says of each verb, in its order."""
+"""Each verb with its line in `gossamer --help`, in the order of that list."""
 
 
 def _convert(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Words as cyclopts takes them, but for whole numbers, which it would round."""
+    """Converts words as cyclopts does, except whole numbers, which it would round."""
     if kind is int and not re.fullmatch(r"[+-]?\d+", tokens[0].value):
         raise CoercionError(token=tokens[0], target_type=int)
     return convert(kind, tokens)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _terminated)
     try:
         code = app(sys.argv[1:] if argv is None else [*argv])
-        sys.stdout.flush()  # so that a reader who has gone is noticed here
+        sys.stdout.flush()  # so that a closed pipe raises here
         return code or 0
     except CycloptsError as error:
         print(f"gossamer: {_usage(error)}", file=sys.stderr)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GossamerError as error:
         print(f"gossamer: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt as stop:  # a verb that can go on says how
+    except KeyboardInterrupt as stop:  # a verb whose run can be resumed has its own message
         print(f"gossamer: {str(stop) or 'stopped'}", file=sys.stderr)
         return 130
     except BrokenPipeError:
@@ -98,7 +98,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 
 def _usage(error: CycloptsError) -> str:
-    """One sentence for words that no verb understands, with the nearest name that is right."""
+    """One sentence for arguments that no verb accepts, with the nearest valid name."""
     words = " ".join(["gossamer", *(error.command_chain or ())])
     match error:
         case UnknownCommandError(unused_tokens=[word, *_]):
@@ -107,6 +107,6 @@ def _usage(error: CycloptsError) -> str:
             options = [name for argument in arguments for name in argument.names if name.startswith("--")]
             return choose(f"option of {words}", token.keyword or token.value, options)
         case UnusedCliTokensError(unused_tokens=[word, *_]):
-            return f"{words} got '{word}' after all that it takes; remove it, or see {words} --help"
+            return f"{words} got '{word}' but takes no further arguments; remove it, or see {words} --help"
     text = " ".join(str(error).split()).rstrip(".").replace('"', "'")
     return f"{text[:1].lower()}{text[1:]}; see {words} --help"

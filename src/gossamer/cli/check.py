@@ -1,4 +1,4 @@
-"""`gossamer check`: what a run file will do, or everything that is wrong with it, before anything is trained."""
+"""`gossamer check`: what a run file will do, or all its errors, before anything is trained."""
 
 import sys
 from json import dumps
@@ -14,7 +14,7 @@ __all__ = ["command", "lines"]
 
 
 def command(file: File = None, /, *, overrides: Overrides = (), json: bool = False) -> int:
-    """Says what each run of a file will do and keep, or everything because of which one cannot start; trains nothing.
+    """Shows what each run of a file will do and keep in memory, or every reason why it cannot start; trains nothing.
 
     Args:
         json: print an object, or a list of them for an experiment file

@@ -28,7 +28,7 @@ def command(
         out: folder of all runs (default: runs/ and the name of the file)
         seeds: run every variant with each of these seeds, such as 0,1,2
         scale: take the sizes of the file's [scale.NAME]
-        resume: keep the runs that have ended, and train the others
+        resume: keep the finished runs, and train the others
     """
     if file is None:
         raise ConfigError(
@@ -52,20 +52,20 @@ def command(
         outcomes = [PointResult(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
         _write_figure(outcomes, asked, out)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped; the same command with --resume keeps the runs that have ended") from None
+        raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
 
 
 def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:
-    """The folder of each run by its label. Raises ConfigError for one that is shared, or there already."""
+    """The folder of each run by its label. Raises ConfigError for one that is shared, or already exists."""
     folders = {run.label: out / _folder_name(run.label) for run in runs}
     if alike := [run.label for run in runs if [*folders.values()].count(folders[run.label]) > 1]:
         raise ConfigError(
-            f"the labels {alike} would share the folder '{folders[alike[0]]}'; set labels that differ in a letter"
+            f"the labels {alike} would share the folder '{folders[alike[0]]}'; set labels that differ in a letter or digit"
         )
     for label, folder in folders.items():
         if not resume and folder.exists():
             raise ConfigError(
-                f"'{folder}' of variant '{label}' is there already; "
+                f"'{folder}' of variant '{label}' already exists; "
                 "name another folder with --out, remove it, or continue with --resume"
             )
     return folders
@@ -76,7 +76,7 @@ def _folder_name(label: str) -> str:
 
 
 def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: bool) -> None:
-    """Trains run after run; with `resume` only those that have not ended, which start again."""
+    """Trains run after run; with `resume` only unfinished runs, which start again."""
     from gossamer.run.finished import is_finished
 
     for run in runs:
@@ -87,7 +87,7 @@ def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: 
             shutil.rmtree(folder)
         try:
             train_here(run.config, folder)
-        except TrainingError as error:  # that a setting diverges is a result of a comparison, not its end
+        except TrainingError as error:  # a diverging setting is a result of the comparison, and the others still run
             print(f"gossamer: {run.label}: {error}", file=sys.stderr)
 
 
@@ -103,5 +103,5 @@ def _write_figure(outcomes: "Sequence[PointResult]", asked: "Figure | None", out
     try:
         atomic_write(out / "figure.svg", draw_figure(outcomes, asked))
         print(f"figure: {out / 'figure.svg'}, its numbers: {out / 'figure.md'}")
-    except MissingPackageError:  # as the report has said
+    except MissingPackageError:  # the report has printed why
         print(f"the figure's numbers: {out / 'figure.md'}")

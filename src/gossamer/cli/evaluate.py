@@ -9,11 +9,11 @@ __all__ = ["command"]
 
 
 def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | None = None) -> None:
-    """Forms the mean model of a run from snapshots of one round, scores it and exports it.
+    """Forms the mean model of a run from the checkpoints of one round, scores it and exports it.
 
     Args:
         folder: run folder
-        round: number of finished rounds (default: the newest that all workers own)
+        round: number of finished rounds (default: the newest that all workers have)
     """
     from gossamer.run.evaluate import evaluate
 

@@ -1,4 +1,4 @@
-"""What `gossamer topology` prints of gossip on a topology."""
+"""The table that `gossamer topology` prints about gossip on a topology."""
 
 import math
 
@@ -11,7 +11,7 @@ _TAGS = ("static", "everyone", "tree", "symmetric", "doubly_stochastic", "psd", 
 
 
 def gossip_table(topology: Topology, found: Outlook) -> str:
-    """What a topology is, and what gossip with momentum does on it, in lines for the terminal.
+    """The properties of a topology, and the stability of gossip with momentum on it, as text.
 
     >>> from gossamer.rounds.stability import outlook
     >>> from gossamer.topologies import random
@@ -31,7 +31,7 @@ def gossip_table(topology: Topology, found: Outlook) -> str:
     if topology.exact_rounds:
         facts.append(f"exact after {topology.exact_rounds} round{'s' * (topology.exact_rounds > 1)}")
     if not found.gossip:
-        why = "not doubly stochastic: gossip keeps no mean to agree on here; push rules such as 'sgp' do"
+        why = "not doubly stochastic: gossip does not preserve the mean here; push rules such as 'sgp' do"
         return f"{', '.join(['column stochastic', *facts])}\n\n{why}"
     lines = [", ".join(facts)]
     if found.spectral_gap is not None:

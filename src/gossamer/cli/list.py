@@ -9,7 +9,7 @@ def command(*, markdown: bool = False) -> None:
     """Lists methods, rules, topologies, codecs, servers and pairs.
 
     Args:
-        markdown: the methods with what they send, keep and need: docs/methods.md
+        markdown: print docs/methods.md, the methods with their traffic, memory and requirements
     """
     if markdown:
         from gossamer.cli import methods_page

@@ -1,4 +1,4 @@
-"""The methods as one table, counted from the running code: what each sends, keeps and needs, and when it fails.
+"""The methods as one table, counted from the running code: bytes sent, memory, requirements, and when it fails.
 
 The rounds that are counted (`gossamer.run.traffic`) run on tensors without data.
 """
@@ -25,11 +25,11 @@ _BASE = {
 }  # fmt: skip
 _VOCABULARY = 32_000
 _NEEDS = {
-    "everyone": "everyone to hear everyone: a barrier",
+    "everyone": "messages from all workers: a barrier",
     "connected": "a graph that connects over time",
     "static": "a graph that never changes",
     "tree": "a tree",
-    "push": "a graph whose senders give all away",
+    "push": "a column-stochastic graph",
 }
 
 
@@ -78,31 +78,31 @@ def markdown() -> str:
 _HEAD = """<!-- Made by `make methods` from the code; a test compares the two. -->
 # The methods
 
-A method is run by its name, in a run file or on the command line, and what is said beside it goes first, which is what stands
-in the same file, or in another `--set` of the same command:
+Select a method by name in the run file or with `--set method=NAME`. Settings given next to it, in the same file or in another
+`--set` of the same command, override the method's own:
 
     gossamer simulate configs/gasloc.toml --set method=muloco --set rule.lr=0.8
 
-On the command line a method replaces the same keys of the file. What else the file says of rule, topology, codec, schedule and
-the rest, by a method of its own too, stays, with two exceptions: naming another rule, topology, codec, server or pair drops the
-options of the old one, and a server, pairs and a rule replace each other with all that belongs to them.
+`--set method=` replaces only the keys the method defines; everything else in the file is kept, except: (1) naming a different
+rule, topology, codec, server or pair discards the old one's options; (2) a rule, a server and a pair method exclude each other,
+so each replaces the others and their settings.
 
-A method stands for the settings under "made of". Some are a rule and nothing else; others are a rule of an older method on
-another topology, or with another codec, schedule or inner optimizer: a method has a rule of its own only where its equations
-differ. Those with a server or pairs, and those that do not wait, run over virtual time, on the clock of a network in the run file
+A method stands for the settings under "made of". A method with its own update equations has its own rule; the others combine an
+existing rule with another topology, codec, schedule or inner optimizer. Asynchronous methods (those with a server, in pairs or
+without waiting) run over virtual time, with the seconds of a network in the run file
 ([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). `gossamer compare configs/methods.toml` trains them all on
 the same data ([results](results/methods.md)); the documentation of each rule has its equation.
 
-What a worker sends and keeps is counted from rounds that were played without data: {workers} workers, model `{size}` with
+The columns "sent" and "kept" are counted from rounds that were played without data: {workers} workers, model `{size}` with
 {parameters:,} parameters, so that P, the model in fp32, is {megabytes:.0f} MB, and {steps} local steps where the method does not
-say 1. Sent is what one worker sends in one round (after one local phase where there are no rounds), in the mean; "differences"
-are zero for a worker that has not moved. Kept are copies beside parameters and inner optimizer; those "under way" belong to
-exchanges that overlap with training.
+set 1. "Sent": mean bytes per worker and round (per local phase for asynchronous methods); "differences" are zero for a worker
+that has not moved. "Kept": copies in addition to parameters and inner optimizer; those "under way" belong to exchanges that
+overlap with training.
 """
 
 
 def _own(name: str) -> bool:
-    """Whether its notes are not those of another row."""
+    """Whether it has notes of its own."""
     return name in FACTORIES or bool(recipes()[name].differs)
 
 
@@ -150,7 +150,7 @@ def _models(copies: float) -> str:
 
 
 def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
-    """What goes to whom: a message is a difference if workers that have not moved send zeros."""
+    """The kind of message and its receivers: a message is a difference if workers that have not moved send zeros."""
     if not counted.messages:
         return "nothing"
     kinds = {1: "a number", PROBE: "parameters"}

@@ -37,7 +37,7 @@ class PlanOptions:
     peak_flops: float | None = None
     """FLOP/s of a worker, from which the step time follows"""
     mfu: float = 0.4
-    """share of the peak that is in use (default: 0.4)"""
+    """share of peak FLOP/s that is reached (default: 0.4)"""
     local_steps: Annotated[str, Parameter(metavar="15,30")] = "15,30,60,120,240"
     """local steps to try"""
     codec: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
@@ -47,9 +47,9 @@ class PlanOptions:
     out: Path | None = None
     """write a run file with the chosen settings"""
     adapt: bool = False
-    """let its local steps follow the clock (run.adapt)"""
+    """adapt local steps to measured seconds (run.adapt)"""
     weigh_steps: bool = False
-    """let its workers count alike (run.weigh_steps)"""
+    """let all workers count fully (run.weigh_steps)"""
 
 
 def command(network: Path, /, options: PlanOptions | None = None) -> None:
@@ -100,7 +100,7 @@ def _write_run_file(made: "RunPlan", options: PlanOptions, out: Path) -> None:
     from gossamer.network.plan import run_toml
 
     if out.exists():
-        raise ConfigError(f"'{out}' is there already; name another file with --out, or remove it")
+        raise ConfigError(f"'{out}' already exists; name another file with --out, or remove it")
     text = run_toml(made, name=out.stem, adapt=options.adapt, weigh_steps=options.weigh_steps)
     out.write_text(text, encoding="utf-8")
     print(f"run file: {out}")

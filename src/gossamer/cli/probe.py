@@ -17,7 +17,7 @@ def command(*, out: Path, local: int | None = None, max_bytes: int = 1 << 24, te
         test_s: seconds after which a message is long enough (default: 0.5)
     """
     if out.exists():
-        raise ConfigError(f"'{out}' is there already; name another file with --out, or remove it")
+        raise ConfigError(f"'{out}' already exists; name another file with --out, or remove it")
     if local is not None:
         from gossamer.transport.launch import run_local
 

@@ -44,7 +44,7 @@ def publish(runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Networ
         for name, image in pictures(runs).items():
             atomic_write(page.with_name(name), image)
     except MissingPackageError:
-        pass  # as write_report has said
+        pass  # write_report has printed why
     console = Console()
     Console(width=None if console.is_terminal else 120).print(render_table(rows))
     for method, losses, mean, deviation in over_seeds(rows):

@@ -1,4 +1,4 @@
-"""What the verbs that train have in common: the run file with its overrides, the run folder, and the way to go on."""
+"""What the verbs that train have in common: the run file with its overrides, the run folder, and the hint how to resume."""
 
 import contextlib
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def run_and_folder(
     if resume is not None:
         if file is not None or overrides:
             raise ConfigError(
-                f"--resume got '{resume}' and a run file or --set; a run resumes as it is: give --resume alone"
+                f"--resume got '{resume}' and a run file or --set, but a resumed run keeps its settings; give --resume alone"
             )
         return parse(load_run(resume)), resume
     if file is None:
@@ -45,7 +45,7 @@ def run_and_folder(
 
 @contextlib.contextmanager
 def resume_hint(folder: Path, *, resumable: bool = True) -> Iterator[None]:
-    """Lets Ctrl-C say how to resume the run in this folder, if it can be and has a checkpoint."""
+    """Makes Ctrl-C print how to resume the run in this folder, if it is resumable and has a checkpoint."""
     try:
         yield
     except KeyboardInterrupt:

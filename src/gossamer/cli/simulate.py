@@ -35,7 +35,7 @@ def command(
 
 
 def train_here(config: "RunConfig", folder: Path, *, resume: bool = False) -> None:
-    """Trains all workers in this process, in rounds or over virtual time, and shows how far they are."""
+    """Trains all workers in this process, in rounds or over virtual time, and shows progress."""
     from gossamer.record.progress import Progress
     from gossamer.run.simulate import simulate
 

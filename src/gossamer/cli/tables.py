@@ -1,4 +1,4 @@
-"""How tables are printed: the rows come from where they are computed, and a verb prints them."""
+"""Printing tables: other packages compute the rows, and a verb prints them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,8 +16,8 @@ def print_table(
     """Prints rows in columns; a title brings lines around them.
 
     Args:
-        text: so many columns are of text, on the left; the others are of numbers. Under a title, text after the first wraps.
-        bold: the place of a row to stress.
+        text: the number of columns with text, on the left; the others have numbers. Under a title, text after the first wraps.
+        bold: the index of a row to print in bold.
     """
     view = Table(
         title=title or None, title_justify="left", box=HEAVY_HEAD if title else None, pad_edge=bool(title),

@@ -19,7 +19,7 @@ def command(
         momentum: outer momentum gamma (default: 0.7)
         alpha: gossip step (default: 1.0)
         round: the round to draw (default: 0)
-        seed: of topologies that are drawn at random (default: 0)
+        seed: seed of random topologies (default: 0)
         overrides: option of the topology, such as peers=2; may be repeated
     """
     from gossamer.cli.gossip_table import gossip_table

@@ -20,10 +20,10 @@ def command(
 
     Args:
         out: run folder (default: runs/NAME)
-        resume: continue this run folder from the newest round that all own
+        resume: continue this run folder from the newest round of which all workers have checkpoints
         local: start this many worker processes on this machine
-        server: HOST:PORT to serve a run with a [server] at, or with --worker to join it at
-        worker: be this worker of the server
+        server: HOST:PORT at which to serve a run with a [server], or with --worker to join it
+        worker: number of this worker, which joins the server
     """
     from gossamer.run.settle import settle
 
@@ -41,7 +41,7 @@ def command(
             _train_served(config, folder, server, worker, resume=resume is not None)
         elif server is not None or worker is not None:
             raise ConfigError(
-                f"--server {server} --worker {worker} was given but the run file has a rule; start it under torchrun"
+                f"--server {server} --worker {worker} was given but the run file has no [server]; start it under torchrun"
             )
         else:
             from gossamer.run.train import train
@@ -56,7 +56,7 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
     from gossamer.transport.launch import run_local, run_served
 
     if n != config.workers:
-        raise ConfigError(f"--local {n} but the run file says workers = {config.workers}; make them equal")
+        raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
     if resume and rounds_in_common(config, folder) == config.rounds:
         from gossamer.record import checkpoint
 

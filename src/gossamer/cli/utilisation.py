@@ -1,4 +1,4 @@
-"""`gossamer utilisation`: how much of a run is computing, at which bandwidth."""
+"""`gossamer utilisation`: compute utilisation as a function of bandwidth."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ def command(
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
     figure9: bool = False, analytic: bool = False, plot: Annotated[Path | None, Parameter(metavar="FILE")] = None,
 ) -> None:  # fmt: skip
-    """Prints how much of a run is computing at which bandwidth, for published models.
+    """Prints compute utilisation as a function of bandwidth, for published models.
 
     Args:
         model: 1b, 10b, 70b or 100b (default: 1b)
@@ -36,7 +36,7 @@ def command(
         options = settings([*overrides])
     if analytic and (figure9 or plot is not None):
         other = "--figure9" if figure9 else f"--plot {plot}"
-        raise ConfigError(f"--analytic was given with {other} but stands alone; remove one of the two")
+        raise ConfigError(f"--analytic was given with {other} but cannot be combined with it; remove one of the two")
     if analytic:
         _print_hours(options)
         return

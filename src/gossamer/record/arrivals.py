@@ -1,14 +1,14 @@
-"""What a real server was given, in order: `arrivals.jsonl` in its run folder, from which its run can be computed again.
+"""The inputs of a real server, in order: `arrivals.jsonl` in its run folder. Its run can be computed again from them.
 
 A server's decisions are a function of these lines, their times included (`gossamer.run.serve_replay`). Lines are only appended:
 a server that resumes adds a line "serve", after which the state of its checkpoint counts.
 
 * `{"event":"serve","time_s":t,"workers":n,"round":r,"digest":"..."}`: a process of the server begins after r rounds of the run
   with this digest.
-* `{"event":"join","time_s":t,"worker":i,"checkpoint":r}`: a worker came and restored its own checkpoint of round r; 0 is none.
+* `{"event":"join","time_s":t,"worker":i,"checkpoint":r}`: a worker joined and restored its own checkpoint of round r; 0 is none.
 * `{"event":"push","time_s":t,"worker":i,"phase":k,"fragment":p}`: the push after its phase number k has arrived.
 * `{"event":"leave","time_s":t,"worker":i}`
-* `{"event":"tick","time_s":t}`: as much time had passed that the server did something.
+* `{"event":"tick","time_s":t}`: enough time had passed for the server to act, such as closing a quorum.
 """
 
 from pathlib import Path
@@ -91,7 +91,7 @@ def arrivals_file(run_folder: Path) -> Path:
 def read_arrivals(run_folder: Path) -> list[ServerInput]:
     """The inputs of the server of a real run, in their order; the first is "serve".
 
-    Raises: DataError when there is no such file, or a line cannot be.
+    Raises: DataError when there is no such file, or a line is invalid.
     """
     path = arrivals_file(run_folder)
     if not path.exists():
@@ -105,10 +105,10 @@ def read_arrivals(run_folder: Path) -> list[ServerInput]:
             raise DataError(f"{where} has event '{item.event}', but a file begins with one 'serve' of round 0")
         if before is not None and item.event != "serve" and item.time_s < before.time_s:
             raise DataError(
-                f"{where}: 'time_s' is {item.time_s}, before the {before.time_s} of the line above; put it back"
+                f"{where}: 'time_s' is {item.time_s}, before the {before.time_s} of the line above; restore their order"
             )
         if len(items) == _LIMIT_LINES:
-            raise DataError(f"{path} has more than {_LIMIT_LINES} lines, which no run of gossamer writes; shorten it")
+            raise DataError(f"{path} has more than {_LIMIT_LINES} lines; give the record of a shorter run")
         items.append(item)
     if not items:
         raise DataError(f"{path} has 0 lines, but the record of a server begins with 'serve'; give a whole run folder")

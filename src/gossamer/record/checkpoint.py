@@ -1,4 +1,4 @@
-"""Snapshots of one worker at the end of one round: plain files that can be verified, never a pickle.
+"""Checkpoints of one worker at the end of one round: plain files that can be verified, never a pickle.
 
     checkpoints/round-000120/worker-003.safetensors     every tensor of the state
     checkpoints/round-000120/worker-003.json            the manifest: everything else, and the hash of the tensor file
@@ -70,7 +70,7 @@ def save(
     Args:
         round: finished rounds, from 0.
         state: nested dicts (with str or int keys), lists and tuples of tensors, ints, floats, bools, strings and None.
-        digest: identifies the configuration; `load` refuses the snapshot for any other.
+        digest: identifies the configuration; `load` refuses the checkpoint for any other.
         keep: with two, workers may be a whole checkpoint interval apart and still have a round in common.
         since: also keep every generation from this round on; the round that the slowest worker is known to own.
     Raises: CheckpointError when the state holds anything else, or the disk refuses.
@@ -88,7 +88,7 @@ def save(
     manifest, tensor_file = _paths(folder, round, worker)
     workshop = (
         folder / f".worker{worker_suffix(worker)}"
-    )  # a folder, as safetensors writes a scratch file beside its own
+    )  # a folder, as safetensors writes a scratch file next to its own
     scratch = workshop / tensor_file.name
     try:
         shutil.rmtree(workshop, ignore_errors=True)  # what a kill may have left
@@ -119,7 +119,7 @@ def save(
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the checkpoint of worker {worker} at round {round} could not be written to '{folder}': {error}; free "
-            "some space or choose another folder, then resume: the generation before it is whole"
+            "some space or choose another folder, then resume: the previous checkpoint is complete"
         ) from error
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
@@ -181,27 +181,27 @@ def owned(folder: Path, owners: Iterable[int], digest: str) -> list[list[int]]:
 
 
 def nothing_to_resume(folder: Path, owners: Iterable[int], owned: Sequence[Sequence[int]]) -> CheckpointError:
-    """Why a run cannot be resumed from this folder, where no round of its configuration is owned by all.
+    """Why a run cannot be resumed from this folder, where no round of its configuration has checkpoints of all owners.
 
     Args:
-        owners: those whose snapshots should be here.
+        owners: those whose checkpoints should be here.
         owned: the rounds of this configuration, one list per owner, those on other machines too.
     """
     if any(owned):
         return CheckpointError(
-            f"no round has snapshots of all workers (they own {[*map(list, owned)]}); bring the files of '{folder}' back, or "
-            "start anew in another folder with --out"
+            f"no round has checkpoints of all workers (they own {[*map(list, owned)]}); bring the files of '{folder}' back, or "
+            "start again with another --out"
         )
     if any(rounds(folder, owner) for owner in owners):
         return CheckpointError(
-            f"run.toml has changed since the snapshots in '{folder}' were written; put it back, or start in a new folder "
-            "with --out"
+            f"run.toml has changed since the checkpoints in '{folder}' were written; restore it, or start again with another "
+            "--out"
         )
-    return CheckpointError(f"'{folder}' has no snapshots to resume from; start anew in another folder with --out")
+    return CheckpointError(f"'{folder}' has no checkpoints to resume from; start again with another --out")
 
 
 def ended(folder: Path, rounds: int) -> str:
-    """The message in place of resuming a run that is over."""
+    """The message for a resumed run that has already ended."""
     return f"the run has ended after {rounds} rounds; gossamer evaluate {folder} scores it"
 
 
@@ -276,7 +276,7 @@ def _seal(body: bytes) -> bytes:
 
 
 def _manifest(path: Path, round: int, worker: int, digest: str | None) -> _Manifest:
-    """What a manifest says, after everything that can be checked without the tensors has been."""
+    """The content of a manifest. Everything is checked that needs no tensors."""
     where = f"checkpoint file '{path}'"
     try:
         with path.open("rb") as file:
@@ -296,14 +296,14 @@ def _manifest(path: Path, round: int, worker: int, digest: str | None) -> _Manif
         content = _MANIFEST.of(json.loads(document), "the manifest")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{where} is no manifest of '{FORMAT}' ({error}); resume from a folder that gossamer wrote"
+            f"{where} is not a manifest of '{FORMAT}' ({error}); resume from a folder that gossamer wrote"
         ) from error
     expected = {"format": FORMAT, "round": round, "worker": worker, **({} if digest is None else {"digest": digest})}
     for name, value in expected.items():
         if content[name] != value:
             raise CheckpointError(
-                f"{where} has {name} {content[name]!r} and {value!r} is needed; resume with the run file, folder and "
-                "version that wrote it, or start anew in another folder"
+                f"{where} has {name} {content[name]!r} but needs {value!r}; resume with the run file, folder and "
+                "version that wrote it, or start again with another --out"
             )
     return content
 

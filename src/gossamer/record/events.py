@@ -2,7 +2,7 @@
 
 Such a run leaves `events.jsonl` in place of a trace, a real one a file for each process. Its seconds, virtual or measured,
 decided what was computed, so it cannot be priced on another network (`gossamer.record.trace` can). A line of round r was written
-while the r-th part of the run was under way; a round is as many inner steps of all workers together as one in step has.
+while the r-th part of the run was under way; a round is as many inner steps of all workers together as a synchronous round has.
 
 * `{"event":"start","network":"uneven","workers":4}`: whose seconds these are.
 * `{"event":"phase","worker":i,"number":k,"start_s":a,"end_s":b,"steps":h,"tokens":t}`

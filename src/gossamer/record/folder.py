@@ -40,7 +40,7 @@ __all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics"
 
 @settings("record")
 class RecordConfig:
-    """What a run leaves behind beside its metrics and its trace."""
+    """What a run writes besides its metrics and its trace."""
 
     tensorboard: bool = False
     """Whether to write TensorBoard events, with the extra `tensorboard`."""

@@ -1,4 +1,4 @@
-"""What a terminal shows of a run."""
+"""The progress of a run on a terminal."""
 
 from types import TracebackType
 

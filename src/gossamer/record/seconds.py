@@ -1,16 +1,16 @@
-"""Where the seconds of a run went: one line for each worker and round, the same for simulated and for real runs.
+"""How the seconds of a run were spent: one line for each worker and round, the same for simulated and for real runs.
 
 `seconds.jsonl` has those of a simulation, `seconds-003.jsonl` those of worker 3 of a real run:
 
 * `{"round":r,"worker":i,"network":"home","compute_s":a,"transfer_s":b,"waiting_for":{"2":c},"other_s":d,"end_s":t}`
 
 The seconds of a worker's rounds follow each other without a gap: a round lasts `compute_s + transfer_s + waiting_s + other_s`
-and ends `end_s` after the first of all rounds began. Only what holds up training is transfer or waiting; messages that travel
-while a worker trains cost no seconds here. A worker waits for a peer until the last message that it needs has left that peer,
-and what remains is transfer. `network` names the declared network whose seconds these are; null stands for measured seconds.
+and ends `end_s` after the first of all rounds began. Only what holds up training is transfer or waiting; messages in flight
+while a worker trains cost no seconds here. A worker waits for a peer until that peer begins to send the last message that it
+needs; the rest is transfer. `network` names the declared network whose seconds these are; null stands for measured seconds.
 
 A real worker measures its seconds and writes a line when a round ends. A simulation in rounds prices its trace on each network
-of the run file when it ends; without a network it has compute seconds alone. A simulation over virtual time knows all.
+of the run file when it ends; without a network it has compute seconds alone. A simulation over virtual time knows all seconds.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,11 +31,11 @@ class RoundSeconds(NamedTuple):
     round: int
     worker: int
     network: str | None
-    """The network on whose clock they were; None for those that were measured."""
+    """The declared network whose seconds these are; None for measured seconds."""
     compute_s: float
     """Of the local phase."""
     transfer_s: float
-    """Until messages that had left had come, as far as the worker did not train meanwhile."""
+    """Seconds during which messages were in flight and the worker did not train."""
     waiting_for: Mapping[int, float]
     """Seconds by peer until it had sent what was needed; -1 is a server."""
     other_s: float

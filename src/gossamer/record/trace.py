@@ -61,7 +61,7 @@ class Operation(NamedTuple):
     receives: tuple[tuple[int, int], ...]
     overlap_steps: int = 0
     """Inner steps between sending and waiting for the result, of the worker that takes most of them in this round; one that
-    takes a share of those waits after that share, rounded down. 0 waits at once, and both ends tell the same number."""
+    takes a share of those waits after that share, rounded down. 0 waits at once; sender and receiver record the same number."""
 
 
 class Entry(NamedTuple):
@@ -209,7 +209,7 @@ def read_trace(run_folder: Path) -> Trace:
 def from_entries(entries: Iterable[Entry]) -> Trace:
     """The columnar form of a run, in whatever order its entries come.
 
-    A message that only one of its ends tells of (the other died before writing its line) counts as well.
+    A message that only its sender or its receiver recorded (the other died before writing its line) counts as well.
     Raises: DataError for two entries of one worker and round, a peer without any entry, or ends that differ about a
         message.
     """
@@ -233,7 +233,7 @@ def from_entries(entries: Iterable[Entry]) -> Trace:
     if len(present) < workers:
         silent = next((place for place, worker in enumerate(present) if place != worker), len(present))
         raise DataError(
-            f"the trace speaks of {workers} workers but worker {silent} has no entry of its own; "
+            f"the trace names {workers} workers but worker {silent} has no entry of its own; "
             "gather the trace files of all workers in one folder"
         )
     if rounds * workers > _MAX_CELLS:
@@ -302,7 +302,7 @@ def _sorted(rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _agreed(told: NDArray[np.int64], heard: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The messages that either end tells of, once each; both are sorted."""
+    """The messages that either end recorded, once each; both are sorted."""
     if np.array_equal(told, heard):
         return told
     sent, got = (Counter(map(tuple, rows.tolist())) for rows in (told, heard))
@@ -310,8 +310,8 @@ def _agreed(told: NDArray[np.int64], heard: NDArray[np.int64]) -> NDArray[np.int
     if disputed:
         round_, _, source, target, _ = min(disputed)
         raise DataError(
-            f"the trace of round {round_} has two sizes or overlaps for what worker {source} sent to worker {target} "
-            "but both ends must tell the same; gather the trace files of one run only"
+            f"the trace of round {round_} has two sizes or overlaps for the message from worker {source} to worker {target}, "
+            "but both must record the same; gather the trace files of one run only"
         )
     return np.array(sorted((sent | got).elements()), np.int64)
 

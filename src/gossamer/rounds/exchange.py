@@ -80,7 +80,7 @@ class Setup(NamedTuple):
     overlap_steps: int = 0
     """Inner steps that x takes between `post` and `finish`; noted in the trace."""
     merge: Literal["keep"] | float = "keep"
-    """What becomes of those steps, as in `Schedule.merge`."""
+    """How the update is merged with those steps, as in `Schedule.merge`."""
 
 
 class Sent(NamedTuple):
@@ -171,7 +171,7 @@ class Exchange:
 
 
 def with_mixing(ctx: Context, mixing: Mixing) -> Context:
-    """The context, completed by what the mixing of its round says."""
+    """The context, completed with the mixing of its round."""
     return ctx._replace(everyone=mixing.everyone, peers=mixing.hears_from(ctx.worker))
 
 
@@ -237,7 +237,7 @@ def finish_all(exchanges: Sequence[Exchange], each: Each) -> None:
         before = [exchange.waits_for for exchange in waiting]
         complete = each(Exchange.advance, waiting)
         if not any(complete) and before == [exchange.waits_for for exchange in waiting]:
-            waiting[0].receive()  # nobody can move: says what is missing
+            waiting[0].receive()  # no exchange can continue: raises an error that names what is missing
         waiting = [exchange for exchange, done in zip(waiting, complete, strict=True) if not done]
     each(Exchange.finish, exchanges)
 

@@ -1,4 +1,4 @@
-"""What is known of a run before it starts, as far as it matters for what may go with what."""
+"""The facts of a run that decide, before it starts, whether its parts can be combined."""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -20,11 +20,11 @@ Driver = Literal["simulate", "train", "library"]
 INSTEAD: dict[str, tuple[str, ...]] = {
     "server": ("rule", "pair", "topology"), "pair": ("rule", "server"), "rule": ("server", "pair"),
 }  # fmt: skip
-"""The tables of a run file that each of the three kinds of method has no use for."""
+"""The tables of a run file that each of the three kinds of method excludes."""
 
 
 class Facts(NamedTuple):
-    """What is known of a combination. A default stands for what is not used, or not known, and is in nobody's way."""
+    """The facts of a combination. A default stands for something unused or unknown, and fails no check."""
 
     kind: Kind = "rounds"
     driver: Driver = "simulate"
@@ -57,7 +57,7 @@ class Facts(NamedTuple):
     clock: str | None = None
     """As in `events.network`."""
     networks: Mapping[str, Network] | None = None
-    """All that the run file declares, by name; None for whoever has no run file."""
+    """All networks that the run file declares, by name; None without a run file."""
     tables: frozenset[str] = frozenset()
     """The tables that the run file has."""
 

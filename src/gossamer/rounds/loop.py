@@ -1,4 +1,4 @@
-"""The outer loop of one worker: what is announced, sent and received at which of its inner steps, and what is under way.
+"""The outer loop of one worker: it announces, sends and receives at its inner steps, and keeps the exchanges in flight.
 
 The simulator, real workers and the library run it. At each stop of a round (see `gossamer.rounds.schedule`) a worker sends some
 fragments and receives others; between two stops it trains, and may call `advance` after any inner step.
@@ -76,7 +76,7 @@ class OuterLoop:
         """Exchanges that were announced and not finished, by round and fragment, oldest first."""
 
     def stops(self, round: int) -> tuple[Stop, ...]:
-        """Where this round turns to the peers."""
+        """The stops of this round."""
         return self.method.schedule.stops(round, self.full_steps, self.method.rule.delay_rounds)
 
     def announce(self, round: int, stop: Stop) -> None:
@@ -124,7 +124,7 @@ class OuterLoop:
         return left
 
     def end(self) -> None:
-        """Finishes the rest, and waits for everything else, so that no peer is left without an answer."""
+        """Finishes the rest, and waits for everything else, so that every peer receives its messages."""
         for exchange in self.pop_rest():
             exchange.finish()
         for exchange in self.under_way.values():

@@ -1,4 +1,4 @@
-"""What runs in rounds: a rule settled for its topology, with a codec and a schedule that go with it."""
+"""What runs in rounds: a rule settled for its topology, with its codec and schedule."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -18,7 +18,7 @@ __all__ = ["FITTING", "Method", "method_of", "settled_rule"]
 FITTING: Mapping[Needs, str] = {
     "everyone": "complete", "connected": "random", "static": "ring", "tree": "tree", "push": "random_push",
 }  # fmt: skip
-"""The topology that a rule is run on where nobody names one."""
+"""The default topology of a rule."""
 
 
 class Method(NamedTuple):

@@ -1,7 +1,7 @@
-"""What may go with what: one table of conditions under which a combination cannot work, each with the sentence that says so.
+"""The combinations that cannot work: one table of conditions, each with its error sentence.
 
-Everybody who starts something asks this table with what they know (`Facts`): a run file knows everything, `gossamer.Outer` its
-rule, topology, codec and schedule, and an event loop that is used directly only what it was given.
+Every driver checks its `Facts` against this table. A run file gives all facts, `gossamer.Outer` its rule, topology, codec and
+schedule, and an event loop that is used directly only its own arguments.
 """
 
 import math
@@ -52,7 +52,7 @@ def _without_step_s(f: Facts) -> bool:
 
 
 def _count(f: Facts) -> int | None:
-    """How many networks are declared; None for whoever has no run file."""
+    """How many networks are declared; None without a run file."""
     return None if f.networks is None else len(f.networks)
 
 
@@ -74,13 +74,13 @@ _TABLES = tuple(
     if kind != "rule" and (kind, other) != ("pair", "server")  # each two once
 )
 
-# What a rule needs of its topology, and what it can be combined with.
+# Which topology a rule needs, and what it can be combined with.
 _RULES = (
     Pairing(
         "workers of the topology",
         lambda f: f.workers is not None and f.topology.n != f.workers,
         lambda f: (
-            f"topology '{f.topology.name}' is for {f.topology.n} workers and there are {f.workers}; make it for {f.workers}"
+            f"topology '{f.topology.name}' is for {f.topology.n} workers, but the run has {f.workers}; make it for {f.workers}"
         ),
     ),
     Pairing(
@@ -110,7 +110,7 @@ _RULES = (
         "push",
         lambda f: f.rule.needs == "push" and not f.topology.column_stochastic,
         lambda f: (
-            f"{f.where} cannot work: '{f.rule.name}' counts the mass that each worker gives away, and here it does not sum to "
+            f"{f.where} cannot work: '{f.rule.name}' counts the mass that each worker sends, and here it does not sum to "
             "one; use a push topology such as 'random_push', or one whose weights are doubly stochastic, such as 'random'"
         ),
     ),
@@ -118,8 +118,8 @@ _RULES = (
         "doubly stochastic",
         lambda f: f.rule.needs != "push" and not f.topology.doubly_stochastic,
         lambda f: (
-            f"{f.where} cannot work: the mean of the workers would drift, as the weights that they give and get do not all sum "
-            "to one; use a topology whose weights are doubly stochastic, such as 'random', or the rule 'sgp', which corrects "
+            f"{f.where} cannot work: the mean of the workers would drift, as the weights that they send and receive do not all "
+            "sum to one; use a topology whose weights are doubly stochastic, such as 'random', or the rule 'sgp', which corrects "
             "for it"
         ),
     ),
@@ -151,16 +151,16 @@ _RULES = (
         "gradients and schedule",
         lambda f: f.rule.site == "gradients" and not f.schedule.plain,
         lambda f: (
-            f"rule '{f.rule.name}' exchanges gradients before the inner step that uses them, so [schedule] cannot delay or cut "
-            f"them, and it got {f.schedule}; remove [schedule], or use a rule on parameters such as 'diloco'"
+            f"rule '{f.rule.name}' exchanges gradients before the inner step that uses them, so [schedule] cannot delay or "
+            f"split them, but it is {f.schedule}; remove [schedule], or use a rule on parameters such as 'diloco'"
         ),
     ),
     Pairing(
         "gradients in somebody else's loop",
         lambda f: f.rule.site == "gradients" and f.driver == "library",
         lambda f: (
-            f"rule '{f.rule.name}' acts on gradients, between your backward and your optimizer, where this class does not "
-            "reach; use torch's DistributedDataParallel, or a rule on parameters such as 'diloco'"
+            f"rule '{f.rule.name}' acts on gradients, between backward and the inner optimizer, where Outer has no "
+            "access; use torch's DistributedDataParallel, or a rule on parameters such as 'diloco'"
         ),
     ),
     Pairing(
@@ -170,8 +170,8 @@ _RULES = (
             and (f.rule.hear is not pull or f.rule.needs != "connected" or f.rule.site != "parameters")
         ),
         lambda f: (
-            f"rule '{f.rule.name}' cannot run without waiting: it combines messages of one round, and without rounds there are "
-            "none; use a rule that gossips on parameters, such as 'gasloc', or one of the servers"
+            f"rule '{f.rule.name}' cannot run without waiting: it combines messages of one round, and an asynchronous run has "
+            "no rounds; use a rule that gossips on parameters, such as 'gasloc', or a [server]"
         ),
     ),
 )
@@ -198,7 +198,7 @@ _SCHEDULE = (
         "delayed rule and overlap",
         lambda f: f.rule.delay_rounds > 0 and (f.schedule.overlap_steps > 0 or f.schedule.merge != "keep"),
         lambda f: (
-            f"rule '{f.rule.name}' already applies updates {f.rule.delay_rounds} round late and got schedule.overlap_steps = "
+            f"rule '{f.rule.name}' already applies updates {f.rule.delay_rounds} round late, but schedule.overlap_steps = "
             f"{f.schedule.overlap_steps} and schedule.merge = {f.schedule.merge!r}; remove both"
         ),
     ),
@@ -227,8 +227,8 @@ _SCHEDULE = (
         "moments in somebody else's loop",
         lambda f: f.driver == "library" and bool(f.schedule.inner_every),
         lambda f: (
-            f"schedule.inner_every is {list(f.schedule.inner_every)}, and the moments to exchange are those of your own inner "
-            "optimizer, which Outer does not see; remove inner_every"
+            f"schedule.inner_every is {list(f.schedule.inner_every)}, but Outer has no access to the moments of your inner "
+            "optimizer; remove schedule.inner_every"
         ),
     ),
     Pairing(
@@ -281,7 +281,7 @@ _SCHEDULE = (
         lambda f: f.adapt is True and f.kind == "rounds" and f.driver == "simulate" and _count(f) not in (None, 1),
         lambda f: (
             f"run.adapt is true and the run file declares {_count(f)} networks ({_names(f)}), but a simulation "
-            "uses the seconds of one; declare one as [network.NAME], or name one in run.adapt"
+            "needs exactly one; declare one as [network.NAME], or set run.adapt to the name of one"
         ),
     ),
     Pairing(
@@ -324,7 +324,7 @@ _ASYNCHRONOUS = (
         "server and waiting",
         lambda f: f.kind == "server" and not f.wait,
         lambda f: (
-            f"{f.who} got run.wait = false, but its workers receive from the server alone and never wait for each other; remove "
+            f"{f.who} got run.wait = false, but its workers exchange with the server only and never wait for each other; remove "
             "run.wait"
         ),
     ),
@@ -363,16 +363,16 @@ _ASYNCHRONOUS = (
         "pair and topology",
         lambda f: f.kind == "pair" and not f.topology.static,
         lambda f: (
-            f"{f.who} on topology '{f.topology.name}' cannot work: pairs meet at random along the edges of one graph, and this "
-            "one changes; use a static topology such as 'complete' or 'ring'"
+            f"{f.who} on topology '{f.topology.name}' cannot work: pairs meet at random along the edges of one fixed graph, and "
+            "this one changes; use a static topology such as 'complete' or 'ring'"
         ),
     ),
     Pairing(
         "clock",
         lambda f: f.clocked and f.clock is None and _count(f) != 1,
         lambda f: (
-            f"an asynchronous run needs the seconds of one network, and the run file has {_count(f)} networks "
-            f"({_names(f)}); declare one as [network.NAME] with step_s, and name it in events.network where there are "
+            f"an asynchronous run needs one network for its timing, but the run file has {_count(f)} networks "
+            f"({_names(f)}); declare one as [network.NAME] with step_s, and set events.network if there are "
             "several"
         ),
     ),
@@ -394,7 +394,7 @@ _ASYNCHRONOUS = (
         "real processes without rounds or server",
         lambda f: f.driver == "train" and f.kind in ("pair", "no waiting"),
         lambda f: (
-            f"gossamer train got {f.who if f.kind == 'pair' else 'run.wait = false'}, which real processes do not run; use "
+            f"gossamer train got {f.who if f.kind == 'pair' else 'run.wait = false'}, which real processes do not support; use "
             "gossamer simulate"
         ),
     ),
@@ -403,11 +403,11 @@ _ASYNCHRONOUS = (
         lambda f: f.driver == "train" and f.kind == "server" and (f.overlap or f.absences > 0),
         lambda f: (
             f"gossamer train got {'events.overlap = true' if f.overlap else f'{f.absences} events.absences'}, which exist in "
-            "virtual time only: a real worker waits for its reply, and leaves when it is stopped; remove it, or use gossamer "
+            "simulations only: a real worker waits for its reply, and leaves when it is stopped; remove it, or use gossamer "
             "simulate"
         ),
     ),
 )
 
 PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *_ASYNCHRONOUS, *_SCHEDULE, *_RULES)
-"""Every combination that cannot work; of several that apply, the first is the one to name."""
+"""Every combination that cannot work; if several apply, the first is reported."""

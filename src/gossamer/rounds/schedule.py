@@ -16,7 +16,7 @@ __all__ = ["Schedule", "Stop"]
 
 
 class Stop(NamedTuple):
-    """A point of a round at which a worker turns to its peers: it first sends, then receives.
+    """A point of a round at which a worker exchanges with its peers: it first sends, then receives.
 
     There are two stops at one step where a fragment must be received before it is sent again.
     """
@@ -41,17 +41,17 @@ class Stop(NamedTuple):
 
 @settings("schedule")
 class Schedule:
-    """How a round is divided, and how long a transfer may take without anybody waiting for it."""
+    """How a round is divided, and how long a transfer may overlap with training."""
 
     fragments: Positive = 1
     """Parts of the model that are exchanged one after the other (P)."""
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers make a fragment: every P-th, or neighbours."""
     overlap_steps: AtLeastZero = 0
-    """Inner steps between sending a fragment and hearing it (τ), for the worker that takes most; at most a whole round."""
+    """Inner steps between sending a fragment and applying its update (τ), for the worker that takes most; at most a round."""
     merge: Literal["keep"] | Annotated[float, Field(ge=0, le=1)] = "keep"
-    """What becomes of a worker's parameters x when it hears: "keep" adds the outer update to x, so that nothing trained since
-    the send is lost; a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo."""
+    """How a worker applies an outer update to its parameters x: "keep" adds it to x, so that nothing trained since the send
+    is lost; a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo."""
     inner_every: tuple[AtLeastZero, ...] = ()
     """Rounds between two averagings of the inner optimizer's first and second moments, as in DES-LOC; 0 for never, and ()
     leaves them to each worker alone."""
@@ -65,7 +65,7 @@ class Schedule:
 
     @property
     def plain(self) -> bool:
-        """Whether a round is its local phase and then one exchange of everything, heard at once."""
+        """Whether a round is its local phase and then one exchange of everything, without overlap."""
         return self == Schedule()
 
     def hidden(self, full_steps: int) -> float:
@@ -103,7 +103,7 @@ class Schedule:
             if early := receives.get((step, False)):
                 stops.append(Stop(step, (), tuple(early)))
             if step in sends or (step, True) in receives:
-                # What was sent first is received first: nobody waits for an answer that depends on one it has not given yet.
+                # What was sent first is received first: no worker waits for a message that depends on one it has not sent yet.
                 oldest_first = sorted(receives.get((step, True), ()), key=lambda fragment: -fragment[1])
                 stops.append(Stop(step, tuple(sends.get(step, ())), tuple(oldest_first)))
         return tuple(stops)

@@ -55,7 +55,7 @@ class Stability(NamedTuple):
 
 
 class Gossip(NamedTuple):
-    """How gossip does on a topology with one step and momentum, and which others would do."""
+    """The stability of gossip on a topology with one step and momentum, and the settings that would be stable."""
 
     consensus: Consensus
     stability: Stability
@@ -74,7 +74,7 @@ class Outlook(NamedTuple):
     """Of the mean mixing matrix; None where that is not known, or not symmetric."""
     gossip: tuple[Gossip, ...]
     """With momentum after mixing (site "post"), with momentum before mixing (site "pre"), and without momentum; empty where the
-    weights are not doubly stochastic, so that gossip keeps no mean to agree on."""
+    weights are not doubly stochastic, so that gossip does not preserve the mean."""
 
 
 def stability(consensus: Consensus, topology: Topology) -> Stability:
@@ -90,7 +90,7 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
     Raises: ConfigError when alpha is still "auto".
     Cost: O(n) for exchangeable topologies, O(period · n log n) for circulant ones (ring, exponential), O(period · n³) for
         others; for those whose mixings do not commute (base, unless n is a power of k + 1) that holds for every pair (α, γ)
-        anew: half a second for 255 workers.
+        again: half a second for 255 workers.
     Source: static graphs are heavy-ball and Nesterov gossip; random pairs with momentum at "pre" are the gossip of Loizou
         and Richtárik, arXiv 1905.08645; the second moments are ours.
 
@@ -100,7 +100,7 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
     """
     if math.isnan(consensus.alpha):
         raise ConfigError(
-            f"the gossip step is {consensus.alpha}, which stands for alpha = 'auto'; a number is needed: call "
+            f"the gossip step is {consensus.alpha}, which stands for alpha = 'auto', but must be a number; call "
             "resolve_alpha(rule, topology) first"
         )
     return _analysis(topology)(consensus)
@@ -199,7 +199,7 @@ def warning(rule: Rule, topology: Topology) -> str | None:
     return (
         f"rule '{rule.name}' is predicted to lose consensus on topology '{topology.name}' with {topology.n} workers: the "
         f"disagreement is multiplied by {now.radius:.3f} per round, where below 1 is needed (the curvature of the loss, which "
-        f"this leaves out, may help); {by_momentum}, and {by_step}"
+        f"this ignores, may help); {by_momentum}, and {by_step}"
     )
 
 
@@ -255,8 +255,8 @@ def _analysis(topology: Topology) -> _Analysis:
     """What is common to all (α, γ) of a topology is computed here, once."""
     if not topology.doubly_stochastic:
         raise ConfigError(
-            f"topology '{topology.name}' has weights that are not doubly stochastic, under which gossip keeps no mean to agree "
-            "on; use one that is, such as 'random'"
+            f"topology '{topology.name}' has weights that are not doubly stochastic, so gossip does not preserve the "
+            "mean; use one that is, such as 'random'"
         )
     if topology.n == 1:
         return lambda consensus: Stability(0.0, 0.0, "closed form")
@@ -363,7 +363,7 @@ def _periodic(parts: Array) -> _Analysis:
         while 1e-16 < (peak := np.abs(power).max()) < 1e50:
             s = s + _carried(power, s)
             power = power @ power
-        if peak > 1.0:  # so close to one that the eigenvalues could not tell
+        if peak > 1.0:  # so close to one that the eigenvalues do not decide
             return found
         total = 0.0
         for step in steps:

@@ -41,7 +41,7 @@ class Copies(NamedTuple):
 
 
 class OnNetwork(NamedTuple):
-    """A round on one of the declared networks; None for what the network does not tell."""
+    """A round on one of the declared networks; None for what the network file does not give."""
 
     name: str
     round_s: float | None
@@ -118,7 +118,7 @@ def examine(config: RunConfig) -> Examined:
 
 
 def checked(document: Mapping[str, Any]) -> tuple[list[Examined], list[str]]:
-    """What each run of a run file or an experiment file will do, and a sentence for everything that is wrong with one.
+    """What each run of a run file or an experiment file will do, and a sentence for every error.
 
     Raises: ConfigError for a document that is neither.
     """
@@ -138,7 +138,7 @@ def checked(document: Mapping[str, Any]) -> tuple[list[Examined], list[str]]:
 
 
 def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
-    """What one run will do, or everything that is wrong with it."""
+    """What one run will do, or all its errors."""
     try:
         if found := faults_of_keys(document):
             return found
@@ -199,7 +199,7 @@ def _warnings(config: RunConfig, settled: Settled) -> tuple[str, ...]:
 
 
 def _lossy(config: RunConfig, m: Method) -> str | None:
-    """A sentence for a sparse codec under a rule that never sends the rest."""
+    """A sentence for a sparse codec with a rule that never sends the remainder."""
     codec, rule = m.codec, m.rule
     if (
         codec.exact
@@ -213,7 +213,7 @@ def _lossy(config: RunConfig, m: Method) -> str | None:
     if any(bool(tensor.any()) for tensor in probe_message(config, m)):
         return f"{kept}, and rule '{rule.name}' sends parameters; use a dense codec such as 'int8', or a rule such as 'choco'"
     if rule.start is not None:
-        return f"{kept}, and rule '{rule.name}' never sends the rest later; set rule.error_feedback = {{}}"
+        return f"{kept}, and rule '{rule.name}' never sends the remainder; set rule.error_feedback = {{}}"
     return None
 
 

@@ -48,7 +48,7 @@ def _choice(value: Any, table: str) -> Choice:
         raise Faults(found)
     options = {key: option for key, option in value.items() if key != "name"}
     if table == "codec" and options.get("back") == "none":
-        del options["back"]  # as a run without says it, to which a method's own gives way
+        del options["back"]  # the same as no key, so that a method's own setting applies
     return Choice(value["name"], options)
 
 

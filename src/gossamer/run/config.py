@@ -1,4 +1,4 @@
-"""Run files: settings that each room declares, one TOML file, `--set rule.lr=0.5`, and no flag per field."""
+"""Run files: settings that each package declares, one TOML file, `--set rule.lr=0.5`, and no flag per field."""
 
 import hashlib
 import json
@@ -34,27 +34,27 @@ _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 @settings("run")
 class LoopSettings:
-    """How long to train, how often to talk, and on what."""
+    """How long to train, how often to exchange, and on which device."""
 
     steps: Positive = 300
     """Inner steps of a worker that takes the full number per round."""
     wait: bool = True
-    """Whether a worker waits for the messages of its round; without, it mixes with what its peers published last, over the
+    """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last, over the
     virtual time of `events.network`."""
     local_steps: Positive | Annotated[tuple[Positive, ...], Field(min_length=1)] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
     adapt: bool | str = False
     """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
-    local_steps is what it begins with, and the largest of them the most that any takes. In place of true, the simulator
-    takes the name of the network whose seconds count."""
+    each begins with local_steps, and none exceeds the largest of them. The simulator also accepts, in place of true, the
+    name of the network whose seconds count."""
     weigh_steps: bool = False
-    """Whether a worker that took fewer local steps has its drift scaled to as many as the others took (H / H_i)."""
+    """Whether the drift of a worker that took fewer local steps is scaled up by H / H_i, so that it counts fully."""
     eval_every: Annotated[AtLeastZero, NEUTRAL] = 60
-    """Inner steps between two validations, each after the first round that gets there; 0 validates only at the end."""
+    """Inner steps between two validations, each at the end of the round that reaches them; 0 validates only at the end."""
     eval_batches: Annotated[Positive, NEUTRAL] = 8
     """Validation batches of `data.batch_size` sequences."""
     checkpoint_every: Annotated[AtLeastZero, NEUTRAL] = 150
-    """Inner steps between two checkpoints; the last round always has one, 0 means only that."""
+    """Inner steps between two checkpoints; the last round always writes one, and 0 writes only that one."""
     device: Annotated[Literal["auto", "cpu", "cuda"], NEUTRAL] = "auto"
     backend: Annotated[Literal["auto", "gloo", "nccl"], NEUTRAL] = "auto"
     """What carries real runs: gloo for CPU tensors, NCCL for GPUs."""
@@ -136,12 +136,12 @@ class RunConfig:
 
     @property
     def owners(self) -> range:
-        """Whose snapshots make a round whole: all workers', or the server's, which comes after its workers."""
+        """The owners whose checkpoints a complete round has: all workers, or the server, whose number follows theirs."""
         return range(self.workers) if self.server is None else range(self.workers, self.workers + 1)
 
     @property
     def event_driven(self) -> bool:
-        """Whether it has no rounds: who was late decides what is computed."""
+        """Whether it is asynchronous: delays decide what is computed."""
         return self.server is not None or self.pair is not None or not self.run.wait
 
     @property

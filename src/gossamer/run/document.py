@@ -20,7 +20,7 @@ TABLES: dict[str, Mapping[str, Any]] = {
     "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
 }  # fmt: skip
 EXPERIMENT = ("variant", "sweep", "scale", "figure")
-"""What an experiment file has beside its base."""
+"""The keys of an experiment file that are not part of its base run."""
 
 
 def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -31,9 +31,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, An
     if not path.is_file():
         raise ConfigError(f"there is no run file '{path}'; give the path of a TOML file, such as configs/gasloc.toml")
     if path.stat().st_size > 1 << 20:
-        raise ConfigError(
-            f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: is it the right file?"
-        )
+        raise ConfigError(f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: give another file")
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -73,7 +71,7 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
     """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one.
 
     Naming a server drops the rule and the topology of the document, and so on: a run has one kind of method. `method` stands for
-    the settings of a recipe, which give way to what is said beside it.
+    the settings of a recipe; settings given next to it override them.
     """
     result = copy.deepcopy(dict(document))
     if "method" in result:
@@ -94,10 +92,10 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         for part in path:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; check the dots")
+                raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; correct the key")
         if last == "name" and path and path[-1] in TABLES and node.get("name") != value:
             node.clear()
-        node[last] = copy.deepcopy(value)  # a recipe's own table must not be what the next override is written into
+        node[last] = copy.deepcopy(value)  # the next override must not write into the recipe's own table
     return result
 
 

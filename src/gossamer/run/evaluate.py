@@ -1,4 +1,4 @@
-"""How good the workers are together: the mean model, each worker's own, and how far they are apart."""
+"""Evaluation of a run: the loss of the mean model, the loss of each worker, and their disagreement."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ class Result(NamedTuple):
     tokens_per_s: float
     """Of the rounds that ran here, without validation and checkpoints."""
     time_s: Mapping[str, float]
-    """How long the run takes on each network that it was priced on, or on the one whose clock it looked at."""
+    """Seconds of the run on each network that it was priced on; of an asynchronous run, on the network that it ran on."""
 
 
 class Probe:
@@ -109,10 +109,10 @@ def publish(config: RunConfig, corpus: Corpus, x: Tensor, folder: Path) -> None:
 
 
 def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
-    """The mean model of a run from the snapshots of one round: its loss, the disagreement, and its export to `RUN/model`.
+    """The mean model of a run from the checkpoints of one round: its loss, the disagreement, and its export to `RUN/model`.
 
-    Args: `round` is the number of finished rounds; the newest that all workers own when None.
-    Raises: CheckpointError when no round has the snapshots of all workers.
+    Args: `round` is the number of finished rounds; by default the newest that all workers have.
+    Raises: CheckpointError when no round has the checkpoints of all workers.
     Cost: holds one model per worker in memory.
     """
     config = parse(load_run(folder))
@@ -129,20 +129,20 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
 
 
 def _whole_round(config: RunConfig, folder: Path, round: int | None) -> int:
-    """The newest round of which all snapshots are here, or the one that is asked for. Raises CheckpointError."""
+    """The newest round of which all checkpoints are here, or the requested one. Raises CheckpointError."""
     store, owners = folder / "checkpoints", config.owners
     owned = checkpoint.owned(store, owners, digest(config))
     whole = sorted(set(owned[0]).intersection(*owned[1:]))
     if round is not None and whole and round not in whole:
         raise CheckpointError(
-            f"round {round} is not owned by all; these are: {', '.join(map(str, whole))}; name one of them"
+            f"round {round} lacks some checkpoints; complete are: {', '.join(map(str, whole))}; name one of them"
         )
     if not any(owned) and any(checkpoint.rounds(store, owner) for owner in owners):
         raise checkpoint.nothing_to_resume(store, owners, owned)
     if not whole:
         whose = f"all {config.workers} workers" if config.server is None else "the server"
         raise CheckpointError(
-            f"'{folder}' has no round with snapshots of {whose} (owned: {dict(zip(owners, owned, strict=True))}); "
+            f"'{folder}' has no round with checkpoints of {whose} (owned: {dict(zip(owners, owned, strict=True))}); "
             "bring the checkpoint folders of all machines together, or train past the first checkpoint"
         )
     return whole[-1] if round is None else round

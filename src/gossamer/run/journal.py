@@ -74,7 +74,7 @@ class Journal:
 
         Args:
             losses: training losses of the round, for the progress.
-            behind: what a line of a validation says beside its figures, such as the steps and tokens so far.
+            behind: further fields of a validation line, such as the steps and tokens so far.
         """
         config = self.config
         if config.due(config.run.eval_every, finished):
@@ -96,7 +96,7 @@ class EventJournal:
     A round is over when as many inner steps have been taken as one round of all workers has. With a server those count that
     it has absorbed.
 
-    Args: `seconds`, where this process sees the local phases of all workers, records where their time went.
+    Args: `seconds`, where this process sees the local phases of all workers, records how their time was spent.
     """
 
     def __init__(self, journal: Journal, log: EventWriter, seconds: EventSeconds | None = None) -> None:

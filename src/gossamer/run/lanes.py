@@ -27,7 +27,7 @@ def lanes(device: torch.device, workers: int, threads: int) -> Iterator[tuple[Th
             f"{count} x {each} threads oversubscribe {cores} cores, which is several times slower; lower run.threads"
         )
     if (busy := _busy_cores()) > cores / 4:
-        log.warning(f"other processes keep {busy:.1f} of {cores} cores busy; expect to be slower than alone")
+        log.warning(f"other processes keep {busy:.1f} of {cores} cores busy; this run will be slower")
     before = torch.get_num_threads()
     torch.set_num_threads(each)
     try:
@@ -38,7 +38,7 @@ def lanes(device: torch.device, workers: int, threads: int) -> Iterator[tuple[Th
 
 
 def _busy_cores(window_s: float = 0.1) -> float:
-    """How many cores others use while this process waits a moment; 0 where the system does not tell."""
+    """How many cores others use while this process waits a moment; 0 where the system does not report it."""
 
     def ticks() -> tuple[int, int]:
         fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]

@@ -1,7 +1,8 @@
 """Every method by its name, as the settings of a run file: `method = "muloco"`.
 
-A row of `RULES`, `SERVERS` or `PAIRS` is a method as it stands. What differs from one in no equation, but in the topology, codec,
-schedule or inner optimizer it is run with, is a row of `METHODS`; one with the name of a rule says what its paper runs it with.
+A method with its own update equations is a row of `RULES`, `SERVERS` or `PAIRS`. A method that only combines an existing rule
+with another topology, codec, schedule or inner optimizer is a row of `METHODS`; a row with the name of a rule has the settings
+of its paper.
 """
 
 import functools
@@ -33,23 +34,23 @@ __all__ = [
 
 
 class Recipe(NamedTuple):
-    """How a method is run."""
+    """The settings and the description of a method."""
 
     settings: Mapping[str, Any]
-    """Dotted keys of a run file; `rule.name`, `server.name` or `pair.name` is one, or the recipe is of its own name."""
+    """Dotted keys of a run file; without `rule.name`, `server.name` or `pair.name`, the recipe has the name of its rule."""
     source: str = ""
-    """Where it is from, if not what the docstring of its rule says."""
+    """Its source; by default that in the docstring of its rule."""
     differs: str = ""
-    """What differs from the source, beyond what the docstring of its rule says."""
+    """Differences from the source, in addition to those in the docstring of its rule."""
     fails: str = ""
-    """When it fails, if not what the docstring of its rule says."""
+    """When it fails; by default as in the docstring of its rule."""
 
 
 _GPA = {"inner.averaging": "gpa", "inner.mu_x": 0.9934}
 _OVERLAP = {"schedule.overlap_steps": 5}
 _COMBINE_THEN_ADAPT = {"run.local_steps": 1, "schedule.overlap_steps": 1}
 METHODS: dict[str, Recipe] = {
-    # What the papers run these rules with.
+    # The settings of the papers.
     "anchored_gasloc": Recipe({"codec.name": "int4"}),
     "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
     "cocktail": Recipe({"run.local_steps": 1, "codec.name": "cocktail"}),
@@ -79,14 +80,14 @@ METHODS: dict[str, Recipe] = {
     "gasloc_adaptive": Recipe(
         {"rule.name": "gasloc", "run.adapt": True},
         source="arXiv 2606.11081, figures 2 and 3",
-        differs="how many steps a straggler takes is inferred; `run.weigh_steps`, with which they count as many, is ours",
+        differs="the number of steps of a straggler is inferred; `run.weigh_steps`, which makes them count fully, is ours",
     ),
     # Around DiLoCo.
     "fedavg_momentum": Recipe(
         {"rule.name": "diloco", "rule.lr": 1.0, "rule.momentum": 0.5, "rule.optimizer": "heavy_ball"},
         source="arXiv 2003.00295",
-        differs="everyone takes part",
-        fails="η / (1 - μ), by which steady progress is multiplied, is large.",
+        differs="all workers take part in every round",
+        fails="η / (1 - μ), the factor on steady progress, is large.",
     ),
     "fedadagrad": Recipe({"rule.name": "fedopt", "rule.optimizer": "adagrad"}),
     "fedyogi": Recipe({"rule.name": "fedopt", "rule.optimizer": "yogi"}),
@@ -101,8 +102,8 @@ METHODS: dict[str, Recipe] = {
             "inner.optimizer": "muon", "codec.name": "topk2bit",
         },
         source="arXiv 2505.23725",
-        differs="their two bits are of all elements, those of `topk2bit` of the largest alone",
-        fails="a worker leaves: its leftovers are lost with it.",
+        differs="they quantise all elements to two bits, `topk2bit` only the largest",
+        fails="a worker leaves: its error-feedback buffer is lost.",
     ),
     "opendiloco": Recipe(
         {"rule.name": "diloco", "codec.name": "fp16", "codec.back": "fp16"},
@@ -112,12 +113,12 @@ METHODS: dict[str, Recipe] = {
     "intellect_1": Recipe(
         {"rule.name": "diloco", "codec.name": "int8_statistical", "codec.back": "int8_statistical"},
         source="arXiv 2412.01152",
-        differs="quantised once on each of two ways, not at every hop of a ring",
+        differs="quantised once on each of two legs, not at every hop of a ring",
     ),
     "snoo": Recipe(
         {"rule.name": "diloco", "workers": 1},
         source="arXiv 2510.15830",
-        fails="the outer learning rate and momentum are those of many workers: less is averaged away.",
+        fails="the outer learning rate and momentum are tuned for many workers: one worker averages less noise away.",
     ),
     "streaming_diloco": Recipe(
         {
@@ -125,12 +126,12 @@ METHODS: dict[str, Recipe] = {
             "schedule.fragments": 3, "schedule.overlap_steps": 2, "schedule.merge": 0.5,
         },
         source="arXiv 2501.18512",
-        differs="how sums travel back is not said there; `codec.back` may be fp4 as well",
+        differs="the paper does not specify the codec of the returned sums; `codec.back` may be fp4 as well",
         fails="the overlap is long: the paper recommends at most 5 inner steps.",
     ),
     "naive_delayed": Recipe(
         {"rule.name": "eager", "rule.fresh": False},
-        source="arXiv 2502.12996, as what eager updates are compared with",
+        source="arXiv 2502.12996, the baseline of eager updates",
         fails="always, a little: its authors found it clearly worse than eager updates.",
     ),
     "des_loc": Recipe(
@@ -154,14 +155,14 @@ METHODS: dict[str, Recipe] = {
     "gpa_data_parallel": Recipe({"rule.name": "data_parallel", **_GPA}, source="arXiv 2512.17131", differs="as in `gpa`"),
     "gpa_gossip": Recipe(
         {"rule.name": "gossip", **_GPA}, source="arXiv 2512.17131 for one worker; with gossip ours",
-        differs="the parameters, which lie between average and iterate, are made anew from the two; any rule will do"
+        differs="the parameters, which lie between average and iterate, are recomputed from both; any rule works"
     ),
     "schedule_free": Recipe(
         {
             "rule.name": "data_parallel", "inner.averaging": "schedule_free", "inner.mu_y": 0.9, "inner.schedule": "constant",
         },
         source="arXiv 2405.15682",
-        differs="all steps weigh alike in the average, those of the warm-up too",
+        differs="all steps have equal weight in the average, including warm-up",
     ),
     # Decentralized, one step a round.
     "d_psgd": Recipe(
@@ -170,8 +171,8 @@ METHODS: dict[str, Recipe] = {
             "inner.optimizer": "sgd", "inner.momentum": 0.0, "inner.lr": 0.1, "inner.weight_decay": 1e-4,
         },
         source="Lian et al., arXiv 1705.09056",
-        differs="nothing: what is heard under the next step was sent before it, so the gradient is that of the point before "
-        "mixing; without the overlap it adapts and then combines",
+        differs="nothing: messages received during the next step were sent before it, so the gradient is taken at the point "
+        "before mixing; without the overlap it adapts and then combines",
     ),
     "decentralized_adamw": Recipe(
         {"rule.name": "gossip", "topology.name": "one_peer_exponential", **_COMBINE_THEN_ADAPT},
@@ -189,25 +190,25 @@ METHODS: dict[str, Recipe] = {
     "gossip_pga": Recipe(
         {"rule.name": "gossip", "topology.name": "pga", "run.local_steps": 1},
         source="arXiv 2105.09080",
-        differs="any gossip rule may be put on `pga`",
+        differs="any gossip rule works on `pga`",
     ),
     "overlap_sgp": Recipe(
         {"rule.name": "sgp", "run.local_steps": 1, "schedule.overlap_steps": 1},
-        differs="what is heard a step late was sent with its weight, and both are added late together",
+        differs="a message received one step late carries its weight, and both are added together",
     ),
-    # On a clock.
+    # Asynchronous.
     "gasloc_without_waiting": Recipe(
         {"rule.name": "gasloc", "rule.momentum": 0.5, "run.wait": False},
         source="ours",
-        fails="messages are old, which lowers the momentum that is stable, or clocks differ: the slow weigh more in the mean.",
+        fails="messages are stale, which lowers the largest stable momentum, or speeds differ: slow workers have more weight.",
     ),
     "delayed_nesterov": Recipe({"server.delay": 8, "events.dylu": True}),
     "decoupled_diloco": Recipe({"events.fragments": 3, "events.overlap": True}),
     "heloco": Recipe({"server.rho": 0.354}),
     "mla": Recipe(
         {"server.name": "heloco", "server.rho": 0.354, "server.c_ok": -1.0},
-        source="what arXiv 2606.00271 compares HeLoCo with",
-        fails="messages point against the momentum: nothing corrects them.",
+        source="arXiv 2606.00271, the baseline of HeLoCo",
+        fails="messages point against the momentum: they are not corrected.",
     ),
     "pa_cgad": Recipe({"server.name": "cgad", "events.fragments": 3}),
 }  # fmt: skip
@@ -221,9 +222,9 @@ FACTORIES: dict[str, Callable[..., Any]] = {**RULES, **SERVERS, **PAIRS}
 
 @functools.cache
 def recipes() -> Mapping[str, Recipe]:
-    """All methods that train: every row of the three tables on what its tags ask for, then every other row of `METHODS`.
+    """All methods that train: the rows of the three tables with the topologies they require, then the other rows of `METHODS`.
 
-    What needs options without defaults is no method for training, but a reference in closed form.
+    A factory with options that have no default is a closed-form reference, not a method for training.
 
     >>> recipes()["omr"].settings
     {'topology.name': 'complete', 'rule.name': 'omr'}
@@ -274,7 +275,7 @@ def recipe(name: object) -> Recipe:
 
 
 def said(factory: Callable[..., Any], label: str) -> str:
-    """What a factory's docstring says under a label such as "Fails when", on one line; empty if it says nothing.
+    """The text in a factory's docstring under a label such as "Fails when", on one line; empty if there is none.
 
     >>> said(RULES["easgd"], "Differs")[:10]
     'no server.'
@@ -308,14 +309,14 @@ def made_of(settings: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """As TOML has it."""
+    """A value in TOML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + "}"
     return json.dumps(value)
 
 
 def _fitting(kind: str, rule: Any) -> dict[str, Any]:
-    """The topology that the tags of a rule ask for, and how often it acts."""
+    """The topology that the tags of a rule require, and local steps = 1 for a rule on gradients."""
     if kind != "rule":
         return {"topology.name": "ring"} if kind == "pair" else {}
     return {"topology.name": FITTING[rule.needs], **({"run.local_steps": 1} if rule.site == "gradients" else {})}

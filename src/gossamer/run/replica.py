@@ -1,4 +1,4 @@
-"""A replica: a model with its inner optimizer and its place in the data, which trains on its own and knows no peers."""
+"""A replica: a model with its inner optimizer and its place in the data, which trains on its own and has no peers."""
 
 import math
 import time
@@ -106,7 +106,7 @@ class Replica:
             if not math.isfinite(value):
                 raise TrainingError(
                     f"the loss of worker {self.index} became {value} at its inner step {self.steps_taken} (round {round}); "
-                    "the last checkpoint is whole: lower inner.lr or the outer learning rate and resume from it"
+                    "lower inner.lr or the outer learning rate and resume from the last checkpoint"
                 )
             losses.append(value)
             tokens += count
@@ -167,6 +167,6 @@ class Replica:
             torch.set_rng_state(state["rng"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
-                f"the snapshot of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "
-                "it was written by, or remove the snapshot"
+                f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "
+                "that wrote it, or remove the checkpoint"
             ) from None

@@ -1,4 +1,4 @@
-"""Where the seconds of a run went: measured by a real worker, priced for a simulation in rounds, known in virtual time."""
+"""How the seconds of a run were spent: measured by a real worker, priced for a simulation in rounds, known in virtual time."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,10 +67,10 @@ def held_up(waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> Iterator[t
 class Stopwatch:
     """Measures the rounds of a real worker.
 
-    A message has left its sender when its header comes. On NCCL that cannot be seen, so that all waiting counts as transfer; a
-    worker of a server cannot see it either, and there the transfer of a reply counts as waiting for the server.
+    A message counts as sent when its header arrives. NCCL does not report that, so all waiting counts as transfer. A worker of a
+    server does not know it either, and the transfer of a reply counts as waiting for the server.
 
-    Args: `before_s` is when the last round ended that is not run again, of a run that is resumed.
+    Args: `before_s` is the end of the last round before the one that a resumed run continues from.
     """
 
     def __init__(self, worker: int, before_s: float = 0.0) -> None:
@@ -82,7 +82,7 @@ class Stopwatch:
         self._start_s = time.perf_counter() - self._tally.end_s
 
     def blocking(self, act: Callable[[], None]) -> None:
-        """Does something that blocks until others have done the same; all of it counts as transfer."""
+        """Calls a blocking collective; all of its time counts as transfer."""
         start_s = time.perf_counter()
         act()
         self._tally.transfer_s += time.perf_counter() - start_s
@@ -206,8 +206,8 @@ def _due(
 class EventSeconds:
     """The seconds of all workers of a run over virtual time, by its events.
 
-    Between two local phases a worker is held up by its own messages to and from a server, and waits for whoever pushed last
-    into the update that it needs; where that is nobody else, for the server.
+    Between two local phases a worker is held up by its own messages to and from a server, and waits for the worker that
+    pushed last into the update that it needs; if there is no other worker, for the server.
     """
 
     def __init__(self, workers: int, network: str) -> None:

@@ -1,11 +1,11 @@
 """The process of a server: threads carry the frames of its workers' connections, and one session decides and computes.
 
-Every push is absorbed when it arrives, and ages are what they are. With one worker it computes the bits of virtual time; with
-more, `gossamer.run.serve_replay` computes its bits from the record of what arrived when.
+Every push is absorbed when it arrives, whatever its staleness. With one worker the bits equal a simulation's; with
+more, `gossamer.run.serve_replay` recomputes them from the record of arrivals.
 
-A worker may die, hang or come late: its connection ends, its unfinished steps are left to the others, and when it comes back
-it gets the server's model and continues with its own last checkpoint of the inner optimizer. That may be older than the
-server's, which is written first: neither waits for the other to have written.
+A worker may die, hang or come late: its connection ends, the other workers take its unfinished steps, and when it returns
+it receives the server's model and continues with its own last checkpoint of the inner optimizer. That may be older than the
+server's, which is written first, as neither waits for the other.
 """
 
 import logging
@@ -40,13 +40,13 @@ __all__ = ["serve"]
 log = logging.getLogger("gossamer")
 
 HANDSHAKE_S = 10.0
-"""How long a new connection may take to say who it is."""
+"""How long a new connection may take to send its hello."""
 STRANGERS = 16
-"""Connections beside those of workers that may be open at one time."""
+"""Connections that may be open at one time in addition to those of workers."""
 
 
 class _Connection:
-    """A connection whose worker has said who it is. Its replies are put into `replies`; None ends it."""
+    """A connection whose worker has identified itself. Its replies are put into `replies`; None ends it."""
 
     def __init__(self, worker: int, stream: Stream) -> None:
         self.worker, self.stream = worker, stream
@@ -72,7 +72,7 @@ class _Lost(NamedTuple):
 
 
 def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool = False) -> None:
-    """Serves all workers that come until they have taken the run's inner steps together.
+    """Serves workers until together they have taken all inner steps of the run.
 
     Args: `resume` goes on from the newest checkpoint of the server.
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`.
@@ -123,7 +123,7 @@ class _Server:
                 elif now_s - alone_since_s > timeout_s:
                     raise PeerError(
                         f"no worker has been here for {timeout_s:g} s and {core.absorbed_steps} of "
-                        f"{self._config.workers * self._config.run.steps} inner steps are done; look at the workers' logs, then "
+                        f"{self._config.workers * self._config.run.steps} inner steps are done; check the workers' logs, then "
                         "resume"
                     )
             self._session.close(self._now())
@@ -157,7 +157,7 @@ class _Server:
             self._connections[worker] = connection
             self._send(self._session.join(worker, item.owned, now_s))
         elif connection is not current:
-            connection.replies.put(None)  # what a connection says that was replaced is void
+            connection.replies.put(None)  # messages over the replaced connection are ignored
         elif isinstance(item, _Pushed):
             _, p, message, size, start_s = item
             self._send(self._session.push(worker, p, message, size, start_s, now_s))

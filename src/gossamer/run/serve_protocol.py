@@ -1,4 +1,4 @@
-"""What a server and its workers agree on: which run it is, where the server is, and what goes with every starting point."""
+"""What a server and its workers agree on: the run, the server's address, and the numbers sent with every starting point."""
 
 import hashlib
 from typing import NamedTuple
@@ -16,20 +16,20 @@ __all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "settled_server", "te
 HERE = "these machines"
 """What a real run calls the network whose seconds it records."""
 OWNED = 2
-"""Rounds that a worker says it has checkpoints of when it joins: as many as it keeps."""
+"""Number of checkpointed rounds that a joining worker reports: as many as it keeps."""
 
 
 class Terms(NamedTuple):
     """What the server sends with every starting point, as whole numbers."""
 
     updates: int
-    """Those the server has made of this fragment."""
+    """Updates of this fragment that the server has made."""
     round: int
     """Rounds that are over."""
     go: int
     """1 to train another phase, 0 when there is nothing left to begin."""
     phases: int
-    """Local phases whose push the server has had from this worker."""
+    """Local phases of this worker whose push the server has received."""
     again: int
     """1 for a worker that has been in the run before."""
     cut_round: int
@@ -41,7 +41,7 @@ class Terms(NamedTuple):
 
 
 def terms_of(numbers: Tensor) -> Terms:
-    """The terms in a frame. Raises TransportError for numbers that cannot be."""
+    """The terms in a frame. Raises TransportError for impossible numbers."""
     terms = Terms(*numbers.tolist())
     if not 0 <= min(terms) <= max(terms) < 1 << 60 or max(terms.round, terms.phases, terms.cut_round) >= 1 << 31:
         raise TransportError(
@@ -69,13 +69,13 @@ def run_key(settled: RunConfig, corpus: Corpus) -> int:
 
 
 def settled_server(config: RunConfig) -> WithServer:
-    """What a run with a server runs on real processes. Raises ConfigError for what they do not do."""
+    """What a run with a server runs on real processes. Raises ConfigError for unsupported settings."""
     settled = settle(config, real=True)
     assert isinstance(settled, WithServer)  # no other run gets here
     return settled
 
 
 def use_threads(config: RunConfig) -> None:
-    """As many intra-op threads as the run file says; those of the environment where it says nothing."""
+    """Sets the intra-op threads of the run file; without that key, those of the environment."""
     if config.run.threads:
         torch.set_num_threads(config.run.threads)

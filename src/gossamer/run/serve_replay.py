@@ -1,4 +1,4 @@
-"""Computes the run of a real server again, in one process and from the record of what arrived when: the same bits.
+"""Computes the run of a real server again, in one process from the record of arrivals, with the same bits.
 
 The server's decisions follow from its inputs and their times, which `gossamer.record.arrivals` keeps, and a worker's numbers from
 the starting points it got and the checkpoint it restored. A phase whose push never arrived left no trace in any of them.
@@ -28,9 +28,9 @@ __all__ = ["replay_server"]
 def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
     """Computes the server run in the folder `recorded` again and records it in `folder`.
 
-    It ends where the record ends, so an interrupted run is replayed as far as it came.
+    It ends where the record ends, so an interrupted run is replayed up to its interruption.
 
-    Raises: ConfigError when the record is of another run or `folder` holds one; DataError for a record that cannot be.
+    Raises: ConfigError when the record is of another run or `folder` holds one; DataError for an impossible record.
     Cost: parameters, gradients and inner state of every worker, and the rule's state.
     """
     if config.server is None:
@@ -62,7 +62,7 @@ def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
 
 
 def _processes(inputs: Sequence[ServerInput]) -> Iterator[tuple[ServerInput, list[ServerInput]]]:
-    """Each process of the server with what it was given."""
+    """Each process of the server with its inputs."""
     begins = [k for k, item in enumerate(inputs) if item.event == "serve"]
     for a, b in zip(begins, [*begins[1:], len(inputs)], strict=True):
         yield inputs[a], list(inputs[a + 1 : b])

@@ -44,7 +44,7 @@ class Trained(NamedTuple):
 class ServedWorker:
     """A worker of a server with its model, data, records and checkpoints, and without a connection.
 
-    Args: `settled` is the run with the local steps of its workers, `config` the run as its file says.
+    Args: `settled` is the run with the local steps of its workers, `config` the run as in its file.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
     use_threads(config)
     if not 0 <= worker < config.workers:
         raise ConfigError(
-            f"--worker got {worker} but the run file says workers = {config.workers}; give 0 to {config.workers - 1}"
+            f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
         )
     settled = settled_server(config)
     corpus = open_corpus(config.data, config.workers, config.seed)

@@ -75,7 +75,7 @@ class ServerSession:
         self.journal.round, self.journal.steps = start or 0, self.core.absorbed_steps
 
     def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:
-        """A worker comes that has checkpoints of the rounds `owned`."""
+        """A worker joins that has checkpoints of the rounds `owned`."""
         again, rounds = self.core.joins(worker) > 0, self.config.rounds
         cut = rounds if self._resumed is None or self.core.seen(worker) else self._resumed
         restored = max((r for r in owned if 0 < r <= cut), default=0) if again else 0
@@ -86,7 +86,7 @@ class ServerSession:
         return self._perform(self.core.join(worker), Terms(0, 0, 0, 0, int(again), cut, restored, 0))
 
     def push(self, worker: int, fragment: int, message: Tensor, size: int, start_s: float, now_s: float) -> list[Reply]:
-        """The worker's next push of `size` bytes has arrived, which it was sent out for."""
+        """The next push that the server expects of this worker has arrived, with `size` bytes."""
         self._now_s = now_s
         phase, _ = self.core.may_push(worker) or (0, 0)
         self._write("push", worker=worker, phase=phase, fragment=fragment)

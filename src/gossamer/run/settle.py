@@ -38,7 +38,7 @@ class InRounds(NamedTuple):
 
     method: Method
     network: Network | None
-    """Whose seconds local steps adapt to; None where they do not, and on real processes, which measure their own."""
+    """The network whose seconds local steps adapt to; None where they do not adapt, and on real processes, which measure."""
     warnings: tuple[str, ...]
     """What will probably go wrong."""
 
@@ -51,7 +51,7 @@ class WithServer(NamedTuple):
     rule: ServerRule
     codec: Codec
     network: Network | None
-    """Whose seconds decide what is computed; None on real processes, where those are the clock's."""
+    """The network whose seconds decide what is computed; None on real processes, which measure their own."""
     network_name: str | None
     absences: tuple[Absence, ...]
 
@@ -90,7 +90,7 @@ Settled = InRounds | WithServer | InPairs | WithoutWaiting
 def settle(config: RunConfig, *, real: bool = False) -> Settled:
     """What a run file runs.
 
-    Args: `real` is for real processes (`gossamer train`), which go by their own clocks and can do less than virtual time can.
+    Args: `real` is for real processes (`gossamer train`), which measure seconds and support less than a simulation.
     Raises: PairingError and ConfigError, the first of `faults`.
     Cost: the stability of the rule on its topology, some milliseconds, up to a second for hundreds of workers.
     """
@@ -118,13 +118,13 @@ def in_rounds(config: RunConfig, *, real: bool = False) -> InRounds:
     settled = settle(config, real=real)
     if not isinstance(settled, InRounds):
         raise ConfigError(
-            f"the run '{config.name}' is asynchronous ({kind_of(config)}) and was to run in rounds; start it by gossamer simulate"
+            f"the run '{config.name}' is asynchronous ({kind_of(config)}) and has no rounds; start it with gossamer simulate"
         )
     return settled
 
 
 def faults(config: RunConfig, *, real: bool = False) -> list[str]:
-    """A sentence for everything because of which this run cannot start; none if it can, as far as one knows without its data."""
+    """A sentence for each reason why this run cannot start; empty if it can start, as far as is known without its data."""
     if found := pairing_faults(config, real=real):
         return found
     try:
@@ -135,7 +135,7 @@ def faults(config: RunConfig, *, real: bool = False) -> list[str]:
 
 
 def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
-    """A sentence for every part that cannot be made, and for everything that does not go together."""
+    """A sentence for every part that cannot be made, and for every combination that cannot work."""
     facts, errors = _facts(config, real)
     return [*map(str, errors), *pairing.faults(facts)]
 
@@ -153,7 +153,7 @@ _T = TypeVar("_T")
 
 
 def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
-    """All that the table of pairings asks, and what made a part of it impossible; such a part is left out."""
+    """The facts for the table of pairings, and the errors of parts that cannot be made, which the facts omit."""
     errors: list[ConfigError] = []
 
     def attempt(make: Callable[[], _T]) -> _T | None:
@@ -185,7 +185,7 @@ def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
             pair=attempt(lambda: PAIRS[pair.name](**pair.options)), topology=topology or nothing.topology
         ), errors
     rule = attempt(lambda: make_rule(config.rule.name, **config.rule.options))
-    if rule is None or topology is None or codec is None:  # what rests on one of them cannot be told
+    if rule is None or topology is None or codec is None:  # checks that depend on them are skipped
         return facts._replace(mean="ordered", codec=nothing.codec), errors
     facts = facts._replace(rule=rule, topology=topology)
     return facts._replace(rule=attempt(lambda: settled_rule(facts)) or rule), errors
@@ -210,7 +210,7 @@ def _clocked(config: RunConfig, facts: Facts) -> tuple[str | None, Network | Non
 
 
 def _absences(config: RunConfig) -> tuple[Absence, ...]:
-    """When workers leave and return. Raises ConfigError for what cannot be."""
+    """When workers leave and return. Raises ConfigError for impossible absences."""
     away = config.events.absences
     absences = [Absence(one.leave_s, one.worker, "leave") for one in away]
     absences += [Absence(one.return_s, one.worker, "return") for one in away if one.return_s < math.inf]
@@ -218,7 +218,7 @@ def _absences(config: RunConfig) -> tuple[Absence, ...]:
 
 
 def _rates(config: RunConfig, topology: Topology, network: Network) -> Rates:
-    """Meetings per second of each pair. Raises ConfigError for a graph that falls apart."""
+    """Meetings per second of each pair. Raises ConfigError for a disconnected graph."""
     step_s = Durations(network, config.workers).step_s
     phase_s = math.fsum(s * config.local_steps(i) for i, s in enumerate(step_s)) / config.workers
     rates = meeting_rates(topology.mixing(0), (config.events.meetings or 1.0) / phase_s)

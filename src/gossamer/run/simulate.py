@@ -1,4 +1,4 @@
-"""Simulating a run: all workers in one process, in rounds or over virtual time, as the run file says."""
+"""Simulating a run: all workers in one process, in rounds or over virtual time."""
 
 from pathlib import Path
 

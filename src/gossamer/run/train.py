@@ -1,7 +1,7 @@
-"""One real worker: this process trains its replica and talks to its partners, and nothing in the loop waits for everybody.
+"""One real worker: this process trains its replica and exchanges with its peers; no step of the loop is a global barrier.
 
-Each process records its own part of the run (`metrics-003.jsonl`, `trace-003.jsonl`, its snapshots); what needs all workers,
-such as the mean model, is formed afterwards by `gossamer evaluate`.
+Each process records its own part of the run (`metrics-003.jsonl`, `trace-003.jsonl`, its checkpoints); what needs all workers,
+such as the mean model, is computed afterwards by `gossamer evaluate`.
 """
 
 import logging
@@ -38,7 +38,7 @@ log = logging.getLogger("gossamer")
 
 
 def train(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
-    """Joins the other processes as torchrun's environment says, trains to the end and leaves.
+    """Joins the other processes by torchrun's environment variables, trains to the end and leaves.
 
     Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError.
     """
@@ -58,9 +58,9 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
 
 
 def train_member(config: RunConfig, folder: Path, member: Member, *, resume: bool = False) -> None:
-    """Trains the worker that this process is; bitwise what the simulator computes for it, unless local steps adapt to the clock.
+    """Trains the worker that this process is; bitwise equal to the simulator, unless local steps adapt to measured seconds.
 
-    Args: `resume` continues from the newest round of which every worker has its snapshot.
+    Args: `resume` continues from the newest round of which every worker has a checkpoint.
     Cost: one model, its gradients and states, the message in flight and those it receives.
     """
     m, _, warnings = in_rounds(config, real=True)

@@ -1,8 +1,8 @@
-"""n workers in one process over virtual time: the twin of `synchronous` for methods that look at the clock.
+"""n workers in one process over virtual time: the counterpart of `synchronous` for asynchronous methods.
 
 Real models train, and seconds are those of one of the run's networks. A run ends after `workers · run.steps` inner steps of all
-workers together, the same number of tokens as a run in rounds. A round is a part of that: as many inner steps as a round of
-all workers has. Validations, checkpoints and the learning-rate schedule go by it.
+workers together, the same number of tokens as a run in rounds. A round ends when one synchronous round's worth of inner
+steps has been taken. Validations, checkpoints and the learning-rate schedule count these rounds.
 """
 
 import logging
@@ -98,14 +98,14 @@ def _loop(settled: WithServer | InPairs | WithoutWaiting, network: Network, lear
 def _may_run_ahead(config: RunConfig) -> bool:
     """Whether threads may compute local phases ahead of virtual time.
 
-    A phase that its worker leaves is lost, and parameters that gossip are looked at in the middle of one.
+    A phase is lost if its worker leaves during it, and gossip reads parameters in the middle of a phase.
     """
     gossips = config.server is None and config.pair is None
     return not gossips and not config.events.absences
 
 
 class _Tally:
-    """How far the run is."""
+    """The progress of the run."""
 
     def __init__(self, config: RunConfig) -> None:
         self.steps, self._per_round = 0, config.workers * config.full_steps
@@ -152,7 +152,7 @@ def _model(run: _Loop) -> Tensor:
 
 
 def _snapshots(run: _Loop, workers: int) -> list[tuple[int, dict[str, Any]]]:
-    """What is worth keeping, by owner; the server comes after the workers."""
+    """The states to save, by owner; the server comes after the workers."""
     if isinstance(run, ServerRun):
         return [(workers, {"x": run.model(), "outer": leaves(tuple(run.states()))})]
     return [(i, {"x": x}) for i, x in enumerate(run.models())]

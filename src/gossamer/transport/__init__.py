@@ -32,7 +32,7 @@ class Turn(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """How long the bytes of one message took to come through, without the time for which it was waited for."""
+    """How long the transfer of one message took, without the wait before it began."""
 
     ticket: Ticket
     peer: int
@@ -44,7 +44,7 @@ class Delivery(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """How long a worker was held up by what it had to receive and send under one ticket, on that clock."""
+    """How long the messages of one ticket blocked a worker, on that clock."""
 
     ticket: Ticket
     start_s: float

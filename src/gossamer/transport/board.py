@@ -106,8 +106,8 @@ class Board:
         return (self._failure(standing) if standing is not None else None) or failure
 
     def saved(self, round: int) -> int:
-        """Posts that this worker owns the snapshot of a round; returns the newest round r such that every worker is known to own
-        one of round r or later. It is 0 while a worker has posted nothing, or if the store does not answer.
+        """Posts that this worker owns the checkpoint of a round; returns the newest round r such that every worker is known to
+        own one of round r or later. It is 0 while a worker has posted nothing, or if the store does not answer.
         """
         self._ask(lambda: self._store.set(f"saved/{self.worker}", str(round)))
         said = [self._read(f"saved/{worker}") for worker in range(self._n)]

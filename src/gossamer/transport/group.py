@@ -6,7 +6,7 @@ What gloo (torch 2.13) does, found by experiment, and what we do about it:
   that times out closes the connections to all peers, healthy ones too. So each transfer has its own thread in a `wait`
   without a timeout. It costs no processor time and does not block the interpreter; our deadline is on a condition variable.
 * A message larger than the memory it is received into ends the receiving process. So the tag of a payload depends on its
-  size. The tag of the header does not, so that a header can always be read and tell what is wrong.
+  size. The tag of the header does not, so that a header can always be read and a mismatch reported.
 * To touch fresh memory costs as much as a transfer over loopback (64 MB: 71 instead of 42 ms). So receive buffers are reused
   once nobody holds a view of them.
 * When a peer is killed, transfers with it that have not begun fail within milliseconds, and those with other peers go on. But
@@ -67,7 +67,7 @@ class ByteCount(NamedTuple):
 
 
 class _Landing(NamedTuple):
-    """Where the message of one peer arrives."""
+    """The memory for the message of one peer."""
 
     expected: wire.Header[Ticket]
     header: Tensor
@@ -237,14 +237,14 @@ class GroupTransport:
         return frames
 
     def deliveries(self) -> list[Delivery]:
-        """The messages that have come since this was last asked; none on NCCL, where header and payload come together."""
+        """The messages received since the last call; none on NCCL, where header and payload come together."""
         with self._news:
             came = list(self._deliveries)
             self._deliveries.clear()
         return came
 
     def waits(self) -> list[Wait]:
-        """The times since this was last asked that `wait` held up its caller."""
+        """The times that `wait` blocked its caller since the last call."""
         waited = list(self._waits)
         self._waits.clear()
         return waited
@@ -374,7 +374,10 @@ class GroupTransport:
                 f"did not answer for {self._timeout_s:g} s",
                 "it hangs, is cut off or is slow: look at its log, or raise run.timeout_s",
             ),
-            "foreign": ("sent something else than was agreed", "start all workers with the same run file and gossamer"),
+            "foreign": (
+                "sent bytes that do not match the agreed message",
+                "start all workers with the same run file and gossamer version",
+            ),
         }[failure.cause]
         waits = [f"{i} waits for {j}" for i, j in pairwise([self.worker, *chain])]
         via = f" ({', '.join(waits)})" if len(waits) > 1 else ""
@@ -386,7 +389,7 @@ class GroupTransport:
 def all_reduce(timeout_s: float) -> Reduce:
     """Sums each frame over all workers in place with the backend's own collective, in an order and to last bits of its own.
 
-    Raises (when called): PeerError after `timeout_s` or when a connection closes; a collective cannot tell whose.
+    Raises (when called): PeerError after `timeout_s` or when a connection closes; a collective does not report which.
     Cost: a global barrier; 2(n-1)/n of the frames per worker where the backend uses a ring.
     """
 
@@ -429,7 +432,7 @@ def _start(target: Callable[..., None], *args: object) -> None:
 
 
 def _block(work: dist.Work) -> None:
-    """Blocks in gloo, which has no other way to tell that a transfer has ended."""
+    """Blocks in gloo, which has no other way to learn that a transfer has ended."""
     if not work.wait(FOREVER):
         raise RuntimeError("the process group ended before the transfer did")
 

@@ -1,4 +1,4 @@
-"""Starting a run of real processes: joining the other workers, agreeing with them, and launching all on one machine."""
+"""Starting a run of real processes: joining the other workers, agreeing on a configuration, and launching all on one machine."""
 
 import atexit
 import contextlib
@@ -47,7 +47,7 @@ log = logging.getLogger("gossamer")
 def join(
     workers: int, *, parts: int = 1, backend: str = "auto", device: str = "auto", threads: int = 0, timeout_s: float = 300.0
 ) -> Member:  # fmt: skip
-    """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) says it is.
+    """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) names.
 
     Args:
         workers: the number of workers the run file asks for.
@@ -90,12 +90,12 @@ def join(
 
 
 def _rank(workers: int, parts: int) -> tuple[int, int]:
-    """The rank of this process and the number of processes, as the environment says. Raises ConfigError if they do not fit."""
+    """The rank of this process and the number of processes, from the environment. Raises ConfigError if they do not fit."""
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if world != workers * parts:
         each = f" of {parts} processes each" if parts > 1 else ""
         raise ConfigError(
-            f"WORLD_SIZE is {world} but the run file says workers = {workers}{each}; start {workers * parts} processes, or "
+            f"WORLD_SIZE is {world} but the run file has workers = {workers}{each}; start {workers * parts} processes, or "
             "change it"
         )
     if rank >= world:
@@ -125,7 +125,7 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
         digest: of everything that all workers must have in common.
         facts: anything JSON can hold, such as the rounds of which this worker owns a checkpoint.
     Returns: the facts of all processes in the order of their ranks, which is that of their workers.
-    Raises: PeerError naming the workers that differ, or that said nothing within `timeout_s`.
+    Raises: PeerError naming the workers that differ, or that sent nothing within `timeout_s`.
     """
     text = json.dumps([digest, facts])
     if len(text) > LIMIT_BYTES:
@@ -138,8 +138,8 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
     store.set(keys[member.rank], text)
     if missing := _absent(store, keys, timeout_s):
         raise PeerError(
-            f"{_workers(missing, member)} said nothing for {timeout_s:g} s when all {member.workers} were to agree on their "
-            "configuration; look at their logs"
+            f"{_workers(missing, member)} sent no configuration within {timeout_s:g} s, and all {member.workers} must agree on "
+            "one; look at their logs"
         )
     said = [_statement(rank // member.parts, store.get(key)) for rank, key in enumerate(keys)]
     camps: dict[str, list[int]] = {}
@@ -306,7 +306,7 @@ def _forward(source: IO[str] | None, sink: TextIO, prefix: str) -> threading.Thr
 
 
 def end_with_launcher() -> None:
-    """Makes this process exit within a second after its launcher, if it has one, however that ended."""
+    """Makes this process exit within a second after its launcher, if it has one, for whatever reason that ended."""
     if LAUNCHER not in os.environ:
         return
     launcher = _number(LAUNCHER)
@@ -360,7 +360,7 @@ def _statement(worker: int, raw: bytes) -> tuple[str, Any]:
     except ValueError:
         pass
     raise PeerError(
-        f"worker {worker} published {len(raw)} bytes that are no configuration; install the same gossamer everywhere"
+        f"worker {worker} published {len(raw)} bytes that are no configuration; install the same gossamer version everywhere"
     )
 
 

@@ -131,7 +131,7 @@ class MemoryTransport:
         return frames
 
     def close(self) -> None:
-        """Forgets what was expected."""
+        """Forgets all expected messages."""
         self._expected.clear()
 
     def _missing(self, ticket: Ticket) -> list[int]:

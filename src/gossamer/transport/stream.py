@@ -18,7 +18,7 @@ from gossamer.transport import Turn, wire
 __all__ = ["HELLO", "PUSH", "START", "Stream", "connect"]
 
 HELLO, START, PUSH, _REFUSE = range(4)
-"""What a frame is, as the kind of its turn: a worker's first word, a starting point, a pseudo-gradient, a refusal."""
+"""The kinds of frames, as the kind of a turn: hello of a worker, starting point, pseudo-gradient, refusal."""
 
 _LIMIT_REFUSAL_BYTES = 1000
 _PIECE_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class Stream:
         self._sock.settimeout(timeout_s)
 
     def send(self, turn: Turn, frames: Sequence[Tensor]) -> int:
-        """Sends one message; returns the bytes of its payload. Raises PeerError when the other end takes no more."""
+        """Sends one message; returns the bytes of its payload. Raises PeerError when the other end accepts no more bytes."""
         payload = wire.pack_frames([frame.cpu() for frame in frames])
         header = wire.Header(self._run, turn, self._me, payload.numel(), wire.checksum(payload))
         try:
@@ -65,7 +65,7 @@ class Stream:
     def receive(self, turn: Turn, like: Sequence[Tensor]) -> list[Tensor]:
         """The message of this turn, with frames like these (which may be meta tensors).
 
-        Raises: PeerError or TransportError when anything else arrives, or nothing in time.
+        Raises: PeerError or TransportError when anything else arrives, or nothing within the timeout.
         """
         header = wire.decode_header(self._exactly(wire.HEADER_BYTES).numpy().tobytes(), self.peer, Turn)
         if header.ticket.kind == _REFUSE and header.payload_bytes <= _LIMIT_REFUSAL_BYTES:

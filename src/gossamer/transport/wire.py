@@ -46,7 +46,7 @@ Name = TypeVar("Name", Ticket, Turn)
 
 
 class Header(NamedTuple, Generic[Name]):
-    """What a message says of itself before its payload."""
+    """The header of a message, sent before its payload."""
 
     run: int
     """64-bit digest of the run's configuration: messages of another run, or of another model, are refused."""
@@ -69,7 +69,7 @@ def encode_header(header: Header[Name]) -> bytes:
 
 
 def decode_header(raw: bytes, sender: int | None, name: Callable[[int, int, int], Name]) -> Header[Name]:
-    """Reads a header that came over the connection with `sender`, None before that one has said who it is.
+    """Reads a header that came over the connection with `sender`, None before that one has identified itself.
 
     Args: `name` makes the ticket, or the turn, of its three numbers.
     Raises: TransportError when the bytes are no header of this version.
@@ -79,12 +79,12 @@ def decode_header(raw: bytes, sender: int | None, name: Callable[[int, int, int]
     if magic != MAGIC:
         raise TransportError(
             f"{who} sent a message that starts with {magic!r} where {MAGIC!r} was expected; "
-            "something else than gossamer uses this connection"
+            "another program uses this connection; choose another port"
         )
     if version != VERSION or flags & ~_CHECKED:
         raise PeerError(
-            f"{who} speaks version {version} (flags {flags:#x}) of the wire format and this worker version {VERSION}; "
-            "install the same gossamer on all machines"
+            f"{who} sent version {version} (flags {flags:#x}) of the wire format and this worker has version {VERSION}; "
+            "install the same gossamer version on all machines"
         )
     return Header(run, name(first, second, third), said, payload_bytes, crc if flags & _CHECKED else None)
 
@@ -117,7 +117,7 @@ def check_header(header: Header[Name], expected: Header[Name]) -> None:
     if (header.checksum is None) != (expected.checksum is None):
         has, wants = ("no checksum", "one") if header.checksum is None else ("a checksum", "none")
         raise PeerError(
-            f"worker {peer} sent {has} where this worker expects {wants}; set checksum alike in all run files"
+            f"worker {peer} sent {has} where this worker expects {wants}; set checksum to the same value in all run files"
         )
 
 
@@ -130,7 +130,7 @@ def tags(run: int, ticket: Ticket, payload_bytes: int) -> tuple[int, int]:
     """The 31-bit tags under which header and payload travel.
 
     The payload's tag depends on its size and the run: gloo ends a process that receives more bytes than it has allocated, so
-    a payload must never meet the wrong receive. The header's tag does not, so that a header can tell what is wrong.
+    a payload must never meet the wrong receive. The header's tag does not, so that a mismatch is found in the header.
 
     >>> a, b = tags(7, Ticket(3), 64), tags(7, Ticket(3), 65)
     >>> a[0] == b[0], a[1] == b[1]
