@@ -669,7 +669,7 @@ def test_a_rule_that_is_not_settled_for_its_topology_is_refused():
 
 
 def test_a_topology_of_other_workers_is_refused():
-    with pytest.raises(ConfigError, match="for 5 workers and there are 4"):
+    with pytest.raises(ConfigError, match="is for 5 workers, but the run has 4"):
         GossipRun(gossip(), make_topology("ring", 5), walkers(4), network())
 
 

@@ -117,7 +117,7 @@ def test_workers_of_another_configuration_are_named_by_all():
 def test_a_worker_that_says_nothing_or_nonsense_is_named():
     store = HashStore()
     member = Member(0, 2, torch.device("cpu"), store)
-    with pytest.raises(PeerError, match=r"worker 1 sent nothing for 0\.2 s"):
+    with pytest.raises(PeerError, match=r"worker 1 sent no configuration within 0\.2 s"):
         agree(member, "a", timeout_s=0.2)
     store.set("agree/1/2", "{}")
     with pytest.raises(PeerError, match="worker 1 published 2 bytes"):
