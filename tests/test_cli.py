@@ -60,7 +60,7 @@ WRONG = {
         ["run.local_steps is 2", "local_steps = 1"],
     ),
     "an option out of range": (["rule.momentum=1.5"], ["1.5", "[0, 1)"]),
-    "an option out of range that may be a word": (["rule.alpha=3.0"], ["3.0", '(0, 2) or auto']),
+    "an option out of range that may be a word": (["rule.alpha=3.0"], ["3.0", "(0, 2) or auto"]),
     "a value of another type": (["workers='three'"], ["workers is 'three'", "a whole number"]),
     "no workers": (["workers=0"], ["workers is 0", "at least 1"]),
     "steps that do not divide": (["run.steps=13"], ["13", "not a multiple", "set run.steps to 12 or 14"]),
