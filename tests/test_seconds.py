@@ -194,7 +194,9 @@ def test_a_fast_worker_waits_for_a_slow_one_and_all_records_have_the_same_column
     assert [one.round for one in fast] == [one.round for one in slow] == [0, 1, 2, 3]
     for own in (fast, slow):
         assert [one.total_s for one in own] == pytest.approx(np.diff([0.0, *(one.end_s for one in own)]), abs=1e-6)
-        assert 8 * 0.5 <= own[-1].end_s <= wall_s
+        assert own[-1].end_s <= wall_s
+    # Each worker's clock starts with its own first round, and the fast process may begin later than the slow one.
+    assert slow[-1].end_s >= 8 * 0.5 and fast[-1].end_s >= 6 * 0.5
     assert all(one.compute_s >= 2 * 0.5 for one in slow)
     assert all(set(one.waiting_for) <= {1} for one in fast) and all(set(one.waiting_for) <= {0} for one in slow)
     assert sum(one.waiting_s for one in fast) > sum(one.waiting_s for one in slow) + 0.5
