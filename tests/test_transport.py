@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -496,6 +497,14 @@ def test_memory_is_used_again_only_when_nobody_holds_its_frames(crew: Crew):
     assert crew.values(held_memory) == [(True, True)] * 3
 
 
+def stop_for_a_while(member: Member, others: tuple[int, ...]) -> None:
+    """Others that announced their process stand still for 0.3 s: what is sent to them meanwhile cannot arrive as a whole."""
+    processes = [int(member.store.get(f"announced/{j}")) for j in others]
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -CONT {' '.join(map(str, processes))}"])
+
+
 def wait_for_the_victim(member: Member, moment: str) -> None:
     """Worker 2 kills itself before or in the middle of its messages; the others need them, and then each other."""
     transport, ticket, size = transport_of(member, "kill"), Ticket(7), 1 << 26
@@ -505,12 +514,13 @@ def wait_for_the_victim(member: Member, moment: str) -> None:
             transport.expect(ticket, j, [torch.empty(size, dtype=torch.uint8)])
         member.store.wait(["announced/0", "announced/1"])
         if moment == "amid":
+            stop_for_a_while(member, others)
             for j in others:
                 transport.post(ticket, j, [torch.ones(size, dtype=torch.uint8)])
         os.kill(os.getpid(), signal.SIGKILL)
     other = 1 - member.worker
     transport.expect(ticket, victim, [torch.empty(size, dtype=torch.uint8)])
-    member.store.set(f"announced/{member.worker}", "")
+    member.store.set(f"announced/{member.worker}", str(os.getpid()))
     transport.post(ticket, victim, [torch.zeros(size, dtype=torch.uint8)])
     try:
         transport.wait(ticket)
@@ -537,10 +547,11 @@ def chain(member: Member, stopped: str) -> None:
     like = [torch.ones(size, dtype=torch.uint8)]
     if before < member.workers:
         transport.expect(ticket, before, like)
-        member.store.set(f"announced/{member.worker}", "")
+        member.store.set(f"announced/{member.worker}", str(os.getpid()))
     if member.worker == 2:
         member.store.wait(["announced/1"])
         if stopped == "amid":
+            stop_for_a_while(member, (after,))
             transport.post(ticket, after, like)
         os.kill(os.getpid(), signal.SIGSTOP)
     transport.wait(ticket)

@@ -27,10 +27,10 @@ from gossamer.errors import ConfigError, DataError, GossamerError, choose
 __all__ = [
     "NEUTRAL",
     "RECORD",
+    "AtLeastOne",
     "AtLeastZero",
     "Faults",
     "OneOf",
-    "Positive",
     "Records",
     "Words",
     "build",
@@ -41,7 +41,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-Positive = Annotated[int, Field(ge=1)]
+AtLeastOne = Annotated[int, Field(ge=1)]
 AtLeastZero = Annotated[int, Field(ge=0)]
 
 RECORD = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AllowInfNan, Field
 
 from gossamer.errors import ConfigError
-from gossamer.schema import Positive, settings
+from gossamer.schema import AtLeastOne, settings
 
 __all__ = ["Away", "EventsConfig"]
 
@@ -36,7 +36,7 @@ class EventsConfig:
     dylu: bool = False
     """Whether slower workers take fewer inner steps a phase, so that all phases take about as long; the fastest worker takes
     run.local_steps."""
-    fragments: Positive = 1
+    fragments: AtLeastOne = 1
     """Parts of the model that a server keeps and workers push one by one."""
     overlap: bool = False
     """Whether a worker continues to train while a reply of the server is in flight; needs at least two fragments."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from gossamer.errors import ConfigError
-from gossamer.schema import NEUTRAL, Positive, Words, settings
+from gossamer.schema import NEUTRAL, AtLeastOne, Words, settings
 
 __all__ = ["DataConfig"]
 
@@ -23,17 +23,17 @@ class DataConfig:
     """The field or column with the text, in jsonl, parquet and streams."""
     tokenizer: Annotated[str, Field(min_length=1), Words("the name of one; 'bytes' needs no file")] = "bytes"
     """"bytes", the path of a tokenizers JSON file or of a folder with a tokenizer.json, or a name on the Hub."""
-    seq_len: Positive = 128
+    seq_len: AtLeastOne = 128
     """Input tokens of a sequence."""
-    batch_size: Positive = 8
+    batch_size: AtLeastOne = 8
     """Sequences per worker in a forward and backward pass."""
-    accumulate: Positive = 1
+    accumulate: AtLeastOne = 1
     """Passes per inner step, their gradients averaged."""
     shards: Literal["iid", "contiguous"] = "iid"
     """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The part of the text that is kept for validation."""
-    max_bytes: Positive | None = None
+    max_bytes: AtLeastOne | None = None
     """The most bytes of UTF-8 text to read from files; the rest is not used."""
     cache: Annotated[str | None, NEUTRAL] = None
     """A folder that keeps tokenised files, which are then memory-mapped instead of held in memory."""

@@ -4,7 +4,7 @@ import math
 from typing import Annotated, NamedTuple
 
 from gossamer.errors import ConfigError
-from gossamer.schema import OneOf, Positive, settings
+from gossamer.schema import AtLeastOne, OneOf, settings
 
 __all__ = ["SIZES", "ModelConfig", "Shape", "parameter_count", "tensors"]
 
@@ -38,12 +38,12 @@ class ModelConfig:
     """A Llama of a named size; the other fields override single dimensions of it."""
 
     size: Annotated[str, OneOf(SIZES)] = "1m"
-    hidden_size: Positive | None = None
-    layers: Positive | None = None
-    heads: Positive | None = None
-    kv_heads: Positive | None = None
+    hidden_size: AtLeastOne | None = None
+    layers: AtLeastOne | None = None
+    heads: AtLeastOne | None = None
+    kv_heads: AtLeastOne | None = None
     """Heads of keys and values (grouped-query attention when fewer than `heads`)."""
-    intermediate_size: Positive | None = None
+    intermediate_size: AtLeastOne | None = None
     """Width of the feed-forward layer."""
     tie_embeddings: bool = False
     """One matrix for the embedding and the output head."""

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Muon
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined
-from gossamer.schema import AtLeastZero, Positive, settings
+from gossamer.schema import AtLeastOne, AtLeastZero, settings
 
 __all__ = ["InnerConfig", "build_optimizer", "clip_gradients", "lr_scale", "share_moments"]
 
@@ -34,7 +34,7 @@ class InnerConfig:
     """Decay of AdamW's two moments per step."""
     eps: _Above = 1e-8
     """The constant in the denominator of AdamW."""
-    moments_every: Positive = 4
+    moments_every: AtLeastOne = 4
     """Inner steps whose mean gradient makes one update of accum_adamw's moments (s); its authors take more for more workers."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay per step and unit of learning rate (in sgd an L2 gradient); never on norms and biases."""

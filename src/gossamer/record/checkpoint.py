@@ -86,9 +86,8 @@ def save(
     tensors: dict[str, Tensor] = {}
     tree = _encode(state, "state", tensors, set())
     manifest, tensor_file = _paths(folder, round, worker)
-    workshop = (
-        folder / f".worker{worker_suffix(worker)}"
-    )  # a folder, as safetensors writes a scratch file next to its own
+    # A folder, as safetensors writes a scratch file next to its own.
+    workshop = folder / f".worker{worker_suffix(worker)}"
     scratch = workshop / tensor_file.name
     try:
         shutil.rmtree(workshop, ignore_errors=True)  # what a kill may have left

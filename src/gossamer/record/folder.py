@@ -33,7 +33,7 @@ from gossamer.record.files import atomic_write, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
 from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.trace import Entry, line_of
-from gossamer.schema import RECORD, Positive, Records, settings
+from gossamer.schema import RECORD, AtLeastOne, Records, settings
 
 __all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics"]
 
@@ -48,7 +48,7 @@ class RecordConfig:
     """The Weights & Biases project to log to; nothing leaves the machine when None."""
     export: bool = True
     """Whether a simulated run ends by writing its mean model for `from_pretrained`, and a sample of its text."""
-    print_every: Positive = 10
+    print_every: AtLeastOne = 10
     """Rounds between two lines of the log where no terminal shows live progress."""
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from gossamer.errors import ConfigError
-from gossamer.schema import AtLeastZero, Positive, settings
+from gossamer.schema import AtLeastOne, AtLeastZero, settings
 
 __all__ = ["Schedule", "Stop"]
 
@@ -43,7 +43,7 @@ class Stop(NamedTuple):
 class Schedule:
     """How a round is divided, and how long a transfer may overlap with training."""
 
-    fragments: Positive = 1
+    fragments: AtLeastOne = 1
     """Parts of the model that are exchanged one after the other (P)."""
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers make a fragment: every P-th, or neighbours."""

@@ -19,7 +19,7 @@ from gossamer.run.config import RunConfig, parse
 from gossamer.run.config import faults as faults_of_keys
 from gossamer.run.document import EXPERIMENT
 from gossamer.run.experiment import drafts
-from gossamer.run.settle import InPairs, InRounds, Settled, WithServer, faults, kind_of, pairing_faults, settle
+from gossamer.run.settle import InPairs, InRounds, Settled, WithServer, faults, pairing_faults, settle
 from gossamer.run.traffic import layout_for, period_of, played, probe_message, traffic
 
 __all__ = ["Copies", "Examined", "OnNetwork", "checked", "examine", "inner_copies", "vocabulary"]
@@ -99,7 +99,7 @@ def examine(config: RunConfig) -> Examined:
     sent, most, kept, networks = _counted(config, settled, layout) if layout else (None, None, (), ())
     return Examined(
         name=config.name,
-        kind=kind_of(config),
+        kind=config.kind,
         method=_words(settled),
         workers=config.workers,
         topology=None if topology is None else topology.name,

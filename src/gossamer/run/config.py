@@ -18,12 +18,12 @@ from gossamer.network.links import Network, to_options
 from gossamer.optimizers.inner import InnerConfig
 from gossamer.record.folder import RecordConfig
 from gossamer.rounds import pairing
-from gossamer.rounds.facts import INSTEAD, Facts
+from gossamer.rounds.facts import INSTEAD, Facts, Kind
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import EXPERIMENT, TABLES, with_settings
 from gossamer.run.methods import recipes
-from gossamer.schema import NEUTRAL, AtLeastZero, Positive, build, plain, settings
+from gossamer.schema import NEUTRAL, AtLeastOne, AtLeastZero, build, plain, settings
 from gossamer.schema import faults as schema_faults
 
 __all__ = ["LoopSettings", "RunConfig", "digest", "dump", "faults", "json_schema", "parse"]
@@ -36,12 +36,12 @@ _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 class LoopSettings:
     """How long to train, how often to exchange, and on which device."""
 
-    steps: Positive = 300
+    steps: AtLeastOne = 300
     """Inner steps of a worker that takes the full number per round."""
     wait: bool = True
     """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last, over the
     virtual time of `events.network`."""
-    local_steps: Positive | Annotated[tuple[Positive, ...], Field(min_length=1)] = 15
+    local_steps: AtLeastOne | Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
     adapt: bool | str = False
     """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
@@ -51,7 +51,7 @@ class LoopSettings:
     """Whether the drift of a worker that took fewer local steps is scaled up by H / H_i, so that it counts fully."""
     eval_every: Annotated[AtLeastZero, NEUTRAL] = 60
     """Inner steps between two validations, each at the end of the round that reaches them; 0 validates only at the end."""
-    eval_batches: Annotated[Positive, NEUTRAL] = 8
+    eval_batches: Annotated[AtLeastOne, NEUTRAL] = 8
     """Validation batches of `data.batch_size` sequences."""
     checkpoint_every: Annotated[AtLeastZero, NEUTRAL] = 150
     """Inner steps between two checkpoints; the last round always writes one, and 0 writes only that one."""
@@ -87,7 +87,7 @@ class RunConfig:
 
     name: Annotated[str, NEUTRAL] = "run"
     seed: int = 0
-    workers: Positive = 8
+    workers: AtLeastOne = 8
     rule: Annotated[Choice, NamedIn("rule")] = Choice("gasloc")
     topology: Annotated[Choice, NamedIn("topology")] = Choice("random")
     codec: Annotated[Choice, NamedIn("codec")] = Choice("exact")
@@ -140,9 +140,18 @@ class RunConfig:
         return range(self.workers) if self.server is None else range(self.workers, self.workers + 1)
 
     @property
+    def kind(self) -> Kind:
+        """How the run communicates."""
+        if self.server is not None:
+            return "server"
+        if self.pair is not None:
+            return "pair"
+        return "rounds" if self.run.wait else "no waiting"
+
+    @property
     def event_driven(self) -> bool:
         """Whether it is asynchronous: delays decide what is computed."""
-        return self.server is not None or self.pair is not None or not self.run.wait
+        return self.kind != "rounds"
 
     @property
     def step_tokens(self) -> int:

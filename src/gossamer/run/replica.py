@@ -92,9 +92,7 @@ class Replica:
         self.steps_taken = round * self.local_steps
         return self.train(round if self.round is None else self.round, 0, self.local_steps)
 
-    def train(
-        self, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None
-    ) -> LocalPhase:  # fmt: skip
+    def train(self, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None) -> LocalPhase:
         """The inner steps `start` to `stop` of a round; with `keep_gradient` the gradients alone.
 
         Raises: TrainingError at the first loss that is not finite.

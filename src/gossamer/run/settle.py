@@ -13,7 +13,7 @@ from gossamer.codecs import Codec, make_codec
 from gossamer.errors import ConfigError, PairingError
 from gossamer.network.links import Network, links_of
 from gossamer.rounds import pairing, stability
-from gossamer.rounds.facts import Facts, Kind
+from gossamer.rounds.facts import Facts
 from gossamer.rounds.method import Method, method_of, settled_rule
 from gossamer.rules import make_rule
 from gossamer.run.config import RunConfig
@@ -27,7 +27,6 @@ __all__ = [
     "WithoutWaiting",
     "faults",
     "in_rounds",
-    "kind_of",
     "pairing_faults",
     "settle",
 ]
@@ -118,7 +117,7 @@ def in_rounds(config: RunConfig, *, real: bool = False) -> InRounds:
     settled = settle(config, real=real)
     if not isinstance(settled, InRounds):
         raise ConfigError(
-            f"the run '{config.name}' is asynchronous ({kind_of(config)}) and has no rounds; start it with gossamer simulate"
+            f"the run '{config.name}' is asynchronous ({config.kind}) and has no rounds; start it with gossamer simulate"
         )
     return settled
 
@@ -140,15 +139,6 @@ def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
     return [*map(str, errors), *pairing.faults(facts)]
 
 
-def kind_of(config: RunConfig) -> Kind:
-    """How a run communicates."""
-    if config.server is not None:
-        return "server"
-    if config.pair is not None:
-        return "pair"
-    return "rounds" if config.run.wait else "no waiting"
-
-
 _T = TypeVar("_T")
 
 
@@ -163,11 +153,12 @@ def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
             errors.append(error)
             return None
 
-    run, events, kind, nothing = config.run, config.events, kind_of(config), Facts()
+    run, events, nothing = config.run, config.events, Facts()
     codec = attempt(lambda: make_codec(config.codec.name, **config.codec.options))
     facts = Facts(
-        kind=kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec, schedule=config.schedule,
-        local_steps=run.local_steps, server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
+        kind=config.kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec,
+        schedule=config.schedule, local_steps=run.local_steps,
+        server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
         averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, mean=run.mean,
         fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,
         absences=len(events.absences), clock=events.network, networks=config.network,

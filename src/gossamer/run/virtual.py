@@ -100,8 +100,7 @@ def _may_run_ahead(config: RunConfig) -> bool:
 
     A phase is lost if its worker leaves during it, and gossip reads parameters in the middle of a phase.
     """
-    gossips = config.server is None and config.pair is None
-    return not gossips and not config.events.absences
+    return config.kind != "no waiting" and not config.events.absences
 
 
 class _Tally:

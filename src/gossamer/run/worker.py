@@ -60,10 +60,7 @@ class Worker:
     Args: `reduce` as in `OuterLoop`.
     """
 
-    def __init__(
-        self, replica: Replica, m: Method, transport: Transport,
-        reduce: Reduce | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, replica: Replica, m: Method, transport: Transport, reduce: Reduce | None = None) -> None:
         self.replica, self.config, self.index = replica, replica.config, replica.index
         on_gradients = m.rule.site == "gradients"
         x = replica.keep_gradient() if on_gradients else replica.x
