@@ -7,17 +7,18 @@ For "announced" the receives are posted ahead of time, as before a local phase.
 """
 
 import functools
-import os
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import join, leave, run_local
+from gossamer.transport.launch import join, leave
+from gossamer.transport.local import run_local
 from gossamer.transport.member import Member
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
@@ -55,9 +56,8 @@ def measure(member: Member, size: int, repeats: int) -> dict[str, float]:
     return {kind: statistics.median(seconds) for kind, seconds in times.items()}
 
 
-def main() -> None:
-    if "RANK" not in os.environ:
-        sys.exit(run_local(2, [], command=[sys.executable, __file__]))
+def exchanges(argv: Sequence[str]) -> int:
+    """One of the two processes: prints the figures of every size."""
     member = join(2, backend="gloo", device="cpu", threads=1)
     for size in SIZES:
         seconds = measure(member, size, repeats=15 if size >= 1 << 23 else 100)
@@ -70,7 +70,8 @@ def main() -> None:
                 f"{size:>9} bytes: bare {bare * 1e3:8.3f} ms ({size / bare / 1e9:.2f} GB/s each way), {', '.join(figures)}"
             )
     leave()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_local(2, exchanges, []))

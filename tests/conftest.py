@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from gossamer.cli.train import import_early
+
 torch.set_num_threads(1)  # tests run beside their own worker processes
 settings.register_profile("repeatable", derandomize=True)
 
@@ -19,6 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compare simulator and real processes over every allowed pairing, not only over a cover of them",
     )
+
+
+@pytest.fixture(scope="session")
+def forks() -> None:
+    """Processes that tests start are forks of one that has imported what they need."""
+    import_early()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,12 +1,12 @@
 """One worker process of the parity suite: trains every case it is given, one after the other, in one process group.
 
-    run_local(4, ["cases.json"], command=(sys.executable, "tests/parity_worker.py"))
+    run_local(4, train_cases, ["cases.json"])
 
 `cases.json` maps a run folder to a run document.
 """
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -16,13 +16,10 @@ from gossamer.run.train import train_member
 from gossamer.transport.launch import join, leave
 
 
-def main() -> None:
-    cases = json.loads(Path(sys.argv[1]).read_text())
+def train_cases(argv: Sequence[str]) -> int:
+    cases = json.loads(Path(argv[0]).read_text())
     member = join(4, backend="gloo", device="cpu", threads=1, timeout_s=60)
     for folder, document in cases.items():
         train_member(parse(document), Path(folder), member._replace(store=PrefixStore(folder, member.store)))
     leave()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

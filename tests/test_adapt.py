@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import tomli_w
 import torch
 
+from commands import run
 from gossamer.errors import ConfigError, PairingError
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.record import checkpoint
@@ -168,9 +167,8 @@ def train(config, folder, *words):
     """`gossamer train --local N` to its end."""
     (folder.parent / "run.toml").write_text(dump(config))
     target = words or (str(folder.parent / "run.toml"), "--out", str(folder))
-    command = [sys.executable, "-m", "gossamer", "train", *target, "--local", str(config.workers)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=140)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = run("train", *target, "--local", config.workers)
+    assert code == 0, output
 
 
 @pytest.mark.timeout(300)

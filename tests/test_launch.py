@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ import torch
 from torch.distributed import HashStore
 
 from gossamer.errors import ConfigError, PeerError, TransportError
-from gossamer.transport.launch import LIMIT_BYTES, agree, join, run_local
+from gossamer.transport import Ticket
+from gossamer.transport.group import GroupTransport
+from gossamer.transport.launch import LIMIT_BYTES, agree, join
+from gossamer.transport.local import run_local
 from gossamer.transport.member import Member
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+pytestmark = pytest.mark.usefixtures("forks")
 
 
 @pytest.fixture
@@ -138,88 +144,76 @@ def test_facts_beyond_the_limit_are_refused():
     assert f"at most {LIMIT_BYTES}" in sentence
 
 
-def launch(tmp_path: Path, program: str, n: int = 2, **options: Any) -> int:
-    """`run_local` with a few lines of Python in place of gossamer."""
-    script = tmp_path / "program.py"
-    script.write_text(program)
-    return run_local(n, ["hello"], command=[sys.executable, str(script)], **options)
+def greet(argv: Sequence[str]) -> int:
+    print(argv[0], os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], Path.cwd())
+    print("warning", file=sys.stderr)
+    return 0
 
 
-def test_workers_get_an_environment_and_their_lines_get_a_number(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    program = """
-import os, sys
-print(sys.argv[1], os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"])
-print("warning", file=sys.stderr)
-"""
-    assert launch(tmp_path, program) == 0
+def test_workers_get_an_environment_and_their_lines_get_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    assert run_local(2, greet, ["hello"]) == 0
     captured = capfd.readouterr()
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
-    assert sorted(captured.out.splitlines()) == [f"[0] hello 0 2 {threads}", f"[1] hello 1 2 {threads}"]
+    assert sorted(captured.out.splitlines()) == [f"[{i}] hello {i} 2 {threads} {tmp_path}" for i in range(2)]
     assert sorted(captured.err.splitlines()) == ["[0] warning", "[1] warning"]
 
 
-def test_the_first_failure_decides_and_the_others_may_end_by_themselves(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
-    program = """
-import os, sys, time
-if os.environ["RANK"] == "1":
-    sys.exit(7)
-time.sleep(0.5)
-print("noticed")
-sys.exit(2)
-"""
-    assert launch(tmp_path, program) == 7
+def one_fails(argv: Sequence[str]) -> int:
+    if os.environ["RANK"] == "1":
+        return 7
+    time.sleep(0.5)
+    print("noticed")
+    return 2
+
+
+def test_the_first_failure_decides_and_the_others_may_end_by_themselves(capfd: pytest.CaptureFixture[str]):
+    assert run_local(2, one_fails, []) == 7
     assert capfd.readouterr().out == "[0] noticed\n"
 
 
-def test_workers_that_never_end_are_ended_after_a_failure(tmp_path: Path):
-    program = """
-import os, signal, time
-if os.environ["RANK"] == "1":
-    os.kill(os.getpid(), signal.SIGKILL)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.kill(os.getpid(), signal.SIGSTOP)
-"""
+def one_dies_and_one_hangs(argv: Sequence[str]) -> int:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+
+def test_workers_that_never_end_are_ended_after_a_failure():
     start = time.monotonic()
-    assert launch(tmp_path, program, timeout_s=0.1, grace_s=0.1) == 128 + signal.SIGKILL
+    assert run_local(2, one_dies_and_one_hangs, [], timeout_s=0.1, grace_s=0.1) == 128 + signal.SIGKILL
     assert time.monotonic() - start < 10.0
 
 
-MORTAL = """
-import os, signal, sys, torch
-from gossamer.errors import PeerError
-from gossamer.transport.launch import join, leave
-from gossamer.transport import Ticket
-from gossamer.transport.group import GroupTransport
-member = join(3, device="cpu", threads=1, timeout_s=20)
-transport, ticket = GroupTransport(member, run=1, timeout_s=1.0), Ticket(6)
-frames = [torch.ones(1 << 26, dtype=torch.uint8)]
-peers = [j for j in range(3) if j != member.worker]
-for j in peers:
-    transport.expect(ticket, j, frames)
-if member.worker < 2:
-    member.store.set(f"announced/{member.worker}", "")
-member.store.wait(["announced/0", "announced/1"])
-for j in peers:
-    transport.post(ticket, j, frames)
-if member.worker == 2:
-    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
-try:
-    transport.wait(ticket)
-except PeerError as error:
-    print(error)
-    sys.exit(2)
-"""
+def lose_worker_2(argv: Sequence[str]) -> int:
+    """Worker 2 ends by a signal in the middle of its message."""
+    member = join(3, device="cpu", threads=1, timeout_s=20)
+    transport, ticket = GroupTransport(member, run=1, timeout_s=1.0), Ticket(6)
+    frames = [torch.ones(1 << 26, dtype=torch.uint8)]
+    peers = [j for j in range(3) if j != member.worker]
+    for j in peers:
+        transport.expect(ticket, j, frames)
+    if member.worker < 2:
+        member.store.set(f"announced/{member.worker}", "")
+    member.store.wait(["announced/0", "announced/1"])
+    for j in peers:
+        transport.post(ticket, j, frames)
+    if member.worker == 2:
+        os.kill(os.getpid(), getattr(signal, argv[0]))
+    try:
+        transport.wait(ticket)
+    except PeerError as error:
+        print(error)
+        return 2
+    return 0
 
 
 @pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
-def test_survivors_of_a_worker_lost_amid_its_message_end_cleanly(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], fate: str
-):
-    script = tmp_path / "program.py"
-    script.write_text(MORTAL)
-    code = run_local(3, ["hello", fate], command=[sys.executable, str(script)], timeout_s=1.0, grace_s=1.0)
+def test_survivors_of_a_worker_lost_amid_its_message_end_cleanly(capfd: pytest.CaptureFixture[str], fate: str):
+    code = run_local(3, lose_worker_2, [fate], timeout_s=1.0, grace_s=1.0)
     captured = capfd.readouterr()
     words = "closed its connection" if fate == "SIGKILL" else "did not answer for 1 s"
     lines = sorted(captured.out.splitlines())
@@ -228,18 +222,21 @@ def test_survivors_of_a_worker_lost_amid_its_message_end_cleanly(
     assert not captured.err
 
 
-MANY = """
-import sys
-from gossamer.transport.launch import run_local
-sys.exit(run_local(2, [], command=[sys.executable, "-c", {worker!r}]))
-"""
+def wait_a_minute(argv: Sequence[str]) -> int:
+    print(os.getpid(), flush=True)
+    if argv:
+        join(2, device="cpu", threads=1)
+    time.sleep(60)
+    return 0
 
 
-def started(worker: str) -> tuple[subprocess.Popen[str], list[int]]:
+def started(*words: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A launcher of two workers that print their process ids, once they have."""
+    program = "import sys, test_launch as tests; sys.exit(tests.run_local(2, tests.wait_a_minute, sys.argv[1:]))"
     launcher = subprocess.Popen(
-        [sys.executable, "-c", MANY.format(worker=worker)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+        [sys.executable, "-c", program, *words], cwd=Path(__file__).parent, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
     assert launcher.stdout is not None
     return launcher, [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
 
@@ -260,7 +257,7 @@ def running(pid: int) -> bool:
 
 
 def test_an_interrupt_ends_all_workers():
-    launcher, pids = started("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    launcher, pids = started()
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=10.0)
     assert launcher.returncode != 0
@@ -268,13 +265,7 @@ def test_an_interrupt_ends_all_workers():
 
 
 def test_no_worker_outlives_a_launcher_that_was_killed():
-    launcher, pids = started("""
-import os, time
-from gossamer.transport.launch import join
-print(os.getpid(), flush=True)
-join(2, device="cpu", threads=1)
-time.sleep(60)
-""")
+    launcher, pids = started("join")
     launcher.kill()
     launcher.communicate(timeout=10.0)
     wait_until_gone(pids)

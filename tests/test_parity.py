@@ -7,8 +7,6 @@ local steps come up.
 import contextlib
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +21,9 @@ from gossamer.run.config import digest, parse
 from gossamer.run.simulate import simulate
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import pull
-from gossamer.transport.launch import run_local
+from gossamer.transport.local import run_local
 from gossamer.tree import leaves
+from parity_worker import train_cases
 
 N, ROUNDS = 4, 5
 pytestmark = [
@@ -135,14 +134,13 @@ def scheduled():
 
 
 @pytest.fixture(scope="module")
-def trained(request, tmp_path_factory):
+def trained(request, tmp_path_factory, forks):
     """Every case, trained by four processes and by the simulator."""
     root = tmp_path_factory.mktemp("parity")
     documents = cases(request.config.getoption("--full-parity"))
     plan = {str(root / "real" / name): document for name, document in documents.items()}
     (root / "cases.json").write_text(json.dumps(plan))
-    worker = Path(__file__).with_name("parity_worker.py")
-    code = run_local(N, [str(root / "cases.json")], command=(sys.executable, str(worker)), timeout_s=60)
+    code = run_local(N, train_cases, [str(root / "cases.json")], timeout_s=60)
     assert code == 0
     for name, document in documents.items():
         simulate(parse(document), root / "simulated" / name)

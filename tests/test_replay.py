@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -17,8 +15,7 @@ from gossamer.record.arrivals import ArrivalWriter, ServerInput, arrivals_file, 
 from gossamer.record.folder import read_metrics
 from gossamer.run.config import digest, dump
 from gossamer.run.serve_replay import replay_server
-from test_serve import processes, served, start, together
-from test_train import finish
+from test_serve import in_place_of_a_killed_worker, served, start, together
 
 
 def saved(folder, config, owner, round=None):
@@ -72,26 +69,17 @@ RUNS = {
 def test_a_run_in_which_a_worker_was_killed_and_came_back_is_replayed_to_the_last_bit(method, tmp_path):
     config = served(workers=3, run__steps=160, run__checkpoint_every=8, run__eval_every=80, run__pace_s=0.05, **method)
     real, store = tmp_path / "real", tmp_path / "real" / "checkpoints"
-    waits = "import sys, gossamer.run.serve_worker; from gossamer.cli import main; print(flush=True)"
-    spare = subprocess.Popen(
-        [sys.executable, "-c", waits + "; sys.exit(main(input().split()))"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with spare:
-        spare.stdout.readline()  # its imports take longer than the run may
-        launcher = start(config, real)
-        pids, words = processes(launcher, 3)
-        deadline = time.monotonic() + 120
-        while not checkpoint.rounds(store, 1) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        os.kill(pids[1], signal.SIGKILL)
-        said, _ = spare.communicate(" ".join([*words[words.index("train") :], "--worker", "1"]), timeout=150)
-    code, output = finish(launcher)
+    launcher = start(config, real)
+    pids = launcher.processes(4)
+    deadline = time.monotonic() + 120
+    while not checkpoint.rounds(store, 1) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(pids["1"], signal.SIGKILL)
+    spare = in_place_of_a_killed_worker(launcher)
+    code, output = launcher.finish(150)
     assert code == 0, output
-    assert spare.returncode == 0, said
+    code, said = spare.finish()
+    assert code == 0, said
     first, second = (item for item in read_arrivals(real) if item.event == "join" and item.worker == 1)
     assert first.checkpoint == 0 < second.checkpoint
     assert_replayed(real, config, tmp_path / "replay")

@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -11,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import run
 from gossamer.errors import DataError
 from gossamer.network.links import Network
 from gossamer.network.pricing import price
@@ -183,11 +182,10 @@ def test_who_is_away_neither_computes_nor_waits(tmp_path):
 def test_a_fast_worker_waits_for_a_slow_one_and_all_records_have_the_same_columns(tmp_path):
     config = tiny(workers=2, run__steps=8, run__pace_s=[0.0, 0.5], run__timeout_s=100)
     (tmp_path / "run.toml").write_text(dump(config))
-    command = [sys.executable, "-m", "gossamer", "train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "real")]
     began = time.monotonic()
-    done = subprocess.run([*command, "--local", "2"], capture_output=True, text=True, timeout=200)
+    code, output = run("train", tmp_path / "run.toml", "--out", tmp_path / "real", "--local", 2)
     wall_s = time.monotonic() - began
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert code == 0, output
     seconds = read_seconds(tmp_path / "real")
     assert {one.network for one in seconds} == {None}
     fast, slow = of(0, seconds), of(1, seconds)

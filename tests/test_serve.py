@@ -3,10 +3,9 @@
 import json
 import logging
 import os
+import shlex
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from commands import Command, run
 from gossamer.cli import main
 from gossamer.clock import SERVER
 from gossamer.data.corpus import open_corpus
@@ -31,9 +31,8 @@ from gossamer.run.serve_replay import replay_server
 from gossamer.run.serve_worker import work
 from gossamer.run.simulate import simulate
 from gossamer.transport import Turn, wire
-from gossamer.transport.launch import LISTENER
+from gossamer.transport.local import LISTENER
 from gossamer.transport.stream import HELLO, PUSH, START, Stream
-from test_train import finish
 from test_virtual import EVEN, evals, timed
 
 
@@ -339,31 +338,16 @@ def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
     assert "worker 1 is gone (worker 1 did nothing for 1.5 s" in caplog.text
 
 
-def start(config, folder, *words):
+def start(config, folder):
     """`gossamer train --local N` in the background."""
     (folder.parent / "run.toml").write_text(dump(config))
-    target = words or (str(folder.parent / "run.toml"), "--out", str(folder))
-    command = [sys.executable, "-m", "gossamer", "train", *target, "--local", str(config.workers)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return Command("train", folder.parent / "run.toml", "--out", folder, "--local", config.workers)
 
 
-def processes(launcher, n, deadline_s=120):
-    """The process ids of the workers by their number, and the words that the server was started with."""
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        found, words = {}, []
-        listing = ["ps", "-ww", "-o", "pid=", "-o", "args=", "--ppid", str(launcher.pid)]
-        for line in subprocess.run(listing, capture_output=True, text=True).stdout.splitlines():
-            pid, *args = line.split()
-            if "--worker" in args:
-                found[int(args[args.index("--worker") + 1])] = int(pid)
-            elif "--server" in args:
-                words = args
-        if len(found) == n and words:
-            return found, words
-        time.sleep(0.05)
-    launcher.kill()
-    raise AssertionError(f"they did not come up: {launcher.communicate()[0]}")
+def in_place_of_a_killed_worker(launcher):
+    """A process that takes the place of a worker, started as the launcher told when that worker ended."""
+    told = next(line for line in launcher.lines() if "the others go on" in line)
+    return Command(*shlex.split(told[told.index("gossamer train") :])[1:])
 
 
 def absorbs(launcher, folder, n, updates, deadline_s=120):
@@ -374,8 +358,7 @@ def absorbs(launcher, folder, n, updates, deadline_s=120):
         if path.exists() and path.read_text().count('"update"') >= updates:
             return
         time.sleep(0.02)
-    launcher.kill()
-    raise AssertionError(f"the server did not get there: {launcher.communicate()[0]}")
+    raise AssertionError(f"the server did not get there: {launcher.finish(0)}")
 
 
 @pytest.mark.timeout(240)
@@ -388,24 +371,15 @@ def test_a_killed_worker_leaves_the_others_to_the_end_and_a_new_process_takes_it
         run__eval_every=180,
         run__pace_s=0.02,
     )
-    waits = "import sys, gossamer.run.serve; from gossamer.cli import main; print(flush=True); sys.exit(main(input().split()))"
-    spare = subprocess.Popen(
-        [sys.executable, "-c", waits],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    with spare:
-        spare.stdout.readline()  # its imports take longer than the run may
-        launcher = start(config, tmp_path / "real")
-        pids, words = processes(launcher, 2)
-        absorbs(launcher, tmp_path / "real", 2, 12)
-        os.kill(pids[1], signal.SIGKILL)
-        said, _ = spare.communicate(" ".join([*words[words.index("train") :], "--worker", "1"]), timeout=100)
-    code, output = finish(launcher)
+    launcher = start(config, tmp_path / "real")
+    pids = launcher.processes(3)
+    absorbs(launcher, tmp_path / "real", 2, 12)
+    os.kill(pids["1"], signal.SIGKILL)
+    spare = in_place_of_a_killed_worker(launcher)
+    code, output = launcher.finish()
     assert code == 0, output
-    assert spare.returncode == 0, said
+    code, said = spare.finish()
+    assert code == 0, said
     assert "worker 1 ended with code -9; the others go on" in output and "Traceback" not in output + said
     log = read_events(tmp_path / "real")
     kinds = [e["event"] for e in events(tmp_path / "real", 2) if e["event"] in ("leave", "return")]
@@ -421,17 +395,16 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
         workers=1, server__name="cgad", run__steps=40, run__checkpoint_every=8, run__eval_every=20, run__pace_s=0.1
     )
     launcher = start(config, tmp_path / "real")
-    processes(launcher, 1)
-    listing = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True).stdout
+    pids = launcher.processes(2)
     store, deadline = tmp_path / "real" / "checkpoints", time.monotonic() + 120
     # The worker's snapshot comes just after the server's, and the next ones in 0.8 s: cut between, both are of one round.
     while not checkpoint.rounds(store, 0) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for pid in (launcher.pid, *map(int, listing.split())):
+    for pid in (launcher.pid, *pids.values()):
         os.kill(pid, signal.SIGKILL)
-    finish(launcher)
+    launcher.finish()
     assert checkpoint.rounds(store, 0) == checkpoint.rounds(store, 1) != []
-    code, output = finish(start(config, tmp_path / "real", "--resume", str(tmp_path / "real")))
+    code, output = run("train", "--resume", tmp_path / "real", "--local", 1)
     assert code == 0, output
     simulate(config, tmp_path / "virtual")
     assert torch.equal(model(tmp_path / "real", config), model(tmp_path / "virtual", config))

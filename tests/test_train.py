@@ -2,17 +2,16 @@
 
 import contextlib
 import io
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from commands import Command, run
+from gossamer.cli import main
 from gossamer.errors import PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
@@ -21,44 +20,14 @@ from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import evaluate
 from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
-from gossamer.transport.launch import run_local
+from gossamer.transport.local import run_local
 from tiny import tiny
 
 
-def start(config, folder, *words, resume=False):
-    """`gossamer train --local N` in the background."""
+def words_of(config, folder):
+    """What trains this run with all its workers here."""
     (folder.parent / "run.toml").write_text(dump(config))
-    target = ["--resume", str(folder)] if resume else [str(folder.parent / "run.toml"), "--out", str(folder)]
-    command = [sys.executable, "-m", "gossamer", "train", *target, "--local", str(config.workers), *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def finish(process, timeout_s=100):
-    """Exit code and output."""
-    with process:
-        try:
-            output, _ = process.communicate(timeout=timeout_s)
-        finally:
-            process.kill()
-    return process.returncode, output
-
-
-def workers_of(process, n, deadline_s=60):
-    """The process ids of the n workers, by their number."""
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        found = {}
-        children = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
-        ).stdout
-        for pid in map(int, children.split()):
-            with contextlib.suppress(OSError):
-                text = Path(f"/proc/{pid}/environ").read_text()
-                found |= {int(v.partition("=")[2]): pid for v in text.split("\0") if v.startswith("RANK=")}
-        if len(found) == n:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"{len(found)} of {n} workers came up")
+    return "train", folder.parent / "run.toml", "--out", folder, "--local", config.workers
 
 
 def reaches(folder, workers, finished, deadline_s=60):
@@ -82,7 +51,7 @@ def finished(tmp_path_factory):
     """One real run that went well, and the simulation of it."""
     root = tmp_path_factory.mktemp("train")
     config = tiny(run__steps=8, run__timeout_s=60)
-    code, output = finish(start(config, root / "real"))
+    code, output = run(*words_of(config, root / "real"))
     assert code == 0, output
     simulate(config, root / "simulated")
     return root, config, output
@@ -120,7 +89,7 @@ def test_evaluate_forms_the_mean_model_that_the_simulator_scored(finished):
 def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it_is(finished, capfd):
     root, config, _ = finished
     before = {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")}
-    assert run_local(config.workers, ["train", "--resume", str(root / "real")], timeout_s=60) == 0
+    assert run_local(config.workers, main, ["train", "--resume", str(root / "real")], timeout_s=60) == 0
     assert capfd.readouterr().out.count(f"the run has ended after {config.rounds} rounds; gossamer evaluate") == 1
     assert {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")} == before
 
@@ -128,7 +97,7 @@ def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it
 def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
     options = {"rule__name": "diloco", "topology__name": "complete", "run__steps": 4, "run__timeout_s": 60}
     config = tiny(**options, run__mean="all_reduce")
-    code, output = finish(start(config, tmp_path / "reduced"))
+    code, output = run(*words_of(config, tmp_path / "reduced"))
     assert code == 0, output
     simulate(tiny(**options), tmp_path / "ordered")
     ours, theirs = parameters(tmp_path / "reduced", config), parameters(tmp_path / "ordered", tiny(**options))
@@ -152,12 +121,12 @@ STREAMING = {"run__local_steps": 4, "schedule__fragments": 2, "schedule__overlap
 @pytest.mark.parametrize("schedule", [{}, STREAMING], ids=["plain", "streaming"])
 def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_the_same_bits(schedule, tmp_path):
     config = tiny(run__steps=60, run__timeout_s=8, workers=3, **schedule)
-    process = start(config, tmp_path / "real")
-    pids = workers_of(process, 3)
+    command = Command(*words_of(config, tmp_path / "real"))
+    pids = command.processes(3)
     reaches(tmp_path / "real", 3, 4)
-    os.kill(pids[1], signal.SIGKILL)
+    os.kill(pids["1"], signal.SIGKILL)
     began = time.monotonic()
-    code, output = finish(process)
+    code, output = command.finish()
     assert time.monotonic() - began < 8 + 25  # what the launcher allows for the others, and a busy machine
     assert code == 128 + signal.SIGKILL, output
     for survivor in (0, 2):
@@ -165,7 +134,7 @@ def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_th
         assert len(told) == 1 and "worker 1" in told[0] and "round" in told[0], output
     assert "Traceback" not in output
 
-    code, output = finish(start(config, tmp_path / "real", resume=True))
+    code, output = run("train", "--resume", tmp_path / "real", "--local", 3)
     assert code == 0, output
     simulate(config, tmp_path / "simulated")
     assert all(map(torch.equal, parameters(tmp_path / "real", config), parameters(tmp_path / "simulated", config)))
@@ -173,17 +142,22 @@ def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_th
 
 def test_a_worker_that_hangs_ends_the_others_within_the_timeout(tmp_path):
     config = tiny(run__steps=400, run__timeout_s=4, workers=2, topology__name="complete")
-    with start(config, tmp_path / "real") as process:
-        pids = workers_of(process, 2)
-        reaches(tmp_path / "real", 2, 2)
-        os.kill(pids[1], signal.SIGSTOP)
-        began = time.monotonic()
-        told = next(line for line in process.stdout if line.startswith("[0] gossamer: "))
-        assert time.monotonic() - began < 4 + 8  # the timeout, and what a busy machine needs to say it
-        assert "worker 1 did not answer for 4 s in round" in told
-        process.send_signal(signal.SIGINT)  # the launcher would wait for the stopped worker a while
-        assert finish(process)[0] != 0
-    assert not os.path.exists(f"/proc/{pids[1]}")
+    command = Command(*words_of(config, tmp_path / "real"))
+    pids = command.processes(2)
+    reaches(tmp_path / "real", 2, 2)
+    os.kill(pids["1"], signal.SIGSTOP)
+    began = time.monotonic()
+    told = next(line for line in command.lines() if line.startswith("[0] gossamer: "))
+    assert time.monotonic() - began < 4 + 8  # the timeout, and what a busy machine needs to say it
+    assert "worker 1 did not answer for 4 s in round" in told
+    os.kill(command.pid, signal.SIGINT)  # the launcher would wait for the stopped worker a while
+    assert command.finish()[0] != 0
+    assert not os.path.exists(f"/proc/{pids['1']}")
+
+
+def train_in_own_folder(argv):
+    os.chdir(Path(argv[0]) / os.environ["RANK"])
+    return main(["train", "run.toml", "--out", f"{argv[0]}/run"])
 
 
 DIFFERENT = {"run files": ((0, 1), ("text", "text")), "text under one name": ((0, 0), ("text", "next"))}
@@ -196,23 +170,19 @@ def test_workers_with_different_run_files_or_text_are_refused_at_the_start(seeds
         (tmp_path / f"{worker}" / "text.txt").write_text(f"a line of {word}\n" * 1000)
         config = tiny(workers=2, seed=seed, data__source="text.txt", run__timeout_s=30)
         (tmp_path / f"{worker}" / "run.toml").write_text(dump(config))
-    code = (
-        f"import os, sys; from gossamer.cli import main; os.chdir(r'{tmp_path}/' + os.environ['RANK']); "
-        f"sys.exit(main(['train', 'run.toml', '--out', r'{tmp_path}/run']))"
-    )
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
-        assert run_local(2, [], command=[sys.executable, "-c", code], timeout_s=30) == 2
+        assert run_local(2, train_in_own_folder, [str(tmp_path)], timeout_s=30) == 2
     text = errors.getvalue()
     assert text.count("start all workers with the same run file") == 2, text
     assert "Traceback" not in text
 
 
-def test_a_world_of_another_size_than_the_run_file_says_is_refused(tmp_path):
+def test_a_world_of_another_size_than_the_run_file_says_is_refused(tmp_path, monkeypatch):
     (tmp_path / "run.toml").write_text(dump(tiny(workers=3)))
-    run = [sys.executable, "-m", "gossamer", "train", str(tmp_path / "run.toml")]
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    result = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    assert result.stderr.startswith("gossamer: WORLD_SIZE is 2 but the run file has workers = 3"), result.stderr
-    assert json.dumps(result.stderr).count("\\n") == 1
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code, output = run("train", tmp_path / "run.toml")
+    assert code == 2
+    assert output.startswith("gossamer: WORLD_SIZE is 2 but the run file has workers = 3"), output
+    assert output.count("\n") == 1

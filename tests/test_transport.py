@@ -266,7 +266,7 @@ def test_nobody_waits_for_a_board_that_does_not_answer_or_asks_it_twice():
 # --- processes -------------------------------------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["gossamer.transport.launch", "gossamer.transport.group", __name__])
+pytestmark = pytest.mark.usefixtures("forks")
 Outcome = tuple[str, Any, float]
 """Name of the error or "", value or message, and seconds it took."""
 

@@ -4,4 +4,5 @@ import sys
 
 from gossamer.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # a process that is started by another imports this module too
+    sys.exit(main())

@@ -19,12 +19,15 @@ def command(*, out: Path, local: int | None = None, max_bytes: int = 1 << 24, te
     if out.exists():
         raise ConfigError(f"'{out}' already exists; name another file with --out, or remove it")
     if local is not None:
-        from gossamer.transport.launch import run_local
+        from gossamer.cli import main
+        from gossamer.cli.train import import_early
+        from gossamer.transport.local import run_local
 
         if local < 2:
             raise ConfigError(f"--local {local} was given but a link has two ends; start at least 2 workers")
+        import_early()
         words = ["--out", str(out), "--max-bytes", str(max_bytes), "--test-s", str(test_s)]
-        return run_local(local, ["probe", *words])
+        return run_local(local, main, ["probe", *words])
     from gossamer.network.links import to_toml
     from gossamer.network.probe import probe
     from gossamer.record.files import atomic_write

@@ -1,5 +1,8 @@
 """`gossamer train`: each worker a process of its own."""
 
+import multiprocessing
+import sys
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +12,7 @@ from gossamer.errors import ConfigError
 if TYPE_CHECKING:
     from gossamer.run.config import RunConfig
 
-__all__ = ["command"]
+__all__ = ["command", "import_early"]
 
 
 def command(
@@ -25,6 +28,8 @@ def command(
         server: HOST:PORT at which to serve a run with a [server], or with --worker to join it
         worker: number of this worker, which joins the server
     """
+    if local is not None:
+        import_early()
     from gossamer.run.settle import settle
 
     config, folder = run_and_folder(file, overrides, out, resume)
@@ -50,10 +55,22 @@ def command(
     return 0
 
 
+def import_early() -> None:
+    """Starts the process that the workers will be forks of (`gossamer.transport.local`), which imports while we do.
+
+    torch imports its compiler in the first step of any optimizer, which takes as long as importing the rest.
+    """
+    if sys.platform == "linux":
+        work = ["gossamer.run.train", "gossamer.run.serve", "gossamer.run.serve_worker"]
+        multiprocessing.set_forkserver_preload(["gossamer.transport.local", "torch._dynamo", *work])
+        forkserver.ensure_running()
+
+
 def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], *, resume: bool) -> int:
     """Starts all workers of a run, and its server if it has one, on this machine."""
+    from gossamer.cli import main
     from gossamer.run.finished import rounds_in_common
-    from gossamer.transport.launch import run_local, run_served
+    from gossamer.transport.local import run_local, run_served
 
     if n != config.workers:
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
@@ -63,8 +80,8 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         print(checkpoint.ended(folder, config.rounds))
         return 0
     if config.server is not None:
-        return run_served(n, words)
-    return run_local(n, words, timeout_s=config.run.timeout_s)
+        return run_served(n, main, words)
+    return run_local(n, main, words, timeout_s=config.run.timeout_s)
 
 
 def _train_served(config: "RunConfig", folder: Path, server: str | None, worker: int | None, *, resume: bool) -> None:

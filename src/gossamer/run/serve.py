@@ -31,7 +31,7 @@ from gossamer.run.evaluate import Probe
 from gossamer.run.serve_protocol import OWNED, run_key, settled_server, use_threads
 from gossamer.run.server_session import Reply, ServerSession, open_session
 from gossamer.transport import Turn
-from gossamer.transport.launch import LISTENER, end_with_launcher
+from gossamer.transport.local import LISTENER
 from gossamer.transport.stream import HELLO, PUSH, START, Stream
 from gossamer.tree import leaves, refill
 
@@ -78,7 +78,6 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
-    end_with_launcher()
     use_threads(config)
     settled = settled_server(config)
     corpus = open_corpus(config.data, config.workers, config.seed)

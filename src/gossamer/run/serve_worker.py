@@ -24,7 +24,7 @@ from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_server, terms_of, use_threads
 from gossamer.transport import Turn
-from gossamer.transport.launch import device_of, end_with_launcher
+from gossamer.transport.launch import device_of
 from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
 from gossamer.tree import leaves, nbytes
 
@@ -104,7 +104,6 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
     Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it.
     Cost: one model, its gradients and inner state, and one starting point.
     """
-    end_with_launcher()
     use_threads(config)
     if not 0 <= worker < config.workers:
         raise ConfigError(

@@ -1,18 +1,12 @@
-"""Starting a run of real processes: joining the other workers, agreeing on a configuration, and launching all on one machine."""
+"""Starting a run of real processes: joining the other workers, and agreeing on a configuration."""
 
 import atexit
-import contextlib
 import json
-import logging
 import os
-import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import IO, Any, TextIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,22 +20,13 @@ __all__ = [
     "agree",
     "available_cores",
     "device_of",
-    "end_with_launcher",
     "join",
     "leave",
     "one_device",
-    "run_local",
-    "run_served",
 ]
 
 LIMIT_BYTES = 1 << 20
 """Most bytes that one worker may publish in `agree`."""
-LISTENER = "GOSSAMER_LISTENER"
-"""The environment variable with the file descriptor of the listening socket that a server inherits."""
-LAUNCHER = "GOSSAMER_LAUNCHER"
-"""The environment variable with the process id of the launcher that started a process."""
-
-log = logging.getLogger("gossamer")
 
 
 def join(
@@ -60,7 +45,6 @@ def join(
         store cannot be reached.
     """
     rank, ranks = _rank(workers, parts)
-    end_with_launcher()
     where = device_of(device)
     backend = _backend(backend, where, ranks)
     if threads or "OMP_NUM_THREADS" not in os.environ:
@@ -168,157 +152,6 @@ def leave(timeout_s: float = 5.0) -> bool:
     return not end.is_alive()
 
 
-def run_local(
-    n: int,
-    argv: Sequence[str],
-    *,
-    command: Sequence[str] = (sys.executable, "-m", "gossamer"),
-    timeout_s: float = 300.0,
-    grace_s: float = 10.0,
-) -> int:
-    """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
-
-    The store lives here, so it outlives every worker. When a worker fails, the others have `timeout_s + grace_s` to notice
-    and to end by themselves. No worker outlives this process: on Linux the kernel sees to it.
-
-    Args:
-        argv: the arguments of each worker's `gossamer`, such as `["train", "run.toml"]`.
-        command: what to run with them.
-    Returns: 0, or the exit code of the worker that failed first (128 + k if signal k ended it).
-    """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the workers have not started yet
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(n),
-        "LOCAL_WORLD_SIZE": str(n),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": _loopback(),
-    }
-    with _children(n) as start:
-        ranks = [{**common, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(n)]
-        workers = [start([*command, *argv], f"[{i}] ", environment) for i, environment in enumerate(ranks)]
-        return _outcome(workers, timeout_s + grace_s)
-
-
-def run_served(n: int, argv: Sequence[str], *, grace_s: float = 10.0) -> int:
-    """Runs a server and n workers on this machine over loopback; a worker that fails does not stop the others.
-
-    The listening socket is made here and inherited by the server, so that no other process can take its port.
-
-    Args:
-        argv: the arguments of every `gossamer`; `--server HOST:PORT` and, for workers, `--worker I` are added.
-        grace_s: how long workers have to end by themselves once the server has ended.
-    Returns: the exit code of the server (128 + k if signal k ended it).
-    """
-    with socket.create_server(("127.0.0.1", 0)) as listener, _children(n) as start:
-        listener.set_inheritable(True)
-        command = [sys.executable, "-m", "gossamer", *argv, "--server", f"127.0.0.1:{listener.getsockname()[1]}"]
-        workers = [start([*command, "--worker", str(i)], f"[{i}] ", {}) for i in range(n)]
-        handle = listener.fileno()
-        server = start(command, "[server] ", {LISTENER: str(handle)}, (handle,))
-        listener.close()  # the server has it now; once the server is gone, nobody can connect
-        fallen: set[int] = set()
-        while (code := server.poll()) is None:
-            for i, worker in enumerate(workers):
-                if worker.poll() and i not in fallen:
-                    fallen.add(i)
-                    log.warning("worker %d ended with code %d; the others go on", i, worker.returncode)
-            time.sleep(0.05)
-        deadline = time.monotonic() + grace_s
-        while any(worker.poll() is None for worker in workers) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return code if code >= 0 else 128 - code
-
-
-@contextlib.contextmanager
-def _children(n: int) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """A function that starts processes, whose output is forwarded with a prefix; at the end, all of them are ended."""
-    common = {
-        **os.environ,
-        LAUNCHER: str(os.getpid()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
-        "PYTHONUNBUFFERED": "1",
-    }
-    processes: list[subprocess.Popen[str]] = []
-    pumps: list[threading.Thread] = []
-
-    def start(
-        command: Sequence[str], prefix: str, environment: Mapping[str, str], handles: Sequence[int] = ()
-    ) -> subprocess.Popen[str]:
-        # A session of their own: Ctrl-C reaches this process alone, which then ends them.
-        process = subprocess.Popen(
-            list(command), env={**common, **environment}, pass_fds=handles, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
-        )  # fmt: skip
-        processes.append(process)
-        pumps.extend([_forward(process.stdout, sys.stdout, prefix), _forward(process.stderr, sys.stderr, prefix)])
-        return process
-
-    try:
-        yield start
-    finally:
-        _end(processes)
-        for pump in pumps:
-            pump.join(1.0)
-
-
-def _outcome(workers: Sequence[subprocess.Popen[str]], patience_s: float) -> int:
-    """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since that failure."""
-    code, deadline = 0, float("inf")
-    while True:
-        codes = [worker.poll() for worker in workers]
-        if not code and (failed := next((one for one in codes if one), 0)):
-            code, deadline = failed if failed > 0 else 128 - failed, time.monotonic() + patience_s
-        if None not in codes or time.monotonic() >= deadline:
-            return code
-        time.sleep(0.05)
-
-
-def _end(workers: Sequence[subprocess.Popen[str]], grace_s: float = 2.0) -> None:
-    """Ends the workers that still run, by their process ids: first terminate, then kill."""
-    running = [worker for worker in workers if worker.poll() is None]
-    for worker in running:
-        log.warning("ending worker %d (process %d), which has not ended by itself", workers.index(worker), worker.pid)
-        worker.terminate()
-    deadline = time.monotonic() + grace_s
-    for worker in running:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.wait(max(0.0, deadline - time.monotonic()))
-    for worker in running:
-        worker.kill()
-        worker.wait()
-
-
-def _forward(source: IO[str] | None, sink: TextIO, prefix: str) -> threading.Thread:
-    """Copies lines as they come, in a thread."""
-    assert source is not None
-
-    def copy() -> None:
-        with source:
-            for line in source:
-                sink.write(prefix + line.rstrip("\n") + "\n")
-                sink.flush()
-
-    thread = threading.Thread(target=copy, daemon=True)
-    thread.start()
-    return thread
-
-
-def end_with_launcher() -> None:
-    """Makes this process exit within a second after its launcher, if it has one, for whatever reason that ended."""
-    if LAUNCHER not in os.environ:
-        return
-    launcher = _number(LAUNCHER)
-
-    def watch() -> None:
-        while os.getppid() == launcher:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _store(rank: int, ranks: int, timeout_s: float) -> Store:
     """The store that all workers share: torchrun's or the launcher's if they host one, else worker 0 does."""
     host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
@@ -416,11 +249,6 @@ def _unset(name: str) -> str:
 def available_cores() -> int:
     """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _loopback() -> str:
-    """The name of the loopback interface: lo on Linux, lo0 on macOS."""
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
 
 def _workers(ranks: Sequence[int], member: Member) -> str:

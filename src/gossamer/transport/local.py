@@ -1,0 +1,215 @@
+"""All processes of a run on this machine: starting them, forwarding what they print, and ending them."""
+
+import contextlib
+import io
+import logging
+import multiprocessing
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.transport.launch import available_cores
+
+__all__ = ["LISTENER", "run_local", "run_served"]
+
+LISTENER = "GOSSAMER_LISTENER"
+"""The environment variable with the file descriptor of the listening socket that a server inherits."""
+
+Work = Callable[[Sequence[str]], int]
+"""What a process does: from its arguments to its exit code; a function of a module, as processes find it by name."""
+
+log = logging.getLogger("gossamer")
+
+
+def run_local(
+    n: int,
+    work: Work,
+    argv: Sequence[str],
+    *,
+    timeout_s: float = 300.0,
+    grace_s: float = 10.0,
+) -> int:
+    """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
+
+    The store lives here, so it outlives every worker. When a worker fails, the others have `timeout_s + grace_s` to notice
+    and to end by themselves. No worker outlives this process.
+
+    Args:
+        work: what each worker does, such as `gossamer.cli.main`.
+        argv: its arguments, such as `["train", "run.toml"]`.
+    Returns: 0, or the exit code of the worker that failed first (128 + k if signal k ended it).
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the workers have not started yet
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(n),
+        "LOCAL_WORLD_SIZE": str(n),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": _loopback(),
+    }
+    with _children(n, work) as start:
+        workers = [start(argv, f"[{i}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(n)]
+        return _outcome(workers, timeout_s + grace_s)
+
+
+def run_served(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0) -> int:
+    """Runs a server and n workers on this machine over loopback; a worker that fails does not stop the others.
+
+    The listening socket is made here and inherited by the server, so that no other process can take its port.
+
+    Args:
+        work: as in `run_local`.
+        argv: the arguments of every process; `--server HOST:PORT` and, for workers, `--worker I` are added.
+        grace_s: how long workers have to end by themselves once the server has ended.
+    Returns: the exit code of the server (128 + k if signal k ended it).
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener, _children(n, work) as start:
+        words = [*argv, "--server", f"127.0.0.1:{listener.getsockname()[1]}"]
+        workers = [start([*words, "--worker", str(i)], f"[{i}] ", {}) for i in range(n)]
+        server = start(words, "[server] ", {}, listener)
+        listener.close()  # the server has it now; once the server is gone, nobody can connect
+        fallen: set[int] = set()
+        while (code := server.exitcode) is None:
+            for i, ended in enumerate([worker.exitcode for worker in workers]):
+                if ended and i not in fallen:
+                    fallen.add(i)
+                    again = shlex.join(["gossamer", *words, "--worker", str(i)])
+                    log.warning(
+                        "worker %d ended with code %d; the others go on; start it again with %s", i, ended, again
+                    )
+            time.sleep(0.05)
+        deadline = time.monotonic() + grace_s
+        while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _children(n: int, work: Work) -> Iterator[Callable[..., BaseProcess]]:
+    """A function that starts processes, whose output is forwarded with a prefix; at the end, all of them are ended.
+
+    On Linux they are forks of one process that has imported what they need (`multiprocessing.set_forkserver_preload`): imports
+    take seconds of a core, which every worker would pay. That process computes nothing and has one thread, so it can be forked.
+    Elsewhere, system libraries do not survive a fork, and every process imports for itself.
+    """
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    common = {
+        **os.environ,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
+    }
+    processes: list[BaseProcess] = []
+    pumps: list[threading.Thread] = []
+
+    def start(
+        argv: Sequence[str], prefix: str, environment: Mapping[str, str], listener: socket.socket | None = None
+    ) -> BaseProcess:
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        process = context.Process(
+            target=_enter,
+            args=(
+                work,
+                [*argv],
+                prefix,
+                {**common, **environment},
+                os.getcwd(),
+                *(inner for _, inner in pipes),
+                listener,
+            ),
+        )
+        process.start()
+        processes.append(process)
+        for (outer, inner), sink in zip(pipes, (sys.stdout, sys.stderr), strict=True):
+            inner.close()
+            pumps.append(_forward(outer, sink, prefix))
+        return process
+
+    try:
+        yield start
+    finally:
+        _end(processes)
+        for pump in pumps:
+            pump.join(1.0)
+
+
+def _enter(
+    work: Work, argv: list[str], prefix: str, environment: dict[str, str], folder: str, out: Connection, err: Connection,
+    listener: socket.socket | None,
+) -> None:  # fmt: skip
+    """What a new process does first: it takes its place, environment, folder and output, and then works."""
+    os.setsid()  # Ctrl-C reaches the launcher alone, which then ends its processes
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    threading.Thread(target=lambda: (launcher.join(), os._exit(1)), daemon=True).start()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"gossamer {prefix.strip()}")  # what `top` and `ps -o comm` show
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    if listener is not None:
+        os.environ[LISTENER] = str(listener.detach())
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True)  # the launcher forwards lines as they come
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which was read when torch was imported
+    sys.exit(work(argv))
+
+
+def _outcome(workers: Sequence[BaseProcess], patience_s: float) -> int:
+    """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since that failure."""
+    code, deadline = 0, float("inf")
+    while True:
+        codes = [worker.exitcode for worker in workers]
+        if not code and (failed := next((one for one in codes if one), 0)):
+            code, deadline = failed if failed > 0 else 128 - failed, time.monotonic() + patience_s
+        if None not in codes or time.monotonic() >= deadline:
+            return code
+        time.sleep(0.05)
+
+
+def _end(workers: Sequence[BaseProcess], grace_s: float = 2.0) -> None:
+    """Ends the workers that still run, by their process ids: first terminate, then kill."""
+    running = [worker for worker in workers if worker.exitcode is None]
+    for worker in running:
+        log.warning("ending worker %d (process %d), which has not ended by itself", workers.index(worker), worker.pid)
+        worker.terminate()
+    deadline = time.monotonic() + grace_s
+    for worker in running:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    for worker in running:
+        worker.kill()
+        worker.join()
+
+
+def _forward(source: Connection, sink: TextIO, prefix: str) -> threading.Thread:
+    """Copies lines as they come, in a thread."""
+
+    def copy() -> None:
+        with source, open(source.fileno(), errors="replace", closefd=False) as lines:
+            for line in lines:
+                sink.write(prefix + line.rstrip("\n") + "\n")
+                sink.flush()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def _loopback() -> str:
+    """The name of the loopback interface: lo on Linux, lo0 on macOS."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -1,0 +1,86 @@
+"""`gossamer` as tests run it: to its end in this process, or in one of its own, which can be watched, stopped and killed.
+
+Starting Python and importing torch takes far longer than what most tests train, so processes are forks (`import_early`).
+"""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+from gossamer.cli import main
+from gossamer.cli.train import import_early
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def run(*words: object) -> tuple[int, str]:
+    """Exit code and output of `gossamer WORDS`, here; the workers it starts are processes."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = main([*map(str, words)])
+    return code, output.getvalue()
+
+
+def _enter(words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    os.dup2(out.fileno(), 1)
+    os.dup2(out.fileno(), 2)
+    out.close()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.exit(main(words))
+
+
+class Command:
+    """`gossamer WORDS`, started; its output and its errors come as the lines of one stream."""
+
+    def __init__(self, *words: object, **environment: str) -> None:
+        import_early()
+        source, sink = CONTEXT.Pipe(duplex=False)
+        self._process = CONTEXT.Process(target=_enter, args=([*map(str, words)], os.getcwd(), environment, sink))
+        self._process.start()
+        sink.close()
+        self._lines = open(os.dup(source.fileno()), errors="replace")  # noqa: SIM115
+        source.close()
+        self._output: list[str] = []
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def lines(self) -> Iterator[str]:
+        """Its lines, as they come."""
+        for line in self._lines:
+            self._output.append(line)
+            yield line
+
+    def finish(self, timeout_s: float = 100.0) -> tuple[int, str]:
+        """Exit code and output, once it has ended; it is killed if it has not within `timeout_s`."""
+        reader = threading.Thread(target=lambda: [*self.lines()])
+        reader.start()
+        self._process.join(timeout_s)
+        self._process.kill()
+        self._process.join()
+        reader.join()  # the workers hold the stream too, and end with their launcher
+        self._lines.close()
+        assert self._process.exitcode is not None
+        return self._process.exitcode, "".join(self._output)
+
+    def processes(self, n: int, deadline_s: float = 120.0) -> dict[str, int]:
+        """The process ids of the n processes that it has started on this machine, by their names: "0" or "server"."""
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            listing = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True).stdout
+            rows = [line.split(maxsplit=2) for line in listing.splitlines()]
+            forkers = {pid for pid, parent, _ in rows if int(parent) == self.pid}
+            forked = {name: int(pid) for pid, parent, name in rows if parent in forkers}
+            found = {name[10:].rstrip("]"): pid for name, pid in forked.items() if name.startswith("gossamer [")}
+            if len(found) == n:
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"they did not come up: {self.finish(0)}")
