@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import run
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError
 from gossamer.optimizers import GPA
@@ -16,7 +17,7 @@ from gossamer.run.evaluate import Probe, evaluate
 from gossamer.run.replica import Replica
 from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
-from test_train import finish, parameters, start
+from test_train import parameters, words_of
 from tiny import tiny
 
 ALONE = {"workers": 1, "rule__name": "gossip", "run__steps": 6, "inner__averaging": "gpa", "inner__mu_x": 0.8}
@@ -101,7 +102,7 @@ def test_a_run_with_an_average_that_is_stopped_and_resumed_equals_the_uninterrup
 @pytest.mark.parametrize("options", [TOGETHER, GOSSIP], ids=["together", "gossip"])
 def test_a_real_run_with_an_average_leaves_what_its_simulation_leaves(options, tmp_path):
     config = tiny(**options, run__timeout_s=60)
-    code, output = finish(start(config, tmp_path / "real"))
+    code, output = run(*words_of(config, tmp_path / "real"))
     assert code == 0, output
     simulate(config, tmp_path / "simulated")
     assert all(map(torch.equal, parameters(tmp_path / "real", config), parameters(tmp_path / "simulated", config)))

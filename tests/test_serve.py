@@ -346,7 +346,7 @@ def start(config, folder):
 
 def in_place_of_a_killed_worker(launcher):
     """A process that takes the place of a worker, started as the launcher told when that worker ended."""
-    told = next(line for line in launcher.lines() if "the others go on" in line)
+    told = next(line for line in launcher.lines() if "start it again with" in line)
     return Command(*shlex.split(told[told.index("gossamer train") :])[1:])
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from gossamer.codecs import Codec
 from gossamer.codecs.message import payload_bytes
 from gossamer.layout import Layout, Leaf, arrange
 from gossamer.models.sizes import ModelConfig, tensors
@@ -20,7 +21,7 @@ from gossamer.run.config import RunConfig
 from gossamer.run.settle import InPairs, Settled, WithServer, settle
 from gossamer.run.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.tree import leaves, nbytes
+from gossamer.tree import Tree, leaves, nbytes
 
 __all__ = ["PROBE", "Traffic", "layout_for", "period_of", "played", "probe_message", "traffic"]
 
@@ -79,6 +80,7 @@ def period_of(config: RunConfig, m: Method) -> int:
 def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[Traffic, list[Entry]]:
     """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero."""
     n, network, schedule, size = config.workers, MemoryNetwork(config.workers), config.schedule, layout.numel
+    m = m._replace(codec=_each_shape_once(m.codec))
     layout, spans = arrange(layout, *config.fragments)
     x = torch.empty(size, device="meta")
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
@@ -122,6 +124,18 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
         flight / nbytes(x),
     )
     return counted, entries
+
+
+def _each_shape_once(codec: Codec) -> Codec:
+    """A codec for tensors without data, whose payloads follow from the shape, made once for each."""
+    made: dict[tuple[torch.Size, torch.dtype], Tree] = {}
+
+    def encode(t: torch.Tensor, key: int) -> Tree:
+        if (t.shape, t.dtype) not in made:
+            made[t.shape, t.dtype] = codec.encode(t, key)
+        return made[t.shape, t.dtype]
+
+    return codec._replace(encode=encode, back=codec.back and _each_shape_once(codec.back))
 
 
 def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout) -> Traffic:
