@@ -1,47 +1,36 @@
 """The probe: over real processes on loopback, and what it makes of measurements."""
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commands import run
 from gossamer.errors import ConfigError, PeerError
 from gossamer.network.links import Route, read_network
 from gossamer.network.probe import Measured, network_of, probe
 from gossamer.network.probe import _measured as measured
 
 
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gossamer", "probe", *words]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    )
-
-
 def test_three_workers_on_loopback_write_a_network_that_can_be_read(tmp_path: Path) -> None:
     out = tmp_path / "network.toml"
-    done = run("--local", "3", "--out", str(out), "--max-bytes", "65536", "--test-s", "0.05")
-    assert done.returncode == 0, done.stderr
+    code, output = run("probe", "--local", 3, "--out", out, "--max-bytes", 65536, "--test-s", 0.05)
+    assert code == 0, output
     network = read_network(out)
     assert network.workers == 3
     for option in (network.uplink_bps, network.downlink_bps):
         assert isinstance(option, tuple) and all(1e5 < bandwidth_bps < 1e12 for bandwidth_bps in option)
     latencies = [route.latency_s for route in network.routes] or [network.latency_s]
     assert all(0 < latency_s < 5 for latency_s in latencies), latencies  # type: ignore[operator]
-    again = run("--local", "3", "--out", str(out))
-    assert again.returncode == 2
-    assert "already exists" in again.stderr
+    code, output = run("probe", "--local", 3, "--out", out)
+    assert code == 2 and "already exists" in output
 
 
 def test_a_probe_that_nobody_launched_is_told_how(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path / "network.toml"))
-    assert done.returncode == 2
-    assert "is not set" in done.stderr
-    assert run("--local", "1", "--out", str(tmp_path / "network.toml")).returncode == 2
+    code, output = run("probe", "--out", tmp_path / "network.toml")
+    assert code == 2 and "is not set" in output
+    assert run("probe", "--local", 1, "--out", tmp_path / "network.toml")[0] == 2
 
 
 def test_workers_that_are_all_alike_need_no_routes() -> None:
