@@ -21,8 +21,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.transport import Ticket, wire
-from gossamer.transport.board import Board, Failure, Note, blame
-from gossamer.transport.group import GroupTransport
+from gossamer.transport.board import THREADS, Board, Failure, Note, blame
+from gossamer.transport.group import GroupTransport, hang_up
 from gossamer.transport.launch import join, leave
 from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork, Parcel
@@ -286,7 +286,10 @@ def member_main(worker: int, n: int, port: int, pipe: Connection) -> None:
         except GossamerError as error:
             result = (type(error).__name__, str(error))
         pipe.send((*result, time.monotonic() - start))
-    pipe.send(leave())
+    left = leave()
+    pipe.send(left)
+    if not left:
+        os._exit(0)
 
 
 class Crew:
@@ -318,7 +321,7 @@ class Crew:
         return [value for _, value, _ in outcomes]
 
     def end(self, dead: int | None = None) -> None:
-        """Has all workers leave, and asserts that they do so promptly; `dead` is killed."""
+        """Has all workers leave, and asserts that they do so promptly; `dead` is killed, which may cut a transfer."""
         for i, (pipe, process) in enumerate(zip(self.pipes, self.processes, strict=True)):
             if i == dead:
                 process.kill()
@@ -329,7 +332,7 @@ class Crew:
             process.join(5.0)
             code = process.exitcode
             process.kill()
-            assert i == dead or (left is True and code == 0), (i, left, code)
+            assert i == dead or (code == 0 and (left is True or dead is not None)), (i, left, code)
 
     @staticmethod
     def _receive(pipe: Connection, deadline: float) -> Any:
@@ -589,6 +592,55 @@ def test_what_was_sent_before_its_sender_left_still_arrives():
     assert crew.pipes[1].poll(10.0)
     assert crew.pipes[1].recv()[:2] == ("", torch.arange(20_000.0).sum().item())
     crew.end(dead=0)
+
+
+def meet(member: Member) -> None:
+    """Everyone has heard everyone, so every pair has a lifeline."""
+    transport, ticket = transport_of(member, "meet"), Ticket(0)
+    for j in range(member.workers):
+        if j != member.worker:
+            transport.expect(ticket, j, [torch.empty(3)])
+            transport.post(ticket, j, [torch.ones(3)])
+    transport.wait(ticket)
+
+
+def hang_up_as_another_leaves(member: Member) -> list[str]:
+    """Worker 0 leaves between the receive and the wait of worker 1's hanging up; worker 2 stays. Returns the threads left."""
+
+    def lifelines() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == THREADS]
+
+    if member.worker == 0:
+        member.store.wait(["posted"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    if member.worker == 2:
+        member.store.wait(["hung up"])
+        return []
+    receive, before = dist.irecv, len(lifelines())
+
+    def receive_and_see_it_leave(*words: Any) -> Any:
+        nothing = receive(*words)
+        member.store.set("posted", "")
+        deadline = time.monotonic() + 5.0
+        while len(lifelines()) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return nothing
+
+    dist.irecv = receive_and_see_it_leave
+    assert hang_up()
+    dist.irecv = receive
+    left = lifelines()
+    member.store.set("hung up", "")
+    return left
+
+
+def test_hanging_up_leaves_no_thread_inside_torch_though_a_peer_leaves_at_that_moment():
+    crew = Crew(3)
+    crew.values(meet)
+    outcomes = crew.run(hang_up_as_another_leaves, victim=0)
+    assert [outcome[:2] for outcome in outcomes] == [("", []), ("", [])], outcomes
+    for process in crew.processes:
+        process.kill()
 
 
 def send_nonsense(member: Member, kind: str, round: int) -> str:

@@ -49,10 +49,14 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
         train_member(config, folder, member, resume=resume)
     except GossamerError as error:
         failed = error
-    if not leave() and failed is not None:
-        # A transfer that a dead peer will never finish holds the process group; only this ends the process.
-        print(f"gossamer: {failed}", file=sys.stderr, flush=True)
-        os._exit(2)
+    if not leave():
+        # A transfer that a dead peer will never finish holds the process group, or a thread is still inside torch and would
+        # abort the process when it comes back while Python shuts down.
+        if failed is not None:
+            print(f"gossamer: {failed}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0 if failed is None else 2)
     if failed is not None:
         raise failed
 

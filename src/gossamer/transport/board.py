@@ -148,7 +148,7 @@ class Board:
             except RuntimeError:
                 self.gone = True
 
-        thread = threading.Thread(target=ask, daemon=True)
+        thread = threading.Thread(target=ask, name=THREADS, daemon=True)
         thread.start()
         thread.join(self._patience_s)
         self.gone = self.gone or thread.is_alive()

@@ -13,8 +13,9 @@ What gloo (torch 2.13) does, found by experiment, and what we do about it:
   a transfer in the middle of its bytes waits forever. So there is a lifeline to each peer, a receive that nobody answers: it
   fails when the connection does, and then we end all transfers with that peer.
 * When a peer is stopped, nothing happens at all until our deadline.
-* A thread that comes back from C++ while Python shuts down aborts the process. So before `main` returns, `hang_up` closes
-  all connections, by a `wait` that times out, and joins the threads.
+* A thread that comes back from C++ while Python shuts down aborts the process ("terminate called without an active
+  exception"). So before `main` returns, `hang_up` closes all connections, by a `wait` that times out, and joins the threads.
+  A `wait` that ends because its peer has left closes nothing else: the others are closed too, each by its own.
 
 On NCCL tags do not exist, and each transfer waits on the device for those before it. So nothing starts until the first
 `ready` or `wait` of a ticket, which starts all its transfers as one batch: call `ready` once after the last post, and
@@ -328,7 +329,7 @@ class GroupTransport:
         try:
             lifeline = dist.irecv(torch.empty(1, dtype=torch.uint8), self._member.rank_of(peer), self._group, LIFELINE)
             assert lifeline is not None
-            lifeline.wait(FOREVER)
+            _block(lifeline)
         except RuntimeError as error:
             time.sleep(GRACE_S)
             with self._news:
@@ -409,22 +410,25 @@ def all_reduce(timeout_s: float) -> Reduce:
     return reduce
 
 
-def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 1.0) -> None:
-    """Closes the connections of a gloo group and waits for the threads of transfers, at most `limit_s`."""
+def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 2.0) -> bool:
+    """Closes the connections of a gloo group and waits for the threads that are inside torch, at most `limit_s`.
+
+    Returns: whether all have ended. One that comes back from C++ while Python shuts down aborts the process; one whose peer
+        was lost amid its bytes never comes back.
+    """
     if dist.get_backend(group) == "gloo":
         for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
-            try:
-                nothing = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, group, LIFELINE)
-            except RuntimeError:
-                continue  # this connection is closed already
-            assert nothing is not None
+            # A wait that times out closes all connections, but one that ends because this peer has just left closes
+            # none: so every peer has its turn. A receive on a closed connection fails at once.
             with contextlib.suppress(RuntimeError):
-                nothing.wait(timedelta(milliseconds=1))  # its end closes all others
-            break
+                nothing = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, group, LIFELINE)
+                assert nothing is not None
+                nothing.wait(timedelta(milliseconds=1))
     deadline = time.monotonic() + limit_s
-    for thread in threading.enumerate():
-        if thread.name == THREADS:
-            thread.join(max(0.0, deadline - time.monotonic()))
+    threads = [thread for thread in threading.enumerate() if thread.name == THREADS]
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _start(target: Callable[..., None], *args: object) -> None:

@@ -141,15 +141,16 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
 def leave(timeout_s: float = 5.0) -> bool:
     """Ends the process group, even with transfers in flight; also runs when Python exits.
 
-    Returns: whether it ended in time. If not (a GPU waits for a peer that is gone), only `os._exit` ends the process.
+    Returns: whether it ended in time, with every thread that was inside torch. If not (a transfer was cut amid its bytes, a
+        GPU waits for a peer that is gone), end the process by `os._exit`: a thread that came back now would abort it.
     """
     if not dist.is_initialized():
         return True
-    hang_up()
+    silent = hang_up()
     end = threading.Thread(target=dist.destroy_process_group, daemon=True)
     end.start()
     end.join(timeout_s)
-    return not end.is_alive()
+    return silent and not end.is_alive()
 
 
 def _store(rank: int, ranks: int, timeout_s: float) -> Store:
