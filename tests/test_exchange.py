@@ -68,6 +68,10 @@ def test_plain_chunked_and_compiled_updates_are_equal_to_the_last_bit(rule, othe
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
+def test_beside_a_cpu_an_update_is_made_in_one_piece():
+    assert PLAIN.chunk_on(torch.device("cpu")) == PLAIN.chunk < 10**9 < PLAIN.chunk_on(torch.device("cuda"))
+
+
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_mean_through_chunk_owners_equals_the_mean_of_whole_messages_to_the_last_bit(n):
     xs = random_vectors(n, 101, dtype=torch.float32)

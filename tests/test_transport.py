@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,8 +21,9 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.transport import Ticket, wire
+from gossamer.transport.backend import hang_up, poll
 from gossamer.transport.board import THREADS, Board, Failure, Note, blame
-from gossamer.transport.group import GroupTransport, hang_up
+from gossamer.transport.group import GroupTransport
 from gossamer.transport.launch import join, leave
 from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork, Parcel
@@ -360,11 +361,34 @@ def transport_of(member: Member, name: str, timeout_s: float = 10.0, **options: 
     return transport
 
 
+class AsOnNccl:
+    """A transfer of gloo that behaves as one of NCCL: it says when it is complete, and refuses two calls."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work, self._waiting = work, threading.Thread(target=work.wait, name=THREADS, daemon=True)
+        self._waiting.start()
+
+    def is_completed(self) -> bool:
+        return not self._waiting.is_alive()
+
+    def wait(self) -> bool:
+        assert self.is_completed(), "this would block the stream"
+        return True
+
+    def is_success(self) -> bool:
+        raise NotImplementedError
+
+    def exception(self) -> None:
+        raise DeprecationWarning
+
+
 def everyone_to_everyone(
-    member: Member, checksum: bool, batched: bool
+    member: Member, checksum: bool, batched: bool, polled: bool
 ) -> tuple[bool, tuple[int, int], tuple[int, int]]:
-    transport = transport_of(member, f"all{checksum}{batched}", checksum=checksum)
-    transport._batched = batched  # gathers as for NCCL, finishes as gloo does
+    transport = transport_of(member, f"all{checksum}{batched}{polled}", checksum=checksum)
+    transport._batched = batched  # gathers as for NCCL
+    if polled:  # and finishes so too
+        transport._finish = lambda work: poll(cast(dist.Work, AsOnNccl(work)))
     ticket = Ticket(0)
     peers = [j for j in range(member.workers) if j != member.worker]
     for j in peers:
@@ -378,12 +402,15 @@ def everyone_to_everyone(
     return good, transport.sent, transport.received
 
 
-@pytest.mark.parametrize(("checksum", "batched"), [(False, False), (True, False), (False, True)])
-def test_frames_of_all_kinds_arrive_and_are_counted(crew: Crew, checksum: bool, batched: bool):
+@pytest.mark.parametrize(
+    ("checksum", "batched", "polled"),
+    [(False, False, False), (True, False, False), (False, True, False), (False, True, True)],
+)
+def test_frames_of_all_kinds_arrive_and_are_counted(crew: Crew, checksum: bool, batched: bool, polled: bool):
     frames = frames_of(0)
     payload = 2 * sum(frame.numel() * frame.element_size() for frame in frames)
     traffic = (payload, 2 * (wire.HEADER_BYTES + wire.frames_bytes(frames)))
-    assert crew.values(everyone_to_everyone, checksum, batched) == [(True, traffic, traffic)] * 3
+    assert crew.values(everyone_to_everyone, checksum, batched, polled) == [(True, traffic, traffic)] * 3
 
 
 def empty_messages(member: Member) -> list[Any]:
@@ -618,8 +645,8 @@ def hang_up_as_another_leaves(member: Member) -> list[str]:
         return []
     receive, before = dist.irecv, len(lifelines())
 
-    def receive_and_see_it_leave(*words: Any) -> Any:
-        nothing = receive(*words)
+    def receive_and_see_it_leave(*words: Any, **options: Any) -> Any:
+        nothing = receive(*words, **options)
         member.store.set("posted", "")
         deadline = time.monotonic() + 5.0
         while len(lifelines()) == before and time.monotonic() < deadline:

@@ -22,7 +22,8 @@ from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
 from gossamer.topologies import Topology, make_topology
 from gossamer.transport import Transport
-from gossamer.transport.group import GroupTransport, hang_up
+from gossamer.transport.backend import hang_up
+from gossamer.transport.group import GroupTransport
 from gossamer.transport.launch import agree
 from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork

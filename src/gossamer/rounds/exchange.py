@@ -272,7 +272,7 @@ def _with_peers(job: _Job) -> _Legs:
     weights = dict(mixing.rows[i])
     row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
     with _merging(job, sent.x):
-        for a, b in _spans(rule, kernel.chunk, 0, part.x.numel()):
+        for a, b in _spans(rule, kernel.chunk_on(part.x.device), 0, part.x.numel()):
             messages = Decoded(_cut(rule, own, a, b), tuple(_cut(rule, m, a, b) for m in received), me, row)
             kernel.run(rule, rule.hear, part.x[a:b], _cut(rule, part.s, a, b), messages, ctx)
 
@@ -379,7 +379,7 @@ def _update_with_mean(setup: Setup, message: Tree, pieces: Sequence[list[Tensor]
     start = 0
     for piece in pieces:
         mean, stop = refill(message, piece), start + piece[0].numel()
-        for a, b in _spans(rule, kernel.chunk, start, stop):
+        for a, b in _spans(rule, kernel.chunk_on(part.x.device), start, stop):
             own, summed = _cut(rule, message, a, b), _cut(rule, mean, a - start, b - start)
             messages = Decoded(own, (summed,), 0, ((0, 0.0), (1, 1.0)))
             kernel.run(rule, _received, part.x[a:b], _cut(rule, part.s, a, b), messages, ctx)

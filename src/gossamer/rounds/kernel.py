@@ -48,6 +48,13 @@ class Kernel(NamedTuple):
     run: _Update
     chunk: int
 
+    def chunk_on(self, device: torch.device) -> int:
+        """How many elements at a time on this device; all of them beside a CPU, where every piece would cost its own launches.
+
+        Pieces of 2^15 would be 30,000 calls of Python for 10^9 parameters. Never run on a GPU.
+        """
+        return self.chunk if device.type == "cpu" else sys.maxsize
+
 
 def outer_update(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:
     """Combines the messages, and writes the outer update into `x` and `s`."""

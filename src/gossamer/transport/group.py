@@ -22,7 +22,6 @@ On NCCL tags do not exist, and each transfer waits on the device for those befor
 start tickets in the same order on all workers.
 """
 
-import contextlib
 import threading
 import time
 import weakref
@@ -38,16 +37,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError
-from gossamer.rng import key
 from gossamer.transport import Delivery, Reduce, Ticket, Wait, wire
+from gossamer.transport.backend import backend_of, block, hold, poll
 from gossamer.transport.board import THREADS, Board, Failure, Note, blame
 from gossamer.transport.member import Member
 
-__all__ = ["ByteCount", "GroupTransport", "all_reduce", "hang_up"]
+__all__ = ["ByteCount", "GroupTransport", "all_reduce"]
 
-FOREVER = timedelta(days=365)
-LIFELINE = key(0, "lifeline") >> 32
-"""The tag of the receive that nobody answers."""
 GRACE_S = 0.25
 """How long after a lost connection a transfer that had completed may still be reported as complete."""
 Way = Literal["from", "to"]
@@ -153,8 +149,8 @@ class GroupTransport:
         self._beat_s = min(1.0, timeout_s / 8)
         self._checksum = checksum
         self._group = group
-        self._batched = dist.get_backend(group) == "nccl"
-        self._finish = _poll if self._batched else _block
+        self._batched = backend_of(group) == "nccl"
+        self._finish = poll if self._batched else block
         self._device = member.device
         self._carrier = self._device if self._batched else torch.device("cpu")
         self._board = Board(member.store, self.worker, member.workers, patience_s=min(2.0, timeout_s / 4))
@@ -274,9 +270,9 @@ class GroupTransport:
         with self._news:
             exchange.pending.add((way, peer))
         exchange.gathered.add((way, peer))
-        exchange.batch.append(dist.P2POp(transfer, header, rank, self._group, header_tag))
+        exchange.batch.append(dist.P2POp(transfer, header, None, self._group, header_tag, rank))
         if payload.numel():
-            exchange.batch.append(dist.P2POp(transfer, payload, rank, self._group, payload_tag))
+            exchange.batch.append(dist.P2POp(transfer, payload, None, self._group, payload_tag, rank))
         if not self._batched:
             self._launch(exchange)
 
@@ -327,9 +323,7 @@ class GroupTransport:
     def _hold_lifeline(self, peer: int) -> None:
         """Waits until the connection is lost, and then fails the transfers that gloo would leave hanging."""
         try:
-            lifeline = dist.irecv(torch.empty(1, dtype=torch.uint8), self._member.rank_of(peer), self._group, LIFELINE)
-            assert lifeline is not None
-            _block(lifeline)
+            block(hold(self._member.rank_of(peer), self._group))
         except RuntimeError as error:
             time.sleep(GRACE_S)
             with self._news:
@@ -410,42 +404,5 @@ def all_reduce(timeout_s: float) -> Reduce:
     return reduce
 
 
-def hang_up(group: dist.ProcessGroup | None = None, limit_s: float = 2.0) -> bool:
-    """Closes the connections of a gloo group and waits for the threads that are inside torch, at most `limit_s`.
-
-    Returns: whether all have ended. One that comes back from C++ while Python shuts down aborts the process; one whose peer
-        was lost amid its bytes never comes back.
-    """
-    if dist.get_backend(group) == "gloo":
-        for peer in set(range(dist.get_world_size(group))) - {dist.get_rank(group)}:
-            # A wait that times out closes all connections, but one that ends because this peer has just left closes
-            # none: so every peer has its turn. A receive on a closed connection fails at once.
-            with contextlib.suppress(RuntimeError):
-                nothing = dist.irecv(torch.empty(1, dtype=torch.uint8), peer, group, LIFELINE)
-                assert nothing is not None
-                nothing.wait(timedelta(milliseconds=1))
-    deadline = time.monotonic() + limit_s
-    threads = [thread for thread in threading.enumerate() if thread.name == THREADS]
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return not any(thread.is_alive() for thread in threads)
-
-
 def _start(target: Callable[..., None], *args: object) -> None:
     threading.Thread(target=target, args=args, name=THREADS, daemon=True).start()
-
-
-def _block(work: dist.Work) -> None:
-    """Blocks in gloo, which has no other way to learn that a transfer has ended."""
-    if not work.wait(FOREVER):
-        raise RuntimeError("the process group ended before the transfer did")
-
-
-def _poll(work: dist.Work) -> None:
-    """Waits for work on a device without blocking its stream."""
-    pause_s = 1e-4
-    while not work.is_completed():
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 5e-3)
-    if not work.is_success():
-        raise RuntimeError("NCCL lost the connection")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import ConfigError, PeerError, TransportError
-from gossamer.transport.group import hang_up
+from gossamer.transport.backend import hang_up
 from gossamer.transport.member import Member
 
 __all__ = [
