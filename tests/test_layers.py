@@ -25,7 +25,7 @@ LAYERS = (  # a room (a module, or a package of modules) imports from the rooms 
     "errors rng tree",
     "schema",
     "options layout record data transport",
-    "topologies codecs models optimizers",
+    "topologies codecs models optimizers guard",
     "rules asynchronous network",
     "rounds report",
     "library clock",

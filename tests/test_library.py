@@ -162,7 +162,7 @@ def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
 def test_what_cannot_work_is_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="DistributedDataParallel"):
         gossamer.Outer(net(), gossamer.data_parallel())
-    with pytest.raises(ConfigError, match="local_steps is 0"):
+    with pytest.raises(ConfigError, match="local_steps = 0; allowed are whole numbers of at least 1"):
         gossamer.Outer(net(), gossamer.gasloc(), local_steps=0)
     with pytest.raises(ConfigError, match="for 4 workers"):
         gossamer.Outer(net(), gossamer.gasloc(), topology=gossamer.make_topology("ring", 4))

@@ -8,7 +8,17 @@ from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
 
-__all__ = ["Layout", "Leaf", "Pattern", "arrange", "attach", "flat_gradients", "layout_of", "views"]
+__all__ = [
+    "Layout",
+    "Leaf",
+    "Pattern",
+    "arrange",
+    "attach",
+    "flat_gradients",
+    "keep_attached",
+    "layout_of",
+    "views",
+]
 
 Pattern = Literal["strided", "sequential", "packed"]
 """How tensors are put into fragments; `arrange` explains each."""
@@ -153,6 +163,33 @@ def attach(model: nn.Module, layout: Layout, buffer: Tensor | None = None) -> Te
             view.copy_(parameters[leaf.name])
             parameters[leaf.name].data = view
     return buffer
+
+
+def keep_attached(model: nn.Module, layout: Layout, buffer: Tensor) -> None:
+    """Brings parameters that have left the flat buffer `[P]` back into it, such as those of `load_state_dict(assign=True)`.
+
+    Raises: ConfigError when one is gone or has another shape, dtype or device than at the start, or one became trainable since.
+    Cost: one walk over the model that compares addresses, about 1 µs per parameter; a copy of those that have left.
+    """
+    parameters = dict(model.named_parameters())
+    start, size, left = buffer.data_ptr(), buffer.element_size(), list[Leaf]()
+    for leaf in layout.leaves:
+        p = parameters.pop(leaf.name, None)
+        if p is None or p.shape != leaf.shape or p.dtype != buffer.dtype or p.device != buffer.device:
+            now = "is gone" if p is None else f"is {p.dtype} {list(p.shape)} on {p.device}"
+            raise ConfigError(
+                f"parameter '{leaf.name}' {now}, and was {buffer.dtype} {list(leaf.shape)} on {buffer.device} when Outer was "
+                "made; convert, move, resize or wrap the model before Outer is made"
+            )
+        if p.data_ptr() != start + leaf.start * size:
+            left.append(leaf)
+    if late := [name for name, p in parameters.items() if p.requires_grad]:
+        raise ConfigError(
+            f"{len(late)} parameters are trainable that were not when Outer was made, and are not exchanged (the first is "
+            f"'{late[0]}'); make them trainable before Outer is made, and freeze them afterwards for as long as you like"
+        )
+    if left:
+        attach(model, Layout(tuple(left), layout.numel), buffer)
 
 
 def flat_gradients(model: nn.Module, layout: Layout, buffer: Tensor) -> Tensor:

@@ -1,0 +1,114 @@
+"""What must hold of a model that somebody else's code trains: no wrapper averages its gradients, and all workers start alike."""
+
+import gc
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gossamer.errors import ConfigError, PeerError
+
+__all__ = ["Rest", "broadcast", "fingerprints", "must_be_alike", "must_be_trainable", "must_not_be_wrapped", "rest_of"]
+
+Rest = Literal["compare", "broadcast", "own"]
+"""What is done at the start with frozen parameters and buffers, which are never exchanged: compared, taken from worker 0, or
+left as each worker has them."""
+IN_STEP = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+UNWRAPPED = (
+    "train the module itself: with Accelerate, give `prepare` all but the model, and the model to "
+    "`accelerator.prepare_model(model, evaluation_mode=True)`; with the Hugging Face Trainer, set "
+    "`trainer.accelerator.prepare_model = functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True)` before "
+    "`trainer.train()`; with Lightning, use `Trainer(strategy=...)` with a DDPStrategy whose `configure_ddp` does nothing"
+)
+MOST_FINGERPRINTS = 4096
+
+
+def must_be_trainable(model: object) -> None:
+    """Raises ConfigError for what is no module, has no numbers yet, or is wrapped for training in step."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"Outer got a {type(model).__name__} as model; it takes a torch.nn.Module: give the module")
+    _refuse_wrapper_in(model)
+    empty = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if empty:
+        raise ConfigError(
+            f"Outer got a model with {len(empty)} tensors on the meta device, which have no numbers (the first is "
+            f"'{empty[0]}'); load or initialise it first, as after model.to_empty(device=...)"
+        )
+
+
+def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
+    """Finds a DistributedDataParallel around the model's parameters, whenever and by whomever it was put on, or sharding inside.
+
+    Args: `workers` are the global ranks of all workers; a wrapper over the processes of one worker alone is in order.
+    Raises: ConfigError that says how three frameworks train without it.
+    Cost: one look at every object of Python, about 0.1 s.
+    """
+    _refuse_wrapper_in(model)
+    own = {id(p) for p in model.parameters() if p.requires_grad}
+    for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+        group = getattr(wrapper, "process_group", None)  # a wrapper whose construction failed has none
+        if group is None or own.isdisjoint(id(p) for p in wrapper.parameters()):
+            continue
+        if len(set(dist.get_process_group_ranks(group)) & set(workers)) > 1:
+            raise ConfigError(
+                "the model is wrapped in DistributedDataParallel, which averages the gradients of all workers in every step, "
+                f"so that they train as one and rounds change nothing; {UNWRAPPED}"
+            )
+
+
+def _refuse_wrapper_in(model: nn.Module) -> None:
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in IN_STEP and kind.__module__.partition(".")[0] in ("torch", "deepspeed"):
+                raise ConfigError(
+                    f"the model is in {kind.__name__}, which averages gradients or shards parameters in every step, so "
+                    f"that workers would train as one; {UNWRAPPED}"
+                )
+
+
+def rest_of(model: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters and buffers, by name: what is never exchanged."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return {**frozen, **dict(model.named_buffers())}
+
+
+def fingerprints(tensors: Mapping[str, Tensor], *, numbers: bool) -> list[str]:
+    """A short hash of each tensor's name, shape and dtype, and of its numbers if asked for; of many tensors, one hash of all."""
+    hashes = []
+    for name, t in tensors.items():
+        seen = hashlib.blake2b(repr((name, tuple(t.shape), t.dtype)).encode(), digest_size=4)
+        if numbers and t.numel():
+            seen.update(_bytes_of(t).numpy().data)
+        hashes.append(seen.hexdigest())
+    return hashes if len(hashes) <= MOST_FINGERPRINTS else [hashlib.blake2b("".join(hashes).encode()).hexdigest()]
+
+
+def must_be_alike(said: Sequence[object], names: Sequence[str]) -> None:
+    """Raises PeerError when the fingerprints of workers differ, with the first tensor that does if it can be known."""
+    others = [worker for worker, theirs in enumerate(said) if theirs != said[0]]
+    if not others:
+        return
+    lists = [theirs for theirs in said if isinstance(theirs, list) and len(theirs) == len(names)]
+    odd = [name for name, *hashes in zip(names, *lists, strict=True) if len(set(map(str, hashes))) > 1]
+    which = f", {len(odd)} of {len(names)} tensors and first '{odd[0]}'" if odd else ""
+    raise PeerError(
+        f"frozen parameters or buffers, which are never exchanged, differ from those of worker 0 on workers "
+        f"{', '.join(map(str, others))}{which}; load the same on all, or give Outer rest='broadcast' to take those of worker 0, "
+        "or rest='own' to keep them"
+    )
+
+
+def broadcast(tensor: Tensor, group: dist.ProcessGroup, carrier: torch.device) -> None:
+    """Overwrites a tensor with that of the first worker of a group, whose messages this device carries."""
+    if tensor.numel():
+        data = _bytes_of(tensor).to(carrier)
+        dist.broadcast(data, group=group, group_src=0)
+        tensor.detach().copy_(data.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+
+
+def _bytes_of(t: Tensor) -> Tensor:
+    return t.detach().cpu().reshape(-1).contiguous().view(torch.uint8)

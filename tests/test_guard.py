@@ -1,0 +1,341 @@
+"""`Outer` misused is never silent: wrapped, moved, converted or unlike models, wrong arguments, and any process group."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import TCPStore
+
+import gossamer
+from gossamer.errors import ConfigError, PeerError
+from gossamer.guard import fingerprints, must_be_alike
+from test_library import flat, net, train
+
+
+def outer(model, **options):
+    return gossamer.Outer(model, "diloco", **{"local_steps": 2, **options})
+
+
+def test_names_of_rules_topologies_and_codecs_are_as_good_as_the_things_themselves():
+    ends = []
+    for options in (
+        {"rule": "gasloc", "topology": "random", "codec": "bf16"},
+        {"rule": gossamer.gasloc(), "topology": gossamer.make_topology("random", 1), "codec": None},
+    ):
+        model = net()
+        with gossamer.Outer(model, options.pop("rule"), local_steps=2, **options) as loop:
+            train(model, loop, 4)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"local_steps": 3.5}, "local_steps = 3.5; allowed are whole numbers of at least 1"),
+        ({"seed": "x"}, "seed = 'x'"),
+        ({"timeout_s": 0}, "timeout_s = 0"),
+        ({"rest": "copy"}, "rest = 'copy'; allowed are compare, broadcast, own"),
+        ({"rule": "gaslok"}, "did you mean 'gasloc'"),
+        ({"rule": gossamer.gasloc}, "a 'gasloc' that was not called as rule"),
+        ({"rule": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)}, "a SGD as rule; .* your optimizer stays"),
+        ({"codec": "int9"}, "unknown codec 'int9'; did you mean 'int8'"),
+        ({"codec": 8}, "a int as codec"),
+        ({"topology": "rings"}, "did you mean 'ring'"),
+        ({"topology": 3}, "a int as topology"),
+        ({"schedule": "late"}, "a str as schedule"),
+        ({"process_group": object()}, "a object as process_group and torch.distributed is not initialised"),
+        ({"model": [nn.Parameter(torch.ones(1))]}, "a list as model"),
+        ({"model": nn.Linear(3, 1, device="meta")}, "2 tensors on the meta device, .* first is 'weight'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_refused_in_a_sentence(options, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        gossamer.Outer(**{"model": net(), "rule": "gasloc", **options})
+
+
+def test_a_closed_outer_says_so():
+    model = net()
+    loop = outer(model)
+    train(model, loop, 2)
+    state = loop.state_dict()
+    loop.close()
+    loop.close()
+    for call in (loop.step, loop.finish, lambda: loop.load_state_dict(state)):
+        with pytest.raises(ConfigError, match="closed after round 1"):
+            call()
+
+
+def converted(model):
+    model.to(torch.bfloat16)
+
+
+def resized(model):
+    model[0] = nn.Linear(5, 4)
+
+
+def replaced_by_another(model):
+    model[2] = nn.Sequential(nn.Linear(4, 1))
+
+
+def unfrozen(model):
+    model.frozen.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (converted, r"'0.weight' is torch.bfloat16 \[4, 3\] on cpu, and was torch.float32"),
+        (resized, r"'0.weight' is torch.float32 \[4, 5\] on cpu, and was torch.float32 \[4, 3\]"),
+        (replaced_by_another, "'2.weight' is gone"),
+        (unfrozen, "1 parameters are trainable that were not .* first is 'frozen'"),
+    ],
+)
+def test_a_model_that_changed_since_is_refused_at_the_next_exchange(change, sentence):
+    model = net()
+    model.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
+    loop = outer(model)
+    train(model, loop, 2)
+    loop.step()
+    change(model)
+    with pytest.raises(ConfigError, match=sentence):
+        loop.step()
+
+
+def loaded(model, state):
+    model.load_state_dict(state)
+
+
+def assigned(model, state):
+    model.load_state_dict({name: t.clone() for name, t in state.items()}, assign=True)
+
+
+def there_and_back(model, state):
+    model.load_state_dict(state)
+    model.to(torch.float64).to(torch.float32)
+
+
+@pytest.mark.parametrize("load", [assigned, there_and_back])
+def test_parameters_that_left_the_flat_buffer_are_taken_back(load):
+    ends = []
+    for way in (loaded, load):
+        model, other = net(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        with torch.no_grad():
+            for k, p in enumerate(other.parameters()):
+                p.fill_(0.1 * k)
+        loop = outer(model)
+        train(model, loop, 2)
+        way(model, other.state_dict())
+        train(model, loop, 4, seed=1)
+        assert torch.equal(flat(model), loop.x)
+        ends.append(flat(model))
+    assert torch.equal(*ends)
+
+
+def test_what_is_frozen_later_is_still_exchanged():
+    model = net()
+    loop = outer(model)
+    model[0].weight.requires_grad_(False)
+    train(model, loop, 4)
+    assert loop.rounds == 2
+
+
+def test_tensors_that_differ_are_named_by_their_hashes_and_many_by_one():
+    tensors = {"a": torch.ones(3), "b": torch.zeros((), dtype=torch.int64), "c": torch.empty(0)}
+    other = {**tensors, "b": torch.ones((), dtype=torch.int64)}
+    one, two = fingerprints(tensors, numbers=True), fingerprints(other, numbers=True)
+    must_be_alike([one, one], list(tensors))
+    with pytest.raises(PeerError, match="on workers 1, 1 of 3 tensors and first 'b'"):
+        must_be_alike([one, two, one], list(tensors))
+    assert fingerprints(tensors, numbers=False) == fingerprints(other, numbers=False)
+    for wrong in ([], "x", one[:2]):
+        with pytest.raises(PeerError, match="on workers 1;"):
+            must_be_alike([one, wrong], list(tensors))
+    many = {str(k): tensors["a"] for k in range(5000)}
+    assert len(fingerprints(many, numbers=True)) == 1
+
+
+# --- two processes ---------------------------------------------------------------------------------------------------
+
+COMMON = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore
+from torch.nn.parallel import DistributedDataParallel as DDP
+import gossamer
+from gossamer.errors import ConfigError, PeerError
+from test_library import flat, net, train
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = TCPStore("127.0.0.1", port, is_master=False)
+
+def init(name, *backend):
+    dist.init_process_group(*backend, store=PrefixStore(name, store), rank=rank, world_size=2)
+
+def say(words):
+    os.write(1, f"{rank} {words}\\n".encode())
+
+def equal(model):
+    ends = [torch.empty_like(flat(model)) for _ in range(2)]
+    dist.all_gather(ends, flat(model))
+    return torch.equal(*ends)
+
+def outer(model, **options):
+    return gossamer.Outer(model, "local_sgd", local_steps=2, timeout_s=20, **options)
+
+def refused(what, act):
+    try:
+        act()
+        say(f"{what}: let in")
+    except (ConfigError, PeerError) as error:
+        say(f"{what}: {error}")
+
+def train_in(name, **options):
+    model = net()
+    with outer(model, **options) as loop:
+        train(model, loop, 4, seed=rank)
+    say(f"{name}: agree {equal(model)}")
+"""
+
+GROUPS = """
+for name, *backend in [("gloo", "gloo"), ("cpu:gloo", "cpu:gloo"), ("no backend",)]:
+    init(name, *backend)
+    train_in(name)
+    dist.destroy_process_group()
+init("own", "gloo")
+own, solo = dist.new_group([0, 1]), [dist.new_group([k]) for k in range(2)]
+train_in("own group", process_group=own)
+train_in("alone", process_group=solo[rank])
+refused("no member", lambda: outer(net(), process_group=solo[1 - rank]))
+total = torch.ones(1)
+dist.all_reduce(total, group=own)
+say(f"own group still sums: {total.item():g}")
+left_open = outer(net())
+train(net(), left_open, 2)
+"""
+
+WRAPPED = """
+init("wrapped", "gloo")
+solo = [dist.new_group([k]) for k in range(2)]
+refused("wrapped", lambda: outer(DDP(net())))
+
+model = net()
+loop = outer(model)
+wrapper = DDP(model)
+refused("wrapped later", lambda: train(wrapper, loop, 1))
+loop.close()
+del wrapper
+
+wrapper = DDP(net())
+loop = outer(wrapper.module)
+refused("wrapped before", lambda: train(wrapper, loop, 1))
+loop.close()
+del wrapper
+
+model = net()
+loop = outer(model)
+train(model, loop, 1)
+wrapper = DDP(model)
+refused("wrapped within the first round", lambda: train(wrapper, loop, 1))
+loop.close()
+del wrapper
+
+model = net()
+wrapper = DDP(model, process_group=solo[rank])
+with outer(model) as loop:
+    train(wrapper, loop, 4, seed=rank)
+say(f"wrapped in a worker: agree {equal(model)}")
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (2,))
+refused("sharded", lambda: outer(fully_shard(net(), mesh=mesh)))
+model = net()
+loop = outer(model)
+fully_shard(model, mesh=mesh)
+refused("sharded later", lambda: train(model, loop, 2))
+loop.close()
+
+def odd():
+    model = nn.Sequential(net(), nn.BatchNorm1d(1))
+    model[0][0].weight.requires_grad_(False)
+    with torch.no_grad():
+        model[0][0].weight += rank
+        model[1].running_mean += rank
+    return model
+
+refused("unlike", lambda: outer(odd()))
+for rest in ("broadcast", "own"):
+    model = odd()
+    outer(model, rest=rest).close()
+    say(f"{rest}: {model[0][0].weight[0, 0] - net()[0].weight[0, 0]:.0f} {model[1].running_mean.item():.0f}")
+
+model = net()
+with outer(model) as loop:
+    train(model, loop, 2, seed=rank)
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    train(model, loop, 2, seed=rank + 2)
+say(f"assigned: agree {equal(model)}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What two processes print that go through all this."""
+    folder = tmp_path_factory.mktemp("two")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (folder / "program.py").write_text(COMMON + WRAPPED + GROUPS)
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, folder / "program.py", str(rank), str(store.port)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=110) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], said
+    return [line for output, _ in said for line in output.splitlines()]
+
+
+@pytest.mark.xdist_group("two processes of guard")
+def test_any_process_group_works_and_lets_the_process_end(lines):
+    for rank in "01":
+        for name in ("gloo", "cpu:gloo", "no backend", "own group"):
+            assert f"{rank} {name}: agree True" in lines, lines
+        assert f"{rank} alone: agree False" in lines
+        assert f"{rank} own group still sums: 2" in lines
+        assert any(line.startswith(f"{rank} no member: Outer got") and "member of" in line for line in lines)
+
+
+@pytest.mark.xdist_group("two processes of guard")
+def test_wrapped_unlike_and_moved_models_are_refused_or_mended_by_all_workers(lines):
+    for rank in "01":
+
+        def said(what: str, rank: str = rank) -> str:
+            [line] = [line for line in lines if line.startswith(f"{rank} {what}: ")]
+            return line
+
+        assert "the model is in DistributedDataParallel, which averages gradients" in said("wrapped")
+        for when in ("wrapped later", "wrapped before", "wrapped within the first round"):
+            assert "averages the gradients of all workers" in said(when)
+            for framework in ("Accelerate", "Hugging Face Trainer", "Lightning"):
+                assert framework in said(when)
+        assert said("wrapped in a worker").endswith("agree True")
+        assert "the model is in FSDPModule" in said("sharded")
+        assert "the model is in FSDPModule" in said("sharded later")
+        assert "on workers 1, 2 of 4 tensors and first '0.0.weight'" in said("unlike")
+        assert said("broadcast").endswith(": 0 0")
+        assert said("own").endswith(f": {rank} {rank}")
+        assert said("assigned").endswith("agree True")
