@@ -70,6 +70,12 @@ def test_a_closed_outer_says_so():
             call()
 
 
+def test_who_forgot_the_process_group_is_told_that_each_worker_trains_alone(monkeypatch, caplog):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    outer(net())
+    assert "WORLD_SIZE is 4 and there is no process group, so this worker trains alone" in caplog.text
+
+
 def converted(model):
     model.to(torch.bfloat16)
 

@@ -48,6 +48,8 @@ def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
     Cost: one look at every object of Python, about 0.1 s.
     """
     _refuse_wrapper_in(model)
+    if not dist.is_initialized():
+        return
     own = {id(p) for p in model.parameters() if p.requires_grad}
     for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
         group = getattr(wrapper, "process_group", None)  # a wrapper whose construction failed has none
