@@ -85,7 +85,7 @@ def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_pa
     assert said.networks[0].round_s == pytest.approx(outcome.time_s["clock"] / run.rounds, rel=0.1)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "muon", "spectral_muon"])
 @pytest.mark.parametrize("averaging", [None, "gpa"])
 def test_an_inner_optimizer_keeps_as_many_copies_as_were_said(optimizer, averaging):
     averages = {"inner__averaging": averaging} if averaging else {}

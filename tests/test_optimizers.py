@@ -17,7 +17,7 @@ from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, mu_x_like_diloc
 from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients
 from gossamer.record import checkpoint
 
-KINDS = ("accum_adamw", "adamw", "muon", "sgd")
+KINDS = ("accum_adamw", "adamw", "muon", "sgd", "spectral_muon")
 AVERAGINGS = ("gpa", "schedule_free")
 
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Muon
 
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
-from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined
+from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
 from gossamer.schema import AtLeastOne, AtLeastZero, settings
 
 __all__ = ["InnerConfig", "build_optimizer", "clip_gradients", "lr_scale", "share_moments"]
@@ -26,10 +26,12 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 class InnerConfig:
     """Settings of the training between two exchanges."""
 
-    optimizer: Literal["accum_adamw", "adamw", "muon", "sgd"] = "adamw"
-    """muon is Muon on the hidden matrices and AdamW on all else; accum_adamw is AdamW with moments of mean gradients."""
+    optimizer: Literal["accum_adamw", "adamw", "muon", "sgd", "spectral_muon"] = "adamw"
+    """muon is torch's Muon on the hidden matrices and AdamW on all else, spectral_muon the same with the Muon of MuLoCo;
+    accum_adamw is AdamW with moments of mean gradients."""
     lr: _Above = 1e-3
-    """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so that one number serves both."""
+    """Peak learning rate. The updates of muon are scaled to the size of AdamW's, so that one number serves both; those of
+    spectral_muon are not, and MuLoCo takes 0.02."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay of AdamW's two moments per step."""
     eps: _Above = 1e-8
@@ -39,9 +41,9 @@ class InnerConfig:
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay per step and unit of learning rate (in sgd an L2 gradient); never on norms and biases."""
     momentum: _Decay = 0.95
-    """Momentum of muon and sgd."""
+    """Momentum of muon, spectral_muon and sgd."""
     nesterov: bool = True
-    """Whether the momentum of muon and sgd looks ahead."""
+    """Whether the momentum of muon, spectral_muon and sgd looks ahead."""
     clip: Annotated[float, Field(gt=0), AllowInfNan(True)] | None = None
     """Largest global norm of a worker's gradient; longer ones are shortened to it. None never clips."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -74,7 +76,8 @@ def build_optimizer(
     parameters in 39 tensors, one thread), and SGD 0.5 against 1.6 and 1.1.
 
     Raises: ConfigError when muon is asked for and the model has no hidden matrix.
-    Source: Muon, https://kellerjordan.github.io/posts/muon/, with the scale of arXiv 2502.16982, section 2.2.
+    Source: Muon, https://kellerjordan.github.io/posts/muon/, with the scale of arXiv 2502.16982, section 2.2; `SpectralMuon`
+    has its own.
     """
     base = _stepper(config, model)
     if config.averaging is None:
@@ -97,18 +100,15 @@ def _stepper(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
     hidden = _hidden_matrices(model)
     if not hidden:
         raise ConfigError(
-            f"inner.optimizer is 'muon', but {type(model).__name__} has 0 hidden matrices (trainable 2-D weights that "
-            "are neither embedding nor output head); use 'adamw'"
+            f"inner.optimizer is '{config.optimizer}', but {type(model).__name__} has 0 hidden matrices (trainable 2-D "
+            "weights that are neither embedding nor output head); use 'adamw'"
         )
     chosen = set(map(id, hidden))
-    muon = Muon(
-        hidden,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    shared = {"weight_decay": config.weight_decay, "momentum": config.momentum, "nesterov": config.nesterov}
+    if config.optimizer == "muon":
+        muon = Muon(hidden, lr=config.lr, adjust_lr_fn="match_rms_adamw", **shared)
+    else:
+        muon = SpectralMuon(hidden, lr=config.lr, **shared)
     rest = [p for p in trainable if id(p) not in chosen]
     return Joined(muon=muon, adamw=_adamw(config, rest)) if rest else muon
 

@@ -164,7 +164,7 @@ def vocabulary(tokenizer: str) -> int | None:
 def inner_copies(config: InnerConfig, layout: Layout) -> float:
     """What the inner optimizer keeps, in models."""
     averages = 2.0 if config.averaging is not None else 0.0
-    if config.optimizer != "muon":
+    if config.optimizer not in ("muon", "spectral_muon"):
         return averages + {"adamw": 2.0, "accum_adamw": 3.0, "sgd": float(config.momentum > 0)}[config.optimizer]
     hidden = [
         leaf.stop - leaf.start
