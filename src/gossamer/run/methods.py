@@ -163,7 +163,7 @@ METHODS: dict[str, Recipe] = {
             "rule.name": "data_parallel", "inner.averaging": "schedule_free", "inner.mu_y": 0.9, "inner.schedule": "constant",
         },
         source="arXiv 2405.15682",
-        differs="all steps have equal weight in the average, including warm-up",
+        differs="average, iterate and a first moment, which is the gradient, are all kept: two buffers more than theirs",
     ),
     # Decentralized, one step a round.
     "d_psgd": Recipe(
