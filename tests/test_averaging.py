@@ -139,6 +139,56 @@ def test_mixing_the_average_and_the_iterate_is_mixing_the_parameters_too(seed, m
     )
 
 
+def test_schedule_free_workers_exchange_average_and_iterate_and_the_average_is_evaluated_and_saved(tmp_path):
+    """Four local phases of two workers, of which two are warm-up, against algorithm 1 of arXiv 2405.15682 for each worker."""
+    config = tiny(
+        workers=2, rule__name="local_sgd", topology__name="complete", run__steps=12, run__local_steps=3, run__eval_every=12,
+        inner={"averaging": "schedule_free", "schedule": "constant", "warmup_steps": 6, "mu_y": 0.9, "weight_decay": 0.5},
+    )  # fmt: skip
+    result = simulate(config, tmp_path)
+    (x, z), y = schedule_free_by_hand(config)
+    torch.testing.assert_close(parameters(tmp_path, config)[0], x.float(), rtol=0, atol=2e-6)
+    final = checkpoint.load(tmp_path / "checkpoints", config.rounds, 0, digest(config))
+    kept = [torch.cat([own[name].flatten() for own in final["inner"]["state"].values()]) for name in ("x", "z")]
+    for ours, theirs in zip(kept, (x, z), strict=True):
+        assert sorted(ours.tolist()) == pytest.approx(sorted(theirs.tolist()), abs=2e-6)
+    probe = Probe(config, open_corpus(config.data, config.workers, config.seed), torch.device("cpu"))
+    assert result.loss == pytest.approx(probe.loss(x.float()), abs=1e-5)
+    assert abs(result.loss - probe.loss(y.float())) > 1e-3
+
+
+def schedule_free_by_hand(config):
+    """x and z, which are those of all workers at the end, and y between them."""
+    corpus = open_corpus(config.data, config.workers, config.seed)
+    workers = [Replica(i, config, corpus, torch.device("cpu")) for i in range(config.workers)]
+    decayed = torch.cat(
+        [torch.full((leaf.stop - leaf.start,), float(len(leaf.shape) > 1)) for leaf in workers[0].layout.leaves]
+    )
+    gradients = [worker.keep_gradient() for worker in workers]
+    x = z = workers[0].x.double()
+    lr, beta, (_, beta2), decay = config.inner.lr, config.inner.mu_y, config.inner.betas, config.inner.weight_decay
+    squares = [torch.zeros_like(x) for _ in workers]
+    total = 0.0
+    for round in range(config.rounds):
+        ends, weight = [], total
+        for i, worker in enumerate(workers):
+            own_x, own_z, total = x, z, weight
+            for t in range(round * config.full_steps + 1, (round + 1) * config.full_steps + 1):
+                y = (1 - beta) * own_z + beta * own_x
+                worker.x.copy_(y)
+                worker.train(round, 0, 1)
+                g = gradients[i].double()
+                rate = lr * min(1.0, t / config.inner.warmup_steps)
+                squares[i] = beta2 * squares[i] + (1 - beta2) * g**2
+                step = g / ((squares[i] / (1 - beta2**t)).sqrt() + config.inner.eps)
+                own_z = own_z - rate * step - rate * decay * decayed * y
+                total += rate**2
+                own_x = own_x + rate**2 / total * (own_z - own_x)
+            ends.append((own_x, own_z))
+        x, z = (sum(parts) / len(workers) for parts in zip(*ends, strict=True))
+    return (x, z), (1 - beta) * z + beta * x
+
+
 def test_fragments_of_an_average_and_its_iterate_are_refused():
     with pytest.raises(ConfigError, match="exchanged together"):
         settle(tiny(schedule__fragments=2, inner__averaging="gpa"))

@@ -85,8 +85,8 @@ def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_pa
     assert said.networks[0].round_s == pytest.approx(outcome.time_s["clock"] / run.rounds, rel=0.1)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "muon"])
-@pytest.mark.parametrize("averaging", [None, "gpa"])
+@pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw", "sgd", "muon", "spectral_muon"])
+@pytest.mark.parametrize("averaging", [None, "gpa", "schedule_free"])
 def test_an_inner_optimizer_keeps_as_many_copies_as_were_said(optimizer, averaging):
     averages = {"inner__averaging": averaging} if averaging else {}
     run = tiny(inner__optimizer=optimizer, data__max_bytes=200_000, **averages)

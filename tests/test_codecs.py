@@ -16,6 +16,7 @@ from gossamer.codecs import (
     both_ways,
     cocktail,
     dct_topk,
+    fitted,
     fp4,
     int4,
     int8,
@@ -27,12 +28,18 @@ from gossamer.codecs import (
     topk2bit,
 )
 from gossamer.codecs.blocks import SLAB
+from gossamer.codecs.cut import tiles
 from gossamer.codecs.dct import dct
 from gossamer.codecs.packing import lookup, num_bytes, pack_codes, pack_indices, unpack_codes, unpack_indices
 from gossamer.codecs.topk import num_kept
 from gossamer.errors import ConfigError, TransportError
+from gossamer.layout import Layout, Leaf, layout_of
+from gossamer.models.llama import build_model
 from gossamer.options import options_of
 from gossamer.rules import gasloc
+from gossamer.run.config import parse
+from gossamer.run.document import with_settings
+from gossamer.run.traffic import traffic
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves, nbytes
 from rounds import play, random_vectors
@@ -51,6 +58,7 @@ VARIANTS: dict[str, Codec] = {
     "topk bf16": topk(values="bf16"),
     "topk fp16": topk(values="fp16"),
     "topk2bit odd": topk2bit(k=3, chunk=10),
+    "topk2bit in runs": topk2bit(tiles=False),
     "topk2bit single": topk2bit(k=1, chunk=7),
     "dct_topk bf16": dct_topk(k=7, values="bf16"),
     "randomk all": randomk(one_in=1),
@@ -528,6 +536,91 @@ def test_cocktail_sends_the_largest_of_the_drawn_in_four_bits():
     assert ((y - drawn)[y != 0].norm() / drawn[y != 0].norm()).item() < 0.12
 
 
+# Tiles
+
+
+@st.composite
+def layouts(draw: st.DrawFn, side: int) -> Layout:
+    """Vectors and matrices, some smaller than a tile and some of several, with and without edges."""
+    lengths = st.integers(1, 9) | st.sampled_from([side - 1, side, side + 1, 2 * side, 2 * side + 3])
+    leaves, start = [], 0
+    for name, shape in enumerate(draw(st.lists(st.lists(lengths, max_size=2).map(tuple), min_size=1, max_size=4))):
+        leaves.append(Leaf(str(name), shape, start, start + math.prod(shape)))
+        start = leaves[-1].stop
+    return Layout(tuple(leaves), start)
+
+
+def tiles_by_hand(layout: Layout, side: int) -> list[Tensor]:
+    """The places of the elements of each tile, row by row: of a matrix in squares, of a vector in runs of as many elements."""
+    found = []
+    for leaf in layout.leaves:
+        height, width = leaf.shape if len(leaf.shape) == 2 else (1, leaf.stop - leaf.start)
+        high, wide = (side, side) if len(leaf.shape) == 2 else (1, side * side)
+        places = torch.arange(leaf.start, leaf.stop).view(height, width)
+        corners = itertools.product(range(0, height, high), range(0, width, wide))
+        found += [places[top : top + high, left : left + wide].flatten() for top, left in corners]
+    return found
+
+
+@pytest.mark.parametrize(("side", "k"), [(64, 64), (6, 8), (64, 1)])
+@settings(max_examples=15, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 100))
+def test_sparselocos_codec_keeps_the_largest_of_every_tile_of_a_matrix_and_run_of_a_vector(side, k, data, seed):
+    layout = data.draw(layouts(side))
+    codec, alone = fitted(topk2bit(k=k, chunk=side * side), layout), topk2bit(k=k, chunk=side * side, tiles=False)
+    x, expected = gaussian(layout.numel, seed), torch.zeros(layout.numel)
+    for places in tiles_by_hand(layout, side):
+        expected[places] = through(alone, x[places])
+    assert torch.equal(through(codec, x), expected)
+    payload = codec.encode(x, 0)
+    assert nbytes(payload) == codec.payload_bytes(layout.numel)
+    kept = sum(math.ceil(k * len(places) / side**2) for places in tiles_by_hand(layout, side))
+    assert payload.magnitudes.numel() == 2 * len(tiles_by_hand(layout, side))
+    assert nbytes(payload.indices) + nbytes(payload.codes) == math.ceil(1.5 * kept) + math.ceil(kept / 4)
+    meta = codec.encode(torch.empty(layout.numel, device="meta"), 0)
+    assert [(f.shape, f.dtype) for f in leaves(meta)] == [(f.shape, f.dtype) for f in leaves(payload)]
+
+
+def test_a_run_of_sparseloco_sends_a_share_of_every_tile_of_every_matrix():
+    config = parse(
+        with_settings({}, {"method": "sparseloco", "workers": 3, "model.size": "0.2m", "run.local_steps": 2})
+    )
+    with torch.device("meta"):
+        layout = layout_of(build_model(config.model, 256, 16, 0))
+    sizes = [len(places) for places in tiles_by_hand(layout, 64)]
+    kept = sum(math.ceil(64 * size / 4096) for size in sizes)
+    payload = math.ceil(1.5 * kept) + math.ceil(kept / 4) + 4 * len(sizes)
+    assert traffic(config, layout).sent_bytes == 2 * payload != 2 * topk2bit().payload_bytes(layout.numel)
+
+
+def test_a_large_matrix_is_cut_in_several_passes_as_in_one():
+    layout = Layout(
+        (Leaf("w", (300, 1000), 0, 300_000),), 300_000
+    )  # four rows of tiles and one of edges, 64,000 elements each
+    x, expected = gaussian(300_000), torch.zeros(300_000)
+    for places in tiles_by_hand(layout, 64):
+        expected[places] = through(topk2bit(tiles=False), x[places])
+    assert torch.equal(through(fitted(topk2bit(), layout), x), expected)
+    assert not torch.equal(through(topk2bit(), x), expected)
+
+
+@pytest.mark.parametrize(("chunk", "height", "width"), [(4096, 64, 64), (2048, 64, 32), (7, 7, 1), (1, 1, 1)])
+def test_a_tile_is_the_rectangle_of_its_elements_nearest_to_a_square(chunk, height, width):
+    layout = Layout((Leaf("w", (128, 96), 0, 128 * 96),), 128 * 96)
+    first = next(iter(tiles(layout, chunk).views(gaussian(128 * 96))))
+    assert first.shape[2:] == (height, width)
+
+
+def test_a_fitted_codec_is_the_same_by_name_and_options_and_others_do_not_look_at_shapes():
+    layout = Layout((Leaf("w", (65, 65), 0, 65 * 65),), 65 * 65)
+    codec = fitted(topk2bit(k=8), layout)
+    assert (codec.name, codec.options["k"], codec.fit) == ("topk2bit", 8, None)
+    assert {name for name, make in CODECS.items() if make().fit is not None} == {"topk2bit"}
+    assert fitted(one := int8(), layout) is one
+    x = gaussian(1000)  # another length than the layout's, as of a message that is not about the whole fragment
+    assert torch.equal(through(codec, x), through(topk2bit(k=8, tiles=False), x))
+
+
 # Packing
 
 
@@ -626,7 +719,16 @@ def test_gossip_keeps_the_mean_of_the_workers_under_every_codec(name):
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(xs))
 
 
-OTHER = {"block": 16, "rounding": "stochastic", "k": 3, "chunk": 32, "values": "bf16", "one_in": 7, "scaled": True}
+OTHER = {
+    "block": 16,
+    "rounding": "stochastic",
+    "k": 3,
+    "chunk": 32,
+    "values": "bf16",
+    "one_in": 7,
+    "scaled": True,
+    "tiles": False,
+}
 
 
 @pytest.mark.parametrize("name", CODECS)

@@ -14,8 +14,11 @@ from gossamer.errors import ConfigError
 from gossamer.layout import attach, layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig
-from gossamer.optimizers import InnerOptimizer, Joined
+from gossamer.optimizers import InnerOptimizer, Joined, SpectralMuon
 from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
+from gossamer.optimizers.spectral_muon import orthogonalized
+from gossamer.run.config import parse
+from gossamer.run.document import with_settings
 
 
 class Small(nn.Module):
@@ -97,11 +100,70 @@ def test_muon_is_plain_muon_on_hidden_matrices_and_plain_adamw_on_the_rest() -> 
     assert torch.allclose(vector(ours), vector(theirs), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
+def test_spectral_muon_is_the_muon_of_muloco(nesterov: bool, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    w = torch.randn(shape, generator=generator)
+    ours = nn.Parameter(w.clone())
+    optimizer = SpectralMuon([ours], lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov)
+    m = torch.zeros(shape)
+    for _ in range(6):
+        g = ours.grad = torch.randn(shape, generator=generator)
+        optimizer.step()
+        m = 0.9 * m + g
+        update = newton_schulz(g + 0.9 * m if nesterov else m)
+        w = (1 - 0.02 * 0.1) * w - 0.02 * math.sqrt(shape[0] / shape[1]) * update
+        assert torch.allclose(ours.data, w, rtol=1e-6, atol=1e-7)
+
+
+def newton_schulz(u: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Five steps with the coefficients of MuLoCo's code."""
+    steps = [
+        [4.0848, -6.8946, 2.9270], [3.9505, -6.3029, 2.6377], [3.7418, -5.5913, 2.3037],
+        [2.8769, -3.1427, 1.2046], [2.8366, -3.0525, 1.2012],
+    ]  # fmt: skip
+    if u.shape[0] > u.shape[1]:
+        return newton_schulz(u.T, dtype).T
+    x = u.to(dtype) / u.to(dtype).norm()
+    for a, b, c in steps:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.to(u.dtype)
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (48, 64), (40, 16), (8, 40)])
+def test_the_update_of_spectral_muon_is_the_orthogonal_factor_within_some_percent(
+    shape: tuple[int, int],
+) -> None:
+    u = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    left, _, right = torch.linalg.svd(u, full_matrices=False)
+    assert torch.cosine_similarity(orthogonalized(u).float().flatten(), (left @ right).flatten(), dim=0) > 0.999
+    values = torch.linalg.svdvals(orthogonalized(u).float())
+    assert 0.93 < values.min() <= values.max() < 1.07
+    exact = torch.linalg.svdvals(newton_schulz(u.double(), torch.float64))
+    assert 0.95 < exact.min() <= exact.max() < 1.05
+    assert torch.equal(orthogonalized(u.T), orthogonalized(u).T)
+
+
+def test_the_recipe_muloco_trains_with_the_settings_of_its_authors_code() -> None:
+    found = parse(with_settings({}, {"method": "muloco", "workers": 2})).inner
+    assert (found.optimizer, found.lr, found.momentum, found.nesterov) == ("spectral_muon", 0.02, 0.95, False)
+    assert (found.weight_decay, found.betas) == (0.01, (0.9, 0.95))
+
+
+def test_spectral_muon_refuses_a_vector() -> None:
+    with pytest.raises(ConfigError, match=r"SpectralMuon got a parameter of shape \(3,\); only matrices"):
+        SpectralMuon([torch.zeros(3)])
+
+
+@pytest.mark.parametrize("kind", ["muon", "spectral_muon"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_muon_takes_the_matrices_of_attention_and_mlp_of_a_llama_and_nothing_else(tied: bool) -> None:
+def test_muon_takes_the_matrices_of_attention_and_mlp_of_a_llama_and_nothing_else(tied: bool, kind: str) -> None:
     model = build_model(ModelConfig(size="0.2m", tie_embeddings=tied), 256, 16, 0)
-    optimizer = build_optimizer(InnerConfig(optimizer="muon"), model)
+    optimizer = build_optimizer(InnerConfig(optimizer=kind), model)
     assert isinstance(optimizer, Joined)
+    assert isinstance(optimizer.parts["muon"], torch.optim.Muon if kind == "muon" else SpectralMuon)
     names = {id(p): name for name, p in model.named_parameters()}
     taken = {
         part: {names[id(p)] for group in inner.param_groups for p in group["params"]}
@@ -114,12 +176,12 @@ def test_muon_takes_the_matrices_of_attention_and_mlp_of_a_llama_and_nothing_els
 def test_frozen_parameters_are_left_out() -> None:
     model = small(flat=False)
     model.up.weight.requires_grad_(False)
-    for kind in ("accum_adamw", "adamw", "muon", "sgd"):
+    for kind in ("accum_adamw", "adamw", "muon", "sgd", "spectral_muon"):
         groups = build_optimizer(InnerConfig(optimizer=kind), model).param_groups
         assert all(p is not model.up.weight for group in groups for p in group["params"])
 
 
-@pytest.mark.parametrize("kind", ["accum_adamw", "adamw", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["accum_adamw", "adamw", "muon", "sgd", "spectral_muon"])
 def test_every_optimizer_resumes_bit_for_bit_from_its_state(kind: str) -> None:
     config = InnerConfig(optimizer=kind, lr=0.01)
     model = small()
@@ -134,7 +196,7 @@ def test_every_optimizer_resumes_bit_for_bit_from_its_state(kind: str) -> None:
     assert torch.equal(vector(model), vector(resumed))
 
 
-@pytest.mark.parametrize("kind", ["accum_adamw", "adamw", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["accum_adamw", "adamw", "muon", "sgd", "spectral_muon"])
 def test_the_learning_rate_of_every_group_can_be_set(kind: str) -> None:
     model = small()
     optimizer = build_optimizer(InnerConfig(optimizer=kind), model)
@@ -145,7 +207,7 @@ def test_the_learning_rate_of_every_group_can_be_set(kind: str) -> None:
     assert torch.equal(vector(model), before)
 
 
-@pytest.mark.parametrize("kind", ["accum_adamw", "adamw", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["accum_adamw", "adamw", "muon", "sgd", "spectral_muon"])
 def test_gradients_can_be_kept_where_they_are(kind: str) -> None:
     model = small()
     optimizer = build_optimizer(InnerConfig(optimizer=kind), model)

@@ -64,7 +64,7 @@ def test_a_method_gives_way_to_what_is_said_beside_it_and_not_to_what_is_said_be
     file = {"method": "muloco", "rule": {"lr": 0.5}, "network": {"a.b": {"uplink_bps": 1}}}
     run = with_settings(file, {"workers": 4})
     assert run["rule"] == {"name": "diloco", "momentum": 0.6, "lr": 0.5}
-    assert (run["inner"]["optimizer"], run["workers"], [*run["network"]]) == ("muon", 4, ["a.b"])
+    assert (run["inner"]["optimizer"], run["workers"], [*run["network"]]) == ("spectral_muon", 4, ["a.b"])
     other = with_settings(run, {"method": "gasloc_restarted", "rule.restarted.every": 5, "topology.peers": 2})
     assert other["rule"] == {"name": "gasloc", "restarted": {"every": 5}}
     assert recipes()["gasloc_restarted"].settings["rule.restarted"] == {"every": 3}
@@ -78,7 +78,7 @@ def test_a_method_on_the_command_line_replaces_the_same_keys_of_the_file_and_lea
     assert run["rule"] == {"name": "gasloc", "form": "published", "restarted": {"every": 3}}
     assert run["codec"] == {"name": "int8"}
     assert with_settings(file, {"method": "muloco"})["rule"] == {"name": "diloco", "momentum": 0.6}
-    assert with_settings({"method": "muloco"}, {"method": "diloco"})["inner"] == {"optimizer": "muon"}
+    assert with_settings({"method": "muloco"}, {"method": "diloco"})["inner"]["optimizer"] == "spectral_muon"
     assert "rule" not in with_settings(file, {"method": "heloco"})
 
 

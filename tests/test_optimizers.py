@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from gossamer.errors import ConfigError
 from gossamer.layout import attach, layout_of, views
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, mu_x_like_diloco, toward
-from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients
+from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
 from gossamer.record import checkpoint
 
-KINDS = ("accum_adamw", "adamw", "muon", "sgd")
+KINDS = ("accum_adamw", "adamw", "muon", "sgd", "spectral_muon")
 AVERAGINGS = ("gpa", "schedule_free")
 
 
@@ -66,8 +66,8 @@ def kept(optimizer: InnerOptimizer, model: nn.Module, name: str) -> Tensor:
     return torch.cat([optimizer.state[p][name].flatten() for p in model.parameters()])
 
 
-def base_of(kind: str) -> Callable[[nn.Module], InnerOptimizer]:
-    return lambda model: build_optimizer(InnerConfig(optimizer=kind, lr=0.02, moments_every=2), model)
+def base_of(kind: str, **options: float) -> Callable[[nn.Module], InnerOptimizer]:
+    return lambda model: build_optimizer(InnerConfig(optimizer=kind, lr=0.02, moments_every=2, **options), model)
 
 
 def same(model: nn.Module, other: nn.Module) -> bool:
@@ -89,13 +89,12 @@ def test_an_average_without_memory_is_the_base_optimizer_bit_for_bit(kind: str, 
 @pytest.mark.parametrize("mu_x", [0.3, 0.9, None])
 def test_gradients_at_the_iterate_leave_the_base_optimizer_as_it_is_bit_for_bit(kind: str, mu_x: float | None) -> None:
     averaged, alone = small(), small()
-    optimizer = GPA(base_of(kind)(averaged), mu_x=mu_x, mu_y=0.0)
+    base = base_of(kind) if mu_x is not None else base_of(kind, weight_decay=0.0)
+    optimizer = GPA(base(averaged), mu_x=mu_x, mu_y=0.0)
     x = vector(averaged)
-    for t, (y, z) in enumerate(
-        zip(train(averaged, optimizer), train(alone, base_of(kind)(alone)), strict=True), start=1
-    ):
+    for t, (y, z) in enumerate(zip(train(averaged, optimizer), train(alone, base(alone)), strict=True), start=1):
         assert torch.equal(y, z)
-        x = toward(x, z, 1 / (t + 1) if mu_x is None else 1 - mu_x)
+        x = toward(x, z, 1 / t if mu_x is None else 1 - mu_x)
     assert torch.equal(kept(optimizer, averaged, "x"), x)
     optimizer.eval()
     assert torch.equal(vector(averaged), x)
@@ -124,18 +123,61 @@ def test_with_gradients_at_the_average_it_is_primal_averaging() -> None:
     assert torch.equal(optimizer.state[w]["x"], w.data)
 
 
-def test_with_the_weight_of_a_mean_it_is_schedule_free() -> None:
-    beta = 0.9
-    optimizer, w, gradient = quadratic(0.3, None, beta, steps=20)
-    x = z = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-    iterates = [z]
-    for t in range(1, 21):
-        z = z - 0.3 * gradient((1 - beta) * z + beta * x)
-        iterates.append(z)
-        x = (1 - 1 / (t + 1)) * x + z / (t + 1)
-    torch.testing.assert_close(optimizer.state[w]["x"], x, rtol=1e-12, atol=0)
-    torch.testing.assert_close(x, torch.stack(iterates).mean(0), rtol=1e-12, atol=0)
-    torch.testing.assert_close(optimizer.state[w]["z"], z, rtol=1e-12, atol=0)
+def schedule_free(
+    gradient: Callable[[Tensor], Tensor],
+    start: Tensor,
+    rates: list[float],
+    beta: float,
+    decay: float,
+    beta2: float | None,
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(x, y, z) after every step, as in algorithm 1 of arXiv 2405.15682; SGD for no β₂, else AdamW with bias correction."""
+    x = y = z = start
+    v, largest, total, path = torch.zeros_like(start), 0.0, 0.0, []
+    for t, rate in enumerate(rates, start=1):
+        g = gradient(y)
+        if beta2 is not None:
+            v = beta2 * v + (1 - beta2) * g**2
+            g = g / ((v / (1 - beta2**t)).sqrt() + 1e-8)
+        z = z - rate * g - rate * decay * y
+        largest = max(largest, rate)
+        total += largest**2
+        x = (1 - largest**2 / total) * x + largest**2 / total * z
+        y = (1 - beta) * z + beta * x
+        path.append((x, y, z))
+    return path
+
+
+@pytest.mark.parametrize(("kind", "beta2"), [("adamw", 0.95), ("accum_adamw", 0.95), ("sgd", None)])
+@pytest.mark.parametrize("shape", ["constant", "cosine"])
+def test_schedule_free_is_that_of_its_authors_from_the_warm_up_on(kind: str, beta2: float | None, shape: str) -> None:
+    config = InnerConfig(
+        optimizer=kind, averaging="schedule_free", lr=0.1, betas=(0.9, 0.95), momentum=0.9, weight_decay=0.3, mu_y=0.9,
+        schedule=shape, warmup_steps=5, moments_every=1,
+    )  # fmt: skip
+    layer = nn.Linear(3, 1, bias=False).double()
+    curvature, start = torch.tensor([[3.0, 1.0, 0.1]]).double(), torch.tensor([[1.0, -2.0, 3.0]]).double()
+    layer.weight.data.copy_(start)
+    optimizer = build_optimizer(config, layer)
+    assert isinstance(optimizer, GPA)
+    rates = [0.1 * lr_scale(config, t, 15) for t in range(15)]
+    expected = schedule_free(lambda point: curvature * point, start, rates, 0.9, 0.3, beta2)
+    for rate, (x, y, z) in zip(rates, expected, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        layer.weight.grad = curvature * layer.weight.detach()
+        optimizer.step()
+        own = optimizer.state[layer.weight]
+        for ours, theirs in ((own["x"], x), (layer.weight.data, y), (own["z"], z)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3]
+
+
+def test_with_a_constant_learning_rate_schedule_free_evaluates_the_mean_of_the_points_after_each_step() -> None:
+    optimizer, w, gradient = quadratic(0.3, None, 0.9, steps=20)
+    path = schedule_free(gradient, torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64), [0.3] * 20, 0.9, 0.0, None)
+    mean = torch.stack([z for _, _, z in path]).mean(0)
+    torch.testing.assert_close(optimizer.state[w]["x"], mean, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("mu", [0.5, 0.9])

@@ -60,7 +60,8 @@ SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, 
         {"name": "fp4", "back": "fp4"},
         {"fragments": 2, "overlap_steps": 1},
     ),
-    "drawn-both-ways": ("fedopt", "complete", {"name": "randomk", "back": {"name": "topk2bit"}}, {}),
+    "streaming-sparseloco": ("sparseloco", "complete", "topk2bit", {"fragments": 2, "overlap_steps": 1}),
+    "drawn-both-ways": ("fedopt", "complete", {"name": "randomk", "back": {"name": "topk2bit", "tiles": False}}, {}),
     "des-loc": ("local_sgd", "complete", "exact", {"inner_every": [2, 3]}),
 }
 

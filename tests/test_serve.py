@@ -101,6 +101,7 @@ ALONE = {
     "cgad in fragments, int8": {"server": {"name": "cgad"}, "events": {"fragments": 3}, "codec": {"name": "int8"}},
     "delayed nesterov": {"server": {"name": "delayed_nesterov", "delay": 2}},
     "a window": {"server": {"name": "decoupled_diloco"}, "codec": {"name": "randomk"}},
+    "fragments in tiles": {"server": {"name": "heloco"}, "events": {"fragments": 3}, "codec": {"name": "topk2bit"}},
 }
 
 

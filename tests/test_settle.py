@@ -5,7 +5,7 @@ import torch
 
 from gossamer.asynchronous import a2cid2, dadao, dylu_steps
 from gossamer.clock import Absence
-from gossamer.codecs import both_ways, int8, topk
+from gossamer.codecs import both_ways, int8, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
 from gossamer.library import Outer
 from gossamer.network.links import Network
@@ -41,6 +41,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "doubly stochastic": (Facts(rule=gasloc(), topology=random_push(4)), ["'gasloc'", "'random_push'", "'sgp'"]),
     "alpha": (Facts(rule=gasloc(alpha="auto"), topology=random(4)), ["alpha = 'auto'"]),
     "codec.back": (Facts(rule=gasloc(), topology=random(4), codec=both_ways(int8(), int8())), ["codec.back = 'int8'"]),
+    "codec.back and tiles": (
+        Facts(rule=diloco(), topology=complete(4), codec=both_ways(int8(), topk2bit())),
+        ["'int8'", "codec.back = 'topk2bit'", "tiles = false"],
+    ),
     "gradients and local steps": (
         Facts(rule=data_parallel(), topology=complete(4), local_steps=2),
         ["run.local_steps is 2", "run.local_steps = 1"],

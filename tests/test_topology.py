@@ -243,14 +243,51 @@ def test_a_seed_and_a_round_name_one_draw_on_every_machine() -> None:
     assert len({tuple(pairs(seed, round)) for seed in range(5) for round in range(5)}) > 15
 
 
-def test_base_needs_few_rounds_and_no_more_than_k_peers() -> None:
-    for k in (1, 2, 3, 4):
-        for n in range(k + 1, 65):
-            topology = make_topology("base", n, peers=k)
-            assert topology.exact_rounds is not None
-            assert topology.exact_rounds <= 2 * math.log(n) / math.log(k + 1) + 1.12
-            for t in range(topology.exact_rounds):
-                assert max(len(topology.mixing(t).hears_from(i)) for i in range(n)) <= k
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_base_is_symmetric_with_at_most_k_peers_and_exact_after_the_rounds_of_its_authors(k: int) -> None:
+    for n in range(2, 65):
+        topology = make_topology("base", n, peers=min(k, n - 1))
+        rounds = topology.exact_rounds or 0
+        assert rounds == topology.period == authors_rounds(n, min(k, n - 1))
+        assert rounds <= 2 * math.log(n) / math.log(k + 1) + 1.12
+        product = np.eye(n)
+        for t in range(rounds):
+            w = matrix(topology.mixing(t))
+            assert (w == w.T).all() and w.min() >= 0 and abs(w.sum(0) - 1).max() < 1e-12
+            assert max(len(topology.mixing(t).hears_from(i)) for i in range(n)) <= k
+            product = w @ product
+        assert abs(product - 1 / n).max() < 1e-14
+        assert topology.mixing(rounds) == topology.mixing(0)
+
+
+def authors_rounds(n: int, k: int) -> int:
+    """Rounds in the authors' code, counted from the lengths of what it puts together."""
+
+    def smooth(m: int) -> int:
+        return max(d for d in range(1, m + 1) if m % d == 0 and all(d % p for p in range(k + 2, d + 1) if prime(p)))
+
+    def hyper_hypercube(m: int) -> int:
+        largest = max((d for d in range(2, k + 2) if m % d == 0), default=m)
+        return 0 if m == 1 else 1 + hyper_hypercube(m // largest)
+
+    def simple(m: int) -> int:
+        if smooth(m) == m:
+            return hyper_hypercube(m)
+        digits = next(p for p in range(m) if (k + 1) ** (p + 1) > m)
+        return digits + (m >= 2 * (k + 1) ** digits) + 1 + digits  # average the first block, meet, average its parts
+
+    return min(simple(n), simple(n // smooth(n)) + hyper_hypercube(smooth(n)))
+
+
+def prime(p: int) -> bool:
+    return p > 1 and all(p % d for d in range(2, p))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "rounds"), [(12, 2, 3), (24, 2, 4), (9, 3, 2), (24, 1, 6), (6, 1, 4), (5, 1, 5), (7, 1, 5), (25, 1, 9)]
+)
+def test_base_is_as_short_as_its_authors_graph(n: int, k: int, rounds: int) -> None:
+    assert make_topology("base", n, peers=k).exact_rounds == authors_rounds(n, k) == rounds
 
 
 def test_base_stays_exact_for_those_alive() -> None:

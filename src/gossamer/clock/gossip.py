@@ -64,7 +64,7 @@ class GossipRun:
         self._states = [
             initial_state(rule, first, learner.x, self._context(i, 0, first)) for i, learner in enumerate(learners)
         ]
-        self._bytes = options.transmit(self._send(0, 0, first), 0, 0)[1]
+        self._bytes = options.transmit(self._send(0, 0, first), learners[0].layout, 0, 0)[1]
         self._published = [[(-math.inf, self._send(i, 0, first))] for i in range(len(learners))]
         pairs = itertools.permutations(range(len(learners)), 2)
         self._slowest_s = max((self._durations.transfer_s(j, i, self._bytes) for j, i in pairs), default=0.0)
@@ -99,7 +99,8 @@ class GossipRun:
         report = self.learners[i].local_phase(number)
         present = frozenset(j for j, present in enumerate(self._phases.present) if present)
         mixing = self.topology.mixing(number, present)
-        message, own = self._options.transmit(self._send(i, number, mixing), i, number)[0], self._published[i]
+        sent, own = self._send(i, number, mixing), self._published[i]
+        message, _ = self._options.transmit(sent, self.learners[i].layout, i, number)
         own.append((self.time_s, message))
         oldest_of_use = bisect_right(own, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
         del own[:oldest_of_use]

@@ -134,7 +134,8 @@ class PairRun:
             for k in (i, j):
                 peer = self._now(k)
                 peer.meets = number
-                message, size = self._options.transmit(self.rule.tell(peer.x, peer.s), k, number)
+                told, layout = self.rule.tell(peer.x, peer.s), self.learners[k].layout
+                message, size = self._options.transmit(told, layout, k, number)
                 sent.append(message)
             takes_s = max(self._durations.transfer_s(i, j, size), self._durations.transfer_s(j, i, size))
             action = partial(self._meet, number, (i, j), (sent[0], sent[1]), size, self.time_s)

@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.clock.agenda import ABSENCE, PHASE, Agenda
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Record
-from gossamer.codecs import Codec, exact
+from gossamer.codecs import Codec, exact, fitted
 from gossamer.codecs.message import round_trip
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
@@ -68,9 +68,12 @@ class LoopOptions(NamedTuple):
     begins: Begins = lambda worker, number: None
     """Called when a local phase begins, so that a driver may start to compute it."""
 
-    def transmit(self, message: Tree, worker: int, number: int, fragment: int = 0) -> tuple[Tree, int]:
-        """The decoded message of a worker after its phase `number`, and the bytes of its payload."""
-        return round_trip(self.codec or exact(), message, self.seed, worker, number, fragment)
+    def transmit(self, message: Tree, layout: Layout, worker: int, number: int, fragment: int = 0) -> tuple[Tree, int]:
+        """The decoded message of a worker after its phase `number`, and the bytes of its payload.
+
+        Args: `layout` is that of the fragment.
+        """
+        return round_trip(fitted(self.codec or exact(), layout), message, self.seed, worker, number, fragment)
 
 
 DEFAULTS = LoopOptions()

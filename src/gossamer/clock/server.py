@@ -82,7 +82,8 @@ class ServerRun:
         worker = self._workers[i]
         report, push = worker.train(number)
         if push is not None:
-            message, size = self._options.transmit(push.message, i, number, push.fragment)
+            layout = worker.learner.layout.slice(*self.spans[push.fragment])
+            message, size = self._options.transmit(push.message, layout, i, number, push.fragment)
             arrives_s = self.time_s + self._durations.transfer_s(i, SERVER, size)
             epoch, push = self._phases.epoch[i], push._replace(message=message)
             self._agenda.plan(arrives_s, ARRIVAL, i, partial(self._arrive, i, epoch, push, size, self.time_s))

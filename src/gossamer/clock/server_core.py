@@ -145,7 +145,9 @@ class ServerCore:
     ) -> None:  # fmt: skip
         self.spans, self.absorbed_steps = spans, 0
         self._rule, self._budget, self._expected_until_s = rule, budget, expected_until_s
-        self._fragments = [_FragmentState(rule, x[a:b], layout.slice(a, b)) for a, b in spans]
+        self.layouts = [layout.slice(a, b) for a, b in spans]
+        """The layout of each fragment."""
+        self._fragments = [_FragmentState(rule, x[a:b], own) for (a, b), own in zip(spans, self.layouts, strict=True)]
         self._members = [_Member(steps) for steps in local_steps]
         self._seen: set[int] = set()  # who has joined since this core was made
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # worker and fragment: updates and phases at that time

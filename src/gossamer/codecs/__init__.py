@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from gossamer.codecs.cast import bf16 as bf16
 from gossamer.codecs.cast import fp16 as fp16
-from gossamer.codecs.codec import Codec, both_ways
+from gossamer.codecs.codec import Codec, both_ways, fitted
 from gossamer.codecs.dct import dct_topk as dct_topk
 from gossamer.codecs.exact import exact as exact
 from gossamer.codecs.quantize import fp4 as fp4
@@ -26,6 +26,7 @@ __all__ = [
     "CodecSpec",
     "both_ways",
     "codec_of",
+    "fitted",
     "make_codec",
 ]
 

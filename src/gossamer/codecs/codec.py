@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gossamer.layout import Layout
 from gossamer.tree import Tree
 
-__all__ = ["Codec", "both_ways"]
+__all__ = ["Codec", "both_ways", "fitted"]
 
 
 class Codec(NamedTuple):
@@ -42,8 +43,21 @@ class Codec(NamedTuple):
     """Maps the number of elements of an fp32 tensor to the bytes of its payload; every row of `CODECS` has it."""
     options: Mapping[str, Any] = MappingProxyType({})
     """The options of its factory, by name, which must be equal on all workers; the return leg has its own."""
+    fit: "Callable[[Layout], Codec] | None" = None
+    """For a codec that looks at the shapes of tensors: the codec for flat vectors of this layout, see `fitted`; without it, it
+    encodes a flat vector as one tensor. None for all others."""
     back: "Codec | None" = None
     """The codec of the second leg of an all-to-all mean; None where every worker receives all payloads whole, see `both_ways`."""
+
+
+def fitted(codec: Codec, layout: Layout) -> Codec:
+    """The codec for vectors of a layout, or for the messages about them; itself where it does not look at shapes.
+
+    Whoever applies a codec to a fragment fits it first, so that both ends cut the same tiles.
+    """
+    if codec.fit is None:
+        return codec
+    return codec.fit(layout)._replace(name=codec.name, options=codec.options)
 
 
 def both_ways(codec: Codec, back: Codec) -> Codec:

@@ -22,17 +22,21 @@ class GPA(Optimizer):
     The model's parameters are y. `eval()` puts x in their place and `train()` y again, both exactly, as with the Schedule-Free
     optimizers. Learning rates, schedules and clipping work as on the base, whose parameter groups these are.
 
+    With `mu_x=None` it is Schedule-Free, for which the base has no momentum, as with `AdamW(betas=(0, β₂))`. Where γ_t is the
+    largest learning rate up to step t and λ the base's weight decay, which is then taken at y:
+    z ← z - lr λ y, and the base's step without decay;   x ← (1 - c) x + c z,  c = γ_t² / Σ_{i≤t} γ_i²
+
     Args:
         base: any optimizer whose step needs no closure; its weight decay acts on z.
-        mu_x: weight of the old average: 0.9967 averages over some 300 steps. None weights all steps equally, `x = mean of
-            z_0..z_t`, which is the averaging of Schedule-Free.
+        mu_x: weight of the old average: 0.9967 averages over some 300 steps. None for Schedule-Free, `x = Σ γ_t² z_t / Σ γ_t²`
+            over the points after each step; with a constant learning rate that is their mean.
         mu_y: the point between z (0) and x (1) at which gradients are taken.
         x, z: tensors for x and z of each parameter, such as views of a flat buffer; None allocates them.
     Raises: ConfigError for weights out of range; RuntimeError for a step in eval mode.
     Cost: two copies of the parameters (2 P) and five passes over them a step. One copy would suffice, as x follows from y and z,
         but only within rounding and not for μ_y = 0; and workers that mix x and z with peers need both.
-    Source: Defazio et al., arXiv 2512.17131; with `mu_x=None` Defazio et al., arXiv 2405.15682.
-    Differs: Schedule-Free weights steps by the squared learning rate during warm-up; here all steps have equal weight. A base
+    Source: Defazio et al., arXiv 2512.17131; with `mu_x=None` Defazio et al., arXiv 2405.15682, and μ_y is their β₁.
+    Differs: their Schedule-Free AdamW keeps neither x nor a first moment, which is the gradient here. For μ_x a number, a base
         with an L2 gradient (torch's SGD with weight decay) takes it at z, not at y.
     Fails when: something else changes the parameters between two steps: they are y, and the next step overwrites them from z
         and x. Change those two instead and call `recompute`. In bf16 an average with μ_x near 1 does not move.
@@ -78,18 +82,41 @@ class GPA(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts = [(p, *self._average(p)) for group in self.param_groups for p in group["params"]]
-        for p, _, z in parts:
-            p.copy_(z)
-        self.base.step()
+        groups = [(group, [(p, *self._average(p)) for p in group["params"]]) for group in self.param_groups]
+        for group, parts in groups:
+            decay = group["lr"] * group.get("weight_decay", 0.0) if self.mu_x is None else 0.0
+            for p, _, z in parts:
+                p.copy_(z - decay * p if decay else z)
+        self._step_of_base()
         self.steps += 1
-        c = 1 / (self.steps + 1) if self.mu_x is None else 1 - self.mu_x
-        for part in parts:
-            for p, x, z in pieces(*part):
-                z.copy_(p)
-                x.copy_(toward(x, z, c))
-                p.copy_(toward(z, x, self.mu_y))
+        for group, parts in groups:
+            c = self._share_of_step(group)
+            for part in parts:
+                for p, x, z in pieces(*part):
+                    z.copy_(p)
+                    x.copy_(toward(x, z, c))
+                    p.copy_(toward(z, x, self.mu_y))
         return loss
+
+    def _step_of_base(self) -> None:
+        """The base's step; in Schedule-Free without weight decay, which was taken at y."""
+        decays = [group.get("weight_decay") for group in self.param_groups]
+        try:
+            for group in self.param_groups if self.mu_x is None else []:
+                group["weight_decay"] = 0.0
+            self.base.step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = decay
+
+    def _share_of_step(self, group: dict[str, Any]) -> float:
+        """The weight of this step's z in the new average; in Schedule-Free the group keeps what it follows from."""
+        if self.mu_x is not None:
+            return 1 - self.mu_x
+        largest = group["largest_lr"] = max(group["lr"], group.get("largest_lr", 0.0))
+        total = group["sum_of_weights"] = group.get("sum_of_weights", 0.0) + largest**2
+        return largest**2 / total if total else 0.0
 
     def _average(self, p: nn.Parameter) -> tuple[Tensor, Tensor]:
         """x and z of a parameter; both are the parameter when it is met for the first time."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -11,10 +12,10 @@ from torch.optim import SGD, AdamW, Muon
 
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
-from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined
+from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
 from gossamer.schema import AtLeastOne, AtLeastZero, settings
 
-__all__ = ["InnerConfig", "build_optimizer", "clip_gradients", "lr_scale", "share_moments"]
+__all__ = ["InnerConfig", "build_optimizer", "clip_gradients", "lr_scale", "share_moments", "without_momentum"]
 
 
 _Above = Annotated[float, Field(gt=0)]
@@ -26,12 +27,14 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 class InnerConfig:
     """Settings of the training between two exchanges."""
 
-    optimizer: Literal["accum_adamw", "adamw", "muon", "sgd"] = "adamw"
-    """muon is Muon on the hidden matrices and AdamW on all else; accum_adamw is AdamW with moments of mean gradients."""
+    optimizer: Literal["accum_adamw", "adamw", "muon", "sgd", "spectral_muon"] = "adamw"
+    """muon is torch's Muon on the hidden matrices and AdamW on all else, spectral_muon the same with the Muon of MuLoCo;
+    accum_adamw is AdamW with moments of mean gradients."""
     lr: _Above = 1e-3
-    """Peak learning rate. Muon's updates are scaled to the size of AdamW's, so that one number serves both."""
+    """Peak learning rate. The updates of muon are scaled to the size of AdamW's, so that one number serves both; those of
+    spectral_muon are not, and MuLoCo takes 0.02."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
-    """Decay of AdamW's two moments per step."""
+    """Decay of AdamW's two moments per step; schedule_free has no first moment, and its authors call mu_y β₁."""
     eps: _Above = 1e-8
     """The constant in the denominator of AdamW."""
     moments_every: AtLeastOne = 4
@@ -39,9 +42,9 @@ class InnerConfig:
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Decoupled decay per step and unit of learning rate (in sgd an L2 gradient); never on norms and biases."""
     momentum: _Decay = 0.95
-    """Momentum of muon and sgd."""
+    """Momentum of muon, spectral_muon and sgd; none with schedule_free."""
     nesterov: bool = True
-    """Whether the momentum of muon and sgd looks ahead."""
+    """Whether the momentum of muon, spectral_muon and sgd looks ahead."""
     clip: Annotated[float, Field(gt=0), AllowInfNan(True)] | None = None
     """Largest global norm of a worker's gradient; longer ones are shortened to it. None never clips."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
@@ -55,7 +58,8 @@ class InnerConfig:
     autocast: Literal["bf16"] | None = None
     """Lower precision for forward and backward; parameters and optimizer stay in fp32."""
     averaging: Literal["gpa", "schedule_free"] | None = None
-    """What is evaluated: an exponential average of the optimizer's iterates (gpa), their mean (schedule_free), or the last."""
+    """What is evaluated: an exponential average of the optimizer's iterates (gpa), their mean weighted by the squared learning
+    rate (schedule_free, which steps without momentum and takes weight decay where it takes gradients), or the last."""
     mu_x: _Decay = 0.9967
     """Weight of gpa's old average in the new one; `0.9^(1/H)` averages like a DiLoCo of one worker with H local steps."""
     mu_y: _Share = 0.7
@@ -74,12 +78,20 @@ def build_optimizer(
     parameters in 39 tensors, one thread), and SGD 0.5 against 1.6 and 1.1.
 
     Raises: ConfigError when muon is asked for and the model has no hidden matrix.
-    Source: Muon, https://kellerjordan.github.io/posts/muon/, with the scale of arXiv 2502.16982, section 2.2.
+    Source: Muon, https://kellerjordan.github.io/posts/muon/, with the scale of arXiv 2502.16982, section 2.2; `SpectralMuon`
+    has its own.
     """
-    base = _stepper(config, model)
+    base = _stepper(without_momentum(config), model)
     if config.averaging is None:
         return base
     return GPA(base, mu_x=config.mu_x if config.averaging == "gpa" else None, mu_y=config.mu_y, x=x, z=z)
+
+
+def without_momentum(config: InnerConfig) -> InnerConfig:
+    """The settings of the optimizer inside: Schedule-Free's average takes the place of momentum."""
+    if config.averaging != "schedule_free":
+        return config
+    return replace(config, momentum=0.0, betas=(0.0, config.betas[1]))
 
 
 def _stepper(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
@@ -97,18 +109,15 @@ def _stepper(config: InnerConfig, model: nn.Module) -> InnerOptimizer:
     hidden = _hidden_matrices(model)
     if not hidden:
         raise ConfigError(
-            f"inner.optimizer is 'muon', but {type(model).__name__} has 0 hidden matrices (trainable 2-D weights that "
-            "are neither embedding nor output head); use 'adamw'"
+            f"inner.optimizer is '{config.optimizer}', but {type(model).__name__} has 0 hidden matrices (trainable 2-D "
+            "weights that are neither embedding nor output head); use 'adamw'"
         )
     chosen = set(map(id, hidden))
-    muon = Muon(
-        hidden,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    shared = {"weight_decay": config.weight_decay, "momentum": config.momentum, "nesterov": config.nesterov}
+    if config.optimizer == "muon":
+        muon = Muon(hidden, lr=config.lr, adjust_lr_fn="match_rms_adamw", **shared)
+    else:
+        muon = SpectralMuon(hidden, lr=config.lr, **shared)
     rest = [p for p in trainable if id(p) not in chosen]
     return Joined(muon=muon, adamw=_adamw(config, rest)) if rest else muon
 

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
-from gossamer.codecs import exact
+from gossamer.codecs import exact, fitted
 from gossamer.codecs.message import owners_share
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
@@ -66,7 +66,17 @@ class OuterLoop:
             part = Part(x, (), layout, p)
             if p < m.schedule.fragments:
                 overlap_steps = m.rule.delay_rounds * full_steps + m.schedule.overlap_steps
-                setup = Setup(m.rule, m.codec, transport, part, seed, m.kernel, reduce, overlap_steps, m.schedule.merge)
+                setup = Setup(
+                    m.rule,
+                    fitted(m.codec, layout),
+                    transport,
+                    part,
+                    seed,
+                    m.kernel,
+                    reduce,
+                    overlap_steps,
+                    m.schedule.merge,
+                )
             else:
                 setup = Setup(averaging, exact(), transport, part, seed, m.kernel, reduce)
             mixing = m.topology.mixing(0)

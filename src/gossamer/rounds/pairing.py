@@ -140,6 +140,14 @@ _RULES = (
         ),
     ),
     Pairing(
+        "codec.back and tiles",
+        lambda f: f.codec.back is not None and (f.codec.fit is not None or f.codec.back.fit is not None),
+        lambda f: (
+            f"codec '{f.codec.name}' has codec.back = '{f.codec.back and f.codec.back.name}', for which the vector is cut "
+            "between workers, and tiles = true cuts matrices; set tiles = false, or remove codec.back"
+        ),
+    ),
+    Pairing(
         "gradients and local steps",
         lambda f: f.rule.site == "gradients" and f.driver != "library" and f.full_steps not in (None, 1),
         lambda f: (

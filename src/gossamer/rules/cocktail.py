@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.codecs import CodecSpec, codec_of
+from gossamer.codecs import CodecSpec, codec_of, fitted
 from gossamer.options import factory
 from gossamer.rules.contract import Context, Rule
 from gossamer.topologies.mixing import mean
@@ -53,7 +53,8 @@ def cocktail(back: CodecSpec = "int4") -> Rule:
 
     def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
         total = heard + s.dropped
-        q = c2.decode(c2.encode(total, rng.key(0, "cocktail", ctx.round)), total)
+        own = fitted(c2, ctx.layout)
+        q = own.decode(own.encode(total, rng.key(0, "cocktail", ctx.round)), total)
         shared = s.shared + q
         # θ - told + q, computed relative to c: with an exact C1 the difference is zero, and all workers are bitwise at c.
         return shared + (send(x, s, ctx) - told), _State(shared, total - q)

@@ -79,8 +79,8 @@ def sparseloco(lr: Positive = 1.0, decay: Share = 0.95) -> Rule:
 
     e_i ← β e_i + (θ_start - θ_i);   c_i = decode(encode(e_i));   e_i ← e_i - c_i;   θ ← θ_start - η (1/n) Σ_j c_j
 
-    The compression is the codec's: the authors' is `topk2bit`. `error_feedback(diloco(...), decay)` is the same around an outer
-    Nesterov step, as in MuLoCo (arXiv 2505.23725).
+    The compression is the codec's: the authors' is `topk2bit`, in tiles of each matrix. `error_feedback(diloco(...), decay)` is
+    the same around an outer Nesterov step, as in MuLoCo (arXiv 2505.23725).
 
     Args:
         lr: outer learning rate η.

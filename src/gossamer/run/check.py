@@ -10,7 +10,7 @@ from gossamer.data.tokenizer import load_tokenizer, local_file
 from gossamer.errors import ConfigError, GossamerError
 from gossamer.layout import Layout
 from gossamer.network.pricing import price
-from gossamer.optimizers.inner import InnerConfig
+from gossamer.optimizers.inner import InnerConfig, without_momentum
 from gossamer.record.trace import Entry, from_entries
 from gossamer.rounds import stability
 from gossamer.rounds.facts import Kind
@@ -164,7 +164,8 @@ def vocabulary(tokenizer: str) -> int | None:
 def inner_copies(config: InnerConfig, layout: Layout) -> float:
     """What the inner optimizer keeps, in models."""
     averages = 2.0 if config.averaging is not None else 0.0
-    if config.optimizer != "muon":
+    config = without_momentum(config)
+    if config.optimizer not in ("muon", "spectral_muon"):
         return averages + {"adamw": 2.0, "accum_adamw": 3.0, "sgd": float(config.momentum > 0)}[config.optimizer]
     hidden = [
         leaf.stop - leaf.start

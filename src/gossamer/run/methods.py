@@ -47,6 +47,10 @@ class Recipe(NamedTuple):
 
 
 _GPA = {"inner.averaging": "gpa", "inner.mu_x": 0.9934}
+_MULOCO = {
+    "rule.name": "diloco", "rule.momentum": 0.6,
+    "inner.optimizer": "spectral_muon", "inner.lr": 0.02, "inner.nesterov": False, "inner.weight_decay": 0.01,
+}  # fmt: skip
 _OVERLAP = {"schedule.overlap_steps": 5}
 _COMBINE_THEN_ADAPT = {"run.local_steps": 1, "schedule.overlap_steps": 1}
 METHODS: dict[str, Recipe] = {
@@ -92,17 +96,14 @@ METHODS: dict[str, Recipe] = {
     "fedadagrad": Recipe({"rule.name": "fedopt", "rule.optimizer": "adagrad"}),
     "fedyogi": Recipe({"rule.name": "fedopt", "rule.optimizer": "yogi"}),
     "muloco": Recipe(
-        {"rule.name": "diloco", "rule.momentum": 0.6, "inner.optimizer": "muon"},
+        _MULOCO,
         source="arXiv 2505.23725",
-        differs="Muon's updates are scaled to AdamW's size, so that one inner learning rate serves both",
+        differs="norms and biases are not decayed; one learning rate for matrices and all else, as in the authors' package",
     ),
     "muloco_compressed": Recipe(
-        {
-            "rule.name": "diloco", "rule.momentum": 0.6, "rule.error_feedback": {"decay": 0.95},
-            "inner.optimizer": "muon", "codec.name": "topk2bit",
-        },
+        {**_MULOCO, "rule.error_feedback": {"decay": 0.95}, "codec.name": "topk2bit"},
         source="arXiv 2505.23725",
-        differs="they quantise all elements to two bits, `topk2bit` only the largest",
+        differs="as in `muloco`; they quantise all elements to two bits, `topk2bit` only the largest",
         fails="a worker leaves: its error-feedback buffer is lost.",
     ),
     "opendiloco": Recipe(
@@ -162,7 +163,7 @@ METHODS: dict[str, Recipe] = {
             "rule.name": "data_parallel", "inner.averaging": "schedule_free", "inner.mu_y": 0.9, "inner.schedule": "constant",
         },
         source="arXiv 2405.15682",
-        differs="all steps have equal weight in the average, including warm-up",
+        differs="average, iterate and a first moment, which is the gradient, are all kept: two buffers more than theirs",
     ),
     # Decentralized, one step a round.
     "d_psgd": Recipe(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.codecs import Codec
+from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import decode, payload_like
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import GossamerError, PeerError, TransportError
@@ -98,7 +98,8 @@ class _Server:
     """The connections of a session. One thread for each carries its frames; the thread that calls `run` does all else."""
 
     def __init__(self, session: ServerSession, codec: Codec, key: int) -> None:
-        self._session, self._config, self._codec, self._key = session, session.config, codec, key
+        self._session, self._config, self._key = session, session.config, key
+        self._codecs = [fitted(codec, layout) for layout in session.core.layouts]
         self._inputs: queue.SimpleQueue[_Joined | _Pushed | _Lost] = queue.SimpleQueue()
         self._connections: dict[int, _Connection] = {}
         self._threads: list[threading.Thread] = []
@@ -233,8 +234,8 @@ class _Server:
             number = reply.terms.phases
             p = number % len(spans)
             like, start_s = torch.empty(spans[p][1] - spans[p][0]), self._now()
-            frames = stream.receive(Turn(number, p, PUSH), leaves(payload_like(self._codec, like)))
-            message = _decoded(self._codec, frames, like, connection.worker)
+            frames = stream.receive(Turn(number, p, PUSH), leaves(payload_like(self._codecs[p], like)))
+            message = _decoded(self._codecs[p], frames, like, connection.worker)
             size = sum(frame.numel() * frame.element_size() for frame in frames)
             self._inputs.put(_Pushed(connection, p, message, size, start_s))
 

@@ -115,7 +115,8 @@ class _Replay:
             raise self._impossible(item, f"what it may push is phase and fragment {session.core.may_push(worker)}")
         trained = self._trained[worker] = self._workers[worker].train()
         self._workers[worker].log(session.record, session.events, trained, self._sent_s[worker], item.time_s)
-        message, size = self._options.transmit(trained.push.message, worker, item.phase, item.fragment)
+        layout = session.core.layouts[item.fragment]
+        message, size = self._options.transmit(trained.push.message, layout, worker, item.phase, item.fragment)
         assert isinstance(message, Tensor)
         self._receive(session.push(worker, item.fragment, message, size, item.time_s, item.time_s), item.time_s)
 

@@ -10,7 +10,7 @@ import torch
 from gossamer.clock import SERVER
 from gossamer.clock.server_core import Push, StartingPoint
 from gossamer.clock.server_worker import ServerWorker
-from gossamer.codecs import Codec
+from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import encode
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import ConfigError
@@ -149,6 +149,7 @@ def _train(
 ) -> None:
     """Trains and pushes until the server has nothing left."""
     config, spans = served.config, served.learner.spans
+    codecs = [fitted(codec, served.learner.layout.slice(*span)) for span in spans]
     early_s = terms.elapsed_us / 1e6 - time.monotonic()
     while terms.go:
         began_s = time.monotonic() + early_s
@@ -156,7 +157,7 @@ def _train(
         p, number = trained.push.fragment, trained.number
         ended_s = time.monotonic() + early_s
         served.log(record, events, trained, began_s, ended_s)
-        payload = encode(codec, trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
+        payload = encode(codecs[p], trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
         stream.send(Turn(number, p, PUSH), leaves(payload))
         sent_s = time.monotonic() + early_s
         start, terms = _starting_point(stream, number, p, spans[p])

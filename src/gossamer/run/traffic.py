@@ -3,12 +3,13 @@
 Rounds are played on tensors without data: every message and payload is really made and sent, and none is received.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 
-from gossamer.codecs import Codec
+from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import payload_bytes
 from gossamer.layout import Layout, Leaf, arrange
 from gossamer.models.sizes import ModelConfig, tensors
@@ -135,7 +136,8 @@ def _each_shape_once(codec: Codec) -> Codec:
             made[t.shape, t.dtype] = codec.encode(t, key)
         return made[t.shape, t.dtype]
 
-    return codec._replace(encode=encode, back=codec.back and _each_shape_once(codec.back))
+    fit = codec.fit and functools.cache(lambda layout: _each_shape_once(fitted(codec, layout)))
+    return codec._replace(encode=encode, fit=fit, back=codec.back and _each_shape_once(codec.back))
 
 
 def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout) -> Traffic:
@@ -143,6 +145,7 @@ def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout)
     copies = (
         1.0 if isinstance(settled, WithServer) else float(settled.rule.state_copies)
     )  # 1: where the server let it start
-    sizes = [payload_bytes(settled.codec, b - a) for a, b in arrange(layout, *config.fragments)[1]]
+    arranged, spans = arrange(layout, *config.fragments)
+    sizes = [payload_bytes(fitted(settled.codec, arranged.slice(a, b)), b - a) for a, b in spans]
     sent_bytes = sum(sizes) / len(sizes)
     return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)

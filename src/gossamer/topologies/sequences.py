@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Annotated
 
 from gossamer.errors import ConfigError
@@ -113,18 +114,24 @@ def random(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
 def base(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
     """The Base-(k+1) graph: exact averaging for every n, with at most k peers per round, in about 2 log_{k+1} n rounds.
 
-    With n = Σ_l a_l (k+1)^p_l in base k + 1, block V_l has a_l sub-blocks of (k+1)^p_l workers. First every block averages
-    within itself. Then block after block gives each of its sub-blocks the mean of itself and all later blocks: every worker of
-    a later block meets one worker in each sub-block, with weight `|V_l| / (a_l Σ_{i≥l} |V_i|)`, and the sub-blocks average
-    within themselves.
+    With n = q r, where no prime factor of q is above k + 1 and those of r all are: first the simple graph averages each of q
+    runs of r workers, then the hyper-hypercube averages across the runs: it writes a worker's run in a mixed radix of
+    factors of q up to k + 1, and in each round those that differ in one digit take their mean. For r = 1 that is all. The
+    simple graph over all n is taken where it is shorter.
+
+    Simple graph: with r = Σ_l a_l (k+1)^p_l in base k + 1, block V_l has a_l sub-blocks of (k+1)^p_l workers. First every
+    block averages within itself. Then block after block gives each of its sub-blocks the mean of itself and all later blocks:
+    every worker of a later block meets one worker in each sub-block, with weight `|V_l| / (a_l Σ_{i≥l} |V_i|)`, and the
+    sub-blocks average within themselves.
 
     Args:
         peers: k in 1 .. n - 1; at most the number of workers alive, less one, is used.
     Cost: up to k messages per worker and round.
-    Source: arXiv 2305.11420 (its "simple" form).
+    Source: arXiv 2305.11420, algorithms 1 to 3.
+    Differs: workers of a block that meet nobody in a round are idle; the authors' code lets them average among themselves.
 
     >>> [base(n).exact_rounds for n in (3, 5, 6, 7, 8, 12, 24)]
-    [3, 5, 5, 5, 3, 7, 9]
+    [3, 5, 4, 5, 3, 5, 6]
     """
     _fewer("base", peers, n)
     rounds = lru_cache(maxsize=4)(lambda m: _base_rounds(m, min(peers, m - 1)) if m > 1 else [[]])
@@ -135,7 +142,7 @@ def base(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
         tree=n == 2,
         symmetric=True,
         doubly_stochastic=True,
-        psd=n <= peers + 1,
+        psd=all(_radices(m, min(peers, m - 1))[1] == 1 for m in range(2, n + 1)),  # then all rounds are projections
         period=length,
         exact_rounds=length,
     )
@@ -174,41 +181,65 @@ def random_push(n: Workers, *, seed: Seed = 0, peers: Count = 1) -> Topology:
 
 
 def _base_rounds(m: int, k: int) -> list[list[Edge]]:
-    """The rounds of the Base-(k+1) graph over m positions."""
+    """The rounds of the Base-(k+1) graph over m positions: the shorter of its two forms, and of equal ones the first."""
+    radices, rest = _radices(m, k)
+    runs = (_simple_base(range(start, start + rest), k) for start in range(0, m, rest))
+    across = (_digit_by_digit(range(start, m, rest), radices) for start in range(rest))
+    return min(_side_by_side(runs) + _side_by_side(across), _simple_base(range(m), k), key=len)
+
+
+def _radices(m: int, k: int) -> tuple[list[int], int]:
+    """Factors of m from k + 1 down, the largest first as often as they divide, and the part of m that is left."""
+    found = []
+    for radix in range(k + 1, 1, -1):
+        while m % radix == 0:
+            found.append(radix)
+            m //= radix
+    return found, m
+
+
+def _digit_by_digit(positions: range, radices: Sequence[int]) -> list[list[Edge]]:
+    """The hyper-hypercube: in each round, positions that differ only in one mixed-radix digit take their mean."""
+    rounds, stride = [], 1
+    for radix in radices:
+        rounds.append(
+            [
+                (x, positions[i + (other - digit) * stride], 1.0 / radix)
+                for i, x in enumerate(positions)
+                for digit in (i // stride % radix,)
+                for other in range(radix)
+                if other != digit
+            ]
+        )
+        stride *= radix
+    return rounds
+
+
+def _side_by_side(sequences: Iterable[list[list[Edge]]]) -> list[list[Edge]]:
+    """Sequences of rounds over different positions at the same time; a shorter one is idle at the end."""
+    return [[edge for edges in rounds for edge in edges] for rounds in zip_longest(*sequences, fillvalue=())]
+
+
+def _simple_base(positions: range, k: int) -> list[list[Edge]]:
+    """The rounds of the simple Base-(k+1) graph over consecutive positions."""
     blocks: list[tuple[range, int, int]] = []  # (positions, number of sub-blocks a, rounds p that average a sub-block)
-    start, power = 0, 0
-    while (k + 1) ** (power + 1) <= m:
-        power += 1
-    for p in range(power, -1, -1):
-        a = (m - start) // (k + 1) ** p
+    left = positions
+    for p in reversed(range(len(positions).bit_length())):
+        a = len(left) // (k + 1) ** p
         if a:
-            blocks.append((range(start, start + a * (k + 1) ** p), a, p))
-            start = blocks[-1][0].stop
+            size = a * (k + 1) ** p
+            blocks.append((left[:size], a, p))
+            left = left[size:]
 
-    rounds: dict[int, list[Edge]] = {}
-
-    def average(positions: range, radices: Sequence[int], first: int) -> int:
-        """Averages positions that differ in one mixed-radix digit, a digit per round; returns the next round."""
-        stride = 1
-        for t, radix in enumerate(radices, start=first):
-            for x in range(len(positions)):
-                digit = x // stride % radix
-                others = (x + (other - digit) * stride for other in range(radix) if other != digit)
-                rounds.setdefault(t, []).extend((positions[x], positions[y], 1.0 / radix) for y in others)
-            stride *= radix
-        return first + len(radices)
-
-    meeting = max(average(positions, [k + 1] * p + [a] * (a > 1), 0) for positions, a, p in blocks)
-    for t, (positions, a, p) in enumerate(blocks[:-1], start=meeting):
-        behind, size = range(positions.stop, m), (k + 1) ** p
-        w = len(positions) / (m - positions.start) / a
-        for c in range(a):
-            sub = positions[c * size : (c + 1) * size]
-            rounds.setdefault(t, []).extend(
-                edge for i, j in zip(behind, sub, strict=False) for edge in ((i, j, w), (j, i, w))
-            )
-            average(sub, [k + 1] * p, t + 1)
-    return [rounds[t] for t in range(len(rounds))]
+    rounds = _side_by_side(_digit_by_digit(block, [k + 1] * p + [a] * (a > 1)) for block, a, p in blocks)
+    for t, (block, a, p) in enumerate(blocks[:-1], start=len(rounds)):
+        behind, size = range(block.stop, positions.stop), (k + 1) ** p
+        w = len(block) / (len(block) + len(behind)) / a
+        subs = [block[c * size : (c + 1) * size] for c in range(a)]
+        meeting = [edge for sub in subs for i, j in zip(behind, sub, strict=False) for edge in ((i, j, w), (j, i, w))]
+        within = _side_by_side(_digit_by_digit(sub, [k + 1] * p) for sub in subs)
+        rounds = _side_by_side([rounds, [[]] * t + [meeting, *within]])
+    return rounds
 
 
 def powers_of_two(m: int) -> list[int]:
