@@ -124,12 +124,14 @@ class OuterLoop:
         return left
 
     def end(self) -> None:
-        """Finishes the rest, and waits for everything else, so that every peer receives its messages."""
+        """Finishes the rest, and waits for everything else, so that every peer receives its messages.
+
+        What a rule that receives late has under way stays there: a checkpoint of the end goes on with it.
+        """
         for exchange in self.pop_rest():
             exchange.finish()
         for exchange in self.under_way.values():
             exchange.receive()
-        self.under_way.clear()
 
     def owners_share(self, fragment: int) -> float:
         """Which share of what a worker sends for a mean of this fragment goes to the owners of its chunks."""
