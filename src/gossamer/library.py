@@ -65,7 +65,9 @@ class Outer:
         timeout_s: how long an exchange waits for a peer.
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology or codec.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
-        whole local phase before. Buffers such as batch-norm statistics stay each worker's own.
+        whole local phase before. Buffers such as batch-norm statistics stay each worker's own. Parameters in bf16 or fp16 are
+        sent as such and have an outer state in fp32: twice the bytes for the rule's copies, and one fp32 copy of the parameters
+        more where the rule does not keep the start of the round (as `gossip` and `local_sgd`).
 
     Without a process group there is one worker, and the rule is its limit for one: an outer momentum, or nothing.
 
