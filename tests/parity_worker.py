@@ -1,25 +1,45 @@
-"""One worker process of the parity suite: trains every case it is given, one after the other, in one process group.
+"""One worker process of the parity suite: trains every case it is given, one after the other.
 
-    run_local(4, train_cases, ["cases.json"])
+    run_local(5, train_cases, ["cases.json"])
 
-`cases.json` maps a run folder to a run document.
+`cases.json` lists run folders, run documents and whether to resume. The cases of each number of workers run in one process group;
+a process whose number is too large for the rest ends early.
 """
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.run.config import parse
 from gossamer.run.train import train_member
 from gossamer.transport.launch import join, leave
+from gossamer.transport.member import Member
+
+TIMEOUT_S = 60
 
 
 def train_cases(argv: Sequence[str]) -> int:
-    cases = json.loads(Path(argv[0]).read_text())
-    member = join(4, backend="gloo", device="cpu", threads=1, timeout_s=60)
-    for folder, document in cases.items():
-        train_member(parse(document), Path(folder), member._replace(store=PrefixStore(folder, member.store)))
+    """Trains the cases in this file, and returns the exit code."""
+    cases = sorted(json.loads(Path(argv[0]).read_text()), key=lambda case: -case[1]["workers"])
+    first = join(cases[0][1]["workers"], backend="gloo", device="cpu", threads=1, timeout_s=TIMEOUT_S)
+    rank = first.rank
+    for n, some in groupby(cases, key=lambda case: case[1]["workers"]):
+        if n < first.workers:
+            leave()
+            if rank >= n:
+                return 0
+            store = PrefixStore(f"workers/{n}", first.store)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=TIMEOUT_S)
+            )  # fmt: skip
+        for folder, document, resume in some:
+            member = Member.at(rank, n, torch.device("cpu"), PrefixStore(folder, first.store))
+            train_member(parse(document), Path(folder), member, resume=resume)
     leave()
     return 0

@@ -1,23 +1,25 @@
-"""What is simulated is what runs: simulator and four real gloo processes, equal to the last bit.
+"""What is simulated is what runs: simulator and real gloo processes, equal to the last bit, whole checkpoints included.
 
-`make parity` runs every allowed pairing; otherwise a cover in which each rule, each topology, and equal as well as unequal
-local steps come up.
+`make parity` runs every allowed pairing; otherwise a cover in which each rule, each topology, and every two properties of a run
+come up together.
 """
 
-import contextlib
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from gossamer.errors import PairingError
+from gossamer import rng
+from gossamer.errors import ConfigError, PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.rounds.facts import Facts
 from gossamer.rounds.pairing import check
-from gossamer.rules import RULES
+from gossamer.rules import RULES, WRAPPERS, make_rule
 from gossamer.run.config import digest, parse
+from gossamer.run.settle import pairing_faults
 from gossamer.run.simulate import simulate
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import pull
@@ -25,14 +27,14 @@ from gossamer.transport.local import run_local
 from gossamer.tree import leaves
 from parity_worker import train_cases
 
-N, ROUNDS = 4, 5
+SIZES, ROUNDS, STOP = (5, 4, 3), 5, 2
 pytestmark = [
     pytest.mark.timeout(1800),  # all cases are trained for whichever test comes first
     pytest.mark.xdist_group("parity"),  # and once
 ]
 TINY = {  # the least that has layers, heads and fragments: most of the time is otherwise model building and validation
     "model": {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 2, "kv_heads": 1},
-    "data": {"seq_len": 16, "batch_size": 2, "max_bytes": 200_000},
+    "data": {"source": str(Path(__file__)), "seq_len": 16, "batch_size": 2},
     "record": {"tensorboard": False, "export": False},
 }
 ONCE = {"threads": 1, "eval_every": 0, "eval_batches": 1}
@@ -45,10 +47,19 @@ VARIANTS = {  # options beside the defaults that take another path through the u
     ],
     "diloco": [{}, {"optimizer": "heavy_ball"}, {"optimizer": "sgd"}],
 }
-
-
-CODEC_NAMES = ("exact", "int8", "topk")  # nothing lost, a quantizer, a sparsifier
-SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, schedule, other settings
+STEPS = ("even", "uneven", "weighed")
+PROPERTIES = {  # of every run, whatever its rule and topology; those written often are rare in the cover
+    "codec": ("exact", "int8", "topk"),  # nothing lost, a quantizer, a sparsifier
+    "steps": STEPS,
+    "wrapper": (None, *WRAPPERS),
+    "optimizer": ("adamw", "muon", "sgd", "accum_adamw"),
+    "averaging": (None, None, "gpa", "schedule_free"),
+    "clip": (None, 0.5),
+    "autocast": (None, "bf16"),
+    "dropout": (0.0, 0.1),
+    "resumed": (*7 * (False,), True),
+}
+SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, schedule
     "streaming-diloco": ("diloco", "complete", "fp4", {"fragments": 2, "overlap_steps": 1, "merge": 0.5}),
     "streaming-diloco-exact": ("diloco", "complete", "exact", {"fragments": 2, "overlap_steps": 3, "merge": 0.5}),
     "streaming-gasloc": ("gasloc", "random", "exact", {"fragments": 2, "pattern": "sequential", "overlap_steps": 2}),
@@ -66,133 +77,192 @@ SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, 
 }
 
 
+def allowed(rule, topology, n):
+    """Whether this rule runs on this topology of n workers."""
+    try:
+        check(Facts(workers=n, rule=rule, topology=make_topology(topology, n)))
+    except (ConfigError, PairingError):
+        return False
+    return True
+
+
 def pairings():
-    """Every allowed (rule, options, topology)."""
+    """Every allowed (rule, options, topology), with the numbers of workers that it is allowed for."""
     for name, factory in RULES.items():
         for options in VARIANTS.get(name, [{}]):
             for topology in TOPOLOGIES:
-                with contextlib.suppress(PairingError):
-                    check(Facts(rule=factory(**options), topology=make_topology(topology, N)))
-                    yield name, options, topology
+                if sizes := [n for n in SIZES if allowed(factory(**options), topology, n)]:
+                    yield name, options, topology, sizes
 
 
-def cases(full):
-    """Run documents by a readable name."""
-    found = {}
-    for k, (rule, options, topology) in enumerate(pairings()):
+def fitting(rule, options):
+    """The wrappers that this rule may have, and none."""
+    yield None
+    for name in WRAPPERS:
+        try:
+            make_rule(rule, **options, **{name: {}})
+        except ConfigError:
+            continue
+        yield name
+
+
+def document(n, rule, options, topology, drawn, steps=2, **tables):
+    """A run document with these properties."""
+    wrapper, uneven = drawn["wrapper"], [steps, max(1, steps // 2), steps, steps - 1, steps][:n]
+    return {
+        "workers": n,
+        "rule": {"name": rule, **options, **({wrapper: {}} if wrapper else {})},
+        "topology": {"name": topology},
+        "codec": {"name": drawn["codec"]},
+        **TINY,
+        "model": {**TINY["model"], "dropout": drawn["dropout"]},
+        "inner": {key: drawn[key] for key in ("optimizer", "averaging", "clip", "autocast") if drawn[key] is not None},
+        "run": {
+            "steps": ROUNDS * steps, "local_steps": steps if drawn["steps"] == "even" else uneven,
+            "weigh_steps": drawn["steps"] == "weighed", "checkpoint_every": STOP * steps if drawn["resumed"] else 0, **ONCE,
+        },
+        **tables,
+    }  # fmt: skip
+
+
+def drawn_properties(rule, options, place):
+    """Properties of one case, all different from place to place."""
+    kinds = {**PROPERTIES, "wrapper": tuple(fitting(rule, options))}
+    if RULES[rule]().site == "gradients":
+        kinds["steps"] = ("even",)
+    return {key: kind[rng.key(0, place, key) % len(kind)] for key, kind in kinds.items()}
+
+
+def every(draws):
+    """Every allowed pairing of rule, topology, codec and steps, by a readable name, so many times with other properties each."""
+    found, place = {}, 0
+    for rule, options, topology, sizes in pairings():
         gradients = RULES[rule]().site == "gradients"
-        all_steps = [1] if gradients else [2, [2, 1, 2, 1]]
-        for place, (steps, codec) in enumerate(itertools.product(all_steps, CODEC_NAMES)):
-            if not full and (place + k) % 2:
-                continue
-            how = "uneven" if isinstance(steps, list) else "even"
-            name = "-".join([rule, *map(str, options.values()), topology, codec, how])
-            found[name] = {
-                "workers": N,
-                "rule": {"name": rule, **options},
-                "topology": {"name": topology},
-                "codec": {"name": codec},
-                **TINY,
-                "inner": {"optimizer": ["adamw", "muon", "sgd"][k % 3]},
-                "run": {"steps": ROUNDS * (1 if gradients else 2), "local_steps": steps, **ONCE},
-            }
-    return {**(found if full else covered(found)), **scheduled()}
+        kinds = ([False] if gradients else [False, True]), PROPERTIES["codec"], range(draws)
+        for uneven, codec, _ in itertools.product(*kinds):
+            place += 1
+            steps = STEPS[1 + place % 2] if uneven else "even"
+            drawn = {**drawn_properties(rule, options, place), "steps": steps, "codec": codec}
+            n = sizes[rng.key(0, place) % len(sizes)]
+            for simpler in ({}, {"wrapper": None}, {"averaging": None}, {"wrapper": None, "averaging": None}):
+                case = {**drawn, **simpler}
+                made = document(n, rule, options, topology, case, 1 if gradients else 2)
+                if not pairing_faults(parse(made), real=True):
+                    name = "-".join(map(str, [rule, *options.values(), topology, codec, steps, n, place]))
+                    found[name] = made, case
+                    break
+    return found
 
 
 def covered(found):
-    """Enough of the cases that every variant of a rule, every topology, each rule with each codec, and each with equal and with
-    unequal steps come up."""
-    cover, seen = {}, set()
-    for name, document in found.items():
-        rule = document["rule"]["name"]
-        marks = {
-            str(document["rule"]), document["topology"]["name"], (rule, document["codec"]["name"]),
-            (rule, name.rpartition("-")[2]),
-        }  # fmt: skip
-        if not marks <= seen:
-            seen |= marks
-            cover[name] = document
+    """The fewest cases, greedily, in which all `marks` come up that come up at all."""
+    left = {name: marks(*case) for name, case in found.items()}
+    cover = {}
+    while left:
+        name = max(left, key=lambda name: (len(left[name]), *cheap(*found[name])))
+        cover[name], seen = found[name], left[name]
+        left = {other: rest for other, its in left.items() if (rest := its - seen)}
     return cover
 
 
-def scheduled():
+def cheap(made, case):
+    """What is preferred among cases that add as much to a cover."""
+    return not case["resumed"], case["optimizer"] not in ("muon", "accum_adamw"), -made["workers"]
+
+
+def marks(made, case):
+    """Each rule with its options, codecs, steps and numbers of workers, each topology with those, and every two properties."""
+    rule, topology, n = made["rule"]["name"], made["topology"]["name"], made["workers"]
+    own = {key: value for key, value in made["rule"].items() if key not in WRAPPERS}
+    pairs = itertools.combinations(sorted({**case, "n": n}.items()), 2)
+    return {
+        str(own), (topology, n), (rule, case["codec"]), (rule, case["steps"]), (rule, n), *pairs,
+    }  # fmt: skip
+
+
+def scheduled(full):
     """Fragments and overlap, with equal and unequal steps, and workers that are weighed by their steps."""
     found = {}
-    for name, (rule, topology, codec, schedule) in SCHEDULES.items():
-        for steps in [4, [4, 2, 4, 3]]:
-            found[f"{name}-{'uneven' if isinstance(steps, list) else 'even'}"] = {
-                "workers": N,
-                "rule": {"name": rule},
-                "topology": {"name": topology},
-                "codec": codec if isinstance(codec, dict) else {"name": codec},
-                "schedule": schedule,
-                **TINY,
-                "run": {"steps": ROUNDS * 4, "local_steps": steps, **ONCE},
-            }
-    for name in ("streaming-gasloc-uneven", "overlapped-gossip-uneven"):
-        found[f"{name}-weighed"] = {**found[name], "run": {**found[name]["run"], "weigh_steps": True}}
+    for k, (name, (rule, topology, codec, schedule)) in enumerate(SCHEDULES.items()):
+        for steps in STEPS[:2] if full else STEPS[k % 2 :: 2]:
+            if steps == "weighed" and name == "des-loc":
+                continue
+            case = {**drawn_properties(rule, {}, k), "wrapper": None, "averaging": None, "steps": steps, "codec": ""}
+            case["optimizer"] = "adamw"
+            tables = {"codec": codec if isinstance(codec, dict) else {"name": codec}, "schedule": schedule}
+            found[f"{name}-{steps}"] = document(SIZES[k % 3], rule, {}, topology, case, 4, **tables), case
     return found
 
 
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory, forks):
-    """Every case, trained by four processes and by the simulator."""
-    root = tmp_path_factory.mktemp("parity")
-    documents = cases(request.config.getoption("--full-parity"))
-    plan = {str(root / "real" / name): document for name, document in documents.items()}
+    """Every case, trained by real processes and by the simulator."""
+    root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full-parity")
+    found = {**(every(1) if full else covered(every(3))), **scheduled(full)}
+    plan = []
+    for name, (made, case) in found.items():
+        if case["resumed"]:  # what real processes go on from was written by the simulator
+            simulate(parse(made), root / "real" / name, until=STOP)
+        plan.append([str(root / "real" / name), made, case["resumed"]])
     (root / "cases.json").write_text(json.dumps(plan))
-    code = run_local(N, train_cases, [str(root / "cases.json")], timeout_s=60)
+    code = run_local(max(SIZES), train_cases, [str(root / "cases.json")], timeout_s=60)
     assert code == 0
-    for name, document in documents.items():
-        simulate(parse(document), root / "simulated" / name)
-    return root, documents
+    for name, (made, _) in found.items():
+        simulate(parse(made), root / "simulated" / name)
+    return root, found
 
 
 def outcome(folder, config):
     """The last snapshots and all losses of a run."""
-    states = [checkpoint.load(folder / "checkpoints", ROUNDS, worker, digest(config)) for worker in range(N)]
+    workers = range(config.workers)
+    states = [checkpoint.load(folder / "checkpoints", ROUNDS, worker, digest(config)) for worker in workers]
     lines = [line for line in read_metrics(folder) if line["kind"] == "train"]
     return states, {(line["worker"], line["round"]): line["loss"] for line in lines}
 
 
+def differences(a, b, where="state"):
+    """The places at which two nested states differ."""
+    if type(a) is not type(b):
+        return [where]
+    if isinstance(a, torch.Tensor):
+        return [] if a.dtype == b.dtype and torch.equal(a, b) else [where]
+    if isinstance(a, dict) and a.keys() == b.keys():
+        return [place for key in a for place in differences(a[key], b[key], f"{where}.{key}")]
+    if isinstance(a, (list, tuple)) and len(a) == len(b):
+        return [place for k, both in enumerate(zip(a, b, strict=True)) for place in differences(*both, f"{where}.{k}")]
+    return [] if a == b else [where]
+
+
 def test_simulator_and_processes_agree_to_the_last_bit(trained):
-    root, documents = trained
-    different = []
-    for name, document in documents.items():
-        config = parse(document)
+    root, found = trained
+    different = {}
+    for name, (made, _) in found.items():
+        config = parse(made)
         real, real_losses = outcome(root / "real" / name, config)
         simulated, losses = outcome(root / "simulated" / name, config)
-        assert len(losses) == N * ROUNDS
-        same = all(
-            torch.equal(a["x"], b["x"]) and all(map(torch.equal, a["outer"], b["outer"]))
-            for a, b in zip(real, simulated, strict=True)
-        )
-        inner = [flat_tensors([state["inner"] for state in states]) for states in (real, simulated)]
-        same = same and len(inner[0]) == len(inner[1]) and all(map(torch.equal, *inner))
-        if not same or real_losses != losses:
-            different.append(name)
-    print(f"{len(documents) - len(different)} of {len(documents)} pairings agree to the last bit")
+        assert len(losses) == config.workers * ROUNDS
+        places = differences(real, simulated, "workers") + [at for at in losses if real_losses.get(at) != losses[at]]
+        if places:
+            different[name] = places[:5]
+    print(f"{len(found) - len(different)} of {len(found)} pairings agree to the last bit")
     assert not different
 
 
-def test_the_cover_meets_every_rule_and_every_topology(trained):
-    _, documents = trained
-    assert {d["rule"]["name"] for d in documents.values()} == set(RULES)
-    assert {d["topology"]["name"] for d in documents.values()} == set(TOPOLOGIES)
-
-
-def flat_tensors(value):
-    """All tensors in nested dictionaries and lists."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in flat_tensors(part)]
+def test_the_cover_meets_every_rule_and_topology_and_every_two_properties_of_a_run(trained):
+    _, found = trained
+    made = [made for made, _ in found.values()]
+    assert {d["rule"]["name"] for d in made} == set(RULES)
+    assert {d["topology"]["name"] for d in made} == set(TOPOLOGIES)
+    met = {pair for case in found.values() for pair in marks(*case)}
+    kinds = {**PROPERTIES, "n": SIZES}
+    for (one, values), (other, others) in itertools.combinations(sorted(kinds.items()), 2):
+        assert not [(one, a, other, b) for a in values for b in others if ((one, a), (other, b)) not in met]
 
 
 def test_changing_the_order_of_a_sum_is_noticed():
     """The suite can fail: the same messages heard in another order give other bits."""
     generator = torch.Generator().manual_seed(0)
-    messages = {j: torch.randn(4001, generator=generator) for j in range(N)}
-    row = make_topology("complete", N).mixing(0).rows[0]
+    messages = {j: torch.randn(4001, generator=generator) for j in range(4)}
+    row = make_topology("complete", 4).mixing(0).rows[0]
     forward, backward = pull(messages[0], messages, 0, row), pull(messages[0], messages, 0, row[::-1])
     assert not torch.equal(forward, backward) and len(leaves(forward)) == 1

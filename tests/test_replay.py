@@ -19,9 +19,9 @@ from test_serve import in_place_of_a_killed_worker, served, start, together
 
 
 def saved(folder, config, owner, round=None):
-    """What an owner's checkpoint (of the last round) holds, without the clock and the generator of torch."""
+    """What an owner's checkpoint (of the last round) holds, without the clock."""
     state = checkpoint.load(folder / "checkpoints", round or config.rounds, owner, digest(config))
-    return {key: value for key, value in state.items() if key not in ("time_s", "rng")}
+    return {key: value for key, value in state.items() if key != "time_s"}
 
 
 def same(a, b):

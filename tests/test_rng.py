@@ -1,10 +1,13 @@
 """Keys: the same on every machine, and unrelated for unrelated uses."""
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer.rng import key, numpy_rng, torch_rng
+from gossamer.rng import drawing, key, numpy_rng, torch_rng
 
 paths = st.lists(st.integers() | st.text(max_size=5), max_size=4).map(tuple)
 
@@ -35,3 +38,28 @@ def test_neighbouring_keys_give_unrelated_numbers() -> None:
     draws = torch.stack([torch.randn(1000, generator=torch_rng(0, worker, "noise")) for worker in range(8)])
     correlation = torch.corrcoef(draws) - torch.eye(8)
     assert correlation.abs().max() < 0.15
+
+
+def test_threads_that_draw_from_torchs_generator_draw_what_one_alone_would_and_leave_it_as_it_was() -> None:
+    def draws(place: int) -> list[torch.Tensor]:
+        with drawing(torch.device("cpu"), 5, place):
+            return [torch.rand(2) for _ in range(50)]
+
+    alone = [draws(place) for place in range(8)]
+    before = torch.get_rng_state()
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(draws, range(8)))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(
+        torch.equal(a, b) for one, other in zip(alone, together, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    assert not torch.equal(alone[0][0], alone[1][0])
+
+
+def test_an_error_while_drawing_leaves_the_generator_as_it_was_and_the_next_may_draw() -> None:
+    before = torch.get_rng_state()
+    with contextlib.suppress(ValueError), drawing(torch.device("cpu"), 5, 0):
+        raise ValueError
+    with drawing(torch.device("cpu"), 5, 0):
+        torch.rand(2)
+    assert torch.equal(torch.get_rng_state(), before)

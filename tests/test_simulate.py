@@ -15,6 +15,7 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.trace import read_trace
 from gossamer.rules import RULES
+from gossamer.run import lanes
 from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import mean_of
 from gossamer.run.simulate import simulate
@@ -47,6 +48,22 @@ def test_a_run_that_is_stopped_and_resumed_equals_the_uninterrupted_run(rule, st
     simulate(config, tmp_path / "parts", until=stop + 1)  # after the checkpoint of round `stop` or later
     simulate(config, tmp_path / "parts", resume=True)
     assert same_run(tmp_path / "whole", tmp_path / "parts", config)
+
+
+def test_dropout_draws_the_same_on_any_number_of_threads_in_each_step_and_after_a_resume(tmp_path, monkeypatch):
+    config = tiny(model__dropout=0.2, run__steps=8)
+    before = torch.get_rng_state()
+    monkeypatch.setattr(lanes, "available_cores", lambda: 3)
+    simulate(config, tmp_path / "threads")
+    assert torch.equal(torch.get_rng_state(), before), "torch's own generator is left as it was"
+    monkeypatch.setattr(lanes, "available_cores", lambda: 1)
+    torch.manual_seed(7)
+    simulate(config, tmp_path / "one", until=2)
+    torch.manual_seed(8)
+    simulate(config, tmp_path / "one", resume=True)
+    assert same_run(tmp_path / "threads", tmp_path / "one", config)
+    simulate(tiny(run__steps=8), tmp_path / "without")
+    assert read_metrics(tmp_path / "without")[0]["loss"] != read_metrics(tmp_path / "one")[0]["loss"]
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,9 @@ class Outer:
     Raises: ConfigError and PairingError for what cannot work; PeerError when workers disagree on model, rule, topology or codec.
     Cost: the rule's state, one message, and those received from the peers; the exchange blocks, and its receives are posted a
         whole local phase before. At the start a hash of all frozen numbers (1 GB/s). Buffers such as batch-norm statistics
-        stay each worker's own after the start.
+        stay each worker's own after the start. Parameters in bf16 or fp16 are sent as such and have an outer state in fp32:
+        twice the bytes for the rule's copies, and one fp32 copy of the parameters more where the rule does not keep the start
+        of the round (as `gossip` and `local_sgd`).
 
     Parameters that `load_state_dict(assign=True)` has replaced are taken back into the flat buffer at the next exchange. A
     model that was converted, moved or resized, or of which more became trainable, is refused there in a sentence.

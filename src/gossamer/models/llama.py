@@ -85,28 +85,29 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each on the normalised stream and added to it."""
+    """Attention and MLP, each on the normalised stream and added to it through dropout (arXiv 1706.03762, section 5.4)."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
         self.self_attn = Attention(shape)
         self.mlp = MLP(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """`[B, S, D]` to `[B, S, D]`."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
+        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Decoder(nn.Module):
     """Embedding, layers and the last norm."""
 
-    def __init__(self, shape: Shape, vocab_size: int) -> None:
+    def __init__(self, shape: Shape, vocab_size: int, dropout: float) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.layers))
         self.norm = RMSNorm(shape.hidden_size)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -124,7 +125,7 @@ class Llama(nn.Module):
         super().__init__()
         shape = config.shape
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.model = Decoder(shape, vocab_size)
+        self.model = Decoder(shape, vocab_size, config.dropout)
         self.lm_head = nn.Linear(shape.hidden_size, vocab_size, bias=False)
         self.rotary = nn.Buffer(rotary(shape.hidden_size // shape.heads, seq_len), persistent=False)
         nn.init.normal_(self.lm_head.weight, std=INIT_STD)
@@ -145,9 +146,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int, seed: int) -
 
     The global random state is left as it was.
     """
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would also change the seeds of the accelerators.
-        torch.default_generator.manual_seed(rng.key(seed, "model"))
+    with rng.drawing(torch.device("cpu"), seed, "model"):
         return Llama(config, vocab_size, seq_len)
 
 

@@ -3,6 +3,8 @@
 import math
 from typing import Annotated, NamedTuple
 
+from pydantic import Field
+
 from gossamer.errors import ConfigError
 from gossamer.schema import AtLeastOne, OneOf, settings
 
@@ -47,6 +49,8 @@ class ModelConfig:
     """Width of the feed-forward layer."""
     tie_embeddings: bool = False
     """One matrix for the embedding and the output head."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of what attention and the feed-forward layer add that is left out at random in training; 0 draws nothing."""
 
     def __post_init__(self) -> None:
         hidden, _, heads, kv_heads, _ = self.shape

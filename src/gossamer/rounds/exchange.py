@@ -360,15 +360,15 @@ def _merging(job: _Job, sent: Tree) -> Iterator[None]:
     if not isinstance(sent, Tensor):
         yield
     elif merge == "keep":
-        moved = x - sent
+        moved = widen(x) - widen(sent)
         x.copy_(sent)
         yield
-        x.copy_(x + moved)
+        x.copy_(widen(x) + moved)
     else:
         live = x.clone()
         x.copy_(sent)
         yield
-        x.copy_(merge * live + (1.0 - merge) * x)
+        x.copy_(merge * widen(live) + (1.0 - merge) * widen(x))
 
 
 def _update_with_mean(setup: Setup, message: Tree, pieces: Sequence[list[Tensor]], ctx: Context) -> None:

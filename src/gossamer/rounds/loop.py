@@ -26,6 +26,7 @@ from gossamer.rounds.exchange import (
 from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Stop
 from gossamer.rules import Context, gossip, local_sgd
+from gossamer.rules.master import HALVES, with_master
 from gossamer.topologies.mixing import Mixing
 from gossamer.transport import Reduce, Transport
 from gossamer.tree import Tree, leaves
@@ -48,7 +49,7 @@ class OuterLoop:
     Args:
         parts: the flat vector of each fragment and its layout: of the parameters, or the gradients for a rule of that site,
             and beyond the schedule's fragments the moments of the inner optimizer, which are averaged exactly. Updated in
-            place.
+            place. Parameters in half precision have an outer state in fp32 (`gossamer.rules.master`).
         local_steps, full_steps: inner steps per round, of this worker and of the one that takes most. Those of this worker may
             be changed between two rounds.
         reduce: the backend's own sum over all workers, see `Setup`.
@@ -61,22 +62,15 @@ class OuterLoop:
         self.method, self.worker = m, transport.worker
         self.local_steps, self.full_steps = local_steps, full_steps
         averaging = local_sgd() if m.topology.everyone else gossip()
+        halves = m.rule.site == "parameters" and parts[0][0].dtype in HALVES
+        rule = with_master(m.rule) if halves else m.rule
         self.fragments: list[Setup] = []
         for p, (x, layout) in enumerate(parts):
             part = Part(x, (), layout, p)
             if p < m.schedule.fragments:
-                overlap_steps = m.rule.delay_rounds * full_steps + m.schedule.overlap_steps
-                setup = Setup(
-                    m.rule,
-                    fitted(m.codec, layout),
-                    transport,
-                    part,
-                    seed,
-                    m.kernel,
-                    reduce,
-                    overlap_steps,
-                    m.schedule.merge,
-                )
+                overlap_steps = rule.delay_rounds * full_steps + m.schedule.overlap_steps
+                codec = fitted(m.codec, layout)
+                setup = Setup(rule, codec, transport, part, seed, m.kernel, reduce, overlap_steps, m.schedule.merge)
             else:
                 setup = Setup(averaging, exact(), transport, part, seed, m.kernel, reduce)
             mixing = m.topology.mixing(0)
@@ -134,12 +128,14 @@ class OuterLoop:
         return left
 
     def end(self) -> None:
-        """Finishes the rest, and waits for everything else, so that every peer receives its messages."""
+        """Finishes the rest, and waits for everything else, so that every peer receives its messages.
+
+        What a rule that receives late has under way stays there: a checkpoint of the end goes on with it.
+        """
         for exchange in self.pop_rest():
             exchange.finish()
         for exchange in self.under_way.values():
             exchange.receive()
-        self.under_way.clear()
 
     def owners_share(self, fragment: int) -> float:
         """Which share of what a worker sends for a mean of this fragment goes to the owners of its chunks."""

@@ -1,5 +1,6 @@
 """A replica: a model with its inner optimizer and its place in the data, which trains on its own and has no peers."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer import rng
 from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.layout import arrange, attach, flat_gradients, layout_of, views
@@ -133,13 +135,24 @@ class Replica:
         total, tokens = 0.0, 0
         accumulate = self.config.data.accumulate
         for micro in range(accumulate):
-            batch = self.corpus.batch(self.index, step * accumulate + micro).to(self.device)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.inner.autocast == "bf16"):
+            number = step * accumulate + micro
+            batch = self.corpus.batch(self.index, number).to(self.device)
+            bf16 = self.config.inner.autocast == "bf16"
+            with self._drawing(number), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
                 value = loss(self.model, batch)
             (value / accumulate if accumulate > 1 else value).backward()
             total += value.item()
             tokens += batch.shape[0] * (batch.shape[1] - 1)
         return total / accumulate, tokens
+
+    def _drawing(self, batch: int) -> contextlib.AbstractContextManager[None]:
+        """The random numbers of a forward pass, each worker's and each batch's own; backward draws none.
+
+        A model that draws none is spared the lock, under which the replicas of one process would wait for each other.
+        """
+        if self.config.model.dropout == 0.0:
+            return contextlib.nullcontext()
+        return rng.drawing(self.device, self.config.seed, self.index, batch, "model")
 
     def _step(self, round: int, h: int) -> None:
         # Workers with fewer local steps walk the schedule faster, so that all are at the same point of it after a round.
@@ -152,8 +165,11 @@ class Replica:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """What a replica needs to train on from given parameters: inner optimizer, place in the data, random numbers."""
-        return {"inner": self.optimizer.state_dict(), "data": self.corpus.state(), "rng": torch.get_rng_state()}
+        """What a replica needs to train on from given parameters: inner optimizer and place in the data.
+
+        Its random numbers follow from worker and inner step.
+        """
+        return {"inner": self.optimizer.state_dict(), "data": self.corpus.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a saved state. Raises CheckpointError when it does not fit."""
@@ -162,7 +178,6 @@ class Replica:
             if self.moments:
                 share_moments(self.optimizer, self.model, self.layout, self.moments)
             self.corpus.restore(state["data"])
-            torch.set_rng_state(state["rng"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "

@@ -125,7 +125,7 @@ class Worker:
         self.set_local_steps(self.pacer.decided(notes, self.config.workers))
 
     def state(self) -> dict[str, Any]:
-        """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position, RNG."""
+        """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position."""
         return {
             "x": self.replica.evaluated,
             "outer": leaves(self.loop.state),
