@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from gossamer.codecs import CODECS
 from gossamer.errors import PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.rounds.facts import Facts
-from gossamer.rounds.pairing import check
+from gossamer.rounds.pairing import check, faults
 from gossamer.rules import RULES
 from gossamer.run.config import digest, parse
 from gossamer.run.simulate import simulate
@@ -85,6 +86,8 @@ def cases(full):
         for place, (steps, codec) in enumerate(itertools.product(all_steps, CODEC_NAMES)):
             if not full and (place + k) % 2:
                 continue
+            if faults(Facts(rule=RULES[rule](**options), topology=make_topology(topology, N), codec=CODECS[codec]())):
+                continue  # a codec that this rule does not bear
             how = "uneven" if isinstance(steps, list) else "even"
             name = "-".join([rule, *map(str, options.values()), topology, codec, how])
             found[name] = {

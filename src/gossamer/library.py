@@ -14,10 +14,9 @@ from gossamer.codecs import Codec, exact
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.layout import arrange, attach, layout_of
 from gossamer.options import Interval, check_option
-from gossamer.rounds import stability
 from gossamer.rounds.facts import Facts
 from gossamer.rounds.loop import OuterLoop, UnderWay
-from gossamer.rounds.method import FITTING, method_of, settled_rule
+from gossamer.rounds.method import FITTING, method_of, settled_rule, warnings_of
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
 from gossamer.topologies import Topology, make_topology
@@ -94,8 +93,9 @@ class Outer:
             driver="library", workers=self.n, rule=rule, topology=topology, codec=codec or exact(),
             schedule=schedule or Schedule(), local_steps=local_steps,
         )  # fmt: skip
-        self.method = method_of(facts._replace(rule=settled_rule(facts)), compile=compile)
-        if sentence := stability.warning(self.method.rule, topology):
+        facts = facts._replace(rule=settled_rule(facts))
+        self.method = method_of(facts, compile=compile)
+        for sentence in warnings_of(facts):
             log.warning(sentence)
         self.layout, spans = arrange(layout_of(model), self.method.schedule.fragments, self.method.schedule.pattern)
         self.x = attach(model, self.layout)
