@@ -44,7 +44,7 @@ def settled_rule(facts: Facts) -> Rule:
 
 def warnings_of(facts: Facts) -> tuple[str, ...]:
     """A sentence for everything that will probably go wrong, once the rule is settled."""
-    unstable = None if facts.kind == "pair" else stability.warning(facts.rule, facts.topology)
+    unstable = None if facts.kind == "pair" else stability.warning(facts.rule, facts.topology, facts.schedule.merge)
     return tuple(sentence for sentence in (unstable, coding.warning(facts)) if sentence is not None)
 
 

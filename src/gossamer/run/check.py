@@ -93,7 +93,7 @@ def examine(config: RunConfig) -> Examined:
         topology = settled.topology
     elif not isinstance(settled, WithServer):
         m, topology = settled.method, settled.method.topology
-    consensus = None if m is None else m.rule.consensus
+    predicted = None if m is None else stability.stability_of(m.rule, m.topology, m.schedule.merge)
     sent, most, kept, networks = _counted(config, settled, layout) if layout else (None, None, (), ())
     return Examined(
         name=config.name,
@@ -108,7 +108,7 @@ def examine(config: RunConfig) -> Examined:
         most_bytes=most,
         kept=kept,
         networks=networks,
-        disagreement=None if m is None or consensus is None else stability.stability(consensus, m.topology).radius,
+        disagreement=None if predicted is None else predicted.radius,
         rounds=config.rounds,
         tokens=_steps(config) * config.step_tokens,
         warnings=_warnings(config, settled),
