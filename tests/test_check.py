@@ -175,12 +175,12 @@ def test_no_text_is_opened_and_no_heavy_package_imported(tmp_path):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_sparse_codecs_under_rules_that_lose_the_rest_are_warned_of():
-    lossy = {"codec__name": "topk", "topology__name": "complete"}
-    assert any("error_feedback" in s for s in examine(tiny(rule__name="diloco", **lossy)).warnings)
-    assert any("sends parameters" in s for s in examine(tiny(rule__name="gossip", **lossy)).warnings)
-    assert not examine(tiny(rule__name="sparseloco", **lossy)).warnings
-    assert not examine(tiny(rule__name="diloco", rule__error_feedback={}, **lossy)).warnings
+def test_a_codec_on_whole_parameters_is_warned_of_with_a_number_before_and_in_the_run(tmp_path, caplog):
+    run = tiny(codec__name="int8", run__steps=2, data__max_bytes=200_000)
+    (sentence,) = examine(run).warnings
+    assert "'gasloc' sends whole parameters" in sentence and "% of their norm" in sentence
+    simulate(run, tmp_path)
+    assert sentence in caplog.text
 
 
 def test_a_network_with_a_shared_site_prices_a_round():

@@ -346,6 +346,22 @@ def test_a_grace_period_waits_for_one_that_is_a_little_late():
     assert rounds(0.3) == [(0, 1, 2)]
 
 
+def test_an_adaptive_grace_takes_in_the_late_and_costs_nobody_a_step():
+    def played(grace_s, overlap=True):
+        rule, link = decoupled_diloco(quorum=2, grace_s=grace_s), network((1.0, 1.0, 1.2), latency_s=0.2)
+        records = list(ServerRun(rule, walkers(3), link, spans=spans(2), overlap=overlap).run(12.0))
+        return of(Update, records), Counter(phase.worker for phase in of(Phase, records))
+
+    (first, *_), trained = played("adaptive")
+    assert first.workers == (0, 1, 2) and trained == {0: 12, 1: 12, 2: 10}
+    assert first.time_s == pytest.approx(
+        1.2 + 0.9 * (1.0 - 0.4)
+    )  # the quorum arrived at 1.2, and 0.4 s go by on the way
+    (first, *_), trained = played(0.0)
+    assert first.workers == (0, 1) and trained == {0: 12, 1: 12, 2: 10}
+    assert [plain(records) for records in played("adaptive", False)[:1]] == [plain(played(0.0, False)[0])]  # all wait
+
+
 def test_learners_weigh_what_they_trained_on_since_they_were_greeted():
     rule = decoupled_diloco(lr=1.0, momentum=0.0, quorum=2, merging="average")
     learners = walkers(2, torch.zeros(P), lambda worker: lambda phase, x: torch.full_like(x, float(worker)))

@@ -14,6 +14,7 @@ from gossamer.network.links import Network, Site, links_of
 from gossamer.network.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml
 from gossamer.record.trace import read_trace
 from gossamer.run.config import parse
+from gossamer.run.settle import faults as faults_of
 from gossamer.run.simulate import simulate
 
 TINY = ModelConfig(size="0.2m")
@@ -95,6 +96,11 @@ def test_bits_per_parameter_scale_the_bytes_and_lossy_sums_come_back_in_bf16_whe
     written = {c.codec: tomllib.loads(run_toml(made, c))["codec"] for c in made.candidates if c.method == "DiLoCo"}
     assert written["int8"] == {"name": "int8", "back": "bf16"} and written["topk2bit"] == {"name": "topk2bit"}
     assert ("data parallel", "int8") not in bytes_of
+    gossips = {c.codec: tomllib.loads(run_toml(made, c)) for c in made.candidates if c.method == "GASLoC 1-Peer"}
+    assert {codec: run["rule"]["name"] for codec, run in gossips.items()} == {
+        "exact": "gasloc", "int8": "anchored_gasloc", "topk2bit": "anchored_gasloc",
+    }  # fmt: skip
+    assert not any(faults_of(parse(run)) for run in gossips.values())
 
 
 def test_the_step_time_follows_from_flops_where_nothing_gives_it() -> None:

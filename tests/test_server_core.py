@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gossamer.asynchronous import cgad, decoupled_diloco
+from gossamer.asynchronous import Pace, cgad, decoupled_diloco
 from gossamer.clock import Update
 from gossamer.clock.phases import Budget
 from gossamer.clock.server_core import CloseWindow, Push, Send, ServerCore
@@ -67,6 +67,20 @@ def test_a_window_closes_a_grace_period_after_its_quorum():
     assert push(server, 1, 2.45) == []
     assert kinds(server.tick(2.5)) == [(0, 1, 2), (0, True), (1, True), (2, True)]
     assert server.tick(2.5) == [] and server.next_closing_s == math.inf
+
+
+def test_an_adaptive_window_closes_when_the_first_of_its_workers_would_begin_to_wait():
+    server, ahead = core(decoupled_diloco(quorum=2, share=0.5)), Pace(overlap_steps=4, step_s=1.0, sync_s=0.5)
+    for worker in range(3):
+        server.join(worker)
+    assert push(server, 2, 1.0, pace=ahead) == []
+    slack_s = 4 * 1.0 - (1.5 + 0.5)  # worker 2 has waited for the quorum
+    assert push(server, 0, 2.5, pace=ahead) == [CloseWindow(0, 2.5 + 0.5 * slack_s)]
+    waits = core(decoupled_diloco(quorum=2))
+    for worker in range(3):
+        waits.join(worker)
+    assert push(waits, 2, 1.0) == []
+    assert push(waits, 0, 2.0) == [CloseWindow(0, 2.0)]  # real workers wait for their replies
 
 
 def test_a_tick_closes_one_window_so_that_a_driver_sees_the_model_after_each_update():

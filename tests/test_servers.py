@@ -25,7 +25,7 @@ from gossamer.asynchronous import (
     meeting_rates,
 )
 from gossamer.asynchronous.cgad import attenuation
-from gossamer.asynchronous.decoupled_diloco import grace_s, radial_mean, token_weight, weighted_mean
+from gossamer.asynchronous.decoupled_diloco import radial_mean, slack_s, token_weight, weighted_mean
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf, arrange
 from gossamer.options import options_of
@@ -419,8 +419,8 @@ def test_decoupled_diloco_with_one_learner_and_a_plain_step_ends_where_the_learn
 
 
 def test_the_grace_period_is_a_share_of_the_slack_and_never_negative():
-    assert grace_s(4, 1.0, 0.5, 1.5, share=0.5) == 1.0
-    assert grace_s(1, 1.0, 5.0, 5.0) == 0.0
+    assert slack_s(4, 1.0, 0.5, 1.5, share=0.5) == 1.0
+    assert slack_s(1, 1.0, 5.0, 5.0) == 0.0
 
 
 # Fragments

@@ -40,6 +40,8 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "push": (Facts(rule=sgp(), topology=random(4)._replace(column_stochastic=False)), ["'sgp'", "'random_push'"]),
     "doubly stochastic": (Facts(rule=gasloc(), topology=random_push(4)), ["'gasloc'", "'random_push'", "'sgp'"]),
     "alpha": (Facts(rule=gasloc(alpha="auto"), topology=random(4)), ["alpha = 'auto'"]),
+    "pushed mass and codec": (FREE._replace(codec=int8()), ["'sgp'", "'random_push'", "'int8'", "'anchored_gasloc'"]),
+    "parameters and codec": (Facts(rule=gasloc(), topology=random(4), codec=topk()), ["'gasloc'", "'topk'", "'choco'"]),
     "codec.back": (Facts(rule=gasloc(), topology=random(4), codec=both_ways(int8(), int8())), ["codec.back = 'int8'"]),
     "codec.back and tiles": (
         Facts(rule=diloco(), topology=complete(4), codec=both_ways(int8(), topk2bit())),

@@ -5,22 +5,29 @@ from typing import Literal
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.cli.gossip_table import gossip_table
 from gossamer.errors import ConfigError
+from gossamer.rounds.recursion import of_rule
+from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.stability import (
     best_alpha,
     largest_stable_gamma,
     outlook,
     resolve_alpha,
     stability,
+    stability_of,
     warning,
 )
-from gossamer.rules import RULES, Consensus, gasloc
+from gossamer.rules import RULES, Consensus, Rule, anchored, gasloc, gossip, noloco, weighted
+from gossamer.run.check import examine
 from gossamer.topologies import TOPOLOGIES, Topology, base, complete, exponential, make_topology, random, ring, star
 from gossamer.topologies.mixing import from_edges, laplacian_condition, matrix
+from rounds import play, random_vectors
+from tiny import tiny
 
 GOSSIPED = [name for name in TOPOLOGIES if make_topology(name, 8).doubly_stochastic]
 
@@ -290,3 +297,59 @@ def test_every_topology_can_be_described(name: str, n: int) -> None:
 def test_steps_and_momenta_out_of_range_are_not_described(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="allowed are numbers in"):
         outlook(random(8), **wrong)
+
+
+MERGED = [
+    gasloc(momentum=0.9),
+    gasloc(1.0),
+    gasloc(form="published"),
+    gasloc(optimizer="heavy_ball"),
+    noloco(),
+    gossip(),
+]
+
+
+WITH_A_MERGE = pytest.mark.parametrize(
+    "rule", [*MERGED, anchored(gasloc()), weighted(gasloc())], ids=lambda rule: f"{rule.name}{rule.options}"
+)
+
+
+@WITH_A_MERGE
+@pytest.mark.parametrize("schedule", [Schedule(merge=0.5), Schedule(merge=0.3, overlap_steps=1)], ids=str)
+def test_with_a_merge_the_recursion_is_what_a_run_does_after_one_drift(rule: Rule, schedule: Schedule) -> None:
+    drifts, topology, rounds = random_vectors(6, 1), random(6), 9
+    start = [torch.zeros(1, dtype=torch.float64)] * 6
+    xs, _ = play(rule, topology, start, rounds, lambda i, t, x: drifts[i] * (t == 0), schedule=schedule, steps=2)
+    assert isinstance(schedule.merge, float)
+    own, pulled, sent = of_rule(rule, schedule.merge)
+    state = np.kron(np.eye(len(sent))[0], torch.cat(drifts).numpy())
+    for t in range(rounds):
+        mixed = matrix(topology.mixing(t)) - np.eye(6)
+        state = (np.kron(own, np.eye(6)) + np.kron(np.outer(pulled, sent), mixed)) @ state
+    np.testing.assert_allclose(state[:6], torch.cat(xs).numpy(), rtol=1e-9, atol=1e-12)
+
+
+@WITH_A_MERGE
+def test_a_merge_that_keeps_nothing_is_the_plain_recursion(rule: Rule) -> None:
+    for topology in (random(8), ring(8), random(6)._replace(exchangeable=False)):
+        plain, merged = stability_of(rule, topology), stability_of(rule, topology, 0.0)
+        assert plain is not None and merged is not None
+        assert merged.radius == pytest.approx(plain.radius, rel=1e-5) and merged.method == plain.method
+
+
+def test_a_momentum_that_random_pairs_do_not_bear_is_stable_with_a_merge() -> None:
+    rule, topology = gasloc(momentum=0.9), random(8)
+    assert warning(rule, topology, 0.5) is None
+    assert "multiplied by 1.022" in str(warning(rule, topology, 0.0))
+    assert "a smaller schedule.merge" in str(warning(rule, topology, 1.0))
+    merged, drawn = (stability_of(rule, one, 0.5) for one in (topology, topology._replace(exchangeable=False)))
+    assert merged is not None and drawn is not None
+    assert round(merged.radius, 3) == 0.684 and drawn.radius == pytest.approx(merged.radius, rel=0.01)
+    assert drawn.variance == pytest.approx(merged.variance, rel=0.02)
+
+
+def test_a_check_predicts_the_disagreement_with_the_merge_of_the_schedule() -> None:
+    run = tiny(workers=8, rule__momentum=0.9, schedule__merge=0.5)
+    (with_merge, without) = (examine(one) for one in (run, tiny(workers=8, rule__momentum=0.9)))
+    assert with_merge.disagreement == pytest.approx(0.684, abs=1e-3) and not with_merge.warnings
+    assert without.disagreement == pytest.approx(1.022, abs=1e-3) and "lose consensus" in without.warnings[0]

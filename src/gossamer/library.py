@@ -27,10 +27,9 @@ from gossamer.guard import (
 )
 from gossamer.layout import arrange, attach, keep_attached, layout_of
 from gossamer.options import Count, Interval, Positive, check_option
-from gossamer.rounds import stability
 from gossamer.rounds.facts import Facts
 from gossamer.rounds.loop import OuterLoop, UnderWay
-from gossamer.rounds.method import FITTING, method_of, settled_rule
+from gossamer.rounds.method import FITTING, method_of, settled_rule, warnings_of
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule, make_rule
 from gossamer.topologies import Topology, make_topology
@@ -127,8 +126,9 @@ class Outer:
             driver="library", workers=self.n, rule=rule, topology=topology, codec=codec, schedule=schedule,
             local_steps=local_steps,
         )  # fmt: skip
-        self.method = method_of(facts._replace(rule=settled_rule(facts)), compile=compile)
-        if sentence := stability.warning(self.method.rule, topology):
+        facts = facts._replace(rule=settled_rule(facts))
+        self.method = method_of(facts, compile=compile)
+        for sentence in warnings_of(facts):
             log.warning(sentence)
         self.layout, spans = arrange(layout_of(model), self.method.schedule.fragments, self.method.schedule.pattern)
         self.x = attach(model, self.layout)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.layout import Layout
 from gossamer.tree import Tree
 
-__all__ = ["PairRule", "PushInfo", "ServerRule", "Window"]
+__all__ = ["Pace", "PairRule", "PushInfo", "ServerRule", "Window"]
 
 
 class PushInfo(NamedTuple):
@@ -29,13 +29,25 @@ class PushInfo(NamedTuple):
     """Names, shapes and offsets of the tensors in the push."""
 
 
+class Pace(NamedTuple):
+    """For how long a worker can do without the reply to its push; one that waits for it has none of this time."""
+
+    overlap_steps: int = 0
+    """Inner steps it takes while the reply is in flight (τ)."""
+    step_s: float = 0.0
+    """Seconds of an inner step (ξ_step), as measured over its last phase."""
+    sync_s: float = 0.0
+    """Seconds of its push and of the reply (ξ_sync)."""
+
+
 class Window(NamedTuple):
     """A server that gathers messages before it makes one update of them."""
 
     quorum: int
     """The number of messages it needs; where fewer workers are present, one of each."""
-    grace_s: float
-    """Seconds it then waits for more."""
+    grace_s: Callable[[Pace, float], float]
+    """Seconds it then waits for more, so that no pushed message costs more time than it may, from the pace of its worker and
+    the seconds since it arrived (ξ_quorum); the least over the gathered messages counts."""
     merge: Callable[[Sequence[Tensor], Sequence[PushInfo]], Tensor]
     """Merges the gathered messages, in ascending order of their workers, into one."""
 

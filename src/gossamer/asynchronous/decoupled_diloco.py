@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous.contract import PushInfo, ServerRule, Window
-from gossamer.options import Count, Decay, NotNegative, Positive, factory
+from gossamer.asynchronous.contract import Pace, PushInfo, ServerRule, Window
+from gossamer.options import Count, Decay, NotNegative, Positive, Share, factory
 
-__all__ = ["decoupled_diloco", "grace_s", "radial_mean", "token_weight", "weighted_mean"]
+__all__ = ["decoupled_diloco", "radial_mean", "slack_s", "token_weight", "weighted_mean"]
 
 CANCELLED = 1e-6  # a mean of unit vectors this short has no direction, only rounding
 
@@ -57,7 +57,7 @@ def radial_mean(vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return radius * (u / length)
 
 
-def grace_s(overlap_steps: int, step_s: float, quorum_s: float, sync_s: float, share: float = 1.0) -> float:
+def slack_s(overlap_steps: int, step_s: float, quorum_s: float, sync_s: float, share: float = 1.0) -> float:
     """Seconds a syncer may wait beyond its quorum for free: `γ (τ ξ_step - (ξ_quorum + ξ_sync))`, never below 0.
 
     Args:
@@ -65,7 +65,7 @@ def grace_s(overlap_steps: int, step_s: float, quorum_s: float, sync_s: float, s
         quorum_s: seconds until the quorum was reached. sync_s: seconds of the exchange itself.
         share: γ, the part of the slack to use.
 
-    >>> grace_s(2, 1.0, 0.5, 0.5), grace_s(2, 1.0, 3.0, 0.5)
+    >>> slack_s(2, 1.0, 0.5, 0.5), slack_s(2, 1.0, 3.0, 0.5)
     (1.0, 0.0)
     """
     return max(0.0, share * (overlap_steps * step_s - (quorum_s + sync_s)))
@@ -76,7 +76,8 @@ def decoupled_diloco(
     lr: Positive = 0.7,
     momentum: Decay = 0.9,
     quorum: Count = 1,
-    grace_s: NotNegative = 0.0,
+    grace_s: NotNegative | Literal["adaptive"] = "adaptive",
+    share: Share = 0.9,
     merging: Literal["radial", "average"] = "radial",
     averaged: Sequence[str] = ("embed",),
 ) -> ServerRule:
@@ -88,20 +89,27 @@ def decoupled_diloco(
         lr: outer learning rate η.
         momentum: outer Nesterov momentum μ, in the dialect of `torch.optim.SGD`.
         quorum: K, learners that a round needs; all present ones where fewer are present.
-        grace_s: seconds to wait for more of them once the quorum is reached.
+        grace_s: seconds to wait for more of them once the quorum is reached; "adaptive" waits as long as it costs no worker time,
+            γ (τ ξ_step - (ξ_quorum + ξ_sync)) of `slack_s`, which is none for workers that do not train while they wait.
+        share: γ, the part of the slack that "adaptive" uses; the rest is for phases that end early.
         merging: "radial" takes `radial_mean` of each tensor, "average" `weighted_mean`.
         averaged: tensors with one of these words in their name are averaged in any case (the authors' embeddings are).
     Cost: a push and a fetch of each fragment per H steps of a learner; model and momentum kept at the syncer (2 P).
     Source: arXiv 2604.21428.
     Differs: the paper does not state outer η and μ; these are DiLoCo's. Each learner's Δ is measured from its own starting
-        point, also when it arrives a round late. The grace period is a number of seconds; `grace_s` of this module computes the
-        longest one without cost.
+        point, also when it arrives a round late. τ is a local phase, at whose end a worker takes in the reply; the paper does
+        not state γ. Real processes wait for the reply, so there the adaptive grace is zero.
     Fails when: K = 1 without grace and unequal learners: a fast one makes most rounds on its own.
 
     >>> decoupled_diloco(quorum=4).window.quorum
     4
     """
     eta, mu = lr, momentum
+
+    def grace(pace: Pace, waited_s: float) -> float:
+        if grace_s == "adaptive":
+            return slack_s(pace.overlap_steps, pace.step_s, waited_s, pace.sync_s, share)
+        return grace_s
 
     def merge(messages: Sequence[Tensor], arrivals: Sequence[PushInfo]) -> Tensor:
         weights = [token_weight(arrival.tokens, arrival.local_steps) for arrival in arrivals]
@@ -124,5 +132,5 @@ def decoupled_diloco(
         return _State(s.x - eta * (message + mu * b), b)
 
     return ServerRule(
-        init, greet, absorb, window=Window(quorum, grace_s, merge), elementwise=merging == "average", state_copies=2
+        init, greet, absorb, window=Window(quorum, grace, merge), elementwise=merging == "average", state_copies=2
     )

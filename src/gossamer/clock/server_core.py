@@ -24,14 +24,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous import PushInfo, ServerRule
+from gossamer.asynchronous import Pace, PushInfo, ServerRule
 from gossamer.clock.events import Update
 from gossamer.clock.phases import Budget
 from gossamer.errors import CheckpointError
 from gossamer.layout import Layout
 from gossamer.tree import leaves, must_fit, refill
 
-__all__ = ["CloseWindow", "Push", "Send", "ServerAction", "ServerCore", "StartingPoint"]
+__all__ = ["WAITS", "CloseWindow", "Push", "Send", "ServerAction", "ServerCore", "StartingPoint"]
+
+
+WAITS = Pace()
+"""The pace of a worker that waits for its reply, as real ones do."""
 
 
 class StartingPoint(NamedTuple):
@@ -85,6 +89,8 @@ class _Waiting(NamedTuple):
     worker: int
     push: Push
     reply: bool  # whether its worker waits for the reply
+    pace: Pace
+    arrived_s: float
 
 
 class _FragmentState:
@@ -106,7 +112,7 @@ class _FragmentState:
         absorbed, self.waiting, self.closes_s = sorted(self.waiting, key=lambda one: one.worker), [], math.inf
         infos = [
             PushInfo(worker, self.updates - push.updates, push.tokens, push.steps, self.layout)
-            for worker, push, _ in absorbed
+            for worker, push, *_ in absorbed
         ]
         message, oldest = absorbed[0].push.message, max(infos, key=lambda info: info.age)
         if self.rule.window is not None:
@@ -162,11 +168,13 @@ class ServerCore:
         self._seen.add(worker)
         return [self._send(worker, range(len(self._fragments)))]
 
-    def push(self, worker: int, push: Push, now_s: float, *, reply: bool = True) -> list[ServerAction]:
+    def push(
+        self, worker: int, push: Push, now_s: float, *, reply: bool = True, pace: Pace = WAITS
+    ) -> list[ServerAction]:
         """A push has arrived; `reply` is False when its worker has left since."""
         member, fragment = self._members[worker], self._fragments[push.fragment]
         member.phases, member.trains = member.phases + 1, False
-        fragment.waiting.append(_Waiting(worker, push, reply))
+        fragment.waiting.append(_Waiting(worker, push, reply, pace, now_s))
         return self._absorb(push.fragment, now_s) if self._rule.window is None else self._plan(now_s)
 
     def leave(self, worker: int, now_s: float) -> list[ServerAction]:
@@ -288,7 +296,9 @@ class ServerCore:
         quorum = min(window.quorum, self._count(lambda member: member.present, now_s))
         for p, fragment in enumerate(self._fragments):
             if fragment.waiting and fragment.closes_s == math.inf and len(fragment.waiting) >= quorum:
-                fragment.closes_s = now_s + window.grace_s
+                fragment.closes_s = now_s + min(
+                    window.grace_s(one.pace, now_s - one.arrived_s) for one in fragment.waiting
+                )
                 actions.append(CloseWindow(p, fragment.closes_s))
         return actions
 

@@ -269,6 +269,8 @@ def run_toml(
     """
     chosen = plan.best if candidate is None else candidate
     rule, peers = _METHODS[chosen.method]
+    if peers is not None and chosen.codec not in EXACT:
+        rule = "anchored_gasloc"  # the same bytes, but of differences
     own = chosen.local_steps
     document = {
         "name": name,

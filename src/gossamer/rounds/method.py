@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gossamer.codecs import Codec
-from gossamer.rounds import stability
+from gossamer.rounds import coding, stability
 from gossamer.rounds.facts import Facts
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled
 from gossamer.rounds.pairing import check
@@ -13,7 +13,7 @@ from gossamer.rules import Rule, weighted
 from gossamer.rules.contract import Needs
 from gossamer.topologies import Topology
 
-__all__ = ["FITTING", "Method", "method_of", "settled_rule"]
+__all__ = ["FITTING", "Method", "method_of", "settled_rule", "warnings_of"]
 
 FITTING: Mapping[Needs, str] = {
     "everyone": "complete", "connected": "random", "static": "ring", "tree": "tree", "push": "random_push",
@@ -40,6 +40,12 @@ def settled_rule(facts: Facts) -> Rule:
     if topology.doubly_stochastic:  # on any other, the rule is refused by the table
         rule = stability.resolve_alpha(rule, topology)
     return weighted(rule) if facts.weigh_steps else rule
+
+
+def warnings_of(facts: Facts) -> tuple[str, ...]:
+    """A sentence for everything that will probably go wrong, once the rule is settled."""
+    unstable = None if facts.kind == "pair" else stability.warning(facts.rule, facts.topology, facts.schedule.merge)
+    return tuple(sentence for sentence in (unstable, coding.warning(facts)) if sentence is not None)
 
 
 def method_of(facts: Facts, *, compile: bool = False) -> Method:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gossamer.errors import PairingError, choose
+from gossamer.rounds import coding
 from gossamer.rounds.facts import INSTEAD, Facts
 from gossamer.topologies.mixing import pull
 
@@ -147,6 +148,15 @@ _RULES = (
             "between workers, and tiles = true cuts matrices; set tiles = false, or remove codec.back"
         ),
     ),
+    Pairing(
+        "pushed mass and codec",
+        coding.loses_mass,
+        lambda f: (
+            f"{f.where} cannot work with codec '{f.codec.name}': the mass that workers push is rounded and its weight is not, so "
+            f"that even workers that agree move; remove [codec], or {coding.instead(f)}"
+        ),
+    ),
+    Pairing("parameters and codec", coding.destroys, coding.refusal),
     Pairing(
         "gradients and local steps",
         lambda f: f.rule.site == "gradients" and f.driver != "library" and f.full_steps not in (None, 1),

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gossamer.errors import ConfigError
 from gossamer.options import Decay, Interval, check_option
+from gossamer.rounds.recursion import Recursion, of_consensus, of_rule
 from gossamer.rules import RULES, Consensus, Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
@@ -29,12 +30,13 @@ __all__ = [
     "outlook",
     "resolve_alpha",
     "stability",
+    "stability_of",
     "warning",
 ]
 
 Array = NDArray[Any]
 MomentumSite = Literal["pre", "post"]
-_Analysis = Callable[[Consensus], "Stability"]
+_Analysis = Callable[[Recursion], "Stability"]
 
 
 class Stability(NamedTuple):
@@ -103,7 +105,26 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
             f"the gossip step is {consensus.alpha}, which stands for alpha = 'auto', but must be a number; call "
             "resolve_alpha(rule, topology) first"
         )
-    return _analysis(topology)(consensus)
+    return _analysis(topology)(of_consensus(consensus))
+
+
+def stability_of(rule: Rule, topology: Topology, merge: Literal["keep"] | float = "keep") -> Stability | None:
+    """The stability of a rule whose result a schedule merges into the parameters (`Schedule.merge`); None without consensus.
+
+    The merge is part of the recursion: it damps fast disagreement, such as that of momentum, and keeps slow disagreement longer.
+
+    Raises and cost: as `stability`.
+
+    >>> from gossamer.rules import gasloc
+    >>> from gossamer.topologies import random
+    >>> [round(stability_of(gasloc(momentum=0.9), random(8), merge).radius, 3) for merge in ("keep", 0.5)]
+    [1.022, 0.684]
+    """
+    if rule.consensus is None:
+        return None
+    if merge == "keep":  # without drift there is nothing to keep
+        return stability(rule.consensus, topology)
+    return _analysis(topology)(of_rule(rule, merge))
 
 
 def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -> float:
@@ -118,7 +139,7 @@ def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -
     analysis = _analysis(topology)
 
     def stable(gamma: float) -> bool:
-        return analysis(Consensus(alpha, gamma, site)).stable
+        return analysis(of_consensus(Consensus(alpha, gamma, site))).stable
 
     if stable(1.0 - 1e-6):
         return 1.0
@@ -144,7 +165,7 @@ def best_alpha(gamma: float, site: MomentumSite, topology: Topology) -> float:
     analysis = _analysis(topology)
 
     def cost(log_alpha: float) -> tuple[bool, float]:
-        found = analysis(Consensus(math.exp(log_alpha), gamma, site))
+        found = analysis(of_consensus(Consensus(math.exp(log_alpha), gamma, site)))
         return not found.stable, found.variance if found.stable else found.radius
 
     grid = np.linspace(math.log(1e-6), math.log(1.99), 25).tolist()
@@ -171,7 +192,7 @@ def resolve_alpha(rule: Rule, topology: Topology) -> Rule:
     return RULES[rule.name](**{**rule.options, "alpha": alpha})
 
 
-def warning(rule: Rule, topology: Topology) -> str | None:
+def warning(rule: Rule, topology: Topology, merge: Literal["keep"] | float = "keep") -> str | None:
     """A sentence for a rule whose disagreement is predicted not to stay bounded, with what would; None if it is stable.
 
     >>> from gossamer.rules import gasloc
@@ -179,12 +200,17 @@ def warning(rule: Rule, topology: Topology) -> str | None:
     >>> warning(gasloc(), random(8)) is None, "1.022" in str(warning(gasloc(momentum=0.9), random(8)))
     (True, True)
     """
-    if rule.consensus is None:
+    now = None if rule.consensus is None else stability_of(rule, topology, merge)
+    if rule.consensus is None or now is None or now.stable:
         return None
+    grows = (
+        f"rule '{rule.name}' is predicted to lose consensus on topology '{topology.name}' with {topology.n} workers: the "
+        f"disagreement is multiplied by {now.radius:.3f} per round, where below 1 is needed (the curvature of the loss, which "
+        "this ignores, may help)"
+    )
+    if merge != "keep":
+        return f"{grows}; with schedule.merge = {merge:g}, use a smaller rule.momentum, or a smaller schedule.merge"
     alpha, gamma, site = rule.consensus
-    now = stability(rule.consensus, topology)
-    if now.stable:
-        return None
     limit, best = largest_stable_gamma(alpha, site, topology), best_alpha(gamma, site, topology)
     by_momentum = (
         f"no momentum is stable with gossip step {alpha:g}"
@@ -196,11 +222,7 @@ def warning(rule: Rule, topology: Topology) -> str | None:
         if stability(Consensus(best, gamma, site), topology).stable
         else f"with momentum {gamma:g} no gossip step is stable"
     )
-    return (
-        f"rule '{rule.name}' is predicted to lose consensus on topology '{topology.name}' with {topology.n} workers: the "
-        f"disagreement is multiplied by {now.radius:.3f} per round, where below 1 is needed (the curvature of the loss, which "
-        f"this ignores, may help); {by_momentum}, and {by_step}"
-    )
+    return f"{grows}; {by_momentum}, and {by_step}"
 
 
 def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
@@ -259,7 +281,7 @@ def _analysis(topology: Topology) -> _Analysis:
             "mean; use one that is, such as 'random'"
         )
     if topology.n == 1:
-        return lambda consensus: Stability(0.0, 0.0, "closed form")
+        return lambda recursion: Stability(0.0, 0.0, "closed form")
     if topology.exchangeable:
         return _exchangeable(topology.mixing(0))
     if topology.period is not None:
@@ -274,22 +296,16 @@ def _exchangeable(mixing: Mixing) -> _Analysis:
     a1 = (math.fsum(mixing.weight(i) for i in range(n)) - 1.0) / (n - 1)
     a2 = (math.fsum(w * w for row in mixing.rows for _, w in row) - 1.0) / (n - 1)
 
-    def analysis(consensus: Consensus) -> Stability:
-        alpha, g, site = consensus
-        m1 = (1 - alpha) + alpha * a1
-        m2 = (1 - alpha) ** 2 + 2 * (1 - alpha) * alpha * a1 + alpha**2 * a2
-        # Of |θ|², <θ, prev> and |prev|².
-        if site == "pre":
-            step = np.array([[m2 + 2 * g * m1 + g * g, -2 * g * (m1 + g), g * g], [m1 + g, -g, 0.0], [1.0, 0.0, 0.0]])
-        else:
-            step = np.array(
-                [[(1 + g) ** 2 * m2, -2 * g * (1 + g) * m1, g * g], [(1 + g) * m2, -g * m1, 0.0], [m2, 0.0, 0.0]]
-            )
+    def analysis(recursion: Recursion) -> Stability:
+        own, pull = recursion.own, np.outer(recursion.pulled, recursion.sent)
+        # Of the second moments S of one worker's state: S -> E[(own + pull (W - I)) S (own + pull (W - I))ᵀ].
+        step = np.kron(own, own) + (a1 - 1) * (np.kron(own, pull) + np.kron(pull, own))
+        step += (1 - 2 * a1 + a2) * np.kron(pull, pull)
         found = Stability(math.sqrt(_spectral_radius(step)), math.inf, "closed form")
         if not found.stable:
             return found
-        # s = step (s + noise), and the noise is on θ alone.
-        return found._replace(variance=float(np.linalg.solve(np.eye(3) - step, step[:, 0])[0]))
+        drift = np.kron(recursion.drift, recursion.drift)
+        return found._replace(variance=float(np.linalg.solve(np.eye(len(step)) - step, step @ drift)[0]))
 
     return analysis
 
@@ -329,25 +345,25 @@ def _is_circulant(mixing: Mixing) -> bool:
     return all(row == tuple(sorted(((j + i) % mixing.n, w) for j, w in first)) for i, row in enumerate(mixing.rows))
 
 
-def _companion(consensus: Consensus, w: Array) -> Array:
-    """One round `[..., 2b, 2b]` of (θ, prev) for mixings `w` `[..., b, b]`."""
-    alpha, g, site = consensus
-    b = w.shape[-1]
-    eye = np.eye(b)
-    mixed = (1 - alpha) * eye + alpha * w
-    step = np.zeros((*w.shape[:-2], 2 * b, 2 * b), dtype=w.dtype)
-    step[..., :b, :b] = mixed + g * eye if site == "pre" else (1 + g) * mixed
-    step[..., :b, b:] = -g * eye
-    step[..., b:, :b] = eye if site == "pre" else mixed
-    return step
+def _companion(recursion: Recursion, w: Array) -> Array:
+    """One round `[..., k b, k b]` of the state of all workers for mixings `w` `[..., b, b]`."""
+    own, pull, eye = recursion.own, np.outer(recursion.pulled, recursion.sent), np.eye(w.shape[-1])
+    step = own[:, None, :, None] * eye[:, None, :] + pull[:, None, :, None] * (w - eye)[..., None, :, None, :]
+    size = len(own) * len(eye)
+    return step.reshape(*w.shape[:-2], size, size)
+
+
+def _drifted(recursion: Recursion, b: int) -> Array:
+    """The second moments `[k b, k b]` of one round's drift."""
+    return np.kron(np.outer(recursion.drift, recursion.drift), np.eye(b))
 
 
 def _periodic(parts: Array) -> _Analysis:
     """Products of companion matrices over a period, part by part; `parts` is `[parts, period, b, b]`."""
     _, period, b, _ = parts.shape
 
-    def analysis(consensus: Consensus) -> Stability:
-        steps = [_companion(consensus, parts[:, t]) for t in range(period)]
+    def analysis(recursion: Recursion) -> Stability:
+        steps = [_companion(recursion, parts[:, t]) for t in range(period)]
         product = reduce(lambda done, step: step @ done, steps)
         # Exact averaging leaves rounding errors, and the roots of those are not small.
         product = np.where(np.abs(product) < 1e-12, 0.0, product)
@@ -355,7 +371,7 @@ def _periodic(parts: Array) -> _Analysis:
         if not found.stable:
             return found
 
-        drift = np.diag(np.repeat([1.0, 0.0], b))
+        drift = _drifted(recursion, b)
         s = np.zeros_like(product)
         for step in steps:
             s = _carried(step, s + drift)
@@ -377,16 +393,15 @@ def _periodic(parts: Array) -> _Analysis:
 def _sampled(mixings: Array) -> _Analysis:
     """Power iteration of `S -> mean_t M_t S M_tᵀ` over drawn mixings `[draws, b, b]`, whose terms sum to the variance."""
     draws, b, _ = mixings.shape
-    drift = np.diag(np.repeat([1.0, 0.0], b))
 
-    def analysis(consensus: Consensus) -> Stability:
-        steps = _companion(consensus, mixings)
+    def analysis(recursion: Recursion) -> Stability:
+        steps, drift = _companion(recursion, mixings), _drifted(recursion, b)
 
         def carried(s: Array) -> Array:
             return np.tensordot(steps @ s, steps, axes=([0, 2], [0, 2])) / draws
 
         # The dominant eigenvalue is real; adding one to all of them takes the others of its size away from the circle.
-        s, before, growth = np.eye(2 * b) / (2 * b), 0.0, 1.0
+        s, before, growth = np.eye(len(drift)) / len(drift), 0.0, 1.0
         for _ in range(10_000):
             s = s + carried(s)
             before, growth = growth, float(np.trace(s))

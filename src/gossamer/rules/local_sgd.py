@@ -20,8 +20,9 @@ def local_sgd() -> Rule:
 
     Cost: 2(n-1)/n models per worker and round; nothing kept.
     Source: Stich, arXiv 1805.09767; McMahan et al., arXiv 1602.05629.
-    Differs: any inner optimizer; its state stays local. A lossy codec acts on the parameters themselves, and its error is lost;
-        use `diloco` with `lr = 1` to compress pseudo-gradients instead.
+    Differs: any inner optimizer; its state stays local. A lossy codec acts on the parameters themselves, and training in steps
+        smaller than its own is lost, so all but the finest are refused; `diloco(lr=1, optimizer="sgd")` compresses
+        pseudo-gradients instead.
     Fails when: the local phase is long and the shards differ: the mean of the workers' own optima is not the common optimum.
 
     >>> local_sgd().needs

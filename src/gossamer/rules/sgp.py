@@ -32,7 +32,8 @@ def sgp() -> Rule:
     Cost: one model and one number to each peer per round; mass kept (1 P).
     Source: Assran et al., arXiv 1811.10792.
     Differs: the local phase may have many steps, and its drift is added to x as their gradient step is. The error of a lossy
-        codec stays with its sender, so that the sums of x and w are kept with any codec.
+        codec stays with its sender, so that the sums of x and w are kept with any codec; but where rows do not sum to one, x is
+        rounded and w is not, and z moves without end: lossy codecs are refused there.
     Fails when: a worker receives nothing for long: its weight shrinks, and its own drift counts for more in z.
 
     >>> sgp().needs

@@ -20,14 +20,12 @@ from gossamer.run.config import faults as faults_of_keys
 from gossamer.run.document import EXPERIMENT
 from gossamer.run.experiment import drafts
 from gossamer.run.settle import InPairs, InRounds, Settled, WithServer, faults, pairing_faults, settle
-from gossamer.run.traffic import layout_for, period_of, played, probe_message, traffic
+from gossamer.run.traffic import layout_for, period_of, played, traffic
 
 __all__ = ["Copies", "Examined", "OnNetwork", "checked", "examine", "inner_copies", "vocabulary"]
 
 _ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
-_SPARSE = 0.5
-"""A codec that keeps less than this share of a message's square norm is sparse."""
 _BYTES = 4  # of a number in fp32
 
 
@@ -95,7 +93,7 @@ def examine(config: RunConfig) -> Examined:
         topology = settled.topology
     elif not isinstance(settled, WithServer):
         m, topology = settled.method, settled.method.topology
-    consensus = None if m is None else m.rule.consensus
+    predicted = None if m is None else stability.stability_of(m.rule, m.topology, m.schedule.merge)
     sent, most, kept, networks = _counted(config, settled, layout) if layout else (None, None, (), ())
     return Examined(
         name=config.name,
@@ -110,7 +108,7 @@ def examine(config: RunConfig) -> Examined:
         most_bytes=most,
         kept=kept,
         networks=networks,
-        disagreement=None if m is None or consensus is None else stability.stability(consensus, m.topology).radius,
+        disagreement=None if predicted is None else predicted.radius,
         rounds=config.rounds,
         tokens=_steps(config) * config.step_tokens,
         warnings=_warnings(config, settled),
@@ -192,30 +190,9 @@ def _words(settled: Settled) -> str:
 
 
 def _warnings(config: RunConfig, settled: Settled) -> tuple[str, ...]:
-    found = [] if isinstance(settled, WithServer | InPairs) else [*settled.warnings]
-    if not isinstance(settled, WithServer | InPairs) and (sentence := _lossy(config, settled.method)):
-        found.append(sentence)
+    found = [] if isinstance(settled, WithServer) else [*settled.warnings]
     found += [f"real processes cannot run it: {sentence}" for sentence in pairing_faults(config, real=True)]
     return tuple(found)
-
-
-def _lossy(config: RunConfig, m: Method) -> str | None:
-    """A sentence for a sparse codec with a rule that never sends the remainder."""
-    codec, rule = m.codec, m.rule
-    if (
-        codec.exact
-        or codec.contraction is None
-        or codec.contraction >= _SPARSE
-        or rule.feeds_back
-        or config.workers == 1
-    ):
-        return None
-    kept = f"codec '{codec.name}' guarantees to keep only {codec.contraction:.1%} of a message (of its square norm)"
-    if any(bool(tensor.any()) for tensor in probe_message(config, m)):
-        return f"{kept}, and rule '{rule.name}' sends parameters; use a dense codec such as 'int8', or a rule such as 'choco'"
-    if rule.start is not None:
-        return f"{kept}, and rule '{rule.name}' never sends the remainder; set rule.error_feedback = {{}}"
-    return None
 
 
 _Counted = tuple[float, float, tuple[Copies, ...], tuple[OnNetwork, ...]]

@@ -12,9 +12,9 @@ from gossamer.clock.phases import ordered
 from gossamer.codecs import Codec, make_codec
 from gossamer.errors import ConfigError, PairingError
 from gossamer.network.links import Network, links_of
-from gossamer.rounds import pairing, stability
+from gossamer.rounds import pairing
 from gossamer.rounds.facts import Facts
-from gossamer.rounds.method import Method, method_of, settled_rule
+from gossamer.rounds.method import Method, method_of, settled_rule, warnings_of
 from gossamer.rules import make_rule
 from gossamer.run.config import RunConfig
 from gossamer.topologies import Topology, make_topology
@@ -68,6 +68,8 @@ class InPairs(NamedTuple):
     network: Network
     network_name: str
     absences: tuple[Absence, ...]
+    warnings: tuple[str, ...]
+    """What will probably go wrong."""
 
 
 class WithoutWaiting(NamedTuple):
@@ -99,7 +101,7 @@ def settle(config: RunConfig, *, real: bool = False) -> Settled:
     if facts.kind == "rounds":
         for network in () if real else config.network.values():
             links_of(network, config.workers)  # one of other workers is refused before the training, not after it
-        return InRounds(method_of(facts, compile=config.run.compile), facts.pacing_network, _warnings(facts))
+        return InRounds(method_of(facts, compile=config.run.compile), facts.pacing_network, warnings_of(facts))
     name, network, config = _clocked(config, facts)
     absences = _absences(config)
     if config.server is not None:
@@ -108,8 +110,10 @@ def settle(config: RunConfig, *, real: bool = False) -> Settled:
     assert network is not None and name is not None  # only a server runs on real processes
     if facts.pair is not None:
         rates = _rates(config, facts.topology, network)
-        return InPairs(config, facts.pair, facts.topology, rates, facts.codec, network, name, absences)
-    return WithoutWaiting(config, method_of(facts), network, name, absences, _warnings(facts))
+        return InPairs(
+            config, facts.pair, facts.topology, rates, facts.codec, network, name, absences, warnings_of(facts)
+        )
+    return WithoutWaiting(config, method_of(facts), network, name, absences, warnings_of(facts))
 
 
 def in_rounds(config: RunConfig, *, real: bool = False) -> InRounds:
@@ -180,11 +184,6 @@ def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
         return facts._replace(mean="ordered", codec=nothing.codec), errors
     facts = facts._replace(rule=rule, topology=topology)
     return facts._replace(rule=attempt(lambda: settled_rule(facts)) or rule), errors
-
-
-def _warnings(facts: Facts) -> tuple[str, ...]:
-    sentence = stability.warning(facts.rule, facts.topology)
-    return () if sentence is None else (sentence,)
 
 
 def _clocked(config: RunConfig, facts: Facts) -> tuple[str | None, Network | None, RunConfig]:

@@ -45,7 +45,7 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
     settled = settle(config)
     assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
     name = settled.network_name
-    for sentence in settled.warnings if isinstance(settled, WithoutWaiting) else ():
+    for sentence in () if isinstance(settled, WithServer) else settled.warnings:
         logger.warning(sentence)
     device = one_device(config.run.device)
     corpus = open_corpus(config.data, config.workers, config.seed)

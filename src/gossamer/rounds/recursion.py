@@ -1,0 +1,75 @@
+"""What one worker does to its own state in a round without drift, as a linear map: `gossamer.rounds.stability` reads it."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gossamer.layout import Layout, Leaf
+from gossamer.rules import Consensus, Context, Rule
+from gossamer.tree import Tree, leaves, map_leaves, refill
+
+__all__ = ["Recursion", "of_consensus", "of_rule"]
+
+Array = NDArray[Any]
+
+
+class Recursion(NamedTuple):
+    """A worker with state v, of which v[0] is θ, sends y = sent·v, and `v' = own v + pulled Σ_j w_ij (y_j - y_i)`."""
+
+    own: Array
+    """`[k, k]`"""
+    pulled: Array
+    """`[k]`"""
+    sent: Array
+    """`[k]`"""
+
+    @property
+    def drift(self) -> Array:
+        """The change of v `[k]` by a drift of θ that changes y by one."""
+        return np.eye(len(self.sent))[0] / self.sent[0]
+
+
+def of_consensus(consensus: Consensus) -> Recursion:
+    """The recursion on (θ, θ_prev) at site "pre", and (θ, z_prev) at site "post".
+
+    >>> of_consensus(Consensus(1.0, 0.5, "post")).pulled.tolist()
+    [1.5, 1.0]
+    """
+    alpha, g, site = consensus
+    own = np.array([[1 + g, -g], [1.0, 0.0]])
+    return Recursion(own, np.array([alpha, 0.0] if site == "pre" else [alpha * (1 + g), alpha]), np.array([1.0, 0.0]))
+
+
+def of_rule(rule: Rule, merge: float) -> Recursion:
+    """The recursion of a rule that has a consensus, when a schedule merges its result into the parameters.
+
+    The parameters become a θ + (1 - a) θ', while the rule's own state has the θ' (`Schedule.merge`). How they act together
+    differs from rule to rule, so it is read off the rule's functions, on states with a single one.
+    """
+    ctx = Context(0, 2, 0, 1, 0.5, Layout((Leaf("w", (1,), 0, 1),), 1), 1, peers=(1,))
+    zero = torch.zeros(1, dtype=torch.float64)
+    form = map_leaves(torch.zeros_like, (zero, rule.init(zero, ctx)))
+
+    def played(values: Sequence[float], pull: float) -> tuple[Tree, list[float]]:
+        """What is sent from the state with these numbers, and the state after the round."""
+        x, s = refill(form, [torch.full_like(zero, value) for value in values])
+        message = rule.send(x, s, ctx)
+        peer = map_leaves(lambda t: t + 2 * pull, message)
+        result, s = rule.recv(x, s, message, rule.hear(message, {1: peer}, 0, ((0, 0.5), (1, 0.5))), ctx)
+        return message, [float(t) for t in leaves((merge * x + (1 - merge) * result, s))]
+
+    def sent(values: Sequence[float]) -> float:
+        message = played(values, 0.0)[0]
+        assert isinstance(message, Tensor)  # a rule with a consensus sends one tensor
+        return float(message)
+
+    k = len(leaves(form))
+    unit = np.eye(k).tolist()
+    own, pulled = np.array([played(one, 0.0)[1] for one in unit]).T, np.array(played([0.0] * k, 1.0)[1])
+    # What no round changes, such as a common anchor, is the same on all workers.
+    moves = [j for j in range(k) if j == 0 or pulled[j] or own[j].tolist() != unit[j]]
+    return Recursion(own[np.ix_(moves, moves)], pulled[moves], np.array([sent(one) for one in unit])[moves])

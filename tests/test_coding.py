@@ -1,0 +1,123 @@
+"""Workers that agree and stand still stay, under every rule, topology and codec that is allowed; the rest is refused."""
+
+import itertools
+
+import pytest
+import torch
+
+from gossamer.asynchronous import ad_psgd
+from gossamer.codecs import CODECS, bf16, both_ways, exact, fp4, int4, int8, randomk, topk
+from gossamer.codecs.error import relative_error
+from gossamer.rounds import coding
+from gossamer.rounds.facts import Facts
+from gossamer.rounds.method import warnings_of
+from gossamer.rounds.pairing import faults
+from gossamer.rules import (
+    RULES,
+    anchored_gasloc,
+    diloco,
+    error_feedback,
+    gasloc,
+    gossip,
+    local_sgd,
+    noloco,
+    sgp,
+    sparseloco,
+)
+from gossamer.topologies import TOPOLOGIES, complete, make_topology, random, random_push
+from rounds import play, random_vectors
+
+START = random_vectors(1, 4096, seed=3, dtype=torch.float32)[0]
+GRAINED = {
+    **{name: make() for name, make in CODECS.items()},
+    "int8 drawn": int8(rounding="stochastic"), "fp4 drawn": fp4(rounding="stochastic"), "randomk whole": randomk(2, scaled=True),
+}  # fmt: skip
+
+
+GRAPHS = [make_topology(name, 4) for name in TOPOLOGIES]
+
+
+def moved(facts, start: torch.Tensor | list[torch.Tensor] = START):
+    """The largest distance of a worker from where exact messages would have left it, as a share of the norm of the start."""
+    rule, starts = facts.rule, start if isinstance(start, list) else [start] * facts.topology.n
+    still = (lambda i, t, x: torch.zeros_like(x)) if rule.site == "gradients" else None
+    xs, _ = play(rule, facts.topology, starts, 1, still, codec=facts.codec)
+    expected = [torch.zeros_like(xs[0])] * len(xs) if still else starts
+    if not still and any(x is not starts[0] for x in starts):
+        expected, _ = play(rule, facts.topology, starts, 1)
+    return max(float((x - e).norm() / starts[0].norm()) for x, e in zip(xs, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_workers_that_agree_and_stand_still_stay(name):
+    """Under every rule, topology and codec that is allowed: to the rounding of fp32 where nothing is warned of, and in each
+    exchange within the number of the warning where there is one."""
+    for topology, codec in itertools.product(GRAPHS, GRAINED.values()):
+        facts = Facts(rule=RULES[name](), topology=topology, codec=codec)
+        if faults(facts):
+            continue
+        share, sentence = coding.change(facts), coding.warning(facts) or ""
+        if share is None:
+            assert moved(facts, START[:64]) < 2e-6, (topology.name, codec.name)
+            assert "whole parameters" not in sentence
+        else:
+            assert moved(facts) <= share, (topology.name, codec.name)
+            assert f"up to {share:.2%} of their norm" in sentence
+
+
+@pytest.mark.parametrize("rule", [gossip(), gasloc(), noloco()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "codec", [int8(), int8(rounding="stochastic"), bf16()], ids=lambda codec: f"{codec.name}-{codec.draws}"
+)
+def test_the_number_of_the_warning_holds_for_workers_that_nearly_agree_and_is_not_far_off(rule, codec):
+    facts = Facts(rule=rule, topology=random(4), codec=codec)
+    apart = [START + 0.01 * noise for noise in random_vectors(4, START.numel(), dtype=torch.float32)]
+    share = coding.change(facts)
+    assert share is not None and share / 4 < moved(facts, apart) <= share
+
+
+REFUSED = {
+    "gasloc with drawn fp4": (gasloc(), random(8), fp4(rounding="stochastic"), "'anchored_gasloc' on topology 'pga'"),
+    "gasloc with randomk": (gasloc(), random(8), randomk(), "'choco'"),
+    "gossip with topk": (gossip(), random(8), topk(), "'choco'"),
+    "local SGD with topk": (local_sgd(), complete(8), topk(), "'diloco'"),
+    "local SGD, whose small steps int8 loses": (local_sgd(), complete(8), int8(), "'diloco'"),
+    "a lossy way back": (local_sgd(), complete(8), both_ways(exact(), int4()), "'diloco'"),
+    "pushed mass with int8": (sgp(), random_push(8), int8(), "'anchored_gasloc'"),
+    "pushed mass with bf16": (sgp(), random_push(8), bf16(), "remove [codec]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_codec_that_destroys_the_model_is_refused_with_a_way_out(name):
+    rule, topology, codec, way = REFUSED[name]
+    (sentence,) = faults(Facts(rule=rule, topology=topology, codec=codec))
+    assert way in sentence
+    assert not faults(Facts(rule=rule, topology=topology))
+
+
+def test_pairs_send_whole_parameters_and_servers_receive_differences():
+    pair, server = Facts(kind="pair", pair=ad_psgd(), topology=complete(4)), Facts(kind="server", server="heloco")
+    assert "'ad_psgd' sends whole parameters" in faults(pair._replace(codec=topk()))[0]
+    assert "use a [server]" in warnings_of(pair._replace(codec=int8()))[0]
+    assert not faults(server._replace(codec=topk())) and coding.change(server._replace(codec=topk())) is None
+
+
+def test_a_small_drift_survives_a_mean_of_parameters_only_in_a_fine_codec():
+    """Local SGD takes the decoded mean in place of the parameters, so what is smaller than the codec's step is lost."""
+    drift = 2e-3 * random_vectors(1, START.numel(), seed=9, dtype=torch.float32)[0]
+
+    def progress(codec):
+        xs, _ = play(local_sgd(), complete(4), [START] * 4, 8, lambda i, t, x: drift, codec=codec)
+        return float((xs[0] - START) @ drift / (8 * drift @ drift))
+
+    assert relative_error(int8()) > coding.LIMIT_OF_MEANS and progress(int8()) < 0.2
+    assert relative_error(bf16()) < coding.LIMIT_OF_MEANS and progress(bf16()) > 0.8
+
+
+def test_sparse_codecs_under_rules_that_lose_the_rest_are_warned_of():
+    sparse = Facts(topology=complete(4), codec=topk())
+    assert "error_feedback" in warnings_of(sparse._replace(rule=diloco()))[0]
+    assert "'choco'" in warnings_of(sparse._replace(rule=anchored_gasloc()))[0]
+    for rule in (sparseloco(), error_feedback(diloco())):
+        assert not warnings_of(sparse._replace(rule=rule))
