@@ -13,6 +13,7 @@ from gossamer.clock.events import Absence, Record
 from gossamer.codecs import Codec, exact
 from gossamer.codecs.message import round_trip
 from gossamer.errors import ConfigError
+from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import Tree
 
@@ -69,8 +70,16 @@ class LoopOptions(NamedTuple):
     """Called when a local phase begins, so that a driver may start to compute it."""
 
     def transmit(self, message: Tree, worker: int, number: int, fragment: int = 0) -> tuple[Tree, int]:
-        """The decoded message of a worker after its phase `number`, and the bytes of its payload."""
-        return round_trip(self.codec or exact(), message, self.seed, worker, number, fragment)
+        """The decoded message of a worker after its phase `number`, and the bytes of its payload.
+
+        Raises: TrainingError, naming the worker, for a message that is not finite, as sent or as decoded.
+        """
+        name = f"the message of worker {worker} in its phase {number}"
+        must_be_finite({name: message})
+        decoded, size = round_trip(self.codec or exact(), message, self.seed, worker, number, fragment)
+        if decoded is not message:
+            must_be_finite({f"{name}, decoded,": decoded})
+        return decoded, size
 
 
 DEFAULTS = LoopOptions()

@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from gossamer.errors import CheckpointError
+from gossamer.errors import CheckpointError, TrainingError
+from gossamer.finite import must_be_finite
 from gossamer.record.files import atomic_write, worker_suffix
 from gossamer.schema import RECORD, Records
 
@@ -73,8 +74,9 @@ def save(
         digest: identifies the configuration; `load` refuses the checkpoint for any other.
         keep: with two, workers may be a whole checkpoint interval apart and still have a round in common.
         since: also keep every generation from this round on; the round that the slowest worker is known to own.
-    Raises: CheckpointError when the state holds anything else, or the disk refuses.
-    Cost: one write and one read of all tensors, no copy of contiguous CPU tensors that do not share memory.
+    Raises: CheckpointError when the state holds anything else, or the disk refuses; TrainingError, with nothing written, when its
+        "x", "outer" or "under_way" (parameters, outer state, messages in flight) are not finite.
+    Cost: one write and two reads of all tensors, no copy of contiguous CPU tensors that do not share memory.
 
     >>> import tempfile
     >>> store = Path(tempfile.mkdtemp())
@@ -85,6 +87,7 @@ def save(
     assert keep >= 1, keep
     tensors: dict[str, Tensor] = {}
     tree = _encode(state, "state", tensors, set())
+    _must_be_finite(tensors, f"worker {worker} after round {round}")
     manifest, tensor_file = _paths(folder, round, worker)
     # A folder, as safetensors writes a scratch file next to its own.
     workshop = folder / f".worker{worker_suffix(worker)}"
@@ -127,8 +130,8 @@ def save(
 def load(folder: Path, round: int, worker: int, digest: str) -> Any:
     """The state that was saved, bit for bit; tensors are on the CPU and own their memory.
 
-    Raises: CheckpointError when a file is missing, cut short, changed since, or of another run.
-    Cost: two reads of the tensor file.
+    Raises: CheckpointError when a file is missing, cut short, changed since, of another run, or not finite as in `save`.
+    Cost: three reads of the tensor file.
     """
     manifest, tensor_file = _paths(folder, round, worker)
     content = _manifest(manifest, round, worker, digest)
@@ -144,7 +147,11 @@ def load(folder: Path, round: int, worker: int, digest: str) -> Any:
             f"{where} has changed: its size in bytes and sha256 were {saved} and now are {found}; {instead}"
         )
     try:
-        return _decode(content["state"], load_file(tensor_file))
+        tensors = load_file(tensor_file)
+        _must_be_finite(tensors, where)
+        return _decode(content["state"], tensors)
+    except TrainingError as error:
+        raise CheckpointError(f"{error}; {instead}") from None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} does not hold what its manifest describes ({error!r}); {instead}") from error
 
@@ -211,6 +218,16 @@ def rewind(folder: Path, round: int, worker: int) -> None:
     combine it with newly computed ones of the others. Call it once all workers know the round that they resume from.
     """
     _forget(folder, worker, [r for r in _rounds(folder) if r > round])
+
+
+def _must_be_finite(tensors: Mapping[str, Tensor], whose: str) -> None:
+    """Raises TrainingError for parameters, outer state or messages that would poison whoever continues from them.
+
+    An infinite second moment of an inner optimizer is no poison: it only stops a parameter.
+    """
+    paths = {name: name.partition(" ")[2] for name in tensors}
+    kept = {name: path for name, path in paths.items() if path.split(".")[1:2] in (["x"], ["outer"], ["under_way"])}
+    must_be_finite({f"{path} of {whose}": tensors[name] for name, path in kept.items()})
 
 
 def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.clock import Absence, Phase, Record, Transfer, Update
+from gossamer.errors import TrainingError
+from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
@@ -75,12 +77,15 @@ class Journal:
         Args:
             losses: training losses of the round, for the progress.
             behind: further fields of a validation line, such as the steps and tokens so far.
+        Raises: TrainingError when what is saved, or the loss after the last round, is not finite.
         """
         config = self.config
         if config.due(config.run.eval_every, finished):
             figures = self._validate()
             self.loss = figures["loss"]
             self.record.log(self._kind, round=finished - 1, **behind, **figures)
+            if finished == config.rounds and not math.isfinite(self.loss):
+                raise TrainingError(f"the run ended with a validation loss of {self.loss}; {GO_ON}")
         if config.due(config.run.checkpoint_every, finished):
             self._save(finished)
         if self._progress is not None:

@@ -25,6 +25,7 @@ from gossamer.codecs import Codec
 from gossamer.codecs.message import decode, payload_like
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import GossamerError, PeerError, TransportError
+from gossamer.finite import all_finite
 from gossamer.record import checkpoint
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe
@@ -247,7 +248,7 @@ def _decoded(codec: Codec, frames: Sequence[Tensor], like: Tensor, worker: int) 
         raise TransportError(
             f"worker {worker} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
         ) from None
-    if not bool(torch.isfinite(message).all()):
+    if not all_finite(message):
         raise TransportError(
             f"worker {worker} pushed {message.numel()} numbers that are not all finite; lower inner.lr"
         )

@@ -14,6 +14,7 @@ from gossamer.codecs import Codec
 from gossamer.codecs.message import encode
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import ConfigError
+from gossamer.finite import must_be_finite
 from gossamer.record import checkpoint
 from gossamer.record.events import EventWriter
 from gossamer.record.files import worker_suffix
@@ -156,6 +157,7 @@ def _train(
         p, number = trained.push.fragment, trained.number
         ended_s = time.monotonic() + early_s
         served.log(record, events, trained, began_s, ended_s)
+        must_be_finite({f"the message of worker {served.index} in its phase {number}": trained.push.message})
         payload = encode(codec, trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
         stream.send(Turn(number, p, PUSH), leaves(payload))
         sent_s = time.monotonic() + early_s
@@ -178,4 +180,5 @@ def _starting_point(stream: Stream, number: int, p: int, span: tuple[int, int]) 
     like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(span[1] - span[0], device="meta")]
     numbers, x = stream.receive(Turn(number, p, START), like)
     terms = terms_of(numbers)
+    must_be_finite({f"the starting point of phase {number} from the server": x})
     return StartingPoint(x, terms.updates), terms
