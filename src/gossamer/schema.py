@@ -29,11 +29,13 @@ __all__ = [
     "RECORD",
     "AtLeastOne",
     "AtLeastZero",
+    "Changeable",
     "Faults",
     "OneOf",
     "Records",
     "Words",
     "build",
+    "changeable",
     "faults",
     "plain",
     "settings",
@@ -60,6 +62,15 @@ class _Mark(typing.NamedTuple):
 
 NEUTRAL = _Mark("neutral")
 """In the annotation of a field that does not decide the numbers of a run, so that its digest leaves the field out."""
+
+
+class Changeable(typing.NamedTuple):
+    """In the annotation of a field that decides numbers, and that a resumed run may change all the same.
+
+    Of a row of a table of methods it names the options that may change: `Annotated[Choice, Changeable("lr")]`.
+    """
+
+    option: str = ""
 
 
 class OneOf:
@@ -151,6 +162,18 @@ def plain(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:
     if isinstance(value, Mapping):
         return {key: inner(part) for key, part in value.items()}
     return [inner(part) for part in value] if isinstance(value, tuple) else value
+
+
+def changeable(kind: type, prefix: str = "") -> list[str]:
+    """The dotted keys of settings that a resumed run may change: those marked NEUTRAL (with all below them) or Changeable."""
+    keys: list[str] = []
+    for name, hint in _hints(kind).items():
+        if found := next((one for one in _extras(hint) if one is NEUTRAL or isinstance(one, Changeable)), None):
+            option = found.option if isinstance(found, Changeable) else ""
+            keys.append(f"{prefix}{name}" + (f".{option}" if option else ""))
+        elif dataclasses.is_dataclass(bare := _bare(hint)):
+            keys += changeable(typing.cast(type, bare), f"{prefix}{name}.")
+    return keys
 
 
 class Records(Generic[T]):

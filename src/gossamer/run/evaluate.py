@@ -17,8 +17,9 @@ from gossamer.models.sample import sample
 from gossamer.record import checkpoint
 from gossamer.record.files import atomic_write
 from gossamer.record.folder import metrics_line, read_metrics
-from gossamer.run.config import RunConfig, digest, parse
+from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
+from gossamer.run.history import lineage
 
 __all__ = ["Assessment", "Probe", "Result", "assess", "disagreement", "evaluate", "mean_of", "publish"]
 
@@ -117,7 +118,7 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     """
     config = parse(load_run(folder))
     finished = _whole_round(config, folder, round)
-    key = digest(config)
+    key = lineage(config, folder)
     states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in config.owners]
     vectors = [state["x"] for state in states]
     corpus = open_corpus(config.data, config.workers, config.seed)
@@ -131,7 +132,7 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
 def _whole_round(config: RunConfig, folder: Path, round: int | None) -> int:
     """The newest round of which all checkpoints are here, or the requested one. Raises CheckpointError."""
     store, owners = folder / "checkpoints", config.owners
-    owned = checkpoint.owned(store, owners, digest(config))
+    owned = checkpoint.owned(store, owners, lineage(config, folder))
     whole = sorted(set(owned[0]).intersection(*owned[1:]))
     if round is not None and whole and round not in whole:
         raise CheckpointError(

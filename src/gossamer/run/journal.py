@@ -9,11 +9,12 @@ from gossamer.clock import Absence, Phase, Record, Transfer, Update
 from gossamer.errors import TrainingError
 from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
 from gossamer.record.trace import Entry
-from gossamer.run.config import RunConfig, digest
+from gossamer.run.config import RunConfig
 from gossamer.run.replica import joined
 from gossamer.run.seconds import EventSeconds
 from gossamer.run.worker import RoundReport, Worker
@@ -24,13 +25,12 @@ Save = Callable[[int], None]
 """Saves what is to be kept after so many rounds."""
 
 
-def saver(config: RunConfig, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]]) -> Save:
+def saver(digest: str | Lineage, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]]) -> Save:
     """Saves the state of each owner, one after the other."""
-    key = digest(config)
 
     def save(finished: int) -> None:
         for owner, state in snapshots():
-            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=key)
+            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=digest)
 
     return save
 

@@ -27,8 +27,9 @@ from gossamer.data.corpus import open_corpus
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.finite import all_finite
 from gossamer.record import checkpoint
-from gossamer.run.config import RunConfig, digest
+from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Probe
+from gossamer.run.history import Resume, history
 from gossamer.run.serve_protocol import OWNED, run_key, settled_server, use_threads
 from gossamer.run.server_session import Reply, ServerSession, open_session
 from gossamer.transport import Turn
@@ -72,10 +73,10 @@ class _Lost(NamedTuple):
     reason: str | None  # None for a worker to which nothing was left to train
 
 
-def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool = False) -> None:
+def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
     """Serves workers until together they have taken all inner steps of the run.
 
-    Args: `resume` goes on from the newest checkpoint of the server.
+    Args: `resume` goes on from the newest sound checkpoint of the server; "auto" starts where there is none.
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
@@ -84,13 +85,15 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
     corpus = open_corpus(config.data, config.workers, config.seed)
     probe, start = Probe(config, corpus, torch.device("cpu")), None
     if resume:
-        store, key = folder / "checkpoints", digest(config)
-        start = max(checkpoint.rounds(store, config.workers, key), default=0)
-        if not start:
-            raise checkpoint.nothing_to_resume(store, config.owners, [])
+        store, past, me = folder / "checkpoints", history(config, folder), config.workers
+        start = past.newest(
+            folder, [checkpoint.rounds(store, me, past.lineage)], auto=resume == "auto", owners=[me],
+            faults=lambda round: [checkpoint.fault(store, round, me, past.lineage)],
+        )  # fmt: skip
         if start == config.rounds:
             print(checkpoint.ended(folder, start))
             return
+        past.go_on(folder, start)
     with open_session(config, settled, folder, probe, start) as session, _listener(host, port) as listener:
         _Server(session, settled.codec, run_key(settled.config, corpus)).run(listener)
 
