@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import textwrap
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ __all__ = [
     "build",
     "changeable",
     "faults",
+    "parse_toml",
     "plain",
     "settings",
 ]
@@ -62,6 +64,9 @@ class _Mark(typing.NamedTuple):
 
 NEUTRAL = _Mark("neutral")
 """In the annotation of a field that does not decide the numbers of a run, so that its digest leaves the field out."""
+
+
+_DEEPEST = 32  # tables in tables; a run file has four
 
 
 class Changeable(typing.NamedTuple):
@@ -138,6 +143,26 @@ def faults(kind: type, table: Any) -> list[GossamerError]:
     except ValidationError as error:
         return _all(kind, error, "", "")
     return []
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The document in a TOML text; `where` is what the sentences begin with.
+
+    Raises: ConfigError for anything else, and for tables or lists that are nested too deep for those who walk through them.
+    """
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not TOML: {error}; correct that line") from None
+    layer: list[Any] = [document]
+    for _ in range(_DEEPEST):
+        layer = [inner for one in layer for inner in (one.values() if isinstance(one, dict) else one)]
+        layer = [one for one in layer if isinstance(one, dict | list)]
+    if layer:
+        raise ConfigError(
+            f"{where} has tables or lists nested more than {_DEEPEST} deep; a table has its keys at its top"
+        )
+    return document
 
 
 def plain(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:

@@ -1,5 +1,6 @@
 """Evaluation of a run: the loss of the mean model, the loss of each worker, and their disagreement."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from gossamer.models.export import export
 from gossamer.models.llama import build_model, loss
 from gossamer.models.sample import sample
 from gossamer.record import checkpoint
-from gossamer.record.files import atomic_write
+from gossamer.record.files import Appender, atomic_write
 from gossamer.record.folder import metrics_line, read_metrics
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
@@ -162,5 +163,5 @@ def _note(
     line = metrics_line(
         "eval", round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result._asdict()
     )  # fmt: skip
-    with (folder / "metrics-evaluated.jsonl").open("a", encoding="utf-8") as file:
+    with contextlib.closing(Appender(folder / "metrics-evaluated.jsonl")) as file:
         file.write(line)

@@ -43,13 +43,8 @@ log = logging.getLogger("gossamer")
 
 
 def simulate_rounds(
-    config: RunConfig,
-    folder: Path,
-    *,
-    resume: Resume = False,
-    progress: Progress | None = None,
-    until: int | None = None,
-) -> Result:
+    config: RunConfig, folder: Path, *, resume: Resume = False, progress: Progress | None = None, until: int | None = None
+) -> Result:  # fmt: skip
     """Trains all workers of a run in rounds; see `gossamer.run.simulate.simulate`."""
     m, network, warnings = in_rounds(config)
     for sentence in warnings:

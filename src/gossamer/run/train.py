@@ -46,10 +46,10 @@ def train(config: RunConfig, folder: Path, *, resume: Resume = False) -> None:
     """
     run = config.run
     member = join(config.workers, backend=run.backend, device=run.device, threads=run.threads, timeout_s=run.timeout_s)
-    failed: GossamerError | None = None
+    failed: GossamerError | OSError | None = None
     try:
         train_member(config, folder, member, resume=resume)
-    except GossamerError as error:
+    except (GossamerError, OSError) as error:
         failed = error
     if not leave():
         # A transfer that a dead peer will never finish holds the process group, or a thread is still inside torch and would
