@@ -24,7 +24,9 @@ def poison(at_step: int) -> Iterator[None]:
     def backward(self: Replica, step: int) -> tuple[float, int]:
         found = clean(self, step)
         if self.index == WORKER and step >= at_step:
-            self.model.get_parameter("model.embed_tokens.weight").grad[UNSEEN, 0] = torch.inf
+            gradient = self.model.get_parameter("model.embed_tokens.weight").grad
+            assert gradient is not None
+            gradient[UNSEEN, 0] = torch.inf
         return found
 
     Replica._backward = backward
