@@ -1,7 +1,6 @@
-"""`gossamer` with a worker whose gradient is infinite where its loss does not see it: `python poisoned.py STEP WORDS...`."""
+"""`gossamer` with a worker whose gradient is infinite where its loss does not see it."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from gossamer.cli import main
 from gossamer.run.replica import Replica
 
-__all__ = ["poison"]
+__all__ = ["WORKER", "poison", "poisoned_main"]
 
 WORKER = 1
 UNSEEN = 255
@@ -36,6 +35,7 @@ def poison(at_step: int) -> Iterator[None]:
         Replica._backward = clean
 
 
-if __name__ == "__main__":
-    with poison(int(sys.argv[1])):
-        sys.exit(main(sys.argv[2:]))
+def poisoned_main(argv: Sequence[str]) -> int:
+    """`gossamer`, whose worker is poisoned from its inner step 4 on."""
+    with poison(4):
+        return main(argv)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,9 @@ from gossamer.run.config import digest, dump
 from gossamer.run.simulate import simulate
 from gossamer.topologies import make_topology
 from gossamer.transport import Ticket
-from gossamer.transport.launch import run_local
+from gossamer.transport.local import run_local
 from gossamer.transport.memory import MemoryNetwork, Parcel
-from poisoned import WORKER, poison
+from poisoned import WORKER, poison, poisoned_main
 from rounds import context, drive, serially
 from tiny import tiny
 
@@ -74,14 +73,12 @@ def test_an_infinite_gradient_that_no_loss_sees_ends_the_run_with_its_worker_and
         assert "x" not in state or all_finite(state["x"])
 
 
+@pytest.mark.usefixtures("forks")
 def test_real_workers_end_with_the_name_of_the_one_whose_numbers_are_not_finite(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(dump(tiny(workers=2, topology__name="complete", run__timeout_s=60)))
-    command = [sys.executable, str(Path(__file__).with_name("poisoned.py")), "4"]
-    errors = io.StringIO()
+    errors, words = io.StringIO(), ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
     with contextlib.redirect_stderr(errors):
-        code = run_local(
-            2, ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")], command=command, timeout_s=60
-        )
+        code = run_local(2, poisoned_main, words, timeout_s=60)
     assert code == 2, errors.getvalue()
     lines = [line for line in errors.getvalue().splitlines() if "gossamer: " in line]
     assert any(f"[{WORKER}] gossamer: the message of worker {WORKER} in round 2 has" in line for line in lines), lines

@@ -3,13 +3,12 @@
 import contextlib
 import copy
 import datetime
+import io
 import json
 import math
 import resource
-import subprocess
-import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from gossamer.run.document import settings as words_as_settings
 from gossamer.run.experiment import figure, points
 from gossamer.run.history import history
 from gossamer.run.simulate import simulate
+from gossamer.transport.local import run_local
 from tiny import document, tiny
 
 CONFIGS = sorted(Path(__file__).parent.with_name("configs").glob("*.toml"))
@@ -184,18 +184,21 @@ def test_a_disk_that_refuses_is_named_by_whatever_writes_there(tmp_path: Path) -
             write()
 
 
+def main_on_a_small_disk(argv: Sequence[str]) -> int:
+    """`gossamer` where no file may have more bytes than its run file and some rounds need."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    return main(argv)
+
+
+@pytest.mark.usefixtures("forks")
 def test_a_disk_that_is_full_while_metrics_are_written_ends_a_run_with_a_sentence(tmp_path: Path) -> None:
     config = tiny(run__steps=30, run__local_steps=1, run__eval_every=0, run__checkpoint_every=0)
     (tmp_path / "run.toml").write_text(dump(config))
-    limit = 3000  # bytes of a file: the run file fits, and some rounds
-    done = subprocess.run(
-        [sys.executable, "-m", "gossamer", "simulate", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert ".jsonl' could not be written (File too large)" in done.stderr.splitlines()[-1], done.stderr
-    assert "Traceback" not in done.stderr
+    errors, words = io.StringIO(), ["simulate", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
+    with contextlib.redirect_stderr(errors):
+        assert run_local(1, main_on_a_small_disk, words) == 2, errors.getvalue()
+    assert ".jsonl' could not be written (File too large)" in errors.getvalue().splitlines()[-1], errors.getvalue()
+    assert "Traceback" not in errors.getvalue()
     assert read_metrics(tmp_path / "run")  # what fitted is whole
 
 
