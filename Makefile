@@ -22,7 +22,7 @@ parity: .venv/.installed  ## simulator against real processes, bit for bit, over
 	$(BIN)/pytest tests/test_parity.py --full-parity
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; slow_links takes root and half an hour, by hand
-	set -e; for name in simulator update exchange memory codecs; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+	set -e; for name in simulator update exchange memory codecs checks finite; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
 
 methods: .venv/.installed  ## write docs/methods.md from the code
 	$(BIN)/gossamer list --markdown > docs/methods.md

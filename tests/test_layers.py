@@ -23,7 +23,7 @@ MODULES = {name: ast.parse("\n".join(source)) for name, source in SOURCES.items(
 
 LAYERS = (  # a room (a module, or a package of modules) imports from the rooms above its own line only
     "errors rng tree",
-    "schema",
+    "schema finite",
     "options layout record data transport",
     "topologies codecs models optimizers guard",
     "rules asynchronous network",
@@ -40,6 +40,7 @@ LIGHT = [  # work without torch
     "rng",
     "tree",
     "schema",
+    "finite",
     "options",
     "models.sizes",
     "topologies",

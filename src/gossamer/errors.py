@@ -5,8 +5,9 @@
     + PairingError     a rule, topology and codec that cannot be combined
     + MissingPackageError  an optional package that is not installed
   x DataError          missing, empty or unreadable training data
+  x DiskError          a full disk, or a file that cannot be written
   x CheckpointError    a checkpoint that is corrupt, foreign or of another run
-  x TrainingError      the loss became NaN or infinite
+  x TrainingError      losses, parameters or messages became NaN or infinite
   x TransportError     bytes did not arrive as expected
     + PeerError        a worker died, hung or speaks another configuration
 
@@ -23,6 +24,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "DiskError",
     "GossamerError",
     "MissingPackageError",
     "PairingError",
@@ -52,6 +54,10 @@ class MissingPackageError(ConfigError):
 
 class DataError(GossamerError, ValueError):
     """Training data that is missing, empty or unreadable."""
+
+
+class DiskError(GossamerError, OSError):
+    """A full disk, or a file or folder that cannot be written."""
 
 
 class CheckpointError(GossamerError, ValueError):

@@ -11,6 +11,7 @@ import functools
 import inspect
 import itertools
 import textwrap
+import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -29,12 +30,15 @@ __all__ = [
     "RECORD",
     "AtLeastOne",
     "AtLeastZero",
+    "Changeable",
     "Faults",
     "OneOf",
     "Records",
     "Words",
     "build",
+    "changeable",
     "faults",
+    "parse_toml",
     "plain",
     "settings",
 ]
@@ -60,6 +64,18 @@ class _Mark(typing.NamedTuple):
 
 NEUTRAL = _Mark("neutral")
 """In the annotation of a field that does not decide the numbers of a run, so that its digest leaves the field out."""
+
+
+_DEEPEST = 32  # tables in tables; a run file has four
+
+
+class Changeable(typing.NamedTuple):
+    """In the annotation of a field that decides numbers, and that a resumed run may change all the same.
+
+    Of a row of a table of methods it names the options that may change: `Annotated[Choice, Changeable("lr")]`.
+    """
+
+    option: str = ""
 
 
 class OneOf:
@@ -129,6 +145,26 @@ def faults(kind: type, table: Any) -> list[GossamerError]:
     return []
 
 
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The document in a TOML text; `where` is what the sentences begin with.
+
+    Raises: ConfigError for anything else, and for tables or lists that are nested too deep for those who walk through them.
+    """
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not TOML: {error}; correct that line") from None
+    layer: list[Any] = [document]
+    for _ in range(_DEEPEST):
+        layer = [inner for one in layer for inner in (one.values() if isinstance(one, dict) else one)]
+        layer = [one for one in layer if isinstance(one, dict | list)]
+    if layer:
+        raise ConfigError(
+            f"{where} has tables or lists nested more than {_DEEPEST} deep; a table has its keys at its top"
+        )
+    return document
+
+
 def plain(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:
     """Settings as TOML has them: tables, lists and values, without what is None.
 
@@ -151,6 +187,18 @@ def plain(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:
     if isinstance(value, Mapping):
         return {key: inner(part) for key, part in value.items()}
     return [inner(part) for part in value] if isinstance(value, tuple) else value
+
+
+def changeable(kind: type, prefix: str = "") -> list[str]:
+    """The dotted keys of settings that a resumed run may change: those marked NEUTRAL (with all below them) or Changeable."""
+    keys: list[str] = []
+    for name, hint in _hints(kind).items():
+        if found := next((one for one in _extras(hint) if one is NEUTRAL or isinstance(one, Changeable)), None):
+            option = found.option if isinstance(found, Changeable) else ""
+            keys.append(f"{prefix}{name}" + (f".{option}" if option else ""))
+        elif dataclasses.is_dataclass(bare := _bare(hint)):
+            keys += changeable(typing.cast(type, bare), f"{prefix}{name}.")
+    return keys
 
 
 class Records(Generic[T]):

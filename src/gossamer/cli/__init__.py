@@ -91,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        print(f"gossamer: {error}; check that path, its permissions and the space on its disk", file=sys.stderr)
+        return 2
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

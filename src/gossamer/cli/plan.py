@@ -98,9 +98,11 @@ def _bits_per_parameter(options: PlanOptions, model: "ModelConfig") -> dict[str,
 
 def _write_run_file(made: "RunPlan", options: PlanOptions, out: Path) -> None:
     from gossamer.network.plan import run_toml
+    from gossamer.record.files import writing
 
     if out.exists():
         raise ConfigError(f"'{out}' already exists; name another file with --out, or remove it")
     text = run_toml(made, name=out.stem, adapt=options.adapt, weigh_steps=options.weigh_steps)
-    out.write_text(text, encoding="utf-8")
+    with writing(out):
+        out.write_text(text, encoding="utf-8")
     print(f"run file: {out}")

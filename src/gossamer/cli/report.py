@@ -32,11 +32,11 @@ def publish(runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Networ
     """Writes the page, its table and its pictures, and prints the table; returns its rows."""
     from rich.console import Console
 
-    from gossamer.record.files import atomic_write
+    from gossamer.record.files import atomic_write, make_folder
     from gossamer.report.page import pictures, write_report
     from gossamer.report.table import markdown_table, over_seeds, render_table, summary_rows
 
-    page.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(page.parent)
     write_report(runs, page, networks)
     rows = summary_rows(runs, networks)
     atomic_write(page.with_name("table.md"), markdown_table(rows).encode())

@@ -11,9 +11,12 @@ from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
     from gossamer.run.config import RunConfig
+    from gossamer.run.history import Resume
 
-__all__ = ["File", "Overrides", "resume_hint", "run_and_folder", "whole_numbers"]
+__all__ = ["AUTO", "File", "Overrides", "resume_hint", "run_and_folder", "whole_numbers"]
 
+AUTO = "auto"
+"""In place of a run folder: the run in its own folder, from its newest checkpoint, or from the start where it has none."""
 File = Annotated[Path | None, Parameter(help="run file (TOML)")]
 Overrides = Annotated[
     tuple[str, ...],
@@ -23,24 +26,32 @@ Overrides = Annotated[
 
 def run_and_folder(
     file: Path | None, overrides: tuple[str, ...], out: Path | None, resume: Path | None
-) -> "tuple[RunConfig, Path]":
-    """The run and its folder, from a run file with overrides or from the folder to resume.
+) -> "tuple[RunConfig, Path, Resume]":
+    """The run, its folder and whether it is resumed, from a run file or from the folder to resume, with overrides.
 
-    Raises: ConfigError when neither or both are given, or the run cannot work.
+    Raises: ConfigError when neither or both are given, the run cannot work, or a run to resume may not change so.
     """
     from gossamer.run.config import parse
-    from gossamer.run.document import load, load_run, settings
+    from gossamer.run.document import load, load_run, settings, with_settings
+    from gossamer.run.history import history
 
-    if resume is not None:
-        if file is not None or overrides:
+    changes = settings([*overrides])
+    if resume is not None and str(resume) != AUTO:
+        if file is not None or out is not None:
             raise ConfigError(
-                f"--resume got '{resume}' and a run file or --set, but a resumed run keeps its settings; give --resume alone"
+                f"--resume got '{resume}' and a run file or --out, but a run to resume has both in its folder; give --resume "
+                f"alone, or with --set for what changes, or --resume {AUTO} with the run file"
             )
-        return parse(load_run(resume)), resume
-    if file is None:
+        config, folder = parse(with_settings(load_run(resume), changes)), resume
+    elif file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
-    config = parse(load(file, settings([*overrides])))
-    return config, out or Path("runs") / config.name
+    else:
+        config = parse(load(file, changes))
+        folder = out or Path("runs") / config.name
+    if resume is None:
+        return config, folder, False
+    history(config, folder)  # refuses what may not change
+    return config, folder, AUTO if str(resume) == AUTO else True
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from gossamer.cli.run_file import File, Overrides, resume_hint, run_and_folder
 
 if TYPE_CHECKING:
     from gossamer.run.config import RunConfig
+    from gossamer.run.history import Resume
 
 __all__ = ["command", "train_here"]
 
@@ -20,21 +21,21 @@ def command(
 
     Args:
         out: run folder (default: runs/NAME)
-        resume: continue this run folder from its newest checkpoint
+        resume: continue this run folder from its newest sound checkpoint, with --set for what changes; auto: continue or start
         replay: compute the real server run in this folder again, from its record
     """
-    config, folder = run_and_folder(file, overrides, out, resume)
+    config, folder, resumed = run_and_folder(file, overrides, out, resume)
     with resume_hint(folder, resumable=not config.event_driven):
         if replay is not None:
             from gossamer.run.serve_replay import replay_server
 
             replay_server(config, folder, replay)
         else:
-            train_here(config, folder, resume=resume is not None)
+            train_here(config, folder, resume=resumed)
         publish({config.name: folder}, folder / "report.html", config.network)
 
 
-def train_here(config: "RunConfig", folder: Path, *, resume: bool = False) -> None:
+def train_here(config: "RunConfig", folder: Path, *, resume: "Resume" = False) -> None:
     """Trains all workers in this process, in rounds or over virtual time, and shows progress."""
     from gossamer.record.progress import Progress
     from gossamer.run.simulate import simulate

@@ -6,11 +6,12 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossamer.cli.run_file import File, Overrides, resume_hint, run_and_folder
+from gossamer.cli.run_file import AUTO, File, Overrides, resume_hint, run_and_folder
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
     from gossamer.run.config import RunConfig
+    from gossamer.run.history import Resume
 
 __all__ = ["command", "import_early"]
 
@@ -23,7 +24,8 @@ def command(
 
     Args:
         out: run folder (default: runs/NAME)
-        resume: continue this run folder from the newest round of which all workers have checkpoints
+        resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
+            changes; auto: continue the run in its folder (--out), or start it there
         local: start this many worker processes on this machine
         server: HOST:PORT at which to serve a run with a [server], or with --worker to join it
         worker: number of this worker, which joins the server
@@ -32,18 +34,18 @@ def command(
         import_early()
     from gossamer.run.settle import settle
 
-    config, folder = run_and_folder(file, overrides, out, resume)
+    config, folder, resumed = run_and_folder(file, overrides, out, resume)
     settle(config, real=True)  # before processes are started
     with resume_hint(folder):
         if local is not None:
-            if resume is not None:
-                words = ["train", "--resume", str(folder)]
-            else:
-                sets = [word for one in overrides for word in ("--set", one)]
-                words = ["train", str(file), "--out", str(folder), *sets]
-            return _start_workers(config, folder, local, words, resume=resume is not None)
+            sets = [word for one in overrides for word in ("--set", one)]
+            words = (
+                ["train", "--resume", str(folder)] if resumed is True else ["train", str(file), "--out", str(folder)]
+            )
+            words += ["--resume", resumed] if resumed == AUTO else []
+            return _start_workers(config, folder, local, [*words, *sets], resume=resumed)
         if config.server is not None:
-            _train_served(config, folder, server, worker, resume=resume is not None)
+            _train_served(config, folder, server, worker, resume=resumed)
         elif server is not None or worker is not None:
             raise ConfigError(
                 f"--server {server} --worker {worker} was given but the run file has no [server]; start it under torchrun"
@@ -51,7 +53,7 @@ def command(
         else:
             from gossamer.run.train import train
 
-            train(config, folder, resume=resume is not None)
+            train(config, folder, resume=resumed)
     return 0
 
 
@@ -66,7 +68,7 @@ def import_early() -> None:
         forkserver.ensure_running()
 
 
-def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], *, resume: bool) -> int:
+def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], *, resume: "Resume") -> int:
     """Starts all workers of a run, and its server if it has one, on this machine."""
     from gossamer.cli import main
     from gossamer.run.finished import rounds_in_common
@@ -84,7 +86,9 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
     return run_local(n, main, words, timeout_s=config.run.timeout_s)
 
 
-def _train_served(config: "RunConfig", folder: Path, server: str | None, worker: int | None, *, resume: bool) -> None:
+def _train_served(
+    config: "RunConfig", folder: Path, server: str | None, worker: int | None, *, resume: "Resume"
+) -> None:
     """The server of a run, or one of its workers."""
     from gossamer.run.serve import serve
     from gossamer.run.serve_protocol import address
@@ -99,4 +103,4 @@ def _train_served(config: "RunConfig", folder: Path, server: str | None, worker:
     if worker is None:
         serve(config, folder, host, port, resume=resume)
     else:
-        work(config, folder, host, port, worker)
+        work(config, folder, host, port, worker, resume=resume)

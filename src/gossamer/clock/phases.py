@@ -13,6 +13,7 @@ from gossamer.clock.events import Absence, Record
 from gossamer.codecs import Codec, exact, fitted
 from gossamer.codecs.message import round_trip
 from gossamer.errors import ConfigError
+from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import Tree
 
@@ -72,8 +73,15 @@ class LoopOptions(NamedTuple):
         """The decoded message of a worker after its phase `number`, and the bytes of its payload.
 
         Args: `layout` is that of the fragment.
+        Raises: TrainingError, naming the worker, for a message that is not finite, as sent or as decoded.
         """
-        return round_trip(fitted(self.codec or exact(), layout), message, self.seed, worker, number, fragment)
+        name = f"the message of worker {worker} in its phase {number}"
+        must_be_finite({name: message})
+        codec = fitted(self.codec or exact(), layout)
+        decoded, size = round_trip(codec, message, self.seed, worker, number, fragment)
+        if decoded is not message:
+            must_be_finite({f"{name}, decoded,": decoded})
+        return decoded, size
 
 
 DEFAULTS = LoopOptions()

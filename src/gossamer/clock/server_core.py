@@ -28,6 +28,7 @@ from gossamer.asynchronous import Pace, PushInfo, ServerRule
 from gossamer.clock.events import Update
 from gossamer.clock.phases import Budget
 from gossamer.errors import CheckpointError
+from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import leaves, must_fit, refill
 
@@ -108,7 +109,10 @@ class _FragmentState:
         return StartingPoint(self.rule.greet(self.state), self.updates)
 
     def absorb(self) -> tuple[list[_Waiting], tuple[int, ...]]:
-        """Makes one update from all pushes that wait, in ascending order of their workers; returns them and their ages."""
+        """Makes one update from all pushes that wait, in ascending order of their workers; returns them and their ages.
+
+        Raises: TrainingError, and keeps the old state, when the new one is not finite.
+        """
         absorbed, self.waiting, self.closes_s = sorted(self.waiting, key=lambda one: one.worker), [], math.inf
         infos = [
             PushInfo(worker, self.updates - push.updates, push.tokens, push.steps, self.layout)
@@ -117,7 +121,10 @@ class _FragmentState:
         message, oldest = absorbed[0].push.message, max(infos, key=lambda info: info.age)
         if self.rule.window is not None:
             message = self.rule.window.merge([one.push.message for one in absorbed], infos)
-        self.state = self.rule.absorb(self.state, message, oldest)
+        state = self.rule.absorb(self.state, message, oldest)
+        workers = ", ".join(str(one.worker) for one in absorbed)
+        must_be_finite({f"the state of the server after what worker {workers} pushed": state})
+        self.state = state
         self.updates += 1
         return absorbed, tuple(info.age for info in infos)
 

@@ -110,7 +110,7 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Pat
         manifest = json.loads((folder / "manifest.json").read_text())
         train, val = (_mapped(folder / f"{side}.bin", manifest["bytes"][side], dtype) for side in ("train", "val"))
         return Tokens(train, val, str(manifest["fingerprint"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"the token cache '{folder}' is damaged ({error!r}); remove that folder, and it will be written again"
         ) from None

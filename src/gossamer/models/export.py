@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.models.llama import INIT_STD, NORM_EPS, ROPE_THETA, Llama
+from gossamer.record.files import atomic_write, make_folder, writing
 
 __all__ = ["export"]
 
@@ -17,21 +19,25 @@ def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
 
     Bytes too are written as a tokenizer file. The model's parameters may be views of a flat buffer.
 
-    Raises: OSError when the disk refuses. Cost: one more copy of the parameters while they are written.
+    Raises: DiskError when the disk refuses. Cost: one more copy of the parameters while they are written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if model.config.tie_embeddings:
         del tensors["lm_head.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with writing(folder / "model.safetensors"):
+        try:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
     documents = {
         "config.json": _config(model),
         "generation_config.json": {"eos_token_id": tokenizer.end},
         "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"},
     }
     for name, document in documents.items():
-        (folder / name).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    (folder / "tokenizer.json").write_text(tokenizer.json(), encoding="utf-8")
+        atomic_write(folder / name, f"{json.dumps(document, indent=2)}\n".encode())
+    atomic_write(folder / "tokenizer.json", tokenizer.json().encode())
 
 
 def _config(model: Llama) -> dict[str, Any]:

@@ -32,7 +32,6 @@ Streams that share a worker's link, a site's or a route get max-min fair parts o
 """
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import field
 from itertools import combinations
@@ -47,7 +46,7 @@ from pydantic import AfterValidator, AllowInfNan, Field
 from gossamer.errors import ConfigError, choose
 from gossamer.record.trace import Integers
 from gossamer.rng import numpy_rng
-from gossamer.schema import Words, build, plain, settings
+from gossamer.schema import Words, build, parse_toml, plain, settings
 
 __all__ = [
     "Change",
@@ -284,10 +283,7 @@ def from_toml(text: str, where: str = "network") -> Network:
     >>> from_toml("uplink_bps = [1e9, 1e8]\\ndownlink_bps = inf\\nstep_s = 0.5").uplink_bps
     (1000000000.0, 100000000.0)
     """
-    try:
-        options = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{where} is not TOML: {error}; repair the file") from None
+    options = parse_toml(text, where)
     if of_a_run := [key for key in ("run", "rule", "model", "data", "network", "method", "variant") if key in options]:
         raise ConfigError(
             f"{where} has '{of_a_run[0]}', so it is a run file, and a network file is needed; give one such as "

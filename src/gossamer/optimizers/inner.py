@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Muon
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
-from gossamer.schema import AtLeastOne, AtLeastZero, settings
+from gossamer.schema import AtLeastOne, AtLeastZero, Changeable, settings
 
 __all__ = ["InnerConfig", "build_optimizer", "clip_gradients", "lr_scale", "share_moments", "without_momentum"]
 
@@ -30,7 +30,7 @@ class InnerConfig:
     optimizer: Literal["accum_adamw", "adamw", "muon", "sgd", "spectral_muon"] = "adamw"
     """muon is torch's Muon on the hidden matrices and AdamW on all else, spectral_muon the same with the Muon of MuLoCo;
     accum_adamw is AdamW with moments of mean gradients."""
-    lr: _Above = 1e-3
+    lr: Annotated[_Above, Changeable()] = 1e-3
     """Peak learning rate. The updates of muon are scaled to the size of AdamW's, so that one number serves both; those of
     spectral_muon are not, and MuLoCo takes 0.02."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
@@ -45,15 +45,15 @@ class InnerConfig:
     """Momentum of muon, spectral_muon and sgd; none with schedule_free."""
     nesterov: bool = True
     """Whether the momentum of muon, spectral_muon and sgd looks ahead."""
-    clip: Annotated[float, Field(gt=0), AllowInfNan(True)] | None = None
+    clip: Annotated[Annotated[float, Field(gt=0), AllowInfNan(True)] | None, Changeable()] = None
     """Largest global norm of a worker's gradient; longer ones are shortened to it. None never clips."""
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Annotated[Literal["cosine", "wsd", "constant"], Changeable()] = "cosine"
     """After the warm-up: a cosine to the end, a plateau with a linear decay at its end (wsd), or a plateau."""
-    warmup_steps: AtLeastZero = 20
+    warmup_steps: Annotated[AtLeastZero, Changeable()] = 20
     """Inner steps in which the learning rate rises linearly; a shorter run is all warm-up."""
-    min_lr_ratio: _Share = 0.1
+    min_lr_ratio: Annotated[_Share, Changeable()] = 0.1
     """Learning rate at the end over that at the peak."""
-    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    decay_fraction: Annotated[float, Field(gt=0, le=1), Changeable()] = 0.2
     """The last part of the run in which wsd decays."""
     autocast: Literal["bf16"] | None = None
     """Lower precision for forward and backward; parameters and optimizer stay in fp32."""

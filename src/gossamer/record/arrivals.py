@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from gossamer.errors import DataError
+from gossamer.record.files import Appender, make_folder, writing
 from gossamer.record.jsonl import json_line, json_lines, short
 
 __all__ = ["ArrivalWriter", "ServerInput", "arrivals_file", "read_arrivals"]
@@ -56,11 +57,14 @@ class ArrivalWriter:
     """
 
     def __init__(self, folder: Path, *, resume: bool) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.path = arrivals_file(folder)
-        if resume and self.path.exists():
-            self._end_last_line()
-        self._file = self.path.open("a" if resume else "w", encoding="utf-8")
+        with writing(self.path):
+            if resume and self.path.exists():
+                self._end_last_line()
+            elif not resume:
+                self.path.unlink(missing_ok=True)
+        self._file = Appender(self.path)
 
     def __enter__(self) -> "ArrivalWriter":
         return self
@@ -74,7 +78,6 @@ class ArrivalWriter:
         """Appends one input."""
         keys = ("event", "time_s", *_KEYS[item.event])
         self._file.write(json_line({key: getattr(item, key) for key in keys}))
-        self._file.flush()
 
     def _end_last_line(self) -> None:
         """Removes a last line that a killed server left half-written, as nothing may follow it."""

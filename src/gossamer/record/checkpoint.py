@@ -15,9 +15,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import with_config
@@ -26,11 +26,25 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from gossamer.errors import CheckpointError
+from gossamer.errors import CheckpointError, TrainingError
+from gossamer.finite import must_be_finite
 from gossamer.record.files import atomic_write, worker_suffix
 from gossamer.schema import RECORD, Records
 
-__all__ = ["ended", "load", "newest_common", "nothing_to_resume", "owned", "rewind", "rounds", "save"]
+__all__ = [
+    "Lineage",
+    "common",
+    "ended",
+    "fault",
+    "load",
+    "newest_common",
+    "newest_sound",
+    "nothing_to_resume",
+    "owned",
+    "rewind",
+    "rounds",
+    "save",
+]
 
 FORMAT = "gossamer checkpoint 1"
 MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
@@ -60,8 +74,21 @@ class _Manifest(TypedDict):
 _MANIFEST = Records[_Manifest](_Manifest)
 
 
+class Lineage(NamedTuple):
+    """The configuration of a run that has changed on its way, with those that it had before."""
+
+    digest: str
+    """Of the present configuration, which checkpoints are written with."""
+    earlier: tuple[tuple[str, int], ...] = ()
+    """Digests of earlier configurations, each with the last round whose checkpoints of it belong to the run."""
+
+    def owns(self, digest: str, round: int) -> bool:
+        """Whether a checkpoint of this digest and round belongs to the run."""
+        return digest == self.digest or any(digest == one and round <= last for one, last in self.earlier)
+
+
 def save(
-    folder: Path, round: int, worker: int, state: Any, *, digest: str, keep: int = 2, since: int | None = None
+    folder: Path, round: int, worker: int, state: Any, *, digest: str | Lineage, keep: int = 2, since: int | None = None
 ) -> None:
     """Writes one generation of one worker, then removes its generations before the newest `keep`.
 
@@ -73,8 +100,9 @@ def save(
         digest: identifies the configuration; `load` refuses the checkpoint for any other.
         keep: with two, workers may be a whole checkpoint interval apart and still have a round in common.
         since: also keep every generation from this round on; the round that the slowest worker is known to own.
-    Raises: CheckpointError when the state holds anything else, or the disk refuses.
-    Cost: one write and one read of all tensors, no copy of contiguous CPU tensors that do not share memory.
+    Raises: CheckpointError when the state holds anything else, or the disk refuses; TrainingError, with nothing written, when its
+        "x", "outer" or "under_way" (parameters, outer state, messages in flight) are not finite.
+    Cost: one write and two reads of all tensors, no copy of contiguous CPU tensors that do not share memory.
 
     >>> import tempfile
     >>> store = Path(tempfile.mkdtemp())
@@ -85,6 +113,7 @@ def save(
     assert keep >= 1, keep
     tensors: dict[str, Tensor] = {}
     tree = _encode(state, "state", tensors, set())
+    _must_be_finite(tensors, f"worker {worker} after round {round}")
     manifest, tensor_file = _paths(folder, round, worker)
     # A folder, as safetensors writes a scratch file next to its own.
     workshop = folder / f".worker{worker_suffix(worker)}"
@@ -96,7 +125,7 @@ def save(
         _sync(scratch)
         document = _sealed(
             {
-                "format": FORMAT, "round": round, "worker": worker, "digest": digest,
+                "format": FORMAT, "round": round, "worker": worker, "digest": _line(digest).digest,
                 "bytes": scratch.stat().st_size, "sha256": _sha256(scratch), "state": tree,
             }
         )  # fmt: skip
@@ -124,11 +153,11 @@ def save(
         shutil.rmtree(workshop, ignore_errors=True)
 
 
-def load(folder: Path, round: int, worker: int, digest: str) -> Any:
+def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
     """The state that was saved, bit for bit; tensors are on the CPU and own their memory.
 
-    Raises: CheckpointError when a file is missing, cut short, changed since, or of another run.
-    Cost: two reads of the tensor file.
+    Raises: CheckpointError when a file is missing, cut short, changed since, of another run, or not finite as in `save`.
+    Cost: three reads of the tensor file.
     """
     manifest, tensor_file = _paths(folder, round, worker)
     content = _manifest(manifest, round, worker, digest)
@@ -144,12 +173,44 @@ def load(folder: Path, round: int, worker: int, digest: str) -> Any:
             f"{where} has changed: its size in bytes and sha256 were {saved} and now are {found}; {instead}"
         )
     try:
-        return _decode(content["state"], load_file(tensor_file))
+        tensors = load_file(tensor_file)
+        _must_be_finite(tensors, where)
+        return _decode(content["state"], tensors)
+    except TrainingError as error:
+        raise CheckpointError(f"{error}; {instead}") from None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} does not hold what its manifest describes ({error!r}); {instead}") from error
 
 
-def rounds(folder: Path, worker: int, digest: str | None = None) -> list[int]:
+def fault(folder: Path, round: int, worker: int, digest: str | Lineage) -> str | None:
+    """Why a generation cannot be resumed from, in one clause; None for a sound one. Cost: that of `load`."""
+    try:
+        load(folder, round, worker, digest)
+    except CheckpointError as error:
+        return str(error).partition(";")[0]
+    return None
+
+
+def newest_sound(
+    rounds: Iterable[int], faults: Callable[[int], Sequence[str | None]]
+) -> tuple[int | None, dict[int, str]]:
+    """The newest of these rounds that has no fault, or None; and the first fault of each newer one.
+
+    Args: `faults` is called with one round after the other, newest first, until a round has none.
+
+    >>> newest_sound([10, 20, 30], lambda round: [None, "is cut short" if round > 20 else None])
+    (20, {30: 'is cut short'})
+    """
+    skipped: dict[int, str] = {}
+    for round in sorted(rounds, reverse=True):
+        found = next((one for one in faults(round) if one is not None), None)
+        if found is None:
+            return round, skipped
+        skipped[round] = found
+    return None, skipped
+
+
+def rounds(folder: Path, worker: int, digest: str | Lineage | None = None) -> list[int]:
     """The rounds of which this worker has a complete generation (of this configuration, if given), ascending.
 
     Complete means a sound manifest and a tensor file of the right size; its content is checked by `load`.
@@ -164,28 +225,40 @@ def rounds(folder: Path, worker: int, digest: str | None = None) -> list[int]:
     return complete
 
 
+def common(lists: Sequence[Sequence[int]]) -> list[int]:
+    """The rounds in all of these lists, one per worker, ascending."""
+    return sorted(set(lists[0]).intersection(*lists[1:])) if lists else []
+
+
 def newest_common(lists: Sequence[Sequence[int]]) -> int | None:
     """The newest round in all of these lists, one per worker; None when there is none.
 
     >>> newest_common([[80, 100], [100, 120], [100]]), newest_common([[100], []])
     (100, None)
     """
-    common = set(lists[0]).intersection(*lists[1:]) if lists else set()
-    return max(common, default=None)
+    return max(common(lists), default=None)
 
 
-def owned(folder: Path, owners: Iterable[int], digest: str) -> list[list[int]]:
+def owned(folder: Path, owners: Iterable[int], digest: str | Lineage) -> list[list[int]]:
     """The rounds of this configuration that each owner has a complete generation of here, one list per owner."""
     return [rounds(folder, owner, digest) for owner in owners]
 
 
-def nothing_to_resume(folder: Path, owners: Iterable[int], owned: Sequence[Sequence[int]]) -> CheckpointError:
+def nothing_to_resume(
+    folder: Path, owners: Iterable[int], owned: Sequence[Sequence[int]], skipped: Mapping[int, str] | None = None
+) -> CheckpointError:
     """Why a run cannot be resumed from this folder, where no round of its configuration has checkpoints of all owners.
 
     Args:
         owners: those whose checkpoints should be here.
         owned: the rounds of this configuration, one list per owner, those on other machines too.
+        skipped: the rounds that all owners have, each with its fault.
     """
+    if skipped:
+        found = "; ".join(f"round {round}: {why}" for round, why in skipped.items())
+        return CheckpointError(
+            f"no checkpoint of '{folder}' is sound ({found}); bring sound files back, or start again with another --out"
+        )
     if any(owned):
         return CheckpointError(
             f"no round has checkpoints of all workers (they own {[*map(list, owned)]}); bring the files of '{folder}' back, or "
@@ -211,6 +284,16 @@ def rewind(folder: Path, round: int, worker: int) -> None:
     combine it with newly computed ones of the others. Call it once all workers know the round that they resume from.
     """
     _forget(folder, worker, [r for r in _rounds(folder) if r > round])
+
+
+def _must_be_finite(tensors: Mapping[str, Tensor], whose: str) -> None:
+    """Raises TrainingError for parameters, outer state or messages that would poison whoever continues from them.
+
+    An infinite second moment of an inner optimizer is no poison: it only stops a parameter.
+    """
+    paths = {name: name.partition(" ")[2] for name in tensors}
+    kept = {name: path for name, path in paths.items() if path.split(".")[1:2] in (["x"], ["outer"], ["under_way"])}
+    must_be_finite({f"{path} of {whose}": tensors[name] for name, path in kept.items()})
 
 
 def _paths(folder: Path, round: int, worker: int) -> tuple[Path, Path]:
@@ -274,7 +357,11 @@ def _seal(body: bytes) -> bytes:
     return f'{{"manifest_sha256": "{hashlib.sha256(body).hexdigest()}",\n'.encode()
 
 
-def _manifest(path: Path, round: int, worker: int, digest: str | None) -> _Manifest:
+def _line(digest: str | Lineage) -> Lineage:
+    return digest if isinstance(digest, Lineage) else Lineage(digest)
+
+
+def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None) -> _Manifest:
     """The content of a manifest. Everything is checked that needs no tensors."""
     where = f"checkpoint file '{path}'"
     try:
@@ -297,7 +384,9 @@ def _manifest(path: Path, round: int, worker: int, digest: str | None) -> _Manif
         raise CheckpointError(
             f"{where} is not a manifest of '{FORMAT}' ({error}); resume from a folder that gossamer wrote"
         ) from error
-    expected = {"format": FORMAT, "round": round, "worker": worker, **({} if digest is None else {"digest": digest})}
+    expected: dict[str, Any] = {"format": FORMAT, "round": round, "worker": worker}
+    if digest is not None and not _line(digest).owns(content["digest"], round):
+        expected["digest"] = _line(digest).digest
     for name, value in expected.items():
         if content[name] != value:
             raise CheckpointError(

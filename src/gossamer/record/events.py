@@ -22,7 +22,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.files import atomic_write
+from gossamer.record.files import Appender, atomic_write, make_folder
 from gossamer.record.jsonl import json_line, records
 from gossamer.schema import RECORD, Records
 
@@ -125,12 +125,12 @@ class EventWriter:
     def __init__(
         self, folder: Path, *, network: str, workers: int, suffix: str = "", resume_round: int | None = None
     ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self.path = folder / f"events{suffix}.jsonl"
         if resume_round is not None and self.path.exists():
             kept = [line for _, line in records(self.path, _EVENTS) if line["round"] < resume_round]
             atomic_write(self.path, "".join(map(json_line, kept)).encode())
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = Appender(self.path)
         self.write(-1, "start", network=network, workers=workers)
 
     def __enter__(self) -> "EventWriter":
@@ -144,7 +144,6 @@ class EventWriter:
     def write(self, round: int, event: str, **fields: Any) -> None:
         """Appends one event; `fields` are plain JSON values."""
         self._file.write(json_line({"round": round, "event": event, **fields}))
-        self._file.flush()
 
     def close(self) -> None:
         """Closes the file; may be called twice."""
@@ -194,9 +193,8 @@ def read_events(run_folder: Path) -> EventLog | None:
             f"the events span {rounds} rounds of {workers} workers but at most {_MAX_CELLS} cells are allowed; "
             "look for a line with a wrong round"
         )
-    if stranger := max(
-        (i for i in [*(p[1] for p in phases), *(s[0] for s in sent), *absorbed] if i >= workers), default=0
-    ):
+    stranger = max((i for i in [*(p[1] for p in phases), *(s[0] for s in sent), *absorbed]), default=-1)
+    if stranger >= workers:
         raise DataError(f"the events name worker {stranger} of {workers}; gather the files of one run only")
     compute_s, end_s = np.zeros((rounds, workers)), np.zeros(rounds)
     for round, worker, seconds in phases:

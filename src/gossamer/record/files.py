@@ -1,17 +1,70 @@
 """Files of a run: whole or not there at all, and named after the worker that writes them."""
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["atomic_write", "worker_suffix"]
+from gossamer.errors import DiskError
+
+__all__ = ["Appender", "atomic_write", "make_folder", "worker_suffix", "writing"]
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What is written to `path` in here either succeeds or raises DiskError, which names it."""
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        raise DiskError(
+            f"'{path}' could not be written ({error.strerror or error}); free some space or name another folder with --out, "
+            "then go on with --resume"
+        ) from None
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder with those above it, unless it is there. Raises DiskError."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+
+
+class Appender:
+    """A text file that grows line by line; every line is handed to the system at once, so a killed process keeps it.
+
+    Raises: DiskError, from the constructor and from `write`, when the disk refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with writing(path):
+            # Without a buffer, which would be written again when the file is closed after a failure.
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, line: str) -> None:
+        """Appends one line, which ends in a line break."""
+        rest = line.encode()
+        with writing(self._path):
+            while rest:  # a nearly full disk may take a part
+                rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        """Closes the file; may be called twice."""
+        self._file.close()
 
 
 def atomic_write(path: Path, data: bytes) -> None:
     """Puts `data` at `path` all at once: after a crash there is the old file or the new one, never a part.
 
-    Raises: OSError when the disk refuses.
+    Raises: DiskError when the disk refuses.
     """
+    with writing(path):
+        _atomic_write(path, data)
+
+
+def _atomic_write(path: Path, data: bytes) -> None:
     scratch = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with scratch.open("wb") as file:

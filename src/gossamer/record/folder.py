@@ -23,13 +23,13 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError, require
-from gossamer.record.files import atomic_write, worker_suffix
+from gossamer.record.files import Appender, atomic_write, make_folder, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
 from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.trace import Entry, line_of
@@ -74,7 +74,8 @@ class RunFolder:
         worker: the number of the one worker that writes here; None when one process writes for all.
         resume_round: the first round to run (again): lines of it and of later rounds are dropped. None starts a run.
         traced_per_round: entries that a worker writes into the trace in one round.
-    Raises: ConfigError when a new run would mix with an old one, or a package that the config asks for is missing.
+    Raises: ConfigError when a new run would mix with an old one, or a package that the config asks for is missing; DiskError,
+        wherever it writes.
     """
 
     def __init__(
@@ -104,11 +105,11 @@ class RunFolder:
                 raise ConfigError(
                     f"the run folder {self.path} already holds {old.name}; name a new folder, or resume that run"
                 )
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self.write_text("run.toml", run_toml)
-        self._metrics: IO[str]
-        self._trace: IO[str]
-        self._seconds: IO[str] | None = None
+        self._metrics: Appender
+        self._trace: Appender
+        self._seconds: Appender | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
         self._open(None if resume_round is None else self._cut(resume_round))
@@ -131,7 +132,6 @@ class RunFolder:
         [{'kind': 'eval', 'round': 0, 'step': 15, 'loss': 2.5}]
         """
         self._metrics.write(metrics_line(kind, **fields))
-        self._metrics.flush()
         if self._tensorboard is None and self._wandb is None:
             return
         step, scalars = fields.get("step", fields["round"]), dict(_scalars(kind, fields))
@@ -144,14 +144,12 @@ class RunFolder:
     def log_trace(self, entry: Entry) -> None:
         """Appends what one worker did in one round."""
         self._trace.write(line_of(entry))
-        self._trace.flush()
 
     def log_seconds(self, seconds: RoundSeconds) -> None:
         """Appends where the seconds of one worker's round went."""
         if self._seconds is None:
-            self._seconds = self._seconds_path.open("a", encoding="utf-8")
+            self._seconds = Appender(self._seconds_path)
         self._seconds.write(seconds_line(seconds))
-        self._seconds.flush()
 
     def write_seconds(self, seconds: Iterable[RoundSeconds]) -> None:
         """Replaces the record of seconds, of a simulation that finds those of all rounds at its end."""
@@ -185,8 +183,7 @@ class RunFolder:
             self._wandb = _wandb(self._config.wandb_project, self.path, self.worker, self._run_toml)
         if self._config.tensorboard:
             self._tensorboard = _tensorboard(self.path / "tensorboard", self.worker, next_step)
-        self._metrics = self._metrics_path.open("a", encoding="utf-8")
-        self._trace = self._trace_path.open("a", encoding="utf-8")
+        self._metrics, self._trace = Appender(self._metrics_path), Appender(self._trace_path)
 
 
 def metrics_line(kind: str, **fields: Any) -> str:

@@ -37,6 +37,11 @@ def write_report(runs: Mapping[str, Path], out_html: Path, networks: Mapping[str
         *_html_drawn(loaded, networks),
         *(_html_details(f"Network {name}", to_toml(network)) for name, network in networks.items()),
         *(_html_details(f"Configuration of {run.label}", run.config) for run in loaded if run.config is not None),
+        *(
+            _html_details(f"Changes of settings of {run.label}", "\n".join(run.branches))
+            for run in loaded
+            if run.branches
+        ),
         *(_html_details(f"Text sample of {run.label}", run.sample) for run in loaded if run.sample is not None),
     ]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'

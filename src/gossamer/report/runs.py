@@ -11,6 +11,7 @@ from gossamer.errors import DataError
 from gossamer.network.links import Network
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
+from gossamer.record.branches import described, read_branches
 from gossamer.record.events import EventLog, read_events
 from gossamer.record.folder import read_metrics
 from gossamer.record.trace import read_trace, trace_files
@@ -45,6 +46,8 @@ class RunData(NamedTuple):
     """By name of network."""
     config: str | None
     sample: str | None
+    branches: tuple[str, ...] = ()
+    """Its changes of settings, in words."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[RunData]:
@@ -78,6 +81,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
         timelines,
         _read_text(folder / "run.toml"),
         _read_text(folder / "sample.txt"),
+        tuple(map(described, read_branches(folder))),
     )
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from gossamer import rng
 from gossamer.codecs import Codec, exact
 from gossamer.codecs.message import decode, encode
+from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
 from gossamer.rounds.kernel import PLAIN, Decoded, Kernel
@@ -197,7 +198,8 @@ def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) 
     """Announces what will be received and returns the exchange, which waits to be posted after the local phase.
 
     Args: `sent` is that of an exchange which was under way when a checkpoint was written, to send the same again.
-    Raises: TransportError and PeerError from the transport, wherever the exchange is continued.
+    Raises: TransportError and PeerError from the transport, wherever the exchange is continued; TrainingError, naming the sender,
+        for a message that is not finite, before it is sent and when it has come.
     Cost: one payload to each receiver. Only a `mean` over everyone with an exact codec, or with one that has a way back, goes
         through chunk owners, (n-1)/n payloads there and (n-1)/n back per worker. With overlap or a merge one more copy of x
         while it is under way.
@@ -264,6 +266,7 @@ def _with_peers(job: _Job) -> _Legs:
     arrived = {j: refill(payload, frames) for j, frames in transport.collect(ticket).items()}
     own = decode(codec, payload, sent.message)
     received = [decode(codec, arrived[j], sent.message) for j in sources]
+    _must_be_finite(ctx, "message", dict(zip(sources, received, strict=True)) | ({} if codec.exact else {i: own}))
     yield _Complete()
 
     # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
@@ -307,6 +310,7 @@ def _through_owners(job: _Job) -> _Legs:
 
     own = [decode(codec, payload, chunk) for payload, chunk in zip(payloads, message, strict=True)]
     arrived = {j: decode(codec, refill(share, frames), message[i]) for j, frames in transport.collect(there).items()}
+    _must_be_finite(ctx, "message", arrived | ({} if codec.exact else {i: tuple(own)}))
     total = rule.hear(own[i], arrived, i, mixing.rows[i])
     del arrived
     mine = encode(back, total, rng.key(seed, i, ctx.round, part.fragment, "back"))
@@ -316,6 +320,7 @@ def _through_owners(job: _Job) -> _Legs:
 
     arrived = {j: refill(sums[j], frames) for j, frames in transport.collect(gather).items()} | {i: mine}
     pieces = [leaves(decode(back, arrived[j], map_leaves(widen, message[j]))) for j in range(n)]
+    _must_be_finite(ctx, "sum", {j: tuple(piece) for j, piece in enumerate(pieces)})
     whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, own), strict=True)))
     yield _Complete()
 
@@ -334,8 +339,14 @@ def _reduced(job: _Job, reduce: Reduce) -> _Legs:
     yield _Complete()
     total = [ctx.weight * leaf for leaf in leaves(sent.message)]
     reduce(total, Ticket(ctx.round, part.fragment))
+    must_be_finite({f"the all-reduced mean of round {ctx.round}": tuple(total)})
     with _merging(job, sent.x):
         _update_with_mean(job.setup, sent.message, [total], ctx)
+
+
+def _must_be_finite(ctx: Context, what: str, parts: Mapping[int, Tree]) -> None:
+    """Raises TrainingError, naming the sender, unless what these workers send in this round is finite."""
+    must_be_finite({f"the {what} of worker {j} in round {ctx.round}": part for j, part in parts.items()})
 
 
 def _sent(job: _Job) -> Sent:
@@ -349,6 +360,7 @@ def _sent(job: _Job) -> Sent:
     (x, s, *_), delayed, overlaps = setup.part, setup.rule.delay_rounds > 0, setup.overlap_steps > 0
     keeps = setup.transport.keeps_frames or overlaps or delayed
     message = own_message(setup.rule, x, s, job.ctx) if keeps else setup.rule.send(x, s, job.ctx)
+    _must_be_finite(job.ctx, "message", {job.ctx.worker: message})
     changes = (overlaps or setup.merge != "keep") and not delayed
     return Sent(message, x.clone() if changes else ())
 

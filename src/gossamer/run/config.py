@@ -21,12 +21,12 @@ from gossamer.rounds import pairing
 from gossamer.rounds.facts import INSTEAD, Facts, Kind
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.choice import Choice, NamedIn
-from gossamer.run.document import EXPERIMENT, TABLES, with_settings
+from gossamer.run.document import EXPERIMENT, TABLES, flat, with_settings
 from gossamer.run.methods import recipes
-from gossamer.schema import NEUTRAL, AtLeastOne, AtLeastZero, build, plain, settings
+from gossamer.schema import NEUTRAL, AtLeastOne, AtLeastZero, Changeable, build, plain, settings
 from gossamer.schema import faults as schema_faults
 
-__all__ = ["LoopSettings", "RunConfig", "digest", "dump", "faults", "json_schema", "parse"]
+__all__ = ["LoopSettings", "RunConfig", "differences", "digest", "dump", "faults", "json_schema", "parse"]
 
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
@@ -36,7 +36,7 @@ _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 class LoopSettings:
     """How long to train, how often to exchange, and on which device."""
 
-    steps: AtLeastOne = 300
+    steps: Annotated[AtLeastOne, Changeable()] = 300
     """Inner steps of a worker that takes the full number per round."""
     wait: bool = True
     """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last, over the
@@ -88,10 +88,10 @@ class RunConfig:
     name: Annotated[str, NEUTRAL] = "run"
     seed: int = 0
     workers: AtLeastOne = 8
-    rule: Annotated[Choice, NamedIn("rule")] = Choice("gasloc")
+    rule: Annotated[Choice, NamedIn("rule"), Changeable("lr")] = Choice("gasloc")
     topology: Annotated[Choice, NamedIn("topology")] = Choice("random")
     codec: Annotated[Choice, NamedIn("codec")] = Choice("exact")
-    server: Annotated[Choice, NamedIn("server")] | None = None
+    server: Annotated[Annotated[Choice, NamedIn("server")] | None, Changeable("lr")] = None
     """A server that takes each message as it comes, in place of rule and topology."""
     pair: Annotated[Choice, NamedIn("pair")] | None = None
     """What workers do that meet in pairs along the edges of the topology, in place of a rule."""
@@ -251,6 +251,13 @@ def digest(config: RunConfig) -> str:
             if name == clock or clock not in config.network
         }
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys in which two runs differ, each with both values; None for a key that a run does not have."""
+    old, new = flat(_document(before)), flat(_document(after))
+    keys = sorted(old.keys() | new.keys())
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def json_schema() -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """A run file as it is written: loaded, and changed key by key, before it is validated."""
 
 import copy
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from gossamer.errors import ConfigError
 from gossamer.rounds.facts import INSTEAD
 from gossamer.rules import RULES
 from gossamer.run.methods import recipe
+from gossamer.schema import parse_toml
 from gossamer.topologies import TOPOLOGIES
 
 __all__ = ["EXPERIMENT", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
@@ -33,10 +33,10 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, An
     if path.stat().st_size > 1 << 20:
         raise ConfigError(f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: give another file")
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
         raise ConfigError(f"'{path}' is not TOML: {error}; correct that line") from None
-    return with_settings(document, overrides or {})
+    return with_settings(parse_toml(text, f"'{path}'"), overrides or {})
 
 
 def load_run(folder: Path) -> dict[str, Any]:
@@ -60,9 +60,15 @@ def settings(words: list[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise ConfigError(f"--set got '{word}'; write it as key=value, such as rule.lr=0.5")
+        if key.count(".") > 8:
+            raise ConfigError(
+                f"--set got a key of {key.count('.') + 1} parts; write it as key=value, such as rule.lr=0.5"
+            )
         try:
-            found[key] = tomllib.loads(f"v = {value}")["v"]
-        except tomllib.TOMLDecodeError:
+            found[key] = parse_toml(f"v = {value}", f"--set {key}")["v"]
+        except ConfigError as error:
+            if " is not TOML" not in str(error):
+                raise
             found[key] = value
     return found
 

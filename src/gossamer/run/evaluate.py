@@ -1,5 +1,6 @@
 """Evaluation of a run: the loss of the mean model, the loss of each worker, and their disagreement."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from gossamer.models.export import export
 from gossamer.models.llama import build_model, loss
 from gossamer.models.sample import sample
 from gossamer.record import checkpoint
-from gossamer.record.files import atomic_write
+from gossamer.record.files import Appender, atomic_write
 from gossamer.record.folder import metrics_line, read_metrics
-from gossamer.run.config import RunConfig, digest, parse
+from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
+from gossamer.run.history import lineage
 
 __all__ = ["Assessment", "Probe", "Result", "assess", "disagreement", "evaluate", "mean_of", "publish"]
 
@@ -117,7 +119,7 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     """
     config = parse(load_run(folder))
     finished = _whole_round(config, folder, round)
-    key = digest(config)
+    key = lineage(config, folder)
     states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in config.owners]
     vectors = [state["x"] for state in states]
     corpus = open_corpus(config.data, config.workers, config.seed)
@@ -131,7 +133,7 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
 def _whole_round(config: RunConfig, folder: Path, round: int | None) -> int:
     """The newest round of which all checkpoints are here, or the requested one. Raises CheckpointError."""
     store, owners = folder / "checkpoints", config.owners
-    owned = checkpoint.owned(store, owners, digest(config))
+    owned = checkpoint.owned(store, owners, lineage(config, folder))
     whole = sorted(set(owned[0]).intersection(*owned[1:]))
     if round is not None and whole and round not in whole:
         raise CheckpointError(
@@ -161,5 +163,5 @@ def _note(
     line = metrics_line(
         "eval", round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result._asdict()
     )  # fmt: skip
-    with (folder / "metrics-evaluated.jsonl").open("a", encoding="utf-8") as file:
+    with contextlib.closing(Appender(folder / "metrics-evaluated.jsonl")) as file:
         file.write(line)

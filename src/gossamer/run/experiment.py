@@ -59,25 +59,23 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
 def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Draft]:
     """The documents of all runs of an experiment file, as in `points`. Raises ConfigError for what is no experiment."""
     base = {key: value for key, value in document.items() if key not in EXPERIMENT}
-    rows = document.get("variant", [{}])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"variant is {type(rows).__name__}; write each variant as a [[variant]] table")
-    if scale and "scale" not in document:
+    rows, scales = _variants(document), _scales(document, "")
+    if scale and not scales:
         raise ConfigError(f"--scale got '{scale}' and the file has no [scale.NAME]; leave --scale out, or write one")
-    if scale and scale not in document["scale"]:
-        raise ConfigError(choose("scale", scale, document["scale"]) + "; name one that the file has")
-    named = {row.get("method") for row in rows}
+    if scale and scale not in scales:
+        raise ConfigError(choose("scale", scale, scales) + "; name one that the file has")
+    named = {str(row.get("method")) for row in rows}
     others = [name for name in recipes() if name not in named]
     rows = [
         row if row.get("method") != "*" else {**row, "method": name}
         for row in rows
         for name in (others if row.get("method") == "*" else [""])
     ]
-    base = with_settings(base, flat(document.get("scale", {}).get(scale, {})))
+    base = with_settings(base, flat(scales.get(scale, {})))
     runs: list[Draft] = []
     for row in rows:
         own = flat({key: value for key, value in row.items() if key not in ("label", "sweep", "scale")})
-        own |= flat(row.get("scale", {}).get(scale, {}))
+        own |= flat(_scales(row, "variant.").get(scale, {}))
         method = str(row.get("label", row.get("method", base.get("name", "run"))))
         grid = _grid(row.get("sweep", document.get("sweep", {})), seeds)
         for values in itertools.product(*grid.values()):
@@ -93,6 +91,27 @@ def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
 def figure(document: Mapping[str, Any]) -> Figure | None:
     """What the `[figure]` table of an experiment file asks for. Raises ConfigError when it asks for the impossible."""
     return build(Figure, document["figure"], "figure") if "figure" in document else None
+
+
+def _variants(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The variants of an experiment file; one without settings where it has none."""
+    rows = document.get("variant", [{}])
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"variant is {rows!r:.60}; write each variant as a [[variant]] table")
+    for key, value in ((key, row[key]) for row in rows for key in ("label", "method") if key in row):
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"variant.{key} is {value!r:.60}; write a name, as text that is not empty")
+    return rows
+
+
+def _scales(table: Mapping[str, Any], owner: str) -> dict[str, dict[str, Any]]:
+    """The other sizes that a file or a variant describes, by name."""
+    scales = table.get("scale", {})
+    if not isinstance(scales, dict) or not all(isinstance(one, dict) for one in scales.values()):
+        raise ConfigError(
+            f"{owner}scale is {scales!r:.60}; write each size as a table [{owner}scale.NAME] of dotted keys"
+        )
+    return scales
 
 
 def _grid(sweep: Any, seeds: Sequence[int]) -> dict[str, list[Any]]:

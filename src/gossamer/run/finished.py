@@ -7,13 +7,14 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.run.config import RunConfig, digest, parse
 from gossamer.run.document import load
+from gossamer.run.history import lineage
 
 __all__ = ["is_finished", "rounds_in_common"]
 
 
 def rounds_in_common(config: RunConfig, folder: Path) -> int | None:
     """The newest round of this run that all owners have checkpoints of here; None without one."""
-    return checkpoint.newest_common(checkpoint.owned(folder / "checkpoints", config.owners, digest(config)))
+    return checkpoint.newest_common(checkpoint.owned(folder / "checkpoints", config.owners, lineage(config, folder)))
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:

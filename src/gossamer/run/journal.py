@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.clock import Absence, Phase, Record, Transfer, Update
+from gossamer.errors import TrainingError
+from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
 from gossamer.record.trace import Entry
-from gossamer.run.config import RunConfig, digest
+from gossamer.run.config import RunConfig
 from gossamer.run.replica import joined
 from gossamer.run.seconds import EventSeconds
 from gossamer.run.worker import RoundReport, Worker
@@ -22,13 +25,12 @@ Save = Callable[[int], None]
 """Saves what is to be kept after so many rounds."""
 
 
-def saver(config: RunConfig, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]]) -> Save:
+def saver(digest: str | Lineage, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]]) -> Save:
     """Saves the state of each owner, one after the other."""
-    key = digest(config)
 
     def save(finished: int) -> None:
         for owner, state in snapshots():
-            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=key)
+            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=digest)
 
     return save
 
@@ -75,12 +77,15 @@ class Journal:
         Args:
             losses: training losses of the round, for the progress.
             behind: further fields of a validation line, such as the steps and tokens so far.
+        Raises: TrainingError when what is saved, or the loss after the last round, is not finite.
         """
         config = self.config
         if config.due(config.run.eval_every, finished):
             figures = self._validate()
             self.loss = figures["loss"]
             self.record.log(self._kind, round=finished - 1, **behind, **figures)
+            if finished == config.rounds and not math.isfinite(self.loss):
+                raise TrainingError(f"the run ended with a validation loss of {self.loss}; {GO_ON}")
         if config.due(config.run.checkpoint_every, finished):
             self._save(finished)
         if self._progress is not None:

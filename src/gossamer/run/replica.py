@@ -12,6 +12,7 @@ from torch import Tensor
 from gossamer import rng
 from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, TrainingError
+from gossamer.finite import GO_ON
 from gossamer.layout import arrange, attach, flat_gradients, layout_of, views
 from gossamer.models.llama import build_model, loss
 from gossamer.optimizers import GPA
@@ -106,7 +107,7 @@ class Replica:
             if not math.isfinite(value):
                 raise TrainingError(
                     f"the loss of worker {self.index} became {value} at its inner step {self.steps_taken} (round {round}); "
-                    "lower inner.lr or the outer learning rate and resume from the last checkpoint"
+                    f"{GO_ON}"
                 )
             losses.append(value)
             tokens += count

@@ -25,9 +25,11 @@ from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import decode, payload_like
 from gossamer.data.corpus import open_corpus
 from gossamer.errors import GossamerError, PeerError, TransportError
+from gossamer.finite import all_finite
 from gossamer.record import checkpoint
-from gossamer.run.config import RunConfig, digest
+from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Probe
+from gossamer.run.history import Resume, history
 from gossamer.run.serve_protocol import OWNED, run_key, settled_server, use_threads
 from gossamer.run.server_session import Reply, ServerSession, open_session
 from gossamer.transport import Turn
@@ -71,10 +73,10 @@ class _Lost(NamedTuple):
     reason: str | None  # None for a worker to which nothing was left to train
 
 
-def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool = False) -> None:
+def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
     """Serves workers until together they have taken all inner steps of the run.
 
-    Args: `resume` goes on from the newest checkpoint of the server.
+    Args: `resume` goes on from the newest sound checkpoint of the server; "auto" starts where there is none.
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
@@ -83,13 +85,15 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: bool
     corpus = open_corpus(config.data, config.workers, config.seed)
     probe, start = Probe(config, corpus, torch.device("cpu")), None
     if resume:
-        store, key = folder / "checkpoints", digest(config)
-        start = max(checkpoint.rounds(store, config.workers, key), default=0)
-        if not start:
-            raise checkpoint.nothing_to_resume(store, config.owners, [])
+        store, past, me = folder / "checkpoints", history(config, folder), config.workers
+        start = past.newest(
+            folder, [checkpoint.rounds(store, me, past.lineage)], auto=resume == "auto", owners=[me],
+            faults=lambda round: [checkpoint.fault(store, round, me, past.lineage)],
+        )  # fmt: skip
         if start == config.rounds:
             print(checkpoint.ended(folder, start))
             return
+        past.go_on(folder, start)
     with open_session(config, settled, folder, probe, start) as session, _listener(host, port) as listener:
         _Server(session, settled.codec, run_key(settled.config, corpus)).run(listener)
 
@@ -248,7 +252,7 @@ def _decoded(codec: Codec, frames: Sequence[Tensor], like: Tensor, worker: int) 
         raise TransportError(
             f"worker {worker} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
         ) from None
-    if not bool(torch.isfinite(message).all()):
+    if not all_finite(message):
         raise TransportError(
             f"worker {worker} pushed {message.numel()} numbers that are not all finite; lower inner.lr"
         )

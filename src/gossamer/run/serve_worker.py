@@ -14,12 +14,15 @@ from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import encode
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import ConfigError
+from gossamer.finite import must_be_finite
 from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
 from gossamer.record.files import worker_suffix
 from gossamer.record.folder import RunFolder
 from gossamer.rng import key as random_key
-from gossamer.run.config import RunConfig, digest, dump
+from gossamer.run.config import RunConfig, dump
+from gossamer.run.history import Resume, history, lineage
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_server, terms_of, use_threads
@@ -44,28 +47,31 @@ class Trained(NamedTuple):
 class ServedWorker:
     """A worker of a server with its model, data, records and checkpoints, and without a connection.
 
-    Args: `settled` is the run with the local steps of its workers, `config` the run as in its file.
+    Args: `settled` is the run with the local steps of its workers, `config` the run as in its file, and `line` tells whose
+        checkpoints it may go on from.
     """
 
     def __init__(
-        self, index: int, config: RunConfig, settled: RunConfig, folder: Path, corpus: Corpus, device: torch.device
-    ) -> None:
+        self, index: int, config: RunConfig, settled: RunConfig, folder: Path, corpus: Corpus, device: torch.device,
+        line: Lineage | None = None,
+    ) -> None:  # fmt: skip
         self.index, self.config = index, config
         self.learner = Replica(index, settled, corpus, device)
-        self._store, self._digest = folder / "checkpoints", digest(config)
+        self._store, self._lineage = folder / "checkpoints", line or lineage(config, folder)
         self._terms: Terms
         self._worker: ServerWorker
 
     def owned(self) -> list[int]:
-        """The newest rounds of which it has a checkpoint."""
-        return checkpoint.rounds(self._store, self.index, self._digest)[-OWNED:]
+        """The newest rounds of which it has a sound checkpoint."""
+        found = checkpoint.rounds(self._store, self.index, self._lineage)[-OWNED:]
+        return [r for r in found if checkpoint.fault(self._store, r, self.index, self._lineage) is None]
 
     def join(self, starts: Mapping[int, StartingPoint], terms: Terms) -> None:
         """Begins from the server's reply, and from the own checkpoint that this names. Raises CheckpointError."""
         if terms.again:
             checkpoint.rewind(self._store, terms.checkpoint, self.index)
             if terms.checkpoint:
-                self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._digest))
+                self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._lineage))
         self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
 
     def train(self) -> Trained:
@@ -94,13 +100,14 @@ class ServedWorker:
         self._terms = terms
         finished = range(trained.round + 1, min(terms.round, self.config.rounds) + 1)
         if any(self.config.due(self.config.run.checkpoint_every, r) for r in finished):
-            checkpoint.save(self._store, finished[-1], self.index, self.learner.state(), digest=self._digest)
+            checkpoint.save(self._store, finished[-1], self.index, self.learner.state(), digest=self._lineage)
         return finished
 
 
-def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> None:
+def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
     """Trains one worker of the server at this address until there is nothing left to train.
 
+    Args: `resume` lets settings differ from those in the folder, as the server does; with "auto" the run may also start again.
     Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it.
     Cost: one model, its gradients and inner state, and one starting point.
     """
@@ -111,7 +118,9 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
         )
     settled = settled_server(config)
     corpus = open_corpus(config.data, config.workers, config.seed)
-    served = ServedWorker(worker, config, settled.config, folder, corpus, device_of(config.run.device, worker))
+    past = history(config, folder) if resume else None
+    device, line = device_of(config.run.device, worker), None if past is None else past.lineage
+    served = ServedWorker(worker, config, settled.config, folder, corpus, device, line)
     stream = connect(
         host,
         port,
@@ -125,7 +134,11 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
         arrived = [_starting_point(stream, 0, p, span) for p, span in enumerate(served.learner.spans)]
         terms = arrived[-1][1]
         served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
-        cut = terms.cut_round if terms.again else None
+        cut = terms.cut_round if terms.again else 0 if resume == "auto" else None
+        if resume == "auto" and not terms.again:
+            checkpoint.rewind(folder / "checkpoints", 0, worker)
+        if past is not None:
+            past.go_on(folder, min(terms.cut_round, terms.round))
         with (
             RunFolder(folder, dump(config), config.record, worker=worker, resume_round=cut) as record,
             EventWriter(
@@ -157,6 +170,7 @@ def _train(
         p, number = trained.push.fragment, trained.number
         ended_s = time.monotonic() + early_s
         served.log(record, events, trained, began_s, ended_s)
+        must_be_finite({f"the message of worker {served.index} in its phase {number}": trained.push.message})
         payload = encode(codecs[p], trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
         stream.send(Turn(number, p, PUSH), leaves(payload))
         sent_s = time.monotonic() + early_s
@@ -179,4 +193,5 @@ def _starting_point(stream: Stream, number: int, p: int, span: tuple[int, int]) 
     like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(span[1] - span[0], device="meta")]
     numbers, x = stream.receive(Turn(number, p, START), like)
     terms = terms_of(numbers)
+    must_be_finite({f"the starting point of phase {number} from the server": x})
     return StartingPoint(x, terms.updates), terms

@@ -22,6 +22,7 @@ from gossamer.record.files import worker_suffix
 from gossamer.record.folder import RunFolder
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
+from gossamer.run.history import lineage
 from gossamer.run.journal import EventJournal, Journal, saver
 from gossamer.run.serve_protocol import HERE, Terms
 from gossamer.run.settle import WithServer
@@ -43,7 +44,7 @@ class ServerSession:
 
     Args:
         settled: what `config` runs.
-        start: rounds of the run that are over, whose checkpoint is restored; None for a new run.
+        start: rounds of the run that are over, whose checkpoint is restored; 0 for a run that starts again, None for a new one.
         record, events: the files of this process.
         arrivals: where every input is written first; None in a replay.
     """
@@ -53,11 +54,12 @@ class ServerSession:
         events: EventWriter, arrivals: ArrivalWriter | None,
     ) -> None:  # fmt: skip
         self.config, self.record, self.events, self._arrivals = config, record, events, arrivals
-        self._probe, self._resumed = probe, start
+        self._probe, self._resumed = probe, start or None
         self._local_steps = [settled.config.local_steps(i) for i in range(config.workers)]
         n, saved = config.workers, dict[str, Any]()
+        line = lineage(config, folder)
         if start is not None:
-            saved = checkpoint.load(folder / "checkpoints", start, n, digest(config))
+            saved = checkpoint.load(folder / "checkpoints", start, n, line) if start else saved
             checkpoint.rewind(folder / "checkpoints", start, n)
         self.begin_s = saved.get("time_s", 0.0)
         """When this process of the server began, since the run began."""
@@ -70,7 +72,7 @@ class ServerSession:
             self.core.restore(saved)
         self._now_s = self.begin_s
         self._write("serve", workers=n, round=start or 0, digest=digest(config))
-        save = saver(config, folder, lambda: [(n, {**self.core.state(), "time_s": self._now_s})])
+        save = saver(line, folder, lambda: [(n, {**self.core.state(), "time_s": self._now_s})])
         self.journal = EventJournal(Journal(config, record, self._assess, save), events)
         self.journal.round, self.journal.steps = start or 0, self.core.absorbed_steps
 
@@ -162,5 +164,5 @@ def open_session(
         events = files.enter_context(EventWriter(folder, network=HERE, workers=n, suffix=suffix, resume_round=start))
         arrivals = None
         if not replays:
-            arrivals = files.enter_context(ArrivalWriter(folder, resume=start is not None))
+            arrivals = files.enter_context(ArrivalWriter(folder, resume=bool(start)))
         yield ServerSession(config, settled, folder, probe, start, record, events, arrivals)

@@ -3,9 +3,13 @@
 from pathlib import Path
 
 from gossamer.errors import ConfigError
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
 from gossamer.record.progress import Progress
 from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Result
+from gossamer.run.finished import is_finished
+from gossamer.run.history import Resume
 from gossamer.run.synchronous import simulate_rounds
 from gossamer.run.virtual import simulate_events
 
@@ -13,7 +17,12 @@ __all__ = ["simulate"]
 
 
 def simulate(
-    config: RunConfig, folder: Path, *, resume: bool = False, progress: Progress | None = None, until: int | None = None
+    config: RunConfig,
+    folder: Path,
+    *,
+    resume: Resume = False,
+    progress: Progress | None = None,
+    until: int | None = None,
 ) -> Result:
     """Trains all workers of a run and records it in `folder`.
 
@@ -22,16 +31,21 @@ def simulate(
     in virtual time.
 
     Args:
-        resume: continue from the newest checkpoint in the folder; only in rounds.
+        resume: continue from the newest sound checkpoint in the folder, with settings of which some may have changed; "auto"
+            starts where there is none. An asynchronous run is only started, with "auto" again from the beginning.
         until: stop after this many rounds, as if killed there; only in rounds.
     Raises: ConfigError, PairingError, DataError, CheckpointError; TrainingError when a loss is not finite.
     Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
     """
     if not config.event_driven:
         return simulate_rounds(config, folder, resume=resume, progress=progress, until=until)
-    if resume or until is not None:
+    if resume is True or until is not None:
         raise ConfigError(
             f"cannot {'resume' if resume else 'stop and resume'} '{folder}': an asynchronous run keeps no record of what was in "
             "flight when it stopped; start again with another --out"
         )
-    return simulate_events(config, folder, progress=progress)
+    if resume and is_finished(config, folder):
+        print(checkpoint.ended(folder, config.rounds))
+        last = [line for line in read_metrics(folder) if line["kind"] == "eval"][-1]
+        return Result(last["loss"], last["tokens"], 0.0, {})
+    return simulate_events(config, folder, progress=progress, again=bool(resume))

@@ -20,12 +20,14 @@ from gossamer.data.corpus import open_corpus
 from gossamer.network.links import Network, jitter_factors
 from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
 from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe, Result, assess, mean_of, publish
+from gossamer.run.history import Resume, history
 from gossamer.run.journal import Journal
 from gossamer.run.lanes import lanes
 from gossamer.run.replica import Replica
@@ -41,8 +43,8 @@ log = logging.getLogger("gossamer")
 
 
 def simulate_rounds(
-    config: RunConfig, folder: Path, *, resume: bool = False, progress: Progress | None = None, until: int | None = None
-) -> Result:
+    config: RunConfig, folder: Path, *, resume: Resume = False, progress: Progress | None = None, until: int | None = None
+) -> Result:  # fmt: skip
     """Trains all workers of a run in rounds; see `gossamer.run.simulate.simulate`."""
     m, network, warnings = in_rounds(config)
     for sentence in warnings:
@@ -54,7 +56,7 @@ def simulate_rounds(
     mailboxes = MemoryNetwork(config.workers)
     replicas = [Replica(i, config, corpus, device, x) for i, x in enumerate(stacked)]
     workers = [Worker(replica, m, mailboxes.transport(replica.index)) for replica in replicas]
-    start = _restore(workers, config, folder) if resume else 0
+    start, line = _restore(workers, config, folder, auto=resume == "auto") if resume else (0, Lineage(digest(config)))
     record = RunFolder(
         folder, dump(config), config.record, resume_round=start if resume else None,
         traced_per_round=config.schedule.fragments,
@@ -68,7 +70,7 @@ def simulate_rounds(
         score = _Scores([probe, *(Probe(config, corpus, device) for _ in range(count - 1))], each)
         journal = Journal(
             config, record, lambda: assess(models, score)._asdict(),
-            lambda finished: _save(workers, config, folder, finished, each), progress,
+            lambda finished: _save(workers, folder, finished, line, each), progress,
         )  # fmt: skip
         before, busy_s = _tokens(workers), 0.0
         for round in range(start, config.rounds):
@@ -98,25 +100,29 @@ def _tokens(workers: Sequence[Worker]) -> int:
     return sum(worker.replica.steps_taken for worker in workers) * workers[0].config.step_tokens
 
 
-def _restore(workers: Sequence[Worker], config: RunConfig, folder: Path) -> int:
-    """Restores all workers from the newest round that all of them own; returns that round. Raises CheckpointError."""
-    store, key = folder / "checkpoints", digest(config)
-    owned = checkpoint.owned(store, config.owners, key)
-    newest = checkpoint.newest_common(owned)
-    if newest is None:
-        raise checkpoint.nothing_to_resume(store, config.owners, owned)
+def _restore(workers: Sequence[Worker], config: RunConfig, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
+    """Restores all workers from the newest sound round that all of them own; returns that round, and whose checkpoints count.
+
+    Raises: CheckpointError, ConfigError.
+    """
+    store, past = folder / "checkpoints", history(config, folder)
+    newest = past.newest(
+        folder, checkpoint.owned(store, config.owners, past.lineage), auto=auto, owners=config.owners,
+        faults=lambda round: [checkpoint.fault(store, round, owner, past.lineage) for owner in config.owners],
+    )  # fmt: skip
     if newest == config.rounds:
         print(checkpoint.ended(folder, newest))
     for worker in workers:
-        worker.restore(checkpoint.load(store, newest, worker.index, key))
+        if newest:
+            worker.restore(checkpoint.load(store, newest, worker.index, past.lineage))
         checkpoint.rewind(store, newest, worker.index)
-    return newest
+    return newest, past.go_on(folder, newest)
 
 
-def _save(workers: Sequence[Worker], config: RunConfig, folder: Path, finished: int, each: Each) -> None:
+def _save(workers: Sequence[Worker], folder: Path, finished: int, line: Lineage, each: Each) -> None:
     """Saves all workers, several at a time."""
-    store, key = folder / "checkpoints", digest(config)
-    each(lambda worker: checkpoint.save(store, finished, worker.index, worker.state(), digest=key), workers)
+    store = folder / "checkpoints"
+    each(lambda worker: checkpoint.save(store, finished, worker.index, worker.state(), digest=line), workers)
 
 
 def _train_round(workers: Sequence[Worker], round: int, each: Each) -> list[RoundReport]:

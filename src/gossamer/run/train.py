@@ -16,10 +16,12 @@ from gossamer.data.corpus import Corpus, fingerprint, open_corpus
 from gossamer.errors import GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
+from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
 from gossamer.run.replica import Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
@@ -37,17 +39,17 @@ __all__ = ["train", "train_member"]
 log = logging.getLogger("gossamer")
 
 
-def train(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
+def train(config: RunConfig, folder: Path, *, resume: Resume = False) -> None:
     """Joins the other processes by torchrun's environment variables, trains to the end and leaves.
 
     Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError.
     """
     run = config.run
     member = join(config.workers, backend=run.backend, device=run.device, threads=run.threads, timeout_s=run.timeout_s)
-    failed: GossamerError | None = None
+    failed: GossamerError | OSError | None = None
     try:
         train_member(config, folder, member, resume=resume)
-    except GossamerError as error:
+    except (GossamerError, OSError) as error:
         failed = error
     if not leave():
         # A transfer that a dead peer will never finish holds the process group, or a thread is still inside torch and would
@@ -61,39 +63,42 @@ def train(config: RunConfig, folder: Path, *, resume: bool = False) -> None:
         raise failed
 
 
-def train_member(config: RunConfig, folder: Path, member: Member, *, resume: bool = False) -> None:
+def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Resume = False) -> None:
     """Trains the worker that this process is; bitwise equal to the simulator, unless local steps adapt to measured seconds.
 
-    Args: `resume` continues from the newest round of which every worker has a checkpoint.
+    Args: `resume` continues from the newest round of which every worker has a sound checkpoint; "auto" starts where nobody has.
     Cost: one model, its gradients and states, the message in flight and those it receives.
     """
     m, _, warnings = in_rounds(config, real=True)
     for sentence in warnings:
         log.warning(sentence)
     corpus = open_corpus(config.data, config.workers, config.seed)
-    newest = _agreed_round(config, folder, member, m, corpus, resume=resume)
+    past = history(config, folder) if resume else None
+    newest = _agreed_round(config, folder, member, m, corpus, past, auto=resume == "auto")
     if newest == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
         if member.worker == 0:
             print(checkpoint.ended(folder, config.rounds))
         return
-    run, key = config.run, digest(config)
-    transport = GroupTransport(member, run=int(key, 16), timeout_s=run.timeout_s)
+    run, store, line = config.run, folder / "checkpoints", Lineage(digest(config))
+    transport = GroupTransport(member, run=int(line.digest, 16), timeout_s=run.timeout_s)
     stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
     replica = Replica(member.worker, config, corpus, member.device)
     worker = Worker(
         replica, m, transport, _timed_all_reduce(run.timeout_s, stopwatch) if run.mean == "all_reduce" else None
     )
-    if newest is not None:
-        worker.restore(checkpoint.load(folder / "checkpoints", newest, worker.index, key))
-        checkpoint.rewind(folder / "checkpoints", newest, worker.index)
+    if past is not None and newest is not None:
+        if newest:
+            worker.restore(checkpoint.load(store, newest, worker.index, past.lineage))
+        checkpoint.rewind(store, newest, worker.index)
+        line = past.go_on(folder, newest)
     board = Board(member.store, worker.index, member.workers, patience_s=min(2.0, run.timeout_s / 4))
     with RunFolder(
         folder, dump(config), config.record, worker=worker.index, resume_round=newest,
         traced_per_round=config.schedule.fragments,
     ) as record:  # fmt: skip
         probe = Probe(config, corpus, member.device)
-        save = _saver(config, folder, worker, board, newest or 0)
+        save = _saver(store, line, worker, board, newest or 0)
         journal = Journal(config, record, lambda: {"loss": probe.loss(replica.evaluated)}, save, kind="validation")
         stopwatch.start()
         for round in range(newest or 0, config.rounds):
@@ -115,21 +120,24 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: boo
 
 
 def _agreed_round(
-    config: RunConfig, folder: Path, member: Member, m: Method, corpus: Corpus, *, resume: bool
+    config: RunConfig, folder: Path, member: Member, m: Method, corpus: Corpus, past: History | None, *, auto: bool
 ) -> int | None:
     """The round to resume from, as all workers agree with one configuration; None for a run that starts.
 
     Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
     """
-    key, store = digest(config), folder / "checkpoints"
-    owned = checkpoint.rounds(store, member.worker, key) if resume else []
+    key, store, me = digest(config), folder / "checkpoints", member.worker
+    owned = [] if past is None else checkpoint.rounds(store, me, past.lineage)
     # The settled step and the text are found by every worker on its own, so they are part of what they must agree on.
     common = f"{key} {m.rule.options} {fingerprint(corpus)}"
     facts = agree(member, common, owned, timeout_s=config.run.timeout_s)
-    newest = checkpoint.newest_common(facts)
-    if resume and newest is None:
-        raise checkpoint.nothing_to_resume(store, [member.worker], facts)
-    return newest
+    if past is None:
+        return None
+
+    def faults(round: int) -> list[str | None]:
+        return agree(member, common, checkpoint.fault(store, round, me, past.lineage), timeout_s=config.run.timeout_s)
+
+    return past.newest(folder, facts, faults, auto=auto, owners=[me], speaks=me == 0)
 
 
 def _train_round(worker: Worker, round: int, config: RunConfig) -> RoundReport:
@@ -157,15 +165,14 @@ def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:
     return lambda frames, ticket: stopwatch.blocking(lambda: reduce(frames, ticket))
 
 
-def _saver(config: RunConfig, folder: Path, worker: Worker, board: Board, newest: int) -> Save:
+def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int) -> Save:
     """Saves this worker, and keeps every generation that the slowest worker may still need."""
-    store, key = folder / "checkpoints", digest(config)
 
     def save(finished: int) -> None:
         nonlocal newest
         # Gossip lets workers run ahead of the slowest, by more than two generations if those are close together.
         since = board.saved(newest)
-        checkpoint.save(store, finished, worker.index, worker.state(), digest=key, since=since)
+        checkpoint.save(store, finished, worker.index, worker.state(), digest=line, since=since)
         newest = finished
 
     return save

@@ -21,7 +21,7 @@ from gossamer.network.links import Network
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
-from gossamer.run.config import RunConfig, dump
+from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe, Result, assess, mean_of, publish
 from gossamer.run.journal import EventJournal, Journal, saver
 from gossamer.run.lanes import lanes
@@ -36,9 +36,12 @@ __all__ = ["simulate_events"]
 logger = logging.getLogger("gossamer")
 
 
-def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | None = None) -> Result:
+def simulate_events(
+    config: RunConfig, folder: Path, *, progress: Progress | None = None, again: bool = False
+) -> Result:
     """Trains all workers of a run over virtual time and records it in `folder`; a pure function of run file and seed.
 
+    Args: `again` replaces what an interrupted run has left in the folder.
     Raises: ConfigError, PairingError and DataError; TrainingError when a loss is not finite.
     Cost: parameters, gradients and inner state of every worker, and what the method keeps of its own.
     """
@@ -56,10 +59,10 @@ def simulate_events(config: RunConfig, folder: Path, *, progress: Progress | Non
         run = _loop(settled, settled.network, learners)
         probe = Probe(config, corpus, device)
         with (
-            RunFolder(folder, dump(config), config.record) as record,
-            EventWriter(folder, network=name, workers=config.workers) as log,
+            RunFolder(folder, dump(config), config.record, resume_round=0 if again else None) as record,
+            EventWriter(folder, network=name, workers=config.workers, resume_round=0 if again else None) as log,
         ):
-            save = saver(config, folder, lambda: _snapshots(run, config.workers))
+            save = saver(digest(config), folder, lambda: _snapshots(run, config.workers))
             journal = Journal(config, record, lambda: _assessed(run, probe), save, progress)
             events = EventJournal(journal, log, EventSeconds(config.workers, name))
             steps = [learner.local_steps for learner in learners]

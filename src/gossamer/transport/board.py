@@ -176,5 +176,5 @@ class Board:
 def _parsed(text: bytes) -> object:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -191,7 +191,7 @@ def _statement(worker: int, raw: bytes) -> tuple[str, Any]:
         match json.loads(raw) if len(raw) <= LIMIT_BYTES else None:
             case [str(digest), facts]:
                 return digest, facts
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     raise PeerError(
         f"worker {worker} published {len(raw)} bytes that are no configuration; install the same gossamer version everywhere"

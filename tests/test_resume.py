@@ -1,0 +1,254 @@
+"""Resuming: behind rounds that are spoilt, with other settings, and with the command that started the run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from torch import Tensor
+
+from gossamer.cli import main
+from gossamer.errors import CheckpointError, ConfigError, DataError
+from gossamer.record import checkpoint
+from gossamer.record.branches import read_branches
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import read_metrics
+from gossamer.run.config import RunConfig, digest, dump
+from gossamer.run.evaluate import evaluate
+from gossamer.run.history import lineage
+from gossamer.run.simulate import simulate
+from gossamer.schema import changeable
+from tiny import document, tiny
+
+
+def parameters(folder: Path, config: RunConfig, round: int | None = None) -> list[Tensor]:
+    key = lineage(config, folder)
+    return [checkpoint.load(folder / "checkpoints", round or config.rounds, w, key)["x"] for w in range(config.workers)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def flip(path: Path) -> None:
+    """Changes one bit."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def poisoned(folder: Path, round: int, worker: int, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saves this round of a worker again with a NaN in it, as versions without the check did."""
+    state = checkpoint.load(folder, round, worker, key)
+    state["x"][7] = torch.nan
+    with monkeypatch.context() as patch:
+        patch.setattr("gossamer.record.checkpoint._must_be_finite", lambda tensors, whose: None)
+        checkpoint.save(folder, round, worker, state, digest=key)
+
+
+def test_a_resume_walks_back_over_rounds_that_are_spoilt_and_says_once_which(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(run__steps=8)
+    whole = simulate(config, tmp_path / "whole")
+    for kind in ("flipped", "not finite"):
+        folder, store = tmp_path / kind, tmp_path / kind / "checkpoints"
+        simulate(config, folder, until=3)
+        if kind == "flipped":
+            flip(store / "round-000003" / "worker-001.safetensors")
+        else:
+            poisoned(store, 3, 2, digest(config), monkeypatch)
+        caplog.clear()
+        assert simulate(config, folder, resume=True).loss == whole.loss
+        assert same(parameters(folder, config), parameters(tmp_path / "whole", config))
+        (said,) = [record.message for record in caplog.records if "skipped" in record.message]
+        what = "worker-001.safetensors' has changed" if kind == "flipped" else "state.x of checkpoint file"
+        assert said.startswith("round 3 is skipped: ") and what in said, said
+
+
+def test_a_run_without_a_sound_round_is_refused_with_the_fault_of_each(tmp_path: Path) -> None:
+    config = tiny(run__steps=4)
+    simulate(config, tmp_path)
+    for tensors in tmp_path.glob("checkpoints/*/worker-000.safetensors"):
+        flip(tensors)
+    for resume in (True, "auto"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of .* is sound \(round 2: .*; round 1: .*--out"):
+            simulate(config, tmp_path, resume=resume)
+
+
+def test_a_run_goes_on_with_another_learning_rate_and_its_folder_says_since_when(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny(run__steps=12)
+    folder, slower = tmp_path / "run", tiny(run__steps=12, inner__lr=1e-4, inner__clip=1.0)
+    simulate(config, folder, until=3)
+    words = ["simulate", "--resume", str(folder), "--set", "inner.lr=1e-4", "--set", "inner.clip=1.0"]
+    assert main(words) == 0, capsys.readouterr()
+    changes = {"inner.clip": [None, 1.0], "inner.lr": [0.001, 0.0001]}
+    assert read_branches(folder) == [{"round": 3, "digest": digest(config), "changes": changes}]
+    assert "inner.lr from 0.001 to 0.0001" in (folder / "report.html").read_text()
+    assert lineage(slower, folder) == Lineage(digest(slower), ((digest(config), 3),))
+    assert evaluate(folder)[0] == 6
+    # The same as a run whose settings were changed between two rounds, by hand.
+    other = tmp_path / "other"
+    simulate(config, other, until=3)
+    assert simulate(slower, other, resume=True).loss == read_metrics(folder)[-1]["loss"]
+    # Going back behind the branch, the new settings count from there.
+    for round in (4, 5, 6):
+        for file in folder.glob(f"checkpoints/round-{round:06}/*"):
+            file.unlink()
+    assert not any(folder.glob("checkpoints/round-000003/*"))  # no longer kept
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+
+
+def test_a_branch_that_was_stopped_before_its_first_checkpoint_is_still_known(tmp_path: Path) -> None:
+    config, slower, slowest = (tiny(run__steps=12, inner__lr=lr) for lr in (1e-3, 1e-4, 1e-5))
+    for stop in ("at once", "later"):
+        folder = tmp_path / stop
+        simulate(config, folder, until=3)
+        simulate(slower, folder, resume=True, until=4)
+        if stop == "at once":
+            for file in folder.glob("checkpoints/round-000004/*"):
+                file.unlink()
+        simulate(slowest, folder, resume=True)
+        first, second = read_branches(folder)
+        assert (first["round"], second["round"]) == ((3, 3) if stop == "at once" else (3, 4))
+        assert second["digest"] == digest(slower)
+    (folder / "branches.json").write_text('[{"round": -1}]')
+    with pytest.raises(DataError, match=r"branches\.json: "):
+        simulate(slowest, folder, resume=True)
+
+
+def test_a_lineage_counts_earlier_settings_up_to_their_last_round() -> None:
+    line = Lineage("now", (("old", 3),))
+    assert line.owns("now", 9) and line.owns("old", 3) and not line.owns("old", 4) and not line.owns("else", 1)
+
+
+def test_more_steps_go_on_where_a_run_had_ended_and_fewer_than_it_has_are_refused(tmp_path: Path) -> None:
+    simulate(tiny(run__steps=4, inner__schedule="constant"), tmp_path)
+    assert simulate(tiny(run__steps=8, inner__schedule="constant"), tmp_path, resume=True).tokens == 8 * 3 * 2 * 16
+    whole = tmp_path / "whole"
+    simulate(tiny(run__steps=8, inner__schedule="constant"), whole)
+    config = tiny(run__steps=8, inner__schedule="constant")
+    assert same(parameters(tmp_path, config), parameters(whole, config))
+    with pytest.raises(ConfigError, match=r"run\.steps is 6, which ends the run after round 3, but it is at round 4"):
+        simulate(tiny(run__steps=6, inner__schedule="constant"), tmp_path, resume=True)
+
+
+def test_keys_that_may_not_change_are_refused_with_those_that_may(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(tiny(run__steps=8), tmp_path / "run", until=2)
+    for word in ("workers=4", "rule=diloco", "run.local_steps=4", "data.batch_size=3", "inner.weight_decay=0.2"):
+        assert main(["train", "--resume", str(tmp_path / "run"), "--set", word]) == 2
+        said = capsys.readouterr().err
+        assert "but a resumed run keeps it; may change: " in said and said.count("\n") == 1, said
+        for key in ("inner.clip", "inner.lr", "run.steps", "run.eval_every", "network", "rule.lr"):
+            assert key in said.partition("may change: ")[2]
+    assert not (tmp_path / "run" / "branches.json").exists()
+
+
+def test_the_marks_of_the_schema_are_the_keys_that_may_change() -> None:
+    keys = changeable(RunConfig)
+    assert {"inner.lr", "run.steps", "rule.lr", "server.lr", "record", "network", "run.timeout_s"} <= {*keys}
+    assert not {"seed", "workers", "run", "inner", "inner.betas", "run.local_steps", "rule"} & {*keys}
+
+
+@pytest.mark.parametrize("kill", ["nowhere", "before a checkpoint", "after some", "at the end"])
+def test_auto_starts_goes_on_or_says_that_the_run_has_ended(kill: str, tmp_path: Path) -> None:
+    config = tiny(run__steps=8, run__checkpoint_every=4)
+    until = {"nowhere": 0, "before a checkpoint": 1, "after some": 3, "at the end": 4}[kill]
+    if until:
+        simulate(config, tmp_path / "run", until=until)
+    simulate(config, tmp_path / "run", resume="auto")
+    simulate(config, tmp_path / "whole")
+    assert same(parameters(tmp_path / "run", config), parameters(tmp_path / "whole", config))
+    kept = ("kind", "round", "worker", "step", "loss", "tokens")
+    ours, theirs = (
+        [{key: line.get(key) for key in kept} for line in read_metrics(tmp_path / name)] for name in ("run", "whole")
+    )
+    assert ours == theirs
+
+
+def test_auto_starts_again_when_some_never_had_a_checkpoint_and_not_when_one_has_lost_them(tmp_path: Path) -> None:
+    config = tiny(run__steps=12)
+    for until, restarts in ((1, True), (5, False)):
+        folder = tmp_path / f"{until}"
+        simulate(config, folder, until=until)
+        for file in folder.glob("checkpoints/*/worker-001.*"):
+            file.unlink()
+        if restarts:
+            simulate(config, folder, resume="auto", until=1)
+        else:
+            with pytest.raises(CheckpointError, match="no round has checkpoints of all workers"):
+                simulate(config, folder, resume="auto")
+
+
+def test_auto_of_an_asynchronous_simulation_starts_again_until_it_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = {"slow": {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}}
+    config = tiny(server__name="cgad", network=slow, run__steps=4)
+    whole = simulate(config, tmp_path, resume="auto")
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:-2]))  # as if killed before the end
+    assert simulate(config, tmp_path, resume="auto") == whole._replace(tokens_per_s=pytest.approx(0, abs=1e9))
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
+    assert simulate(config, tmp_path, resume="auto").loss == whole.loss and "has ended" in capsys.readouterr().out
+
+
+def test_auto_takes_a_run_file_and_changes_what_may_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, folder = tmp_path / "run.toml", tmp_path / "run"
+    for settings, code in (({}, 0), ({"run__steps": 16}, 0), ({"seed": 7, "run__steps": 16}, 2)):
+        file.write_text(tomli_w.dumps(document(**{"run__steps": 8, **settings})))
+        assert main(["simulate", str(file), "--out", str(folder), "--resume", "auto"]) == code, capsys.readouterr()
+    assert [(b["round"], b["changes"]) for b in read_branches(folder)] == [(4, {"run.steps": [8, 16]})]
+    assert "seed is 0 in" in capsys.readouterr().err
+
+
+DIES_ONCE = """
+import os, signal, sys, threading, time
+from gossamer.cli import main
+from gossamer.record import checkpoint
+from pathlib import Path
+
+def watch():
+    while not checkpoint.rounds(Path(sys.argv[1]) / "checkpoints", 1):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=watch, daemon=True).start()
+sys.exit(main(["train", *sys.argv[2:]]))
+"""
+
+
+def test_torchrun_restarts_a_run_whose_worker_was_killed_to_the_same_bits(tmp_path: Path) -> None:
+    config = tiny(workers=2, topology__name="complete", run__steps=40, run__timeout_s=60)
+    (tmp_path / "run.toml").write_text(dump(config))
+    (tmp_path / "dies.py").write_text(DIES_ONCE)
+    folder = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    words = [
+        str(tmp_path / "dies.py"),
+        str(folder),
+        str(tmp_path / "run.toml"),
+        "--out",
+        str(folder),
+        "--resume",
+        "auto",
+    ]
+    done = subprocess.run(
+        [*torchrun, "--monitor-interval=0.1", *words], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Signal 9" in done.stderr or "SIGKILL" in done.stderr or "exitcode: -9" in done.stderr, done.stderr
+    simulate(config, tmp_path / "simulated")
+    assert same(parameters(folder, config), parameters(tmp_path / "simulated", config))
+    lines = map(json.loads, (folder / "metrics-001.jsonl").read_text().splitlines())
+    assert [line["round"] for line in lines if line["kind"] == "train"] == [*range(config.rounds)]
