@@ -140,7 +140,7 @@ def trained(request, tmp_path_factory, forks):
     documents = cases(request.config.getoption("--full-parity"))
     plan = {str(root / "real" / name): document for name, document in documents.items()}
     (root / "cases.json").write_text(json.dumps(plan))
-    code = run_local(N, train_cases, [str(root / "cases.json")], timeout_s=60)
+    code = run_local(N, train_cases, [str(root / "cases.json")])
     assert code == 0
     for name, document in documents.items():
         simulate(parse(document), root / "simulated" / name)

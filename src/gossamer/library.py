@@ -26,6 +26,7 @@ from gossamer.transport.group import GroupTransport, hang_up
 from gossamer.transport.launch import agree
 from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork
+from gossamer.transport.secret import environment_secret
 from gossamer.tree import leaves, must_fit
 
 __all__ = ["Outer", "OuterState"]
@@ -224,7 +225,7 @@ class Outer:
             self.local_steps if m.schedule.overlap_steps or m.rule.delay_rounds else None, self.seed,
         )  # fmt: skip
         digest = hashlib.sha256(repr(common).encode()).hexdigest()[:16]
-        member = Member.at(self.worker, self.n, self.x.device, store)
+        member = Member.at(self.worker, self.n, self.x.device, store, secret=environment_secret())
         agree(member, digest, timeout_s=timeout_s)
         dist.broadcast(self.x, src=0)
         group = dist.new_group()  # connections of our own, which `close` may close

@@ -25,6 +25,7 @@ from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_server, terms_of, use_threads
 from gossamer.transport import Turn
 from gossamer.transport.launch import device_of
+from gossamer.transport.secret import folder_secret
 from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
 from gossamer.tree import leaves, nbytes
 
@@ -101,6 +102,8 @@ class ServedWorker:
 def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> None:
     """Trains one worker of the server at this address until there is nothing left to train.
 
+    Both prove that they know the secret of the run, which is in GOSSAMER_SECRET or the run folder.
+
     Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it.
     Cost: one model, its gradients and inner state, and one starting point.
     """
@@ -109,12 +112,13 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int) -> 
         raise ConfigError(
             f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
         )
-    settled = settled_server(config)
+    settled, secret = settled_server(config), folder_secret(folder)
     corpus = open_corpus(config.data, config.workers, config.seed)
     served = ServedWorker(worker, config, settled.config, folder, corpus, device_of(config.run.device, worker))
     stream = connect(
         host,
         port,
+        secret=secret,
         run=run_key(settled.config, corpus),
         me=worker,
         server=config.workers,
