@@ -3,7 +3,8 @@
     python benchmarks/exchange.py
 
 Both take turns in one run, on loopback with one thread each. The ratio is that of the median times (aim: 0.9 at 64 MB).
-For "announced" the receives are posted ahead of time, as before a local phase.
+For "announced" the receives are posted ahead of time, as before a local phase. "unchecked" goes without the checksum of the
+payload, whose cost is also given by itself: one pass over what is sent and one over what is received, as a share of it.
 """
 
 import functools
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from gossamer.transport import Ticket
+from gossamer.transport import Ticket, wire
 from gossamer.transport.group import GroupTransport
 from gossamer.transport.launch import join, leave
 from gossamer.transport.local import run_local
@@ -25,29 +26,32 @@ SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 
 
 def measure(member: Member, size: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a bare exchange, of ours, and of ours when it was announced early."""
+    """Median seconds of a bare exchange, of ours, of ours when it was announced early or unchecked, and of a checksum."""
     peer = 1 - member.worker
-    transport = GroupTransport(member, run=1, timeout_s=60.0)
+    checked = GroupTransport(member, run=1, timeout_s=60.0)
+    unchecked = GroupTransport(member, run=1, timeout_s=60.0, checksum=False)
     ours, theirs = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
 
     def bare() -> None:
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, theirs, peer), dist.P2POp(dist.isend, ours, peer)]):
             work.wait()
 
-    def gossamer(ticket: Ticket, announced: bool) -> None:
+    def gossamer(transport: GroupTransport, ticket: Ticket, announced: bool) -> None:
         if not announced:
             transport.expect(ticket, peer, [ours])
         transport.post(ticket, peer, [ours])
         transport.wait(ticket)
         transport.collect(ticket)
 
-    times: dict[str, list[float]] = {"bare": [], "gossamer": [], "announced": []}
+    times: dict[str, list[float]] = {"bare": [], "gossamer": [], "announced": [], "unchecked": [], "checksum": []}
     for round in range(repeats):
-        transport.expect(Ticket(round, fragment=1), peer, [ours])
+        checked.expect(Ticket(round, fragment=1), peer, [ours])
         for kind, act in (
             ("bare", bare),
-            ("gossamer", functools.partial(gossamer, Ticket(round, fragment=0), announced=False)),
-            ("announced", functools.partial(gossamer, Ticket(round, fragment=1), announced=True)),
+            ("gossamer", functools.partial(gossamer, checked, Ticket(round, fragment=0), announced=False)),
+            ("announced", functools.partial(gossamer, checked, Ticket(round, fragment=1), announced=True)),
+            ("unchecked", functools.partial(gossamer, unchecked, Ticket(round, fragment=2), announced=False)),
+            ("checksum", functools.partial(wire.checksum, ours)),
         ):
             dist.barrier()
             start = time.perf_counter()
@@ -64,8 +68,12 @@ def exchanges(argv: Sequence[str]) -> int:
         if member.worker == 0:
             bare = seconds["bare"]
             figures = [
-                f"{kind} {s * 1e3:8.3f} ms (ratio {bare / s:.2f})" for kind, s in seconds.items() if kind != "bare"
+                f"{kind} {s * 1e3:8.3f} ms (ratio {bare / s:.2f})"
+                for kind, s in seconds.items()
+                if kind not in ("bare", "checksum")
             ]
+            share = 2 * seconds["checksum"] / seconds["unchecked"]
+            figures.append(f"checksum {size / seconds['checksum'] / 1e9:.1f} GB/s (twice: {share:.1%} of unchecked)")
             print(
                 f"{size:>9} bytes: bare {bare * 1e3:8.3f} ms ({size / bare / 1e9:.2f} GB/s each way), {', '.join(figures)}"
             )

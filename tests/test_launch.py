@@ -17,9 +17,10 @@ from torch.distributed import HashStore
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import LIMIT_BYTES, agree, join
+from gossamer.transport.launch import agree, join, leave
 from gossamer.transport.local import run_local
 from gossamer.transport.member import Member
+from gossamer.transport.store import LIMIT_BYTES, hosted_store
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -125,9 +126,53 @@ def test_a_worker_that_says_nothing_or_nonsense_is_named():
     member = Member(0, 2, torch.device("cpu"), store)
     with pytest.raises(PeerError, match=r"worker 1 sent no configuration within 0\.2 s"):
         agree(member, "a", timeout_s=0.2)
-    store.set("agree/1/2", "{}")
-    with pytest.raises(PeerError, match="worker 1 published 2 bytes"):
-        agree(member, "a", timeout_s=0.2)
+    for turn, text in enumerate(("{}", "[" * 100_000, '["a"]'), start=2):
+        member.entries.set(f"agree/1/{turn}", text)
+        with pytest.raises(PeerError, match=f"worker 1 published {len(text)} bytes"):
+            agree(member, "a", timeout_s=0.2)
+
+
+def test_entries_without_the_code_of_the_run_count_as_none_and_a_worker_with_another_secret_is_named():
+    store, text = HashStore(), '["a", null]'
+    members = [Member(i, 2, torch.device("cpu"), store, secret=secret) for i, secret in enumerate((b"ours", b"other"))]
+    members[1].entries.set("agree/1/1", text)
+    with pytest.raises(PeerError, match=r"the entry 'agree/1/1' of worker 1 .* does not carry the code"):
+        agree(members[0], "a", timeout_s=0.2)
+    ours = members[0].entries
+    ours.set("one", text)
+    sealed = store.get("one").decode()
+    assert ours.get("one") == text.encode() == ours.several(["one", "none"])["one"]
+    for forged in (
+        sealed[:-1],
+        sealed + " ",
+        "0" + sealed[1:],
+        "",
+        text,
+        sealed[:64] + "x" * (LIMIT_BYTES + 1),
+    ):
+        store.set("one", forged)
+        assert ours.get("one") is None and ours.several(["one", "none"]) == {}, forged[:80]
+    store.set("two", sealed)  # where it was not written
+    assert ours.get("two") is None and ours.first("two", text) is None and ours.first("three", text) == text.encode()
+
+
+def listening(port: int) -> list[str]:
+    """The local addresses, in hex, of the sockets of this machine that listen on a port."""
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines() for name in ("tcp", "tcp6")]
+    lines = [line.split() for table in tables for line in table]
+    return [line[1].split(":")[0] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")]
+
+
+def test_a_store_of_ours_listens_only_where_it_is_used_and_elsewhere_only_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+):
+    store = hosted_store("127.0.0.1", 0)
+    assert listening(store.port) == ["0100007F"] and not caplog.records
+    with pytest.raises(OSError, match="already in use"):
+        hosted_store("127.0.0.1", store.port)
+    everywhere = hosted_store("127.1", 0)  # like a machine's own name that means loopback on this machine only
+    assert listening(everywhere.port) == ["00000000"]
+    assert "listens on all addresses of this machine, as others may not reach 127.1" in caplog.text
 
 
 def test_a_second_agreement_hears_nothing_of_the_first():
@@ -184,7 +229,7 @@ def one_dies_and_one_hangs(argv: Sequence[str]) -> int:
 
 def test_workers_that_never_end_are_ended_after_a_failure():
     start = time.monotonic()
-    assert run_local(2, one_dies_and_one_hangs, [], timeout_s=0.1, grace_s=0.1) == 128 + signal.SIGKILL
+    assert run_local(2, one_dies_and_one_hangs, [], grace_s=0.1) == 128 + signal.SIGKILL
     assert time.monotonic() - start < 10.0
 
 
@@ -213,13 +258,42 @@ def lose_worker_2(argv: Sequence[str]) -> int:
 
 @pytest.mark.parametrize("fate", ["SIGKILL", "SIGSTOP"])
 def test_survivors_of_a_worker_lost_amid_its_message_end_cleanly(capfd: pytest.CaptureFixture[str], fate: str):
-    code = run_local(3, lose_worker_2, [fate], timeout_s=1.0, grace_s=1.0)
+    code = run_local(3, lose_worker_2, [fate], grace_s=10.0 if fate == "SIGKILL" else 3.0)
     captured = capfd.readouterr()
     words = "closed its connection" if fate == "SIGKILL" else "did not answer for 1 s"
     lines = sorted(captured.out.splitlines())
     assert [line[:30] for line in lines] == [f"[{i}] worker 2 {words}"[:30] for i in (0, 1)], captured
     assert code == (137 if fate == "SIGKILL" else 2)
     assert not captured.err
+
+
+def lose_worker_2_at_the_start(argv: Sequence[str]) -> int:
+    """Worker 2 ends by a signal before it has joined, or before it has agreed."""
+    fate, place = argv
+    timeout_s, lost = 600.0 if fate == "SIGKILL" else 5.0, os.environ["RANK"] == "2"
+    try:
+        if lost and place == "join":
+            os.kill(os.getpid(), getattr(signal, fate))
+        member = join(3, device="cpu", threads=1, timeout_s=timeout_s)
+        if lost:
+            os.kill(os.getpid(), getattr(signal, fate))
+        agree(member, "a", timeout_s=timeout_s)
+    except PeerError as error:
+        print(error, flush=True)
+    leave()
+    return 2
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("fate", "place"), [("SIGKILL", "join"), ("SIGKILL", "agree"), ("SIGSTOP", "agree")])
+def test_a_worker_lost_during_the_start_is_noticed_long_before_the_timeout_and_one_that_hangs_after_it(
+    capfd: pytest.CaptureFixture[str], fate: str, place: str
+):
+    code = run_local(3, lose_worker_2_at_the_start, [fate, place], grace_s=10.0 if fate == "SIGKILL" else 3.0)
+    lines = sorted(capfd.readouterr().out.splitlines())
+    words = "ended with code 137 before" if fate == "SIGKILL" else "sent no configuration within 5 s"
+    assert [words in line and f"[{i}] worker 2" in line for i, line in enumerate(lines)] == [True, True], lines
+    assert code == (137 if fate == "SIGKILL" else 2)
 
 
 def wait_a_minute(argv: Sequence[str]) -> int:

@@ -205,7 +205,7 @@ def trained(request, tmp_path_factory, forks):
             simulate(parse(made), root / "real" / name, until=STOP)
         plan.append([str(root / "real" / name), made, case["resumed"]])
     (root / "cases.json").write_text(json.dumps(plan))
-    code = run_local(max(SIZES), train_cases, [str(root / "cases.json")], timeout_s=60)
+    code = run_local(max(SIZES), train_cases, [str(root / "cases.json")])
     assert code == 0
     for name, (made, _) in found.items():
         simulate(parse(made), root / "simulated" / name)

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -31,8 +31,10 @@ from gossamer.run.serve_replay import replay_server
 from gossamer.run.serve_worker import work
 from gossamer.run.simulate import simulate
 from gossamer.transport import Turn, wire
+from gossamer.transport.handshake import prove_to_worker
 from gossamer.transport.local import LISTENER
-from gossamer.transport.stream import HELLO, PUSH, START, Stream
+from gossamer.transport.secret import SECRET
+from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
 from test_virtual import EVEN, evals, timed
 
 
@@ -48,6 +50,19 @@ def model(folder, config, round=None):
 def common(config):
     """What both ends of a connection must name."""
     return run_key(config, open_corpus(config.data, config.workers, config.seed))
+
+
+KNOWN = "the secret of these runs, which all sides of them know"
+
+
+@pytest.fixture(autouse=True)
+def a_secret(monkeypatch):
+    monkeypatch.setenv(SECRET, KNOWN)
+
+
+def joined(port, run, me=0, server=1):
+    """A connection to a server whose both ends have proved that they know the secret."""
+    return connect("127.0.0.1", port, secret=KNOWN.encode(), run=run, me=me, server=server, timeout_s=20)
 
 
 def events(folder, who=None):
@@ -182,9 +197,7 @@ def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, 
     key = common(config)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
         # A worker of which only the socket is real: it is greeted, and dies without a word.
-        mute = Stream(
-            socket.create_connection(("127.0.0.1", port)), run=key, me=1, peer=2, name="the server", timeout_s=20
-        )
+        mute = joined(port, key, me=1, server=2)
         mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
         P = torch.empty(192_960, device="meta")
         news, _ = mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
@@ -205,9 +218,8 @@ FORGED = {
         b"GET / HTTP/1.1\r\nHost: here\r\nAccept: everything, and more than a header holds\r\n\r\n",
         "GET",
     ),
-    "another run": (lambda run: hello(run + 1), "configuration"),
-    "a stranger": (lambda run: hello(run, sender=7), "worker 7"),
     "itself": (lambda run: hello(run, sender=1), "worker 1"),
+    "another run after all": (lambda run: hello(run + 1), "configuration"),
     "a push before it was greeted": (lambda run: header(run, leg=PUSH), "kind=2"),
     "a huge first word": (lambda run: header(run, size=1 << 40), str(1 << 40)),
     "a later version": (lambda run: b"GOSS\x09\x00" + header(run)[6:], "version 9"),
@@ -224,6 +236,7 @@ FORGED = {
         "not all finite",
     ),
 }
+"""What a worker that knows the secret sends, and a part of the server's sentence."""
 NO_CHECKPOINTS = torch.zeros(2, dtype=torch.int64)
 NAN = torch.full((192_960,), float("nan")).view(torch.uint8)
 
@@ -246,7 +259,8 @@ def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_
         for name, (made, part) in FORGED.items():
             frames = made if isinstance(made, bytes) else made(run)
             caplog.clear()
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as attacker:
+            stream = joined(port, run)
+            with stream._sock as attacker:
                 first, *later = (frames,) if isinstance(frames, bytes) else frames
                 attacker.sendall(first)
                 for frame in later:
@@ -284,6 +298,7 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
 
     def lie(listener):
         sock, _ = listener.accept()
+        assert prove_to_worker(sock, KNOWN.encode(), run=common(config)) == (0, True)
         liar = Stream(sock, run=common(config), me=1, peer=0, name="worker 0", timeout_s=10)
         liar.receive(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
         liar.send(Turn(0, 0, START), [said, torch.zeros(192_960)])
@@ -294,6 +309,74 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
         with pytest.raises(TransportError, match="round=-5"):
             work(config, tmp_path / "b", "127.0.0.1", listener.getsockname()[1], 0)
         lying.join(10)
+
+
+ASKED = {
+    "nothing": b"",
+    "HTTP": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    "a header": wire.encode_header(wire.Header(0, Turn(0, 0, HELLO), 0, 16, 0)) + bytes(16),
+    "zeros": bytes(4096),
+    "noise": bytes(range(256)) * 3,
+}
+
+
+def heard(port, said=b""):
+    """What a stranger receives that sends this and waits for the end, but for the random bytes, of which only the number."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+        got = b""
+        with suppress(OSError):
+            sock.sendall(said)
+            sock.shutdown(socket.SHUT_WR)
+            while part := sock.recv(1 << 16):
+                got += part
+    return len(got[:32]), got[32:]
+
+
+def test_a_stranger_learns_nothing_takes_no_seat_and_keeps_no_worker_out(tmp_path, monkeypatch, caplog):
+    config = served(workers=2, server__name="heloco", run__steps=6)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        assert {what: heard(port, said) for what, said in ASKED.items()} == dict.fromkeys(ASKED, (32, b""))
+        for wrong in ("a secret that is another one, though as long", KNOWN + "!"):
+            with pytest.raises(PeerError, match=r"turned away by the server.*give both the same secret"):
+                connect("127.0.0.1", port, secret=wrong.encode(), run=common(config), me=0, server=2, timeout_s=20)
+        with (
+            pytest.raises(PeerError, match=r"the server refused this process: worker 7 is none of this run, .* 0 to 1"),
+            closing(joined(port, common(config), me=7, server=2)) as nobody,
+        ):
+            nobody.receive(Turn(0, 0, START), [])
+        seats = {e["worker"] for e in events(tmp_path, 2) if "worker" in e}
+        assert not seats and "does not know the secret of this run" in caplog.text
+        mute = joined(port, common(config), me=1, server=2)  # a worker that dies, and has to return
+        mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(192_960)])
+        mute.close()
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for one in slow:
+            one.send(b"x")
+        sides = [Process(work, config, tmp_path, "127.0.0.1", port, i) for i in range(2)]
+        for side in sides:
+            side.join(60)
+        for one in slow:
+            one.close()
+    assert [side.error for side in [server, *sides]] == [None] * 3
+
+
+def test_a_worker_believes_no_server_that_does_not_know_the_secret(tmp_path):
+    def pretend(listener):
+        for _ in range(5):  # as often as a worker tries
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(bytes(32))
+                sock.recv(1 << 10)
+                sock.sendall(bytes(32))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        pretending = Process(pretend, listener)
+        with pytest.raises(PeerError, match="it answered worker 0 and does not know the secret of this run"):
+            joined(port, run=1)
+        pretending.join(10)
+    assert pretending.error is None
 
 
 def test_a_worker_with_other_text_than_the_server_is_refused(tmp_path, monkeypatch):
@@ -323,14 +406,7 @@ def test_waits_are_bounded(tmp_path, monkeypatch):
 def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
     config = served(workers=2, server__name="cgad", run__steps=6, run__timeout_s=1.5)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
-        mute = Stream(
-            socket.create_connection(("127.0.0.1", port)),
-            run=common(config),
-            me=1,
-            peer=2,
-            name="",
-            timeout_s=9,
-        )
+        mute = joined(port, common(config), me=1, server=2)
         mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
         worker = Process(work, config, tmp_path, "127.0.0.1", port, 0)
         worker.join(60)

@@ -1,5 +1,6 @@
 """Carrying bytes: the wire format, mailboxes in memory, and real processes over gloo on loopback."""
 
+import contextlib
 import multiprocessing
 import os
 import random
@@ -8,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -27,6 +29,7 @@ from gossamer.transport.group import GroupTransport
 from gossamer.transport.launch import join, leave
 from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork, Parcel
+from gossamer.transport.store import Entries
 
 RUN = 0x1234_5678_9ABC_DEF0
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex128, torch.float16]
@@ -51,7 +54,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 # --- wire ------------------------------------------------------------------------------------------------------------
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-HEADERS = st.builds(wire.Header, U64, st.builds(Ticket, U64, U32, U32), U32, U64, st.none() | U32)
+HEADERS = st.builds(wire.Header, U64, st.builds(Ticket, U64, U32, U32), U32, U64, st.none() | U64)
 
 
 @settings(max_examples=50, deadline=None)
@@ -97,8 +100,39 @@ def test_a_header_that_differs_is_refused_by_name(other: wire.Header, error: typ
 def test_another_version_is_refused():
     raw = bytearray(wire.encode_header(HEADER))
     raw[4] += 1
-    with pytest.raises(PeerError, match=r"version 2 .* version 1"):
+    with pytest.raises(PeerError, match=f"version {wire.VERSION + 1} .* version {wire.VERSION}"):
         wire.decode_header(bytes(raw), 2, Ticket)
+
+
+BLOCK_BYTES = 8 * wire.ROWS * wire.COLUMNS
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 3), st.integers(0, 40), st.integers(0, 9), st.data())
+def test_a_checksum_shows_every_flipped_bit_wherever_the_payload_lies(
+    blocks: int, more: int, offset: int, data: st.DataObject
+):
+    size = blocks * BLOCK_BYTES + more
+    memory = torch.arange(offset + size, dtype=torch.int64).mul(0x9E37_79B9).bitwise_right_shift(7).to(torch.uint8)
+    payload = memory[offset:]
+    sent = wire.checksum(payload)
+    assert sent == wire.checksum(payload.clone()) < 1 << 64
+    if size:
+        place, bit = data.draw(st.integers(0, size - 1)), data.draw(st.integers(0, 7))
+        payload[place] ^= 1 << bit
+        assert wire.checksum(payload) != sent
+
+
+@pytest.mark.parametrize("size", [1, 8, 64, 1448, 4096, 65_536, BLOCK_BYTES])
+def test_a_checksum_shows_parts_that_changed_places_or_were_lost(size: int):
+    payload = torch.randint(
+        0, 256, (4 * BLOCK_BYTES + 9,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
+    )
+    sent = wire.checksum(payload)
+    moved, lost = payload.clone(), payload.clone()
+    moved[:size], moved[size : 2 * size] = payload[size : 2 * size], payload[:size]
+    lost[size : 2 * size] = 0
+    assert len({sent, wire.checksum(moved), wire.checksum(lost)}) == 3
 
 
 FRAME = st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3))
@@ -205,7 +239,7 @@ def test_blame_ends_when_everybody_waits_for_somebody():
 def test_only_the_first_failure_is_pinned_up():
     store = HashStore()
     first, second = Failure(2, 7, 0, "closed"), Failure(0, 7, 1, "silent")
-    boards = [Board(store, i, 3, patience_s=5.0) for i in range(2)]
+    boards = [Board(Entries(store, b"s"), i, 3, patience_s=5.0) for i in range(2)]
     assert boards[1].failure() is None
     assert boards[0].claim(first) == first
     assert boards[1].claim(second) == first == boards[1].failure()
@@ -213,9 +247,9 @@ def test_only_the_first_failure_is_pinned_up():
 
 def test_nonsense_on_the_board_counts_as_nothing():
     store = HashStore()
-    board = Board(store, 0, 3, patience_s=5.0)
+    board = Board(Entries(store, b"s"), 0, 3, patience_s=5.0)
     for name, text in (("failure", '[9, 1, 0, "closed"]'), ("note/1", '{"beat": 1}'), ("note/2", "[1, [7]]")):
-        store.set(f"gossamer/board/{name}", text)
+        Entries(store, b"s").under("gossamer/board").set(name, text)
     assert board.failure() is None
     assert board.look([1, 2]) == {1: Note(0, ()), 2: Note(0, ())}
 
@@ -225,12 +259,13 @@ def circulated(board: Board, text: str, wanted: set[int]) -> dict[int, bytes]:
     deadline = time.monotonic() + 5.0
     while (known := board.circulate(text)).keys() != wanted and time.monotonic() < deadline:
         time.sleep(0.005)
+    board._errand.join(5.0)  # else it might outlive the store
     return known
 
 
 def test_a_note_goes_round_and_one_that_is_missing_holds_up_nobody():
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    boards = [Board(TCPStore("127.0.0.1", server.port), i, 3, patience_s=5.0) for i in range(3)]
+    boards = [Board(Entries(TCPStore("127.0.0.1", server.port), b"s"), i, 3, patience_s=5.0) for i in range(3)]
     assert boards[0].circulate("zero") == {}
     assert circulated(boards[0], "zero", {0}) == {0: b"zero"}
     assert circulated(boards[1], "one", {0, 1}) == {0: b"zero", 1: b"one"}
@@ -239,35 +274,72 @@ def test_a_note_goes_round_and_one_that_is_missing_holds_up_nobody():
     assert not any(board.gone for board in boards)
 
 
-class Stuck(HashStore):
-    """A store that does not answer until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked, self.go = 0, threading.Event()
-
-    def set(self, key: str, value: str) -> None:
-        self.asked += 1
-        self.go.wait(10)
-        raise RuntimeError("the store is gone")
-
-
-def test_nobody_waits_for_a_board_that_does_not_answer_or_asks_it_twice():
-    board = Board(HashStore(), 0, 3, patience_s=5.0)
-    stuck = board._store = Stuck()
-    assert [board.circulate("note") for _ in range(100)] == [{}] * 100
-    assert stuck.asked == 1 and not board.gone
-    stuck.go.set()
-    deadline = time.monotonic() + 5.0
-    while not board.gone and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert board.circulate("note") == {} and board.gone and stuck.asked == 1
-
-
 # --- processes -------------------------------------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")
 pytestmark = pytest.mark.usefixtures("forks")
+
+
+def store_main(pipe: Connection) -> None:
+    """A process that hosts a store until it is killed."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+@contextlib.contextmanager
+def a_store_of_its_own() -> Iterator[tuple[TCPStore, int]]:
+    """A client of a store in another process, and the id of that process."""
+    ours, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=store_main, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        assert ours.poll(20.0) and process.pid is not None
+        yield TCPStore("127.0.0.1", ours.recv(), timeout=timedelta(seconds=10)), process.pid
+    finally:
+        process.kill()
+        process.join()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10.0
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return held
+
+
+def test_a_store_that_stood_still_for_a_while_is_asked_again_and_its_silence_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+):
+    with a_store_of_its_own() as (store, pid):
+        boards = [Board(Entries(TCPStore("127.0.0.1", store.port), b"s"), i, 2, patience_s=0.2) for i in range(2)]
+        assert boards[1].saved(3) == 0 and boards[0].saved(4) == 3
+        circulated(boards[0], "early", {0})
+        os.kill(pid, signal.SIGSTOP)
+        assert [boards[0].saved(round) for round in (5, 6, 7)] == [3, 3, 3] and boards[0].gone
+        assert [boards[0].circulate("late") for _ in range(50)] == [{0: b"early"}] * 50
+        assert [boards[1].circulate(str(i)) for i in range(50)] == [{}] * 50
+        assert eventually(lambda: boards[1].circulate("late") == {} and boards[1].gone)
+        os.kill(pid, signal.SIGCONT)
+        assert eventually(lambda: boards[1].saved(9) == 5), "what had been posted is there now"
+        assert eventually(lambda: boards[0].saved(8) == 8 and not boards[0].gone)
+        assert circulated(boards[1], "one", {0, 1}).keys() == {0, 1}
+        assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+            f"the store of the run does not answer worker {i}" for i in range(2)
+        ]
+
+
+def test_a_store_that_is_gone_is_asked_again_in_growing_pauses():
+    with a_store_of_its_own() as (store, pid):
+        board = Board(Entries(store, b"s"), 0, 1, patience_s=5.0)
+        assert board.saved(3) == 3
+        os.kill(pid, signal.SIGKILL)
+        assert eventually(lambda: board.saved(4) == 3 and board.gone)
+        pauses = set[float]()
+        assert eventually(lambda: pauses.add(board._pause_s) or (board.saved(5) == 3 and len(pauses) >= 2))
+        assert board.failure() is None and board.circulate("note") == {}
+
+
 Outcome = tuple[str, Any, float]
 """Name of the error or "", value or message, and seconds it took."""
 
@@ -688,8 +760,11 @@ def send_nonsense(member: Member, kind: str, round: int) -> str:
     transport.expect(ticket, 0, like)
     try:
         transport.wait(ticket)
+    except PeerError as error:
+        return f"PeerError: {error}"
     except TransportError as error:
-        return f"{type(error).__name__}: {error}"
+        failure = transport._board.failure()
+        return f"TransportError: {error}; {failure and failure.cause}"
     return "nothing was refused"
 
 
@@ -704,6 +779,7 @@ def test_foreign_messages_are_refused_by_real_processes():
     for round, (kind, words) in enumerate(refusals):
         _, sentence = crew.values(send_nonsense, kind, round)
         assert sentence.startswith(words), sentence
+        assert sentence.endswith("changed") == (kind == "checksum")  # what the others read
     crew.end()
 
 
@@ -722,7 +798,9 @@ def test_without_the_store_a_lost_worker_is_still_named_in_time():
     crew.values(empty_ticket)
     crew.store = None
     [(name, message, seconds)] = crew.run(lose_everything, victim=1)
-    assert name == "PeerError" and "worker 1 closed its connection" in message and "store is gone" in message, message
+    assert name == "PeerError" and "worker 1 closed its connection" in message and "store does not answer" in message, (
+        message
+    )
     assert seconds < 5.0
     crew.end(dead=1)
 

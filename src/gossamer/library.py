@@ -39,6 +39,7 @@ from gossamer.transport.group import GroupTransport
 from gossamer.transport.launch import agree
 from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork
+from gossamer.transport.secret import environment_secret
 from gossamer.tree import leaves, must_fit
 
 __all__ = ["Outer", "OuterState"]
@@ -285,7 +286,7 @@ class Outer:
         # Groups of the same processes have one place in the store; others never read what these write.
         place = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]
         store = PrefixStore(f"outer/{place}", dist.distributed_c10d._get_default_store())  # it has no public name
-        member = Member.at(self.worker, self.n, self.x.device, store)
+        member = Member.at(self.worker, self.n, self.x.device, store, secret=environment_secret())
         said = fingerprints(others, numbers=rest == "compare") if rest != "own" else []
         must_be_alike(agree(member, digest, said, timeout_s=timeout_s), list(others))
         group = dist.new_group(  # connections of our own, which `close` may close

@@ -1,6 +1,7 @@
 """`gossamer train`: each worker a process of its own."""
 
 import multiprocessing
+import os
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -18,7 +19,7 @@ __all__ = ["command", "import_early"]
 
 def command(
     file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
-    local: int | None = None, server: str | None = None, worker: int | None = None,
+    local: int | None = None, server: str | None = None, worker: int | None = None, secret: Path | None = None,
 ) -> int:  # fmt: skip
     """Trains as one worker of a run, as the server of one, or starts all workers on this machine.
 
@@ -29,6 +30,7 @@ def command(
         local: start this many worker processes on this machine
         server: HOST:PORT at which to serve a run with a [server], or with --worker to join it
         worker: number of this worker, which joins the server
+        secret: file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)
     """
     if local is not None:
         import_early()
@@ -36,6 +38,10 @@ def command(
 
     config, folder, resumed = run_and_folder(file, overrides, out, resume)
     settle(config, real=True)  # before processes are started
+    if secret is not None:
+        from gossamer.transport.secret import SECRET, read_secret
+
+        os.environ[SECRET] = read_secret(secret)
     with resume_hint(folder):
         if local is not None:
             sets = [word for one in overrides for word in ("--set", one)]
@@ -73,6 +79,7 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
     from gossamer.cli import main
     from gossamer.run.finished import rounds_in_common
     from gossamer.transport.local import run_local, run_served
+    from gossamer.transport.secret import folder_secret
 
     if n != config.workers:
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
@@ -82,8 +89,8 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         print(checkpoint.ended(folder, config.rounds))
         return 0
     if config.server is not None:
-        return run_served(n, main, words)
-    return run_local(n, main, words, timeout_s=config.run.timeout_s)
+        return run_served(n, main, words, folder_secret(folder, make=True))
+    return run_local(n, main, words)
 
 
 def _train_served(

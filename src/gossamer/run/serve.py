@@ -33,7 +33,9 @@ from gossamer.run.history import Resume, history
 from gossamer.run.serve_protocol import OWNED, run_key, settled_server, use_threads
 from gossamer.run.server_session import Reply, ServerSession, open_session
 from gossamer.transport import Turn
+from gossamer.transport.handshake import HANDSHAKE_S, HalfOpen, prove_to_worker
 from gossamer.transport.local import LISTENER
+from gossamer.transport.secret import SECRET_FILE, environment_secret, folder_secret
 from gossamer.transport.stream import HELLO, PUSH, START, Stream
 from gossamer.tree import leaves, refill
 
@@ -41,10 +43,8 @@ __all__ = ["serve"]
 
 log = logging.getLogger("gossamer")
 
-HANDSHAKE_S = 10.0
-"""How long a new connection may take to send its hello."""
-STRANGERS = 16
-"""Connections that may be open at one time in addition to those of workers."""
+REPORTED = 20
+"""The refused connections that are each reported; after them, only the 32nd, the 64th and so on are."""
 
 
 class _Connection:
@@ -76,6 +76,9 @@ class _Lost(NamedTuple):
 def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
     """Serves workers until together they have taken all inner steps of the run.
 
+    Workers prove that they know the secret of the run, which is in GOSSAMER_SECRET, or else in the run folder, where a new one is
+    written if there is none.
+
     Args: `resume` goes on from the newest sound checkpoint of the server; "auto" starts where there is none.
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`.
     Cost: the rule's state; one message and one starting point per worker in flight.
@@ -94,19 +97,25 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
             print(checkpoint.ended(folder, start))
             return
         past.go_on(folder, start)
+    secret = folder_secret(folder, make=True)
+    if not environment_secret():
+        print(
+            f"the workers need the secret of the run: copy '{folder / SECRET_FILE}' into the run folder of each machine"
+        )
     with open_session(config, settled, folder, probe, start) as session, _listener(host, port) as listener:
-        _Server(session, settled.codec, run_key(settled.config, corpus)).run(listener)
+        _Server(session, settled.codec, run_key(settled.config, corpus), secret).run(listener)
 
 
 class _Server:
     """The connections of a session. One thread for each carries its frames; the thread that calls `run` does all else."""
 
-    def __init__(self, session: ServerSession, codec: Codec, key: int) -> None:
-        self._session, self._config, self._key = session, session.config, key
+    def __init__(self, session: ServerSession, codec: Codec, key: int, secret: bytes) -> None:
+        self._session, self._config, self._key, self._secret = session, session.config, key, secret
         self._codecs = [fitted(codec, layout) for layout in session.core.layouts]
         self._inputs: queue.SimpleQueue[_Joined | _Pushed | _Lost] = queue.SimpleQueue()
         self._connections: dict[int, _Connection] = {}
         self._threads: list[threading.Thread] = []
+        self._half_open, self._refused = HalfOpen(), 0
         self._began = time.monotonic()
 
     def run(self, listener: socket.socket) -> None:
@@ -133,6 +142,7 @@ class _Server:
             self._session.close(self._now())
         finally:
             listener.close()
+            self._half_open.close()
             deadline = time.monotonic() + 5.0
             for thread in self._threads:  # they still send the last starting points
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -182,49 +192,62 @@ class _Server:
         while True:
             try:
                 sock, who = listener.accept()
-            except OSError:
-                return  # the run is over
-            self._threads = [thread for thread in self._threads if thread.is_alive()]
-            if len(self._threads) >= self._config.workers + STRANGERS:
-                sock.close()
+            except OSError as error:
+                if listener.fileno() < 0:
+                    return  # the run is over
+                log.warning("could not accept a connection (%s); trying again", error)
+                time.sleep(1.0)
                 continue
+            self._half_open.admit(sock, who[0])
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
             thread = threading.Thread(target=self._attend, args=(sock, f"{who[0]}:{who[1]}"), daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def _attend(self, sock: socket.socket, who: str) -> None:
-        """Carries the frames of one connection, each of which is checked before it counts."""
+        """Carries the frames of one connection, after its worker has proved that it knows the secret."""
+        try:
+            worker, same_run = prove_to_worker(sock, self._secret, run=self._key)
+        except PeerError as error:
+            sock.close()  # without a word: a stranger learns nothing
+            self._refused += 1
+            if self._refused <= REPORTED or self._refused.bit_count() == 1:
+                log.warning("refused connection %d, from %s: %s", self._refused, who, error)
+            return
+        finally:
+            self._half_open.settle(sock)
         stream = Stream(
-            sock, run=self._key, me=self._config.workers, peer=None, name=f"the connection from {who}",
-            timeout_s=HANDSHAKE_S,
+            sock, run=self._key, me=self._config.workers, peer=worker, name=f"worker {worker}", timeout_s=HANDSHAKE_S
         )  # fmt: skip
         connection = None
         try:
-            connection, owned = self._greet(stream)
+            connection, owned = self._greet(stream, same_run)
             self._inputs.put(_Joined(connection, owned))
             self._exchange(connection)
         except GossamerError as error:
             if connection is not None:
                 self._inputs.put(_Lost(connection, str(error)))
             else:
-                log.warning("refused a connection: %s", error)
+                log.warning("refused a worker from %s: %s", who, error)
             stream.refuse(str(error))
         else:
             self._inputs.put(_Lost(connection, None))
         finally:
             stream.close()
 
-    def _greet(self, stream: Stream) -> tuple[_Connection, list[int]]:
-        """Who is at the other end, and the rounds of its checkpoints."""
-        (owned,) = stream.receive(Turn(0, 0, HELLO), [torch.empty(OWNED, dtype=torch.int64)])
-        worker = -1 if stream.peer is None else stream.peer
-        if not 0 <= worker < self._config.workers:
-            raise TransportError(
-                f"{stream.name} calls itself worker {worker}; workers of this run are 0 to {self._config.workers - 1}"
+    def _greet(self, stream: Stream, same_run: bool) -> tuple[_Connection, list[int]]:
+        """The connection of a worker of this run, and the rounds of its checkpoints."""
+        if not same_run:
+            raise PeerError(
+                f"{stream.name} runs another configuration; start all workers with the same run file, data and gossamer"
             )
-        stream.name = f"worker {worker}"
+        if stream.peer >= self._config.workers:
+            raise TransportError(
+                f"{stream.name} is none of this run, whose workers are 0 to {self._config.workers - 1}; give it such a number"
+            )
+        (owned,) = stream.receive(Turn(0, 0, HELLO), [torch.empty(OWNED, dtype=torch.int64)])
         stream.wait_at_most(self._config.run.timeout_s)
-        return _Connection(worker, stream), [int(round) for round in owned]
+        return _Connection(stream.peer, stream), [int(round) for round in owned]
 
     def _exchange(self, connection: _Connection) -> None:
         """Sends each reply and receives the push that follows it, until nothing is left to train."""

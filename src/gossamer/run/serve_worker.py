@@ -28,6 +28,7 @@ from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_server, terms_of, use_threads
 from gossamer.transport import Turn
 from gossamer.transport.launch import device_of
+from gossamer.transport.secret import folder_secret
 from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
 from gossamer.tree import leaves, nbytes
 
@@ -107,6 +108,8 @@ class ServedWorker:
 def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
     """Trains one worker of the server at this address until there is nothing left to train.
 
+    Both prove that they know the secret of the run, which is in GOSSAMER_SECRET or the run folder.
+
     Args: `resume` lets settings differ from those in the folder, as the server does; with "auto" the run may also start again.
     Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it.
     Cost: one model, its gradients and inner state, and one starting point.
@@ -116,7 +119,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
         raise ConfigError(
             f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
         )
-    settled = settled_server(config)
+    settled, secret = settled_server(config), folder_secret(folder)
     corpus = open_corpus(config.data, config.workers, config.seed)
     past = history(config, folder) if resume else None
     device, line = device_of(config.run.device, worker), None if past is None else past.lineage
@@ -124,6 +127,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
     stream = connect(
         host,
         port,
+        secret=secret,
         run=run_key(settled.config, corpus),
         me=worker,
         server=config.workers,

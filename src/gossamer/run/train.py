@@ -38,6 +38,9 @@ __all__ = ["train", "train_member"]
 
 log = logging.getLogger("gossamer")
 
+KEPT = 16
+"""Most generations that a worker keeps while the store does not answer; who leads the slowest leads it by fewer checkpoints."""
+
 
 def train(config: RunConfig, folder: Path, *, resume: Resume = False) -> None:
     """Joins the other processes by torchrun's environment variables, trains to the end and leaves.
@@ -92,7 +95,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
             worker.restore(checkpoint.load(store, newest, worker.index, past.lineage))
         checkpoint.rewind(store, newest, worker.index)
         line = past.go_on(folder, newest)
-    board = Board(member.store, worker.index, member.workers, patience_s=min(2.0, run.timeout_s / 4))
+    board = Board(member.entries, worker.index, member.workers, patience_s=min(2.0, run.timeout_s / 4))
     with RunFolder(
         folder, dump(config), config.record, worker=worker.index, resume_round=newest,
         traced_per_round=config.schedule.fragments,
@@ -167,11 +170,22 @@ def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:
 
 def _saver(store: Path, line: Lineage, worker: Worker, board: Board, newest: int) -> Save:
     """Saves this worker, and keeps every generation that the slowest worker may still need."""
+    said = False
 
     def save(finished: int) -> None:
-        nonlocal newest
+        nonlocal newest, said
         # Gossip lets workers run ahead of the slowest, by more than two generations if those are close together.
         since = board.saved(newest)
+        owned = checkpoint.rounds(store, worker.index, line) if board.gone else []
+        if len(owned) >= KEPT and owned[1 - KEPT] > since:
+            since = owned[1 - KEPT]
+            if not said:
+                log.warning(
+                    "worker %d deletes checkpoints before round %d without knowing whether all workers have newer ones, as the "
+                    "store of the run does not answer and %d are kept; look at the log of the launcher",
+                    worker.index, since, KEPT,
+                )  # fmt: skip
+            said = True
         checkpoint.save(store, finished, worker.index, worker.state(), digest=line, since=since)
         newest = finished
 

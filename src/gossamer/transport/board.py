@@ -4,21 +4,30 @@ A worker sees only its own connections, but the worker that failed may be two ho
 repeatedly posts which peers it waits for. A worker that fails posts why, and only the first failure is kept. This part of the
 board is used only on long waits and on errors. The board also holds small notes of each worker: what it has saved, and its pace.
 
-Every store access has a deadline. If the store is gone we lose diagnostics, never termination.
+Every store access has a deadline. While the store does not answer we lose diagnostics, never termination, and the board says so
+once. A question that hangs is left to a thread, and no other is asked before it ends; then the board works again.
 """
 
 import json
+import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple, TypeVar
 
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from gossamer.transport.store import Entries
 
-__all__ = ["THREADS", "Board", "Failure", "Note", "blame"]
+__all__ = ["THREADS", "Board", "Failure", "Note", "blame", "sentence"]
 
 THREADS = "gossamer transfer"
 """The name of all threads that may be inside torch when a run ends: those of transfers and of the board."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""How long nothing is asked of a store after an error; doubled after each."""
+MOST_DIGITS = 10
 T = TypeVar("T")
+
+log = logging.getLogger("gossamer")
 
 
 class Note(NamedTuple):
@@ -36,7 +45,38 @@ class Failure(NamedTuple):
     culprit: int
     round: int
     reporter: int
-    cause: Literal["closed", "silent", "foreign"]
+    cause: Literal["closed", "silent", "foreign", "changed"]
+
+
+def sentence(failure: Failure, worker: int, timeout_s: float, chain: Sequence[int] = ()) -> str:
+    """What `worker` says of a failure.
+
+    Args:
+        timeout_s: how long it waits.
+        chain: of waits from one of its peers to the worker that failed.
+
+    >>> sentence(Failure(2, 7, 0, "changed"), worker=1, timeout_s=30.0)  # doctest: +ELLIPSIS
+    'worker 2 sent a payload that changed in transit in round 7, as worker 0 reported; a network card or memory is faulty: ...'
+    """
+    what, do = {
+        "closed": ("closed its connection", "it was ended or ended early: look at its log"),
+        "silent": (
+            f"did not answer for {timeout_s:g} s",
+            "it hangs, is cut off or is slow: look at its log, or raise run.timeout_s",
+        ),
+        "foreign": (
+            "sent bytes that do not match the agreed message",
+            "start all workers with the same run file and gossamer version",
+        ),
+        "changed": (
+            "sent a payload that changed in transit",
+            "a network card or memory is faulty: test both machines, then resume",
+        ),
+    }[failure.cause]
+    waits = [f"{i} waits for {j}" for i, j in pairwise([worker, *chain])]
+    via = f" ({', '.join(waits)})" if len(waits) > 1 else ""
+    by = "" if failure.reporter == worker else f", as worker {failure.reporter} reported"
+    return f"worker {failure.culprit} {what} in round {failure.round}{via}{by}; {do}"
 
 
 def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], after: Mapping[int, Note]) -> list[int]:
@@ -66,22 +106,28 @@ def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], aft
 class Board:
     """Access of one worker to the notices of all; no method raises or takes longer than `patience_s`."""
 
-    def __init__(self, store: Store, worker: int, n: int, patience_s: float) -> None:
+    def __init__(self, entries: Entries, worker: int, n: int, patience_s: float) -> None:
         self.worker = worker
         self.gone = False
-        """Whether the store has failed to answer in time; it is then not used again."""
+        """Whether the store has not answered the last question, in time or at all."""
         self._n = n
         self._patience_s = patience_s
-        self._store = PrefixStore("gossamer/board", store)
+        self._entries = entries.under("gossamer/board")
         self._beat = 0
-        self._errand: threading.Thread | None = None
+        self._asked = threading.Thread()
+        """The question that was asked last, in its thread; it may hang."""
+        self._errand = threading.Thread()
+        self._errand_s = 0.0
+        self._pause_s, self._again_s, self._said = FIRST_PAUSE_S, 0.0, False
+        self._saved = [0] * n
+        """The newest round that each worker is known to own."""
         self._circulated: dict[int, bytes] = {}
 
     def waits_for(self, peers: Iterable[int]) -> None:
         """Posts, with a new beat, the peers that this worker waits for."""
         self._beat += 1
         text = json.dumps([self._beat, sorted(peers)])
-        self._ask(lambda: self._store.set(f"note/{self.worker}", text))
+        self._ask(lambda: self._entries.set(f"note/{self.worker}", text))
 
     def look(self, peers: Iterable[int]) -> dict[int, Note]:
         """The notes of these peers, of those they wait for, and so on."""
@@ -102,43 +148,50 @@ class Board:
     def claim(self, failure: Failure) -> Failure:
         """Posts a failure unless there is one already, and returns the one that counts."""
         text = json.dumps(failure)
-        standing = self._ask(lambda: self._store.compare_set("failure", "", text))
+        standing = self._ask(lambda: self._entries.first("failure", text))
         return (self._failure(standing) if standing is not None else None) or failure
 
     def saved(self, round: int) -> int:
         """Posts that this worker owns the checkpoint of a round; returns the newest round r such that every worker is known to
-        own one of round r or later. It is 0 while a worker has posted nothing, or if the store does not answer.
+        own one of round r or later: 0 while one has posted nothing, and what was known last if the store does not answer.
         """
-        self._ask(lambda: self._store.set(f"saved/{self.worker}", str(round)))
-        said = [self._read(f"saved/{worker}") for worker in range(self._n)]
-        return min(int(text) if text is not None and text.isdigit() else 0 for text in said)
+        self._ask(lambda: self._entries.set(f"saved/{self.worker}", str(round)))
+        for worker in range(self._n):
+            text = self._read(f"saved/{worker}")
+            if text is not None and text.isdigit() and len(text) <= MOST_DIGITS:
+                self._saved[worker] = max(self._saved[worker], int(text))
+        return min(self._saved)
 
     def circulate(self, text: str) -> dict[int, bytes]:
         """Posts a note to all in the background, and returns the notes of all as the previous call found them; never waits.
 
         While the store has not answered the previous call, this one posts nothing.
         """
-        if not self.gone and (self._errand is None or not self._errand.is_alive()):
+        if self._errand.is_alive():
+            if time.monotonic() > self._errand_s + self._patience_s:
+                self._silent()
+        elif self._may_ask():
             self._errand = threading.Thread(target=self._circulate, args=(text,), name=THREADS, daemon=True)
+            self._errand_s = time.monotonic()
             self._errand.start()
         return self._circulated
 
     def _circulate(self, text: str) -> None:
-        keys = {worker: f"circular/{worker}" for worker in range(self._n)}
+        names = {f"circular/{worker}": worker for worker in range(self._n)}
         try:
-            self._store.set(keys[self.worker], text)
-            if not self._store.check(list(keys.values())):  # reading a missing key would block
-                keys = {worker: key for worker, key in keys.items() if self._store.check([key])}
-            self._circulated = dict(zip(keys, self._store.multi_get(list(keys.values())), strict=True))
+            self._entries.set(f"circular/{self.worker}", text)
+            self._circulated = {names[name]: note for name, note in self._entries.several([*names]).items()}
         except RuntimeError:
-            self.gone = True
+            self._failed()
+        else:
+            self._answered()
 
     def _read(self, name: str) -> bytes | None:
-        return self._ask(lambda: self._store.get(name) if self._store.check([name]) else None)
+        return self._ask(lambda: self._entries.get(name))
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The answer of the store, or None if it is gone; a call that hangs cannot be ended, so its thread is left behind."""
-        if self.gone:
+        """The answer of the store, or None; a call that hangs cannot be ended, so its thread is left behind."""
+        if not self._may_ask():
             return None
         answers: list[T] = []
 
@@ -146,13 +199,37 @@ class Board:
             try:
                 answers.append(question())
             except RuntimeError:
-                self.gone = True
+                self._failed()
+            else:
+                self._answered()
 
-        thread = threading.Thread(target=ask, name=THREADS, daemon=True)
-        thread.start()
-        thread.join(self._patience_s)
-        self.gone = self.gone or thread.is_alive()
+        self._asked = threading.Thread(target=ask, name=THREADS, daemon=True)
+        self._asked.start()
+        self._asked.join(self._patience_s)
+        if self._asked.is_alive():
+            self._silent()
         return answers[0] if answers else None
+
+    def _may_ask(self) -> bool:
+        return not self._asked.is_alive() and time.monotonic() >= self._again_s
+
+    def _answered(self) -> None:
+        self.gone, self._pause_s = False, FIRST_PAUSE_S
+
+    def _failed(self) -> None:
+        self._again_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._silent()
+
+    def _silent(self) -> None:
+        self.gone = True
+        if not self._said:
+            self._said = True
+            log.warning(
+                "the store of the run does not answer worker %d; until it does, more old checkpoints are kept, local steps stay "
+                "as they are, and who failed first may stay unknown; look at the log of the launcher",
+                self.worker,
+            )
 
     def _note(self, text: bytes) -> Note:
         """Reads a note; a malformed one counts as none."""
@@ -163,9 +240,9 @@ class Board:
 
     def _failure(self, text: bytes) -> Failure | None:
         match _parsed(text):
-            case [culprit, int(round_), reporter, ("closed" | "silent" | "foreign") as cause] if self._is_worker(
-                culprit
-            ) and self._is_worker(reporter):
+            case [culprit, int(round_), reporter, ("closed" | "silent" | "foreign" | "changed") as cause] if (
+                self._is_worker(culprit) and self._is_worker(reporter)
+            ):
                 return Failure(culprit, round_, reporter, cause)
         return None
 

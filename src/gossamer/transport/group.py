@@ -28,7 +28,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -39,7 +38,7 @@ from torch import Tensor
 from gossamer.errors import PeerError, TransportError
 from gossamer.transport import Delivery, Reduce, Ticket, Wait, wire
 from gossamer.transport.backend import backend_of, block, hold, poll
-from gossamer.transport.board import THREADS, Board, Failure, Note, blame
+from gossamer.transport.board import THREADS, Board, Failure, Note, blame, sentence
 from gossamer.transport.member import Member
 
 __all__ = ["ByteCount", "GroupTransport", "all_reduce"]
@@ -63,6 +62,10 @@ class ByteCount(NamedTuple):
         return ByteCount(self.payload_bytes + payload, self.wire_bytes + wire.HEADER_BYTES + packed)
 
 
+class _ChangedError(TransportError):
+    """A payload whose checksum is wrong."""
+
+
 class _Landing(NamedTuple):
     """The memory for the message of one peer."""
 
@@ -77,10 +80,10 @@ class _Landing(NamedTuple):
         return header
 
     def check_payload(self, header: wire.Header[Ticket]) -> None:
-        if header.checksum is not None and header.checksum != wire.checksum(self.payload):
-            raise TransportError(
+        if header.checksum is not None and header.checksum != (found := wire.checksum(self.payload)):
+            raise _ChangedError(
                 f"the {header.payload_bytes} bytes of worker {header.sender} in {header.ticket} changed in transit, "
-                f"checksum {wire.checksum(self.payload):08x} instead of {header.checksum:08x}; a network card or memory is faulty"
+                f"checksum {found:016x} instead of {header.checksum:016x}; a network card or memory is faulty: test both machines"
             )
 
 
@@ -122,7 +125,7 @@ class GroupTransport:
             workers, for the notice board.
         run: 64-bit digest of the configuration; messages of another run are refused.
         timeout_s: how long `wait` waits.
-        checksum: whether each payload carries a checksum.
+        checksum: whether each payload carries a checksum; only a measurement of the links does without.
         group: the process group; the default one when None. `hang_up` closes its connections.
 
     Cost: no copy of a message that is one contiguous frame, one copy of any other; with gloo and a device, one copy each
@@ -137,7 +140,7 @@ class GroupTransport:
         *,
         run: int,
         timeout_s: float,
-        checksum: bool = False,
+        checksum: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.worker = member.worker
@@ -153,7 +156,7 @@ class GroupTransport:
         self._finish = poll if self._batched else block
         self._device = member.device
         self._carrier = self._device if self._batched else torch.device("cpu")
-        self._board = Board(member.store, self.worker, member.workers, patience_s=min(2.0, timeout_s / 4))
+        self._board = Board(member.entries, self.worker, member.workers, patience_s=min(2.0, timeout_s / 4))
         self._memory = _Memory()
         self._exchanges: dict[Ticket, _Exchange] = {}
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits
@@ -180,8 +183,8 @@ class GroupTransport:
         Raises: TransportError when the message is larger than `wire.LIMIT_BYTES`.
         """
         payload = wire.pack_frames(frames, self._allocate if self._device == self._carrier else None).to(self._carrier)
-        crc = wire.checksum(payload) if self._checksum else None
-        raw = bytearray(wire.encode_header(wire.Header(self._run, ticket, self.worker, payload.numel(), crc)))
+        checksum = wire.checksum(payload) if self._checksum else None
+        raw = bytearray(wire.encode_header(wire.Header(self._run, ticket, self.worker, payload.numel(), checksum)))
         header = torch.frombuffer(raw, dtype=torch.uint8).to(self._carrier)
         self.sent = self.sent.plus(frames, payload.numel())
         self._begin(self._exchange(ticket), ticket, "to", peer, header, payload)
@@ -350,7 +353,8 @@ class GroupTransport:
     def _broken(self, ticket: Ticket, peer: int, error: Exception) -> TransportError:
         """What to raise after a transfer with `peer` failed."""
         if isinstance(error, TransportError):
-            self._board.claim(Failure(peer, ticket.round, self.worker, "foreign"))
+            cause = "changed" if isinstance(error, _ChangedError) else "foreign"
+            self._board.claim(Failure(peer, ticket.round, self.worker, cause))
             return error
         standing = self._board.claim(Failure(peer, ticket.round, self.worker, "closed"))
         return PeerError(self._sentence(standing))
@@ -363,22 +367,9 @@ class GroupTransport:
         return PeerError(self._sentence(standing, chain if standing == mine else []))
 
     def _sentence(self, failure: Failure, chain: Sequence[int] = ()) -> str:
-        what, do = {
-            "closed": ("closed its connection", "it was ended or ended early: look at its log"),
-            "silent": (
-                f"did not answer for {self._timeout_s:g} s",
-                "it hangs, is cut off or is slow: look at its log, or raise run.timeout_s",
-            ),
-            "foreign": (
-                "sent bytes that do not match the agreed message",
-                "start all workers with the same run file and gossamer version",
-            ),
-        }[failure.cause]
-        waits = [f"{i} waits for {j}" for i, j in pairwise([self.worker, *chain])]
-        via = f" ({', '.join(waits)})" if len(waits) > 1 else ""
-        by = "" if failure.reporter == self.worker else f", as worker {failure.reporter} reported"
-        gone = "; the launcher's store is gone too, so another may have failed before it" if self._board.gone else ""
-        return f"worker {failure.culprit} {what} in round {failure.round}{via}{by}{gone}; {do}"
+        text = sentence(failure, self.worker, self._timeout_s, chain)
+        lost = "; the launcher's store does not answer either, so another may have failed before it"
+        return f"{text}{lost}" if self._board.gone else text
 
 
 def all_reduce(timeout_s: float) -> Reduce:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.backend import hang_up
 from gossamer.transport.member import Member
+from gossamer.transport.secret import environment_secret
+from gossamer.transport.store import LIMIT_BYTES, hosted_store, reached_store, shared_part
 
 __all__ = [
     "agree",
@@ -24,9 +26,6 @@ __all__ = [
     "leave",
     "one_device",
 ]
-
-LIMIT_BYTES = 1 << 20
-"""Most bytes that one worker may publish in `agree`."""
 
 
 def join(
@@ -51,7 +50,7 @@ def join(
         torch.set_num_threads(threads or max(1, available_cores() // _number("LOCAL_WORLD_SIZE", default=ranks)))
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    member = Member.at(rank, workers, where, _store(rank, ranks, timeout_s), parts)
+    member = Member.at(rank, workers, where, _store(rank, timeout_s), parts, environment_secret())
     _assemble(member, backend, timeout_s)
     # Otherwise torch ends the process on an NCCL error or timeout, before we can say which worker failed.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -89,14 +88,15 @@ def _rank(workers: int, parts: int) -> tuple[int, int]:
 
 def _assemble(member: Member, backend: str, timeout_s: float) -> None:
     """Waits until all processes of the run are there, and makes sure that all use one backend."""
-    here = [f"here/{rank}" for rank in range(member.ranks)]
-    member.store.set(here[member.rank], backend)
-    if missing := _absent(member.store, here, timeout_s):
+    here, entries = [f"here/{rank}" for rank in range(member.ranks)], member.entries
+    entries.set(here[member.rank], backend)
+    if missing := entries.absent(here, timeout_s):
         raise PeerError(
             f"{_workers(missing, member)} did not come within {timeout_s:g} s, and the run needs {member.workers}; look at "
             "their logs, or raise run.timeout_s"
         )
-    if others := [rank for rank, name in enumerate(here) if member.store.get(name) != backend.encode()]:
+    theirs = [entries.read(name, rank // member.parts) for rank, name in enumerate(here)]
+    if others := [rank for rank, name in enumerate(theirs) if name != backend.encode()]:
         raise ConfigError(
             f"worker {member.worker} uses {backend} and {_workers(others, member)} another backend; set run.backend for all"
         )
@@ -116,16 +116,17 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
         raise TransportError(
             f"worker {member.worker} would publish {len(text)} bytes of facts; at most {LIMIT_BYTES} are allowed"
         )
-    store = member.store
-    turn = store.add(f"agree/{member.rank}/turns", 1)  # facts of an earlier agreement are not read again
+    entries = member.entries
+    turn = member.store.add(f"agree/{member.rank}/turns", 1)  # facts of an earlier agreement are not read again
     keys = [f"agree/{rank}/{turn}" for rank in range(member.ranks)]
-    store.set(keys[member.rank], text)
-    if missing := _absent(store, keys, timeout_s):
+    entries.set(keys[member.rank], text)
+    if missing := entries.absent(keys, timeout_s):
         raise PeerError(
             f"{_workers(missing, member)} sent no configuration within {timeout_s:g} s, and all {member.workers} must agree on "
             "one; look at their logs"
         )
-    said = [_statement(rank // member.parts, store.get(key)) for rank, key in enumerate(keys)]
+    owners = [rank // member.parts for rank in range(member.ranks)]
+    said = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
     camps: dict[str, list[int]] = {}
     for rank, (theirs, _) in enumerate(said):
         camps.setdefault(theirs, []).append(rank)
@@ -153,42 +154,26 @@ def leave(timeout_s: float = 5.0) -> bool:
     return silent and not end.is_alive()
 
 
-def _store(rank: int, ranks: int, timeout_s: float) -> Store:
+def _store(rank: int, timeout_s: float) -> Store:
     """The store that all workers share: torchrun's or the launcher's if they host one, else worker 0 does."""
     host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
     if not host:
         raise ConfigError(_unset("MASTER_ADDR"))
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = TCPStore(
-            host, port, ranks, hosts, timedelta(seconds=timeout_s), wait_for_workers=False, multi_tenant=True
-        )  # fmt: skip
-    except RuntimeError as error:
+        store = (hosted_store if hosts else reached_store)(host, port, timeout_s)
+    except (RuntimeError, OSError) as error:
         raise TransportError(
             f"worker {rank} could not {'open' if hosts else 'reach'} the store at {host}:{port} within {timeout_s:g} s "
             f"({_first_line(error)}); check MASTER_ADDR, MASTER_PORT and that their machine is up"
         ) from error
-    return PrefixStore(f"gossamer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _absent(store: Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """The indices of the keys that nobody has set within `timeout_s`."""
-    try:
-        store.wait(list(keys), timedelta(seconds=timeout_s))
-    except RuntimeError:
-        try:
-            return [i for i, key in enumerate(keys) if not store.check([key])]
-        except RuntimeError as error:
-            raise TransportError(
-                f"the store at MASTER_ADDR is gone ({_first_line(error)}); look at the log of the launcher or of worker 0"
-            ) from error
-    return []
+    return shared_part(store)
 
 
 def _statement(worker: int, raw: bytes) -> tuple[str, Any]:
     """Digest and facts that a worker published in `agree`. Raises PeerError for anything else."""
     try:
-        match json.loads(raw) if len(raw) <= LIMIT_BYTES else None:
+        match json.loads(raw):
             case [str(digest), facts]:
                 return digest, facts
     except (ValueError, RecursionError):

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.transport.launch import available_cores
+from gossamer.transport.secret import SECRET, environment_secret, new_secret
+from gossamer.transport.store import Entries, hosted_store, report_fallen, shared_part
 
 __all__ = ["LISTENER", "run_local", "run_served"]
 
@@ -32,25 +33,22 @@ Work = Callable[[Sequence[str]], int]
 log = logging.getLogger("gossamer")
 
 
-def run_local(
-    n: int,
-    work: Work,
-    argv: Sequence[str],
-    *,
-    timeout_s: float = 300.0,
-    grace_s: float = 10.0,
-) -> int:
+def run_local(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0) -> int:
     """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
 
-    The store lives here, so it outlives every worker. When a worker fails, the others have `timeout_s + grace_s` to notice
-    and to end by themselves. No worker outlives this process.
+    The store lives here, so it outlives every worker, and its entries carry the code of a secret that only they get. When a
+    worker fails, those that wait for others to start learn it from the store, and all have `grace_s` to end by themselves. So a
+    run ends at most that long after the first failure, be it a death or that a worker waited in vain for `run.timeout_s`.
+    No worker outlives this process.
 
     Args:
         work: what each worker does, such as `gossamer.cli.main`.
         argv: its arguments, such as `["train", "run.toml"]`.
     Returns: 0, or the exit code of the worker that failed first (128 + k if signal k ended it).
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the workers have not started yet
+    secret = environment_secret() or new_secret().encode()
+    store = hosted_store("127.0.0.1", 0)
+    entries = Entries(shared_part(store), secret)
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -59,12 +57,12 @@ def run_local(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": _loopback(),
     }
-    with _children(n, work) as start:
+    with _children(n, work, secret) as start:
         workers = [start(argv, f"[{i}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(n)]
-        return _outcome(workers, timeout_s + grace_s)
+        return _outcome(workers, grace_s, lambda worker, code: report_fallen(entries, worker, code))
 
 
-def run_served(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0) -> int:
+def run_served(n: int, work: Work, argv: Sequence[str], secret: bytes, *, grace_s: float = 10.0) -> int:
     """Runs a server and n workers on this machine over loopback; a worker that fails does not stop the others.
 
     The listening socket is made here and inherited by the server, so that no other process can take its port.
@@ -72,10 +70,11 @@ def run_served(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0
     Args:
         work: as in `run_local`.
         argv: the arguments of every process; `--server HOST:PORT` and, for workers, `--worker I` are added.
+        secret: of the run, which each gets in its environment.
         grace_s: how long workers have to end by themselves once the server has ended.
     Returns: the exit code of the server (128 + k if signal k ended it).
     """
-    with socket.create_server(("127.0.0.1", 0)) as listener, _children(n, work) as start:
+    with socket.create_server(("127.0.0.1", 0)) as listener, _children(n, work, secret) as start:
         words = [*argv, "--server", f"127.0.0.1:{listener.getsockname()[1]}"]
         workers = [start([*words, "--worker", str(i)], f"[{i}] ", {}) for i in range(n)]
         server = start(words, "[server] ", {}, listener)
@@ -97,7 +96,7 @@ def run_served(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0
 
 
 @contextlib.contextmanager
-def _children(n: int, work: Work) -> Iterator[Callable[..., BaseProcess]]:
+def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseProcess]]:
     """A function that starts processes, whose output is forwarded with a prefix; at the end, all of them are ended.
 
     On Linux they are forks of one process that has imported what they need (`multiprocessing.set_forkserver_preload`): imports
@@ -107,6 +106,7 @@ def _children(n: int, work: Work) -> Iterator[Callable[..., BaseProcess]]:
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     common = {
         **os.environ,
+        SECRET: secret.decode(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
     }
     processes: list[BaseProcess] = []
@@ -170,13 +170,18 @@ def _enter(
     sys.exit(work(argv))
 
 
-def _outcome(workers: Sequence[BaseProcess], patience_s: float) -> int:
-    """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since that failure."""
+def _outcome(workers: Sequence[BaseProcess], patience_s: float, report: Callable[[int, int], None]) -> int:
+    """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since that failure.
+
+    Args: `report` is called with the worker that failed first and its exit code.
+    """
     code, deadline = 0, float("inf")
     while True:
         codes = [worker.exitcode for worker in workers]
-        if not code and (failed := next((one for one in codes if one), 0)):
-            code, deadline = failed if failed > 0 else 128 - failed, time.monotonic() + patience_s
+        if not code and (failed := next(((i, one) for i, one in enumerate(codes) if one), None)):
+            worker, ended = failed
+            code, deadline = ended if ended > 0 else 128 - ended, time.monotonic() + patience_s
+            report(worker, code)
         if None not in codes or time.monotonic() >= deadline:
             return code
         time.sleep(0.05)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
+from gossamer.transport.store import Entries
+
 __all__ = ["Member"]
 
 
@@ -24,6 +26,13 @@ class Member(NamedTuple):
     """Which part of the worker this process holds."""
     parts: int = 1
     """Processes of a worker."""
+    secret: bytes = b""
+    """Known to the processes of the run only; empty where none was given."""
+
+    @property
+    def entries(self) -> Entries:
+        """What the processes of the run tell each other in the store."""
+        return Entries(self.store, self.secret)
 
     @property
     def ranks(self) -> int:
@@ -40,7 +49,9 @@ class Member(NamedTuple):
         return worker * self.parts + self.part
 
     @classmethod
-    def at(cls, rank: int, workers: int, device: torch.device, store: Store, parts: int = 1) -> "Member":
+    def at(
+        cls, rank: int, workers: int, device: torch.device, store: Store, parts: int = 1, secret: bytes = b""
+    ) -> "Member":  # fmt: skip
         """The process of this rank; `rank` turns it back.
 
         >>> import torch
@@ -50,4 +61,4 @@ class Member(NamedTuple):
         (2, 1, 5, 7)
         """
         assert 0 <= rank < workers * parts, (rank, workers, parts)
-        return cls(rank // parts, workers, device, store, rank % parts, parts)
+        return cls(rank // parts, workers, device, store, rank % parts, parts, secret)

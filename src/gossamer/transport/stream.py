@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.transport import Turn, wire
+from gossamer.transport.handshake import HANDSHAKE_S, prove_to_server
 
 __all__ = ["HELLO", "PUSH", "START", "Stream", "connect"]
 
@@ -22,6 +23,8 @@ HELLO, START, PUSH, _REFUSE = range(4)
 
 _LIMIT_REFUSAL_BYTES = 1000
 _PIECE_BYTES = 1 << 20
+_ATTEMPTS = 5
+"""How often a worker offers its proof to a server that hangs up on it; a server may also do so for want of room."""
 
 
 class Stream:
@@ -29,13 +32,13 @@ class Stream:
 
     Args:
         run: 64-bit digest of the run that both ends must be of.
-        me, peer: the numbers of both ends; the peer's may be None, and is then taken from its first message.
+        me, peer: the numbers of both ends.
         name: of the other end, in error messages.
         timeout_s: how long to wait for the next bytes.
     """
 
     def __init__(
-        self, sock: socket.socket, *, run: int, me: int, peer: int | None, name: str, timeout_s: float
+        self, sock: socket.socket, *, run: int, me: int, peer: int, name: str, timeout_s: float
     ) -> None:  # fmt: skip
         self.peer, self.name = peer, name
         self._sock, self._run, self._me = sock, run, me
@@ -71,15 +74,13 @@ class Stream:
         if header.ticket.kind == _REFUSE and header.payload_bytes <= _LIMIT_REFUSAL_BYTES:
             text = self._exactly(header.payload_bytes).numpy().tobytes().decode("utf-8", "replace")
             raise PeerError(f"{self.name} refused this process: {''.join(c for c in text if c.isprintable())}")
-        who = header.sender if self.peer is None else self.peer
-        wire.check_header(header, wire.Header(self._run, turn, who, wire.frames_bytes(like), 0))
+        wire.check_header(header, wire.Header(self._run, turn, self.peer, wire.frames_bytes(like), 0))
         payload = self._exactly(header.payload_bytes)
-        if wire.checksum(payload) != header.checksum:
+        if (found := wire.checksum(payload)) != header.checksum:
             raise TransportError(
-                f"{self.name} sent {header.payload_bytes} bytes with checksum {header.checksum:08x} that arrived with "
-                f"{wire.checksum(payload):08x}; a network card or memory is faulty"
+                f"{self.name} sent {header.payload_bytes} bytes with checksum {header.checksum:016x} that arrived with "
+                f"{found:016x}; a network card or memory is faulty: test both machines"
             )
-        self.peer = who
         return wire.unpack_frames(payload, like)
 
     def refuse(self, reason: str) -> None:
@@ -116,17 +117,39 @@ class Stream:
         return PeerError(f"the connection with {self.name} was lost ({error}); look at its log")
 
 
-def connect(host: str, port: int, *, run: int, me: int, server: int, timeout_s: float) -> Stream:
-    """A connection to the server, retried for `timeout_s` while the server starts. Raises PeerError when it cannot be reached."""
-    deadline = time.monotonic() + timeout_s
+def connect(
+    host: str, port: int, *, secret: bytes, run: int, me: int, server: int, timeout_s: float
+) -> Stream:  # fmt: skip
+    """A connection to the server, after both ends have proved that they know the secret of the run.
+
+    Retried for `timeout_s` while the server starts, or has no room. Raises PeerError when it cannot be reached, or refuses.
+    """
+    deadline, attempts, reason = time.monotonic() + timeout_s, 0, "it hung up"
     while True:
         try:
             sock = socket.create_connection((host, port), timeout=timeout_s)
         except OSError as error:
-            if time.monotonic() + 0.2 > deadline:
-                raise PeerError(
-                    f"worker {me} could not reach the server at {host}:{port} within {timeout_s:g} s ({error}); start it first"
-                ) from None
-            time.sleep(0.2)
+            reason = str(error)
         else:
-            return Stream(sock, run=run, me=me, peer=server, name="the server", timeout_s=timeout_s)
+            try:
+                accepted = prove_to_server(sock, secret, run=run, me=me, timeout_s=min(timeout_s, HANDSHAKE_S))
+            except PeerError as error:
+                sock.close()
+                if (attempts := attempts + 1) == _ATTEMPTS:
+                    raise PeerError(
+                        f"worker {me} was turned away by the server at {host}:{port} (the connection: {error}); give both the "
+                        "same secret, by GOSSAMER_SECRET or the file 'secret' of the server's run folder"
+                    ) from None
+            else:
+                if accepted is not None:
+                    stream = Stream(sock, run=run, me=me, peer=server, name="the server", timeout_s=timeout_s)
+                    if not accepted:
+                        with contextlib.closing(stream):
+                            stream.receive(Turn(0, 0, START), [])  # raises with the server's reason
+                    return stream
+                sock.close()
+        if time.monotonic() + 0.2 > deadline:
+            raise PeerError(
+                f"worker {me} could not reach the server at {host}:{port} within {timeout_s:g} s ({reason}); start it first"
+            )
+        time.sleep(0.2)

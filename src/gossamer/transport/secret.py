@@ -1,0 +1,107 @@
+"""The secret of a run: who has it may be a worker of the run, and who has it not is a stranger.
+
+A launcher makes one for the processes that it starts. Otherwise it is given in the environment variable GOSSAMER_SECRET, or lies
+in the run folder, where a server writes it. The secret itself is never sent. It proves identity (`code`) and hides nothing:
+what workers send each other is not encrypted.
+"""
+
+import hmac
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from gossamer.errors import ConfigError
+
+__all__ = [
+    "CODE_BYTES",
+    "SECRET",
+    "SECRET_FILE",
+    "code",
+    "environment_secret",
+    "folder_secret",
+    "new_secret",
+    "read_secret",
+]
+
+SECRET = "GOSSAMER_SECRET"
+"""The environment variable with the secret of a run."""
+SECRET_FILE = "secret"
+"""The file of a run folder with the secret of the run."""
+CODE_BYTES = 32
+SHORTEST = 32
+"""Fewest characters of a secret; who sees a proof can try short ones."""
+LONGEST_BYTES = 4096
+
+
+def new_secret() -> str:
+    """256 random bits, as text."""
+    return secrets.token_hex(32)
+
+
+def code(secret: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA256 of parts that cannot run into each other: only who has the secret can compute or check it.
+
+    >>> len(code(b"s", b"ab", b"c")), code(b"s", b"ab", b"c") == code(b"s", b"a", b"bc")
+    (32, False)
+    """
+    return hmac.digest(secret, b"".join(len(part).to_bytes(8, "little") + part for part in parts), "sha256")
+
+
+def environment_secret() -> bytes:
+    """The secret in GOSSAMER_SECRET; empty where there is none. Raises ConfigError for one that is too short."""
+    text = os.environ.get(SECRET, "")
+    return _checked(text, SECRET) if text else b""
+
+
+def read_secret(path: Path) -> str:
+    """The secret in a file. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(LONGEST_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise ConfigError(
+            f"the secret of the run cannot be read from '{path}' ({error.strerror}); copy the file that the server wrote"
+        ) from None
+    return _checked(text, f"the file '{path}'").decode()
+
+
+def folder_secret(folder: Path, *, make: bool = False) -> bytes:
+    """The secret of a run: of the environment, else of its folder, else a new one that is written there for its owner alone.
+
+    Args: `make` allows to write one.
+    Raises: ConfigError when there is none, or it cannot be read or written.
+    """
+    if given := environment_secret():
+        return given
+    path = folder / SECRET_FILE
+    if path.exists():
+        return read_secret(path).encode()
+    if not make:
+        raise ConfigError(
+            f"this worker does not know the secret of the run: there is neither {SECRET} nor '{path}'; copy the file "
+            f"'{SECRET_FILE}' from the run folder of the server, or name it with --secret"
+        )
+    text, scratch = new_secret(), folder / f".{SECRET_FILE}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch.unlink(missing_ok=True)
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stat.S_IRUSR | stat.S_IWUSR)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text + "\n")
+        os.replace(scratch, path)
+    except OSError as error:
+        raise ConfigError(
+            f"the secret of the run could not be written to '{path}' ({error.strerror}); choose another --out, or set {SECRET}"
+        ) from None
+    return text.encode()
+
+
+def _checked(text: str, where: str) -> bytes:
+    secret = text.strip()
+    if len(secret) < SHORTEST:
+        raise ConfigError(
+            f"{where} holds a secret of {len(secret)} characters and at least {SHORTEST} are needed; "
+            "`openssl rand -hex 32` makes one"
+        )
+    return secret.encode()

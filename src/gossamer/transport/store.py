@@ -1,0 +1,182 @@
+"""The store of a run: where it listens, and its entries, which carry a code of the run's secret.
+
+The store is a TCPStore of torch, which asks nobody who he is. Ours listens only on the address that is used; torchrun's listens
+everywhere. What Gossamer reads from it counts only with a code that binds the entry's name and content to the secret of the run.
+That does not hide it, nor keep a stranger who reaches the store from removing entries, from putting back an older entry of the
+same name, or from filling the memory. Nor does it protect the keys that torch itself writes, with the addresses at which
+the processes of a group connect: torch has no place for a code in them.
+"""
+
+import errno
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.errors import PeerError, TransportError
+from gossamer.transport.secret import CODE_BYTES, code
+
+__all__ = ["LIMIT_BYTES", "Entries", "hosted_store", "reached_store", "report_fallen", "shared_part"]
+
+LIMIT_BYTES = 1 << 20
+"""Most bytes of the content of an entry."""
+FALLEN = "fallen"
+"""The entry in which a launcher reports the first worker that failed: its number and its exit code."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.25
+"""How often a worker that waits for entries looks whether they are there, or another worker has fallen: soon, then less often."""
+
+log = logging.getLogger("gossamer")
+
+
+class Entries(NamedTuple):
+    """The entries that Gossamer writes into a store, and those it reads.
+
+    >>> from torch.distributed import HashStore
+    >>> store = HashStore()
+    >>> entries = Entries(store, b"known to all workers")
+    >>> entries.set("here", "gloo")
+    >>> entries.get("here"), entries.get("there"), Entries(store, b"a guess").get("here")
+    (b'gloo', None, None)
+    """
+
+    store: Store
+    secret: bytes
+
+    def under(self, prefix: str) -> "Entries":
+        """Those whose names begin so."""
+        return self._replace(store=PrefixStore(prefix, self.store))
+
+    def sealed(self, name: str, text: str) -> str:
+        """The content of an entry behind its code."""
+        return code(self.secret, name.encode(), text.encode()).hex() + text
+
+    def opened(self, name: str, raw: bytes) -> bytes | None:
+        """The content of an entry; None if its code is wrong or it is too long."""
+        seal, text = raw[: 2 * CODE_BYTES], raw[2 * CODE_BYTES :]
+        if len(text) > LIMIT_BYTES:
+            return None
+        return text if hmac.compare_digest(seal, code(self.secret, name.encode(), text).hex().encode()) else None
+
+    def set(self, name: str, text: str) -> None:
+        """Writes an entry."""
+        self.store.set(name, self.sealed(name, text))
+
+    def get(self, name: str) -> bytes | None:
+        """The content of an entry, without waiting for it; None where there is none with a right code."""
+        return self.opened(name, self.store.get(name)) if self.store.check([name]) else None
+
+    def first(self, name: str, text: str) -> bytes | None:
+        """Writes an entry unless there is one, and returns the content of the one that counts."""
+        return self.opened(name, self.store.compare_set(name, "", self.sealed(name, text)))
+
+    def several(self, names: Sequence[str]) -> dict[str, bytes]:
+        """The contents of those entries that exist with a right code."""
+        if not self.store.check(list(names)):  # to read a missing one would block
+            names = [name for name in names if self.store.check([name])]
+        found = {
+            name: self.opened(name, raw) for name, raw in zip(names, self.store.multi_get(list(names)), strict=True)
+        }
+        return {name: text for name, text in found.items() if text is not None}
+
+    def absent(self, names: Sequence[str], timeout_s: float) -> list[int]:
+        """Waits for all of these entries, and returns the places of those that nobody has written within `timeout_s`.
+
+        Raises: PeerError as soon as a launcher reports that a worker has fallen, TransportError when the store is gone.
+        """
+        # `Store.wait` would print a warning for each of the waits that end early to look for the fallen.
+        deadline, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
+        try:
+            while not self.store.check(list(names)):
+                self._look_for_fallen()
+                if time.monotonic() >= deadline:
+                    return [place for place, name in enumerate(names) if not self.store.check([name])]
+                time.sleep(max(0.0, min(pause_s, deadline - time.monotonic())))
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        except RuntimeError as error:
+            raise TransportError(
+                f"the store at MASTER_ADDR is gone ({_first_line(error)}); look at the log of the launcher or of worker 0"
+            ) from error
+        return []
+
+    def read(self, name: str, worker: int) -> bytes:
+        """The content of an entry of a worker that `absent` has waited for. Raises PeerError for a wrong code."""
+        text = self.opened(name, self.store.get(name))
+        if text is None:
+            raise PeerError(
+                f"the entry '{name}' of worker {worker} in the store does not carry the code of this run's secret; give all "
+                "workers the same GOSSAMER_SECRET, and keep others away from the port of the store"
+            )
+        return text
+
+    def _look_for_fallen(self) -> None:
+        worker, _, exit_code = (self.get(FALLEN) or b"").partition(b" ")
+        if exit_code:
+            raise PeerError(
+                f"worker {worker.decode()} ended with code {exit_code.decode()} before all workers were ready; look at its log"
+            )
+
+
+def report_fallen(entries: Entries, worker: int, exit_code: int) -> None:
+    """Tells workers that still wait for others to start that a worker has ended."""
+    entries.set(FALLEN, f"{worker} {exit_code}")
+
+
+def shared_part(store: Store) -> Store:
+    """The part of a store for this attempt of a run; torchrun counts attempts, and keeps the entries of earlier ones."""
+    return PrefixStore(f"gossamer/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def hosted_store(host: str, port: int, timeout_s: float = 300.0) -> TCPStore:
+    """A new store in this process that listens on this address only.
+
+    If others could not reach that address, because the name means loopback here or the address belongs to a router, it listens
+    on all addresses of this machine and logs a warning.
+
+    Args: `port` 0 takes a free one.
+    Raises: OSError when the port is taken or the host unknown.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        if not _is_loopback(host) and _is_loopback(str(address[0])):
+            raise OSError(errno.EADDRNOTAVAIL, f"'{host}' is {address[0]} here")
+        listener = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        log.warning(
+            "the store of the run listens on all addresses of this machine, as others may not reach %s (%s); to have it listen "
+            "on one, set MASTER_ADDR to an address of this machine",
+            host,
+            error.strerror,
+        )
+        listener = socket.create_server(("", port))
+    with listener:
+        store = TCPStore(
+            host, listener.getsockname()[1], is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+        )  # fmt: skip
+        listener.detach()  # the store closes it
+    return store
+
+
+def reached_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """The store at this address. Raises RuntimeError when it cannot be reached."""
+    return TCPStore(host, port, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:200]
