@@ -1,5 +1,6 @@
 """`Outer` misused is never silent: wrapped, moved, converted or unlike models, wrong arguments, and any process group."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def test_names_of_rules_topologies_and_codecs_are_as_good_as_the_things_themselv
         ({"model": [nn.Parameter(torch.ones(1))]}, "a list as model"),
         ({"model": nn.Linear(3, 1, device="meta")}, "2 tensors on the meta device, .* first is 'weight'"),
     ],
-    ids=str,
+    ids=itertools.count(),
 )
 def test_a_wrong_argument_is_refused_in_a_sentence(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
