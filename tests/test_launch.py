@@ -20,7 +20,7 @@ from gossamer.transport.group import GroupTransport
 from gossamer.transport.launch import agree, join, leave
 from gossamer.transport.local import run_local
 from gossamer.transport.member import Member
-from gossamer.transport.store import LIMIT_BYTES, hosted_store
+from gossamer.transport.store import ENTRY_BYTES, hosted_store
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -148,7 +148,7 @@ def test_entries_without_the_code_of_the_run_count_as_none_and_a_worker_with_ano
         "0" + sealed[1:],
         "",
         text,
-        sealed[:64] + "x" * (LIMIT_BYTES + 1),
+        sealed[:64] + "x" * (ENTRY_BYTES + 1),
     ):
         store.set("one", forged)
         assert ours.get("one") is None and ours.several(["one", "none"]) == {}, forged[:80]
@@ -185,8 +185,8 @@ def test_a_second_agreement_hears_nothing_of_the_first():
 
 
 def test_facts_beyond_the_limit_are_refused():
-    [sentence] = agreement(["a"], ["x" * LIMIT_BYTES])
-    assert f"at most {LIMIT_BYTES}" in sentence
+    [sentence] = agreement(["a"], ["x" * ENTRY_BYTES])
+    assert f"at most {ENTRY_BYTES}" in sentence
 
 
 def greet(argv: Sequence[str]) -> int:
@@ -275,7 +275,9 @@ def lose_worker_2_at_the_start(argv: Sequence[str]) -> int:
         if lost and place == "join":
             os.kill(os.getpid(), getattr(signal, fate))
         member = join(3, device="cpu", threads=1, timeout_s=timeout_s)
+        member.entries.set(f"joined/{member.worker}", "")
         if lost:
+            member.entries.absent(["joined/0", "joined/1"], timeout_s)
             os.kill(os.getpid(), getattr(signal, fate))
         agree(member, "a", timeout_s=timeout_s)
     except PeerError as error:

@@ -16,7 +16,7 @@ from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport.backend import hang_up
 from gossamer.transport.member import Member
 from gossamer.transport.secret import environment_secret
-from gossamer.transport.store import LIMIT_BYTES, hosted_store, reached_store, shared_part
+from gossamer.transport.store import ENTRY_BYTES, hosted_store, reached_store, shared_part
 
 __all__ = [
     "agree",
@@ -112,9 +112,9 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
     Raises: PeerError naming the workers that differ, or that sent nothing within `timeout_s`.
     """
     text = json.dumps([digest, facts])
-    if len(text) > LIMIT_BYTES:
+    if len(text) > ENTRY_BYTES:
         raise TransportError(
-            f"worker {member.worker} would publish {len(text)} bytes of facts; at most {LIMIT_BYTES} are allowed"
+            f"worker {member.worker} would publish {len(text)} bytes of facts; at most {ENTRY_BYTES} are allowed"
         )
     entries = member.entries
     turn = member.store.add(f"agree/{member.rank}/turns", 1)  # facts of an earlier agreement are not read again

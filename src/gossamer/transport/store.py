@@ -23,9 +23,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from gossamer.errors import PeerError, TransportError
 from gossamer.transport.secret import CODE_BYTES, code
 
-__all__ = ["LIMIT_BYTES", "Entries", "hosted_store", "reached_store", "report_fallen", "shared_part"]
+__all__ = ["ENTRY_BYTES", "Entries", "hosted_store", "reached_store", "report_fallen", "shared_part"]
 
-LIMIT_BYTES = 1 << 20
+ENTRY_BYTES = 1 << 20
 """Most bytes of the content of an entry."""
 FALLEN = "fallen"
 """The entry in which a launcher reports the first worker that failed: its number and its exit code."""
@@ -60,7 +60,7 @@ class Entries(NamedTuple):
     def opened(self, name: str, raw: bytes) -> bytes | None:
         """The content of an entry; None if its code is wrong or it is too long."""
         seal, text = raw[: 2 * CODE_BYTES], raw[2 * CODE_BYTES :]
-        if len(text) > LIMIT_BYTES:
+        if len(text) > ENTRY_BYTES:
             return None
         return text if hmac.compare_digest(seal, code(self.secret, name.encode(), text).hex().encode()) else None
 
