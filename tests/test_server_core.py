@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gossamer.asynchronous import Pace, cgad, decoupled_diloco
+from gossamer.asynchronous import Slack, cgad, decoupled_diloco
 from gossamer.clock import Update
 from gossamer.clock.phases import Budget
 from gossamer.clock.server_core import CloseWindow, Push, Send, ServerCore
@@ -70,12 +70,12 @@ def test_a_window_closes_a_grace_period_after_its_quorum():
 
 
 def test_an_adaptive_window_closes_when_the_first_of_its_workers_would_begin_to_wait():
-    server, ahead = core(decoupled_diloco(quorum=2, share=0.5)), Pace(overlap_steps=4, step_s=1.0, sync_s=0.5)
+    server, ahead = core(decoupled_diloco(quorum=2, share=0.5)), Slack(overlap_steps=4, step_s=1.0, sync_s=0.5)
     for worker in range(3):
         server.join(worker)
-    assert push(server, 2, 1.0, pace=ahead) == []
+    assert push(server, 2, 1.0, slack=ahead) == []
     slack_s = 4 * 1.0 - (1.5 + 0.5)  # worker 2 has waited for the quorum
-    assert push(server, 0, 2.5, pace=ahead) == [CloseWindow(0, 2.5 + 0.5 * slack_s)]
+    assert push(server, 0, 2.5, slack=ahead) == [CloseWindow(0, 2.5 + 0.5 * slack_s)]
     waits = core(decoupled_diloco(quorum=2))
     for worker in range(3):
         waits.join(worker)

@@ -6,7 +6,7 @@ from gossamer.asynchronous.a2cid2 import a2cid2 as a2cid2
 from gossamer.asynchronous.a2cid2 import acceleration as acceleration
 from gossamer.asynchronous.ad_psgd import ad_psgd as ad_psgd
 from gossamer.asynchronous.cgad import cgad as cgad
-from gossamer.asynchronous.contract import Pace, PairRule, PushInfo, ServerRule, Window
+from gossamer.asynchronous.contract import PairRule, PushInfo, ServerRule, Slack, Window
 from gossamer.asynchronous.dadao import dadao as dadao
 from gossamer.asynchronous.decoupled_diloco import decoupled_diloco as decoupled_diloco
 from gossamer.asynchronous.delayed_nesterov import delayed_nesterov as delayed_nesterov
@@ -18,11 +18,11 @@ from gossamer.options import table
 __all__ = [
     "PAIRS",
     "SERVERS",
-    "Pace",
     "PairRule",
     "PushInfo",
     "Rates",
     "ServerRule",
+    "Slack",
     "Window",
     "conditions",
     "meeting_rates",

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.layout import Layout
 from gossamer.tree import Tree
 
-__all__ = ["Pace", "PairRule", "PushInfo", "ServerRule", "Window"]
+__all__ = ["PairRule", "PushInfo", "ServerRule", "Slack", "Window"]
 
 
 class PushInfo(NamedTuple):
@@ -29,7 +29,7 @@ class PushInfo(NamedTuple):
     """Names, shapes and offsets of the tensors in the push."""
 
 
-class Pace(NamedTuple):
+class Slack(NamedTuple):
     """For how long a worker can do without the reply to its push; one that waits for it has none of this time."""
 
     overlap_steps: int = 0
@@ -45,9 +45,9 @@ class Window(NamedTuple):
 
     quorum: int
     """The number of messages it needs; where fewer workers are present, one of each."""
-    grace_s: Callable[[Pace, float], float]
-    """Seconds it then waits for more, so that no pushed message costs more time than it may, from the pace of its worker and
-    the seconds since it arrived (ξ_quorum); the least over the gathered messages counts."""
+    grace_s: Callable[[Slack, float], float]
+    """`grace_s(slack, waited_s)`: seconds it may then wait for more, by the slack of a gathered message's worker and the seconds
+    since that message arrived (ξ_quorum); it waits for the least over the messages."""
     merge: Callable[[Sequence[Tensor], Sequence[PushInfo]], Tensor]
     """Merges the gathered messages, in ascending order of their workers, into one."""
 

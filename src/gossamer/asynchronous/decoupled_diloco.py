@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous.contract import Pace, PushInfo, ServerRule, Window
+from gossamer.asynchronous.contract import PushInfo, ServerRule, Slack, Window
 from gossamer.options import Count, Decay, NotNegative, Positive, Share, factory
 
 __all__ = ["decoupled_diloco", "radial_mean", "slack_s", "token_weight", "weighted_mean"]
@@ -106,9 +106,9 @@ def decoupled_diloco(
     """
     eta, mu = lr, momentum
 
-    def grace(pace: Pace, waited_s: float) -> float:
+    def grace(slack: Slack, waited_s: float) -> float:
         if grace_s == "adaptive":
-            return slack_s(pace.overlap_steps, pace.step_s, waited_s, pace.sync_s, share)
+            return slack_s(slack.overlap_steps, slack.step_s, waited_s, slack.sync_s, share)
         return grace_s
 
     def merge(messages: Sequence[Tensor], arrivals: Sequence[PushInfo]) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.asynchronous import Pace, ServerRule
+from gossamer.asynchronous import ServerRule, Slack
 from gossamer.clock.agenda import ARRIVAL, DECISION, REPLY, Agenda
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import SERVER, Absence, Phase, Record, Transfer, Update
@@ -85,23 +85,23 @@ class ServerRun:
             layout = worker.learner.layout.slice(*self.spans[push.fragment])
             message, size = self._options.transmit(push.message, layout, i, number, push.fragment)
             push_s = self._durations.transfer_s(i, SERVER, size)
-            arrives_s, pace = self.time_s + push_s, WAITS
+            arrives_s, slack = self.time_s + push_s, WAITS
             if worker.overlap:
                 # The reply is taken in at the end of the next phase, which takes about as long as this one.
                 steps = worker.learner.local_steps
                 reply_s = self._durations.transfer_s(SERVER, i, nbytes(push.message))
-                pace = Pace(steps, (self.time_s - start_s) / steps, push_s + reply_s)
+                slack = Slack(steps, (self.time_s - start_s) / steps, push_s + reply_s)
             epoch, push = self._phases.epoch[i], push._replace(message=message)
-            self._agenda.plan(arrives_s, ARRIVAL, i, partial(self._arrive, i, epoch, push, pace, (size, self.time_s)))
+            self._agenda.plan(arrives_s, ARRIVAL, i, partial(self._arrive, i, epoch, push, slack, (size, self.time_s)))
         if worker.waits_for is None:
             self._phases.begin(i)
         return [Phase(start_s, self.time_s, i, number, report)]
 
-    def _arrive(self, i: int, epoch: int, push: Push, pace: Pace, sent: tuple[int, float]) -> list[Record]:
+    def _arrive(self, i: int, epoch: int, push: Push, slack: Slack, sent: tuple[int, float]) -> list[Record]:
         size, start_s = sent
         arrived = Transfer("push", start_s, self.time_s, i, SERVER, push.fragment, size)
         waits = epoch == self._phases.epoch[i]
-        return [arrived, *self._perform(self._core.push(i, push, self.time_s, reply=waits, pace=pace))]
+        return [arrived, *self._perform(self._core.push(i, push, self.time_s, reply=waits, slack=slack))]
 
     def _tick(self) -> list[Record]:
         return self._perform(self._core.tick(self.time_s))

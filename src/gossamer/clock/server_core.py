@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous import Pace, PushInfo, ServerRule
+from gossamer.asynchronous import PushInfo, ServerRule, Slack
 from gossamer.clock.events import Update
 from gossamer.clock.phases import Budget
 from gossamer.errors import CheckpointError
@@ -35,8 +35,8 @@ from gossamer.tree import leaves, must_fit, refill
 __all__ = ["WAITS", "CloseWindow", "Push", "Send", "ServerAction", "ServerCore", "StartingPoint"]
 
 
-WAITS = Pace()
-"""The pace of a worker that waits for its reply, as real ones do."""
+WAITS = Slack()
+"""The slack of a worker that waits for its reply, as real ones do."""
 
 
 class StartingPoint(NamedTuple):
@@ -90,7 +90,7 @@ class _Waiting(NamedTuple):
     worker: int
     push: Push
     reply: bool  # whether its worker waits for the reply
-    pace: Pace
+    slack: Slack
     arrived_s: float
 
 
@@ -176,12 +176,12 @@ class ServerCore:
         return [self._send(worker, range(len(self._fragments)))]
 
     def push(
-        self, worker: int, push: Push, now_s: float, *, reply: bool = True, pace: Pace = WAITS
+        self, worker: int, push: Push, now_s: float, *, reply: bool = True, slack: Slack = WAITS
     ) -> list[ServerAction]:
         """A push has arrived; `reply` is False when its worker has left since."""
         member, fragment = self._members[worker], self._fragments[push.fragment]
         member.phases, member.trains = member.phases + 1, False
-        fragment.waiting.append(_Waiting(worker, push, reply, pace, now_s))
+        fragment.waiting.append(_Waiting(worker, push, reply, slack, now_s))
         return self._absorb(push.fragment, now_s) if self._rule.window is None else self._plan(now_s)
 
     def leave(self, worker: int, now_s: float) -> list[ServerAction]:
@@ -304,7 +304,7 @@ class ServerCore:
         for p, fragment in enumerate(self._fragments):
             if fragment.waiting and fragment.closes_s == math.inf and len(fragment.waiting) >= quorum:
                 fragment.closes_s = now_s + min(
-                    window.grace_s(one.pace, now_s - one.arrived_s) for one in fragment.waiting
+                    window.grace_s(one.slack, now_s - one.arrived_s) for one in fragment.waiting
                 )
                 actions.append(CloseWindow(p, fragment.closes_s))
         return actions
