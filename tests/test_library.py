@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gossamer
-from gossamer.errors import CheckpointError, ConfigError, PairingError
+from gossamer.codecs import bf16, both_ways, topk
+from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerError
+from gossamer.transport.local import run_local
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
 
@@ -187,78 +190,48 @@ def test_the_example_trains_alone_and_under_torchrun(processes):
     assert len(EXAMPLE.read_text().splitlines()) < 60
 
 
-TWO = """
-import copy, os, torch, torch.distributed as dist
-import gossamer
-from gossamer.codecs import bf16, both_ways, topk
-from gossamer.errors import PeerError
-from test_library import SCHEDULES, flat, net, train
-
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-
-def say(words):
-    os.write(1, f"worker {rank} {words}\\n".encode())  # all at once: both write into one pipe
-
-def start(rule=gossamer.gasloc, **options):
+def begin_of_two(rule, **options):
+    """The rank of this process of two, and a model with its `Outer`."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     model = net()
-    return model, gossamer.Outer(model, rule(), local_steps=6, timeout_s=20, **options)
-"""
-
-RESUME = """
-whole, loop = start(schedule=SCHEDULES["streaming"])
-train(whole, loop, 10, seed=rank)
-saved = copy.deepcopy({"model": whole.state_dict(), "outer": loop.state_dict()})
-train(whole, loop, 14, seed=rank + 2)
-loop.finish()
-loop.close()
-dist.barrier()
-again, loop = start(schedule=SCHEDULES["streaming"])
-again.load_state_dict(saved["model"])
-loop.load_state_dict(saved["outer"])
-train(again, loop, 14, seed=rank + 2)
-loop.finish()
-loop.close()
-say(f"ended with the same bits: {torch.equal(flat(whole), flat(again))}")
-"""
-
-DIFFER = """
-codec = [{first}, {second}][rank]
-try:
-    start(gossamer.diloco, codec=codec)
-    say("was let in")
-except PeerError as error:
-    say("is told: " + str(error))
-"""
+    return dist.get_rank(), model, gossamer.Outer(model, rule, local_steps=6, timeout_s=20, **options)
 
 
-def two(text, folder):
-    """What two processes print that run this after `TWO`."""
-    (folder / "own_loop.py").write_text(TWO + text)
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        folder / "own_loop.py",
-    ]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(words, capture_output=True, text=True, timeout=110, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+def stop_within_a_round(argv):
+    rank, whole, loop = begin_of_two("gasloc", schedule=SCHEDULES["streaming"])
+    train(whole, loop, 10, seed=rank)
+    saved = copy.deepcopy({"model": whole.state_dict(), "outer": loop.state_dict()})
+    train(whole, loop, 14, seed=rank + 2)
+    loop.finish()
+    loop.close()
+    dist.barrier()
+    rank, again, loop = begin_of_two("gasloc", schedule=SCHEDULES["streaming"])
+    again.load_state_dict(saved["model"])
+    loop.load_state_dict(saved["outer"])
+    train(again, loop, 14, seed=rank + 2)
+    loop.finish()
+    loop.close()
+    return 0 if torch.equal(flat(whole), flat(again)) else 1
 
 
-def test_two_workers_stopped_within_a_round_continue_to_the_same_bits(tmp_path):
-    said = two(RESUME, tmp_path)
-    assert said.count("ended with the same bits: True") == 2, said
+def test_two_workers_stopped_within_a_round_continue_to_the_same_bits(forks):
+    assert run_local(2, stop_within_a_round, []) == 0
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("topk(k=64)", "topk(k=32)"), ("both_ways(bf16(), topk(k=64))", "both_ways(bf16(), topk(k=32))")],
-    ids=["there", "back"],
-)
-def test_workers_whose_codecs_differ_in_an_option_are_not_let_in(first, second, tmp_path):
-    said = two(DIFFER.format(first=first, second=second), tmp_path)
-    assert said.count("is told: worker") == 2, said
+CODECS_OF_TWO = {
+    "there": (topk(k=64), topk(k=32)),
+    "back": (both_ways(bf16(), topk(k=64)), both_ways(bf16(), topk(k=32))),
+}
+
+
+def begin_with_other_codecs(argv):
+    for codecs in CODECS_OF_TWO.values():
+        with pytest.raises(PeerError, match="worker"):
+            begin_of_two("diloco", codec=codecs[int(os.environ["RANK"])])
+        dist.barrier()
+    return 0
+
+
+def test_workers_whose_codecs_differ_in_an_option_are_not_let_in(forks):
+    assert run_local(2, begin_with_other_codecs, []) == 0
