@@ -115,7 +115,7 @@ def test_the_layout_of_a_model_that_is_not_built_is_that_of_the_built_one(config
 def test_a_file_with_five_faults_prints_five_sentences(tmp_path, capsys):
     path = written(
         tmp_path, rule__name="diloco", topology__name="ring", codec__name="int8", schedule__fragments=3,
-        schedule__inner_every=[1, 1], inner__optimizer="sgd", run__adapt="slow", run__mean="all_reduce",
+        schedule__inner_every=[1, 1], inner__optimizer="sgd", run__adapt="slow", run__reduction="all_reduce",
     )  # fmt: skip
     assert main(["check", str(path)]) == 2
     out, err = capsys.readouterr()

@@ -85,11 +85,11 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ["inner_every is [1, 2]", "your inner optimizer"],
     ),
     "all-reduce and overlap": (
-        Facts(rule=diloco(), topology=complete(4), mean="all_reduce", schedule=Schedule(overlap_steps=2)),
+        Facts(rule=diloco(), topology=complete(4), reduction="all_reduce", schedule=Schedule(overlap_steps=2)),
         ["'all_reduce'", "schedule.overlap_steps is 2"],
     ),
     "all-reduce and rule": (
-        Facts(rule=diloco(), topology=complete(4), codec=topk(), mean="all_reduce"),
+        Facts(rule=diloco(), topology=complete(4), codec=topk(), reduction="all_reduce"),
         ["'all_reduce'", "'diloco'", "'topk'"],
     ),
     "adapt and one local step": (Facts(adapt=True, local_steps=1, networks={"a": LINK}), ["run.local_steps is 1"]),
@@ -169,7 +169,7 @@ def test_each_kind_of_run_settles_to_what_runs():
     )
     served = settle(timed(server__name="delayed_nesterov", events__dylu=True))
     assert isinstance(served, WithServer) and served.network_name == "clock"
-    steps = tuple(served.config.local_steps(i) for i in range(3))
+    steps = tuple(served.config.local_steps_of(i) for i in range(3))
     assert steps == tuple(dylu_steps(tuple(UNEVEN["step_s"]), 2))
     pairs = settle(timed(pair__name="a2cid2", topology__name="ring", events__meetings=2.0))
     assert isinstance(pairs, InPairs) and len(pairs.rates) == 3

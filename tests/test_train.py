@@ -106,7 +106,7 @@ def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it
 
 def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
     options = {"rule__name": "diloco", "topology__name": "complete", "run__steps": 4, "run__timeout_s": 60}
-    config = tiny(**options, run__mean="all_reduce")
+    config = tiny(**options, run__reduction="all_reduce")
     code, output = run(*words_of(config, tmp_path / "reduced"))
     assert code == 0, output
     simulate(tiny(**options), tmp_path / "ordered")
@@ -122,7 +122,7 @@ def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
 )  # fmt: skip
 def test_an_all_reduce_that_nothing_would_use_is_refused(options):
     with pytest.raises(PairingError, match="takes no mean that the backend can compute"):
-        in_rounds(tiny(**options, run__mean="all_reduce"))
+        in_rounds(tiny(**options, run__reduction="all_reduce"))
 
 
 STREAMING = {"run__local_steps": 4, "schedule__fragments": 2, "schedule__overlap_steps": 3}

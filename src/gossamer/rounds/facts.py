@@ -47,7 +47,7 @@ class Facts(NamedTuple):
     """As in `inner.averaging`."""
     adapt: bool | str = False
     weigh_steps: bool = False
-    mean: str = "ordered"
+    reduction: str = "ordered"
     fragments: int = 1
     """Of a server, as in `events.fragments`; those of rounds are the schedule's."""
     overlap: bool = False

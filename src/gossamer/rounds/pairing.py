@@ -251,22 +251,22 @@ _SCHEDULE = (
     ),
     Pairing(
         "all-reduce and overlap",
-        lambda f: f.mean == "all_reduce" and f.schedule.overlap_steps > 0,
+        lambda f: f.reduction == "all_reduce" and f.schedule.overlap_steps > 0,
         lambda f: (
-            f"run.mean = 'all_reduce' blocks, and schedule.overlap_steps is {f.schedule.overlap_steps}; set run.mean = 'ordered' "
-            "to train while a mean is in flight"
+            f"run.reduction = 'all_reduce' blocks, and schedule.overlap_steps is {f.schedule.overlap_steps}; set run.reduction = "
+            "'ordered' to train while a mean is in flight"
         ),
     ),
     Pairing(
         "all-reduce and rule",
         lambda f: (
             f.kind == "rounds"
-            and f.mean == "all_reduce"
+            and f.reduction == "all_reduce"
             and not (f.rule.averages and f.codec.exact and f.codec.back is None)
         ),
         lambda f: (
-            f"run.mean is 'all_reduce', and rule '{f.rule.name}' with codec '{f.codec.name}' takes no mean that the backend can "
-            "compute; set run.mean = 'ordered', or use a rule such as 'diloco' with the codec 'exact'"
+            f"run.reduction is 'all_reduce', and rule '{f.rule.name}' with codec '{f.codec.name}' takes no mean that the backend "
+            "can compute; set run.reduction = 'ordered', or use a rule such as 'diloco' with the codec 'exact'"
         ),
     ),
     Pairing(

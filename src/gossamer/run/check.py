@@ -177,7 +177,7 @@ def inner_copies(config: InnerConfig, layout: Layout) -> float:
 
 def _steps(config: RunConfig) -> int:
     """Inner steps of all workers together; a run without rounds ends when all have taken as many as full rounds have."""
-    per_round = [config.local_steps(i) for i in range(config.workers)]
+    per_round = [config.local_steps_of(i) for i in range(config.workers)]
     return config.workers * config.run.steps if config.event_driven else config.rounds * sum(per_round)
 
 
@@ -258,7 +258,7 @@ def _on_a_clock(config: RunConfig, settled: Settled, sent_bytes: float, size: in
     """As many inner steps as a round has, on the network whose seconds decide what is computed."""
     assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
     run, links, note = settled.config, Durations(settled.network, config.workers), ""
-    compute = [run.local_steps(i) * links.step_s[i] for i in range(config.workers)]
+    compute = [run.local_steps_of(i) * links.step_s[i] for i in range(config.workers)]
     cycles = compute
     if isinstance(settled, WithServer) and not config.events.overlap:
         push, fetch = round(sent_bytes), size // config.events.fragments
@@ -266,6 +266,6 @@ def _on_a_clock(config: RunConfig, settled: Settled, sent_bytes: float, size: in
             s + links.transfer_s(i, SERVER, push) + links.transfer_s(SERVER, i, fetch) for i, s in enumerate(compute)
         ]
         note = "without waiting for a quorum" if settled.rule.window is not None else ""
-    steps_per_s = math.fsum(run.local_steps(i) / s for i, s in enumerate(cycles))
+    steps_per_s = math.fsum(run.local_steps_of(i) / s for i, s in enumerate(cycles))
     utilisation = math.fsum(c / s for c, s in zip(compute, cycles, strict=True)) / config.workers
     return OnNetwork(settled.network_name, config.workers * config.full_steps / steps_per_s, utilisation, note)

@@ -58,7 +58,7 @@ class LoopSettings:
     device: Annotated[Literal["auto", "cpu", "cuda"], NEUTRAL] = "auto"
     backend: Annotated[Literal["auto", "gloo", "nccl"], NEUTRAL] = "auto"
     """What carries real runs: gloo for CPU tensors, NCCL for GPUs."""
-    mean: Literal["ordered", "all_reduce"] = "ordered"
+    reduction: Literal["ordered", "all_reduce"] = "ordered"
     """How a real run carries a mean: summed in worker order by chunk owners, or the backend's own all-reduce, whose order
     and last bits are its own."""
     threads: Annotated[AtLeastZero, NEUTRAL] = 0
@@ -113,7 +113,7 @@ class RunConfig:
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
 
-    def local_steps(self, worker: int) -> int:
+    def local_steps_of(self, worker: int) -> int:
         """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
         h = self.run.local_steps
         return h[worker] if isinstance(h, tuple) else h
@@ -124,7 +124,7 @@ class RunConfig:
         h = self.run.local_steps
         return max(h) if isinstance(h, tuple) else h
 
-    def pace_s(self, worker: int) -> float:
+    def pace_s_of(self, worker: int) -> float:
         """Seconds that an inner step of one worker takes at least."""
         pace_s = self.run.pace_s
         return pace_s[worker] if isinstance(pace_s, tuple) else pace_s

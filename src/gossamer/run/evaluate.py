@@ -158,7 +158,7 @@ def _note(
         line["kind"] == "eval" and line["round"] == finished - 1 and "loss" in line for line in read_metrics(folder)
     ):
         return
-    per_round = sum(map(config.local_steps, range(config.workers)))
+    per_round = sum(map(config.local_steps_of, range(config.workers)))
     steps = finished * per_round if config.event_driven else sum(state["steps_taken"] for state in states)
     line = metrics_line(
         "eval", round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result._asdict()

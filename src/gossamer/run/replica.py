@@ -78,7 +78,7 @@ class Replica:
             self.moments = share_moments(self.optimizer, self.model, self.layout)
         self.gradient: Tensor | None = None
         """The flat gradient `[P]` of a replica whose inner steps wait for the mean gradient; see `keep_gradient`."""
-        self.local_steps = config.local_steps(index)
+        self.local_steps = config.local_steps_of(index)
         """Inner steps of its next local phases."""
         self.steps_taken = 0
         self.round: int | None = None
@@ -114,7 +114,7 @@ class Replica:
             self.steps_taken += 1
             if self.gradient is None:
                 self._step(round, h)
-            if pace_s := self.config.pace_s(self.index):
+            if pace_s := self.config.pace_s_of(self.index):
                 time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
             after_step()
         lr = self.optimizer.param_groups[0]["lr"]

@@ -55,7 +55,7 @@ class ServerSession:
     ) -> None:  # fmt: skip
         self.config, self.record, self.events, self._arrivals = config, record, events, arrivals
         self._probe, self._resumed = probe, start or None
-        self._local_steps = [settled.config.local_steps(i) for i in range(config.workers)]
+        self._local_steps = [settled.config.local_steps_of(i) for i in range(config.workers)]
         n, saved = config.workers, dict[str, Any]()
         line = lineage(config, folder)
         if start is not None:

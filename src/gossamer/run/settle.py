@@ -163,7 +163,7 @@ def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
         kind=config.kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec,
         schedule=config.schedule, local_steps=run.local_steps,
         server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
-        averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, mean=run.mean,
+        averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, reduction=run.reduction,
         fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,
         absences=len(events.absences), clock=events.network, networks=config.network,
     )  # fmt: skip
@@ -181,7 +181,7 @@ def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
         ), errors
     rule = attempt(lambda: make_rule(config.rule.name, **config.rule.options))
     if rule is None or topology is None or codec is None:  # checks that depend on them are skipped
-        return facts._replace(mean="ordered", codec=nothing.codec), errors
+        return facts._replace(reduction="ordered", codec=nothing.codec), errors
     facts = facts._replace(rule=rule, topology=topology)
     return facts._replace(rule=attempt(lambda: settled_rule(facts)) or rule), errors
 
@@ -210,7 +210,7 @@ def _absences(config: RunConfig) -> tuple[Absence, ...]:
 def _rates(config: RunConfig, topology: Topology, network: Network) -> Rates:
     """Meetings per second of each pair. Raises ConfigError for a disconnected graph."""
     step_s = Durations(network, config.workers).step_s
-    phase_s = math.fsum(s * config.local_steps(i) for i, s in enumerate(step_s)) / config.workers
+    phase_s = math.fsum(s * config.local_steps_of(i) for i, s in enumerate(step_s)) / config.workers
     rates = meeting_rates(topology.mixing(0), (config.events.meetings or 1.0) / phase_s)
     conditions(config.workers, rates)
     return rates

@@ -88,7 +88,7 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
     parts = parts_of(x, layout, spans, torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every))
     loops = [
         OuterLoop(
-            m, network.transport(i), parts, local_steps=config.local_steps(i), full_steps=config.full_steps,
+            m, network.transport(i), parts, local_steps=config.local_steps_of(i), full_steps=config.full_steps,
             seed=config.seed,
         )
         for i in range(n)
@@ -104,7 +104,7 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
             for i, loop in enumerate(loops):
                 operations = tuple(loop.post(t, stop))
                 sent[i].extend(operations)
-                steps = stop.after(config.local_steps(i), config.full_steps)
+                steps = stop.after(config.local_steps_of(i), config.full_steps)
                 if operations:
                     entries.append(Entry(part, i, steps - done[i], 0.0, operations))
                     done[i] = steps

@@ -88,7 +88,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
     replica = Replica(member.worker, config, corpus, member.device)
     worker = Worker(
-        replica, m, transport, _timed_all_reduce(run.timeout_s, stopwatch) if run.mean == "all_reduce" else None
+        replica, m, transport, _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
     )
     if past is not None and newest is not None:
         if newest:

@@ -388,8 +388,8 @@ def all_reduce(timeout_s: float) -> Reduce:
         except RuntimeError as error:
             raise PeerError(
                 f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank()} "
-                f'({str(error).splitlines()[0][:200]}); look at the logs of the others, or set run.mean = "ordered" to learn '
-                "which worker fails"
+                f'({str(error).splitlines()[0][:200]}); look at the logs of the others, or set run.reduction = "ordered" to '
+                "learn which worker fails"
             ) from error
 
     return reduce
