@@ -126,7 +126,8 @@ def test_muloco_with_adamw_inside_is_diloco_to_the_last_bit():
     def named(**settings):
         return digest(parse(with_settings({"workers": 4}, settings)))
 
-    muloco = named(method="muloco", **{"inner.optimizer": "adamw"})
+    inside = {"inner.optimizer": "adamw", "inner.lr": 1e-3, "inner.nesterov": True, "inner.weight_decay": 0.1}
+    muloco = named(method="muloco", **inside)
     assert muloco == named(method="diloco", **{"rule.momentum": 0.6}) != named(method="muloco")
 
 

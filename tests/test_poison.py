@@ -78,7 +78,7 @@ def test_real_workers_end_with_the_name_of_the_one_whose_numbers_are_not_finite(
     (tmp_path / "run.toml").write_text(dump(tiny(workers=2, topology__name="complete", run__timeout_s=60)))
     errors, words = io.StringIO(), ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
     with contextlib.redirect_stderr(errors):
-        code = run_local(2, poisoned_main, words, timeout_s=60)
+        code = run_local(2, poisoned_main, words)
     assert code == 2, errors.getvalue()
     lines = [line for line in errors.getvalue().splitlines() if "gossamer: " in line]
     assert any(f"[{WORKER}] gossamer: the message of worker {WORKER} in round 2 has" in line for line in lines), lines
@@ -139,7 +139,7 @@ def test_a_codec_that_makes_an_infinity_of_finite_numbers_is_found_after_decodin
     with pytest.raises(TrainingError, match=r"^the message of worker 1 in round 7 has numbers"):
         drive(exchanges, serially)
     with pytest.raises(TrainingError, match=r"^the message of worker 2 in its phase 5, decoded, has numbers"):
-        LoopOptions(codec=fp16()).transmit(torch.tensor([1e6]), 2, 5)
+        LoopOptions(codec=fp16()).transmit(torch.tensor([1e6]), Layout((), 1), 2, 5)
 
 
 def test_a_push_that_would_poison_the_server_is_refused_and_its_state_stays() -> None:

@@ -1,12 +1,15 @@
 """Messages through a codec: the payload of each tensor, and its bytes."""
 
+import functools
+
 import torch
+from torch import Tensor
 
 from gossamer import rng
-from gossamer.codecs import Codec, exact
+from gossamer.codecs import Codec, exact, fitted
 from gossamer.tree import Tree, leaves, map_leaves, nbytes, refill
 
-__all__ = ["decode", "encode", "owners_share", "payload_bytes", "payload_like", "round_trip"]
+__all__ = ["decode", "each_shape_once", "encode", "owners_share", "payload_bytes", "payload_like", "round_trip"]
 
 
 def encode(codec: Codec, message: Tree, key: int) -> Tree:
@@ -23,6 +26,19 @@ def decode(codec: Codec, payload: Tree, like: Tree) -> Tree:
 def payload_like(codec: Codec, like: Tree) -> Tree:
     """Shapes and dtypes of the payload of any message of this form, on the meta device."""
     return encode(codec, map_leaves(lambda t: torch.empty_like(t, device="meta"), like), 0)
+
+
+def each_shape_once(codec: Codec) -> Codec:
+    """A codec for tensors without data, whose payloads follow from the shape, made once for each."""
+    made: dict[tuple[torch.Size, torch.dtype], Tree] = {}
+
+    def encode(t: Tensor, key: int) -> Tree:
+        if (t.shape, t.dtype) not in made:
+            made[t.shape, t.dtype] = codec.encode(t, key)
+        return made[t.shape, t.dtype]
+
+    fit = codec.fit and functools.cache(lambda layout: each_shape_once(fitted(codec, layout)))
+    return codec._replace(encode=encode, fit=fit, back=codec.back and each_shape_once(codec.back))
 
 
 def round_trip(codec: Codec, message: Tree, *place: int) -> tuple[Tree, int]:

@@ -23,8 +23,8 @@ __all__ = [
     "destroys",
     "instead",
     "loses_mass",
-    "refusal",
     "sends_parameters",
+    "too_much",
     "warning",
 ]
 
@@ -57,11 +57,11 @@ def destroys(f: Facts) -> bool:
     return not loses_mass(f) and _carries_parameters(f) and not _error(f.codec) <= _limit(f)
 
 
-def refusal(f: Facts) -> str:
-    """The sentence for `destroys`."""
+def too_much(f: Facts) -> str:
+    """The error of the codec, and what is allowed."""
     return (
-        f"{f.who} sends whole parameters, and codec '{_worst(f.codec).name}' is off by {_error(f.codec):.2g} of their norm in "
-        f"every exchange, where at most {_limit(f):g} can be allowed; {instead(f)}, or use a finer codec"
+        f"codec '{_worst(f.codec).name}' is off by {_error(f.codec):.2g} of their norm in every exchange, where at most "
+        f"{_limit(f):g} can be allowed"
     )
 
 

@@ -156,7 +156,13 @@ _RULES = (
             f"that even workers that agree move; remove [codec], or {coding.instead(f)}"
         ),
     ),
-    Pairing("parameters and codec", coding.destroys, coding.refusal),
+    Pairing(
+        "parameters and codec",
+        coding.destroys,
+        lambda f: (
+            f"{f.who} sends whole parameters, and {coding.too_much(f)}; {coding.instead(f)}, or use a finer codec"
+        ),
+    ),
     Pairing(
         "gradients and local steps",
         lambda f: f.rule.site == "gradients" and f.driver != "library" and f.full_steps not in (None, 1),

@@ -3,14 +3,13 @@
 Rounds are played on tensors without data: every message and payload is really made and sent, and none is received.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
 import torch
 
-from gossamer.codecs import Codec, fitted
-from gossamer.codecs.message import payload_bytes
+from gossamer.codecs import fitted
+from gossamer.codecs.message import each_shape_once, payload_bytes
 from gossamer.layout import Layout, Leaf, arrange
 from gossamer.models.sizes import ModelConfig, tensors
 from gossamer.record.trace import Entry, Operation
@@ -22,7 +21,7 @@ from gossamer.run.config import RunConfig
 from gossamer.run.settle import InPairs, Settled, WithServer, settle
 from gossamer.run.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.tree import Tree, leaves, nbytes
+from gossamer.tree import leaves, nbytes
 
 __all__ = ["PROBE", "Traffic", "layout_for", "period_of", "played", "probe_message", "traffic"]
 
@@ -81,7 +80,7 @@ def period_of(config: RunConfig, m: Method) -> int:
 def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[Traffic, list[Entry]]:
     """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero."""
     n, network, schedule, size = config.workers, MemoryNetwork(config.workers), config.schedule, layout.numel
-    m = m._replace(codec=_each_shape_once(m.codec))
+    m = m._replace(codec=each_shape_once(m.codec))
     layout, spans = arrange(layout, *config.fragments)
     x = torch.empty(size, device="meta")
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
@@ -125,19 +124,6 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
         flight / nbytes(x),
     )
     return counted, entries
-
-
-def _each_shape_once(codec: Codec) -> Codec:
-    """A codec for tensors without data, whose payloads follow from the shape, made once for each."""
-    made: dict[tuple[torch.Size, torch.dtype], Tree] = {}
-
-    def encode(t: torch.Tensor, key: int) -> Tree:
-        if (t.shape, t.dtype) not in made:
-            made[t.shape, t.dtype] = codec.encode(t, key)
-        return made[t.shape, t.dtype]
-
-    fit = codec.fit and functools.cache(lambda layout: _each_shape_once(fitted(codec, layout)))
-    return codec._replace(encode=encode, fit=fit, back=codec.back and _each_shape_once(codec.back))
 
 
 def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout) -> Traffic:
