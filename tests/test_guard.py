@@ -291,7 +291,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # a module's would be made again wherever tests of others come between
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What two processes print that go through all this."""
     folder = tmp_path_factory.mktemp("two")

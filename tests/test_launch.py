@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from gossamer.cli.train import import_early as import_early
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
@@ -308,7 +309,7 @@ def wait_a_minute(argv: Sequence[str]) -> int:
 
 def started(*words: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A launcher of two workers that print their process ids, once they have."""
-    program = "import sys, test_launch as tests; sys.exit(tests.run_local(2, tests.wait_a_minute, sys.argv[1:]))"
+    program = "import sys, test_launch as t; t.import_early(); sys.exit(t.run_local(2, t.wait_a_minute, sys.argv[1:]))"
     launcher = subprocess.Popen(
         [sys.executable, "-c", program, *words], cwd=Path(__file__).parent, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, text=True,

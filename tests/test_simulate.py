@@ -3,13 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
+from commands import Command
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
@@ -94,14 +93,13 @@ def test_a_run_that_is_killed_at_any_moment_and_resumed_equals_the_uninterrupted
     config = tiny(run__steps=24)
     simulate(config, tmp_path / "whole")
     (tmp_path / "run.toml").write_text(dump(config))
-    run = [sys.executable, "-m", "gossamer", "simulate", str(tmp_path / "run.toml"), "--out", str(tmp_path / "killed")]
-    process = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = Command("simulate", tmp_path / "run.toml", "--out", tmp_path / "killed")
     deadline = time.monotonic() + 60
     while not list((tmp_path / "killed" / "checkpoints").glob("*/worker-002.json")) and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(moment_s)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait(10) == -signal.SIGKILL
+    os.kill(command.pid, signal.SIGKILL)
+    assert command.finish()[0] == -signal.SIGKILL
     simulate(config, tmp_path / "killed", resume=True)
     assert same_run(tmp_path / "whole", tmp_path / "killed", config)
 

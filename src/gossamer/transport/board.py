@@ -167,6 +167,7 @@ class Board:
 
         While the store has not answered the previous call, this one posts nothing.
         """
+        found = self._circulated
         if self._errand.is_alive():
             if time.monotonic() > self._errand_s + self._patience_s:
                 self._silent()
@@ -174,7 +175,7 @@ class Board:
             self._errand = threading.Thread(target=self._circulate, args=(text,), name=THREADS, daemon=True)
             self._errand_s = time.monotonic()
             self._errand.start()
-        return self._circulated
+        return found
 
     def _circulate(self, text: str) -> None:
         names = {f"circular/{worker}": worker for worker in range(self._n)}
