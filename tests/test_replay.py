@@ -65,9 +65,10 @@ RUNS = {
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("method", RUNS.values(), ids=RUNS.keys())
-def test_a_run_in_which_a_worker_was_killed_and_came_back_is_replayed_to_the_last_bit(method, tmp_path):
-    config = served(workers=3, run__steps=160, run__checkpoint_every=8, run__eval_every=80, run__pace_s=0.05, **method)
+def test_a_run_in_which_a_worker_was_killed_and_came_back_is_replayed_to_the_last_bit(tmp_path):
+    config = served(
+        workers=3, run__steps=160, run__checkpoint_every=8, run__eval_every=80, run__pace_s=0.05, **RUNS["a window"]
+    )  # fmt: skip
     real, store = tmp_path / "real", tmp_path / "real" / "checkpoints"
     launcher = start(config, real)
     pids = launcher.processes(4)
