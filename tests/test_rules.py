@@ -114,8 +114,9 @@ TORCH = {
 
 
 @every_rule
-def test_consensus_is_a_fixed_point_to_the_last_bit(rule):
-    x = random_vectors(1, P, dtype=torch.float32)[0]
+@pytest.mark.parametrize("numel", [P, (1 << 14) + 1])  # forms of messages are found with numbers, and without
+def test_consensus_is_a_fixed_point_to_the_last_bit(rule, numel):
+    x = random_vectors(1, numel, dtype=torch.float32)[0]
     still = (lambda i, t, x: torch.ones_like(x)) if rule.site == "gradients" else None
     topologies = (make_topology(name, 4) for name in ("random", "complete", "star"))
     topology = next(topology for topology in topologies if allowed(rule, topology))
