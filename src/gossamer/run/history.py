@@ -91,8 +91,9 @@ def history(config: RunConfig, folder: Path) -> History:
     changes, allowed = differences(before, config), changeable(RunConfig)
     for key, (old, new) in changes.items():
         if not any(key == one or key.startswith(f"{one}.") for one in allowed):
+            was, now = ("not set" if value is None else f"{value!r:.60}" for value in (old, new))
             raise ConfigError(
-                f"{key} is {old!r:.60} in '{folder}' and {new!r:.60} now, but a resumed run keeps it; may change: "
+                f"{key} is {was} in '{folder}' and {now} now, but a resumed run keeps it; may change: "
                 f"{', '.join(sorted(allowed))}; start again with another --out for anything else"
             )
     return History(config, read_branches(folder), changes, digest(before))
