@@ -178,8 +178,9 @@ def _outcome(workers: Sequence[BaseProcess], patience_s: float, report: Callable
     code, deadline = 0, float("inf")
     while True:
         codes = [worker.exitcode for worker in workers]
-        if not code and (failed := next(((i, one) for i, one in enumerate(codes) if one), None)):
-            worker, ended = failed
+        if not code and (failed := [(i, one) for i, one in enumerate(codes) if one]):
+            # Of several found at one look, one that a signal ended was first: the others noticed that it was gone.
+            worker, ended = min(failed, key=lambda one: one[1] > 0)
             code, deadline = ended if ended > 0 else 128 - ended, time.monotonic() + patience_s
             report(worker, code)
         if None not in codes or time.monotonic() >= deadline:
