@@ -32,6 +32,7 @@ __all__ = [
     "TrainingError",
     "TransportError",
     "choose",
+    "first_line",
     "require",
 ]
 
@@ -86,6 +87,15 @@ def choose(what: str, got: str, allowed: Iterable[str]) -> str:
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     return f"unknown {what} '{got}'; {hint}Allowed: {', '.join(names)}"
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error from a library, short enough to stand within a sentence.
+
+    >>> first_line(RuntimeError("connection closed\\nException raised from ..."))
+    'connection closed'
+    """
+    return str(error).splitlines()[0][:200]
 
 
 def require(module: str, extra: str, what: str, instead: str = "") -> ModuleType:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gossamer.optimizers.contract import loss_of
 from gossamer.optimizers.pieces import pieces
 from gossamer.options import Count, Decay, NotNegative, checked
 
@@ -59,10 +60,7 @@ class AccumAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Takes one step along the gradients; returns the loss if a closure computes it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

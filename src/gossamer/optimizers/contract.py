@@ -1,10 +1,12 @@
 """The interface of inner optimizers, and several optimizers joined into one."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch.optim import Optimizer
 
-__all__ = ["InnerOptimizer", "Joined"]
+__all__ = ["InnerOptimizer", "Joined", "loss_of"]
 
 
 class InnerOptimizer(Protocol):
@@ -63,3 +65,11 @@ class Joined:
             raise ValueError(f"the state is of the optimizers {sorted(state_dict)} and not of {sorted(self.parts)}")
         for name, part in self.parts.items():
             part.load_state_dict(state_dict[name])
+
+
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """What a closure that was given to `step` computes, with its gradients; None where none was."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer.optimizers.contract import InnerOptimizer
+from gossamer.optimizers.contract import InnerOptimizer, loss_of
 from gossamer.optimizers.pieces import pieces
 from gossamer.options import Count, Decay, Interval, checked
 
@@ -78,10 +78,7 @@ class GPA(Optimizer):
                 f"the parameters are the average of {self.steps} steps, as after eval(), and not where gradients are to be "
                 "taken; call train() before the forward pass"
             )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = [(group, [(p, *self._average(p)) for p in group["params"]]) for group in self.param_groups]
         for group, parts in groups:
             decay = group["lr"] * group.get("weight_decay", 0.0) if self.mu_x is None else 0.0

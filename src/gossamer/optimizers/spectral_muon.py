@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.errors import ConfigError
+from gossamer.optimizers.contract import loss_of
 from gossamer.options import Decay, NotNegative, checked
 
 __all__ = ["SpectralMuon", "orthogonalized"]
@@ -73,10 +74,7 @@ class SpectralMuon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Takes one step along the gradients; returns the loss if a closure computes it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

@@ -5,16 +5,10 @@ error of its codec. The error of whole parameters is as large as a share of the 
 workers that agree.
 """
 
-import torch
-
 from gossamer.codecs import Codec
 from gossamer.codecs.error import relative_error
-from gossamer.layout import Layout, Leaf
-from gossamer.rounds.exchange import first_message
 from gossamer.rounds.facts import Facts
-from gossamer.rules import Context, Rule
-from gossamer.topologies import Topology
-from gossamer.tree import leaves
+from gossamer.rules.contract import sends_parameters
 
 __all__ = [
     "LIMIT",
@@ -23,7 +17,6 @@ __all__ = [
     "destroys",
     "instead",
     "loses_mass",
-    "sends_parameters",
     "too_much",
     "warning",
 ]
@@ -34,16 +27,6 @@ LIMIT_OF_MEANS = 0.005
 """The same under a rule that takes the decoded parameters in place of its own: training in smaller steps than the codec's is
 lost."""
 _SPARSE = 0.5  # a codec that keeps less than this share of a message's square norm is sparse
-_PROBE = 8
-
-
-def sends_parameters(rule: Rule, topology: Topology) -> bool:
-    """Whether a worker sends parameters, and not a difference, which is zero while it has not moved."""
-    if rule.site != "parameters":
-        return False
-    x, mixing = torch.arange(1.0, 1.0 + _PROBE), topology.mixing(0)
-    ctx = Context(0, topology.n, 0, 1, mixing.weight(0), Layout((Leaf("w", (_PROBE,), 0, _PROBE),), _PROBE), 1)
-    return any(bool(leaf.any()) for leaf in leaves(first_message(rule, mixing, x, ctx)))
 
 
 def loses_mass(f: Facts) -> bool:
@@ -111,7 +94,7 @@ def _carries_parameters(f: Facts) -> bool:
     lossy = not f.codec.exact or (f.codec.back is not None and not f.codec.back.exact)
     if f.kind == "server" or f.topology.n == 1 or not lossy:
         return False
-    return f.kind == "pair" or sends_parameters(f.rule, f.topology)
+    return f.kind == "pair" or sends_parameters(f.rule)
 
 
 def _limit(f: Facts) -> float:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from gossamer.layout import Layout
+from gossamer.layout import Layout, Leaf
 from gossamer.topologies.mixing import Hear, mean
-from gossamer.tree import Tree
+from gossamer.tree import Tree, leaves
 
-__all__ = ["ActsOn", "Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule"]
+__all__ = ["ActsOn", "Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule", "sends_parameters"]
 
 Needs = Literal["everyone", "connected", "static", "tree", "push"]
 ActsOn = Literal["parameters", "gradients"]
@@ -115,3 +116,12 @@ class Rule(NamedTuple):
     def averages(self) -> bool:
         """Whether every worker receives the mean of all messages, which chunk owners may then compute for the others."""
         return self.hear is mean and self.needs == "everyone"
+
+
+def sends_parameters(rule: Rule) -> bool:
+    """Whether workers send parameters, and not differences, which are zeros while a worker has not moved."""
+    if rule.site != "parameters":
+        return False
+    x = torch.arange(1.0, 9.0)
+    ctx = Context(0, 1, 0, 1, 1.0, Layout((Leaf("w", (8,), 0, 8),), 8), 1)
+    return any(bool(leaf.any()) for leaf in leaves(rule.send(x, rule.init(x, ctx), ctx)))

@@ -5,10 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.layout import Layout
-from gossamer.rules.contract import Context, Rule
+from gossamer.rules.contract import Context, Rule, sends_parameters
 from gossamer.topologies.mixing import widen
-from gossamer.tree import Tree, leaves, map_leaves
+from gossamer.tree import Tree, map_leaves
 
 __all__ = ["HALVES", "with_master"]
 
@@ -40,7 +39,7 @@ def with_master(rule: Rule) -> Rule:
         outer step. A merge by weights (`schedule.merge = 0.5`) rounds what it merges once a round, as an inner step does.
     """
     kept, reset = rule.start, rule.reset
-    from_start = rule.averages and rule.identical and _sends_parameters(rule)
+    from_start = rule.averages and rule.identical and sends_parameters(rule)
 
     def start(s: _State) -> Tensor:
         return s.master if kept is None else kept(s.inner)
@@ -78,9 +77,3 @@ def with_master(rule: Rule) -> Rule:
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(whole(x, s), s.inner)),
         start=start,
     )
-
-
-def _sends_parameters(rule: Rule) -> bool:
-    """Whether a worker that has not moved sends anything but zeros."""
-    x, ctx = torch.ones(1), Context(0, 1, 0, 1, 1.0, Layout((), 1))
-    return any(bool(leaf.any()) for leaf in leaves(rule.send(x, rule.init(x, ctx), ctx)))

@@ -118,8 +118,8 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     Cost: holds one model per worker in memory.
     """
     config = parse(load_run(folder))
-    finished = _whole_round(config, folder, round)
     key = lineage(config, folder)
+    finished = _whole_round(config, folder, key, round)
     states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in config.owners]
     vectors = [state["x"] for state in states]
     corpus = open_corpus(config.data, config.workers, config.seed)
@@ -130,11 +130,11 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     return finished, result
 
 
-def _whole_round(config: RunConfig, folder: Path, round: int | None) -> int:
+def _whole_round(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None) -> int:
     """The newest round of which all checkpoints are here, or the requested one. Raises CheckpointError."""
     store, owners = folder / "checkpoints", config.owners
-    owned = checkpoint.owned(store, owners, lineage(config, folder))
-    whole = sorted(set(owned[0]).intersection(*owned[1:]))
+    owned = checkpoint.owned(store, owners, key)
+    whole = checkpoint.common(owned)
     if round is not None and whole and round not in whole:
         raise CheckpointError(
             f"round {round} lacks some checkpoints; complete are: {', '.join(map(str, whole))}; name one of them"

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.errors import PeerError, TransportError
+from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.transport import Delivery, Reduce, Ticket, Wait, wire
 from gossamer.transport.backend import backend_of, block, hold, poll
 from gossamer.transport.board import THREADS, Board, Failure, Note, blame, sentence
@@ -388,7 +388,7 @@ def all_reduce(timeout_s: float) -> Reduce:
         except RuntimeError as error:
             raise PeerError(
                 f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank()} "
-                f'({str(error).splitlines()[0][:200]}); look at the logs of the others, or set run.reduction = "ordered" to '
+                f'({first_line(error)}); look at the logs of the others, or set run.reduction = "ordered" to '
                 "learn which worker fails"
             ) from error
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from gossamer.errors import ConfigError, PeerError, TransportError
+from gossamer.errors import ConfigError, PeerError, TransportError, first_line
 from gossamer.transport.backend import hang_up
 from gossamer.transport.member import Member
 from gossamer.transport.secret import environment_secret
@@ -65,7 +65,7 @@ def join(
         )
     except RuntimeError as error:
         raise TransportError(
-            f"worker {member.worker} could not connect to the other {ranks - 1} over {backend} ({_first_line(error)}); "
+            f"worker {member.worker} could not connect to the other {ranks - 1} over {backend} ({first_line(error)}); "
             "check that the machines reach each other, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         ) from error
     atexit.register(leave)
@@ -165,7 +165,7 @@ def _store(rank: int, timeout_s: float) -> Store:
     except (RuntimeError, OSError) as error:
         raise TransportError(
             f"worker {rank} could not {'open' if hosts else 'reach'} the store at {host}:{port} within {timeout_s:g} s "
-            f"({_first_line(error)}); check MASTER_ADDR, MASTER_PORT and that their machine is up"
+            f"({first_line(error)}); check MASTER_ADDR, MASTER_PORT and that their machine is up"
         ) from error
     return shared_part(store)
 
@@ -241,7 +241,3 @@ def _workers(ranks: Sequence[int], member: Member) -> str:
     """The workers of these processes, in words."""
     names = sorted({rank // member.parts for rank in ranks})
     return f"worker{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]

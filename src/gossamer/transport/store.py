@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gossamer.errors import PeerError, TransportError
+from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.transport.secret import CODE_BYTES, code
 
 __all__ = ["ENTRY_BYTES", "Entries", "hosted_store", "reached_store", "report_fallen", "shared_part"]
@@ -101,7 +101,7 @@ class Entries(NamedTuple):
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
         except RuntimeError as error:
             raise TransportError(
-                f"the store at MASTER_ADDR is gone ({_first_line(error)}); look at the log of the launcher or of worker 0"
+                f"the store at MASTER_ADDR is gone ({first_line(error)}); look at the log of the launcher or of worker 0"
             ) from error
         return []
 
@@ -176,7 +176,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0][:200]
