@@ -29,7 +29,7 @@ LAYERS = (  # a room (a module, or a package of modules) imports from the rooms 
     "rules asynchronous network",
     "rounds report",
     "library clock",
-    "run",
+    "run integrations",
     "cli",
     "__main__",
 )

@@ -19,10 +19,8 @@ Rest = Literal["compare", "broadcast", "own"]
 left as each worker has them."""
 IN_STEP = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 UNWRAPPED = (
-    "train the module itself: with Accelerate, give `prepare` all but the model, and the model to "
-    "`accelerator.prepare_model(model, evaluation_mode=True)`; with the Hugging Face Trainer, set "
-    "`trainer.accelerator.prepare_model = functools.partial(trainer.accelerator.prepare_model, evaluation_mode=True)` before "
-    "`trainer.train()`; with Lightning, use `Trainer(strategy=...)` with a DDPStrategy whose `configure_ddp` does nothing"
+    "train the module itself: with the Hugging Face Trainer, Accelerate or Lightning, call gossamer.integrations.as_worker() before "
+    "anything of the framework is made, so that it counts one process"
 )
 MOST_FINGERPRINTS = 4096
 

@@ -1,0 +1,96 @@
+"""Gossamer in Lightning: one callback, and a folder for each worker.
+
+    place = as_worker()
+    loader = DataLoader(place.shard(dataset), batch_size=8, shuffle=True)
+    trainer = L.Trainer(
+        devices=1, default_root_dir=f"out/worker-{place.worker}", callbacks=[LightningCallback("diloco", local_steps=30)], ...
+    )
+    trainer.fit(module, loader, ckpt_path="last")
+
+Start it with `torchrun --nproc-per-node 2 train.py`.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Unpack
+
+from gossamer.errors import require
+from gossamer.integrations.begin import OuterOptions, begin, must_be_alone
+from gossamer.library import Outer
+from gossamer.rules import Rule
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = require("lightning.pytorch", "integrations", "LightningCallback").Callback
+
+__all__ = ["LightningCallback"]
+
+
+class LightningCallback(Callback):
+    """A `Callback` that exchanges with the other workers after every `local_steps` optimizer steps.
+
+    A batch counts as a step when an optimizer has stepped since the batch before, so accumulated batches count once, and the two
+    optimizers of one batch once too. The outer state is saved in every checkpoint of Lightning, and training resumes to
+    the same bits. `outer/rounds`, and `outer/seconds` in the exchange of this step, go to the module's logger.
+
+    Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
+
+    Args: as of `gossamer.Outer`, without the model, which is the LightningModule.
+    Raises: ConfigError if the Trainer counts several processes; CheckpointError if workers resume from different steps or the outer
+        state does not fit. Later what Outer raises.
+    Cost: that of Outer; on resuming one more copy of the parameters for a moment.
+    """
+
+    outer: Outer | None = None
+    """The outer loop, while the Trainer fits and after."""
+
+    def __init__(self, rule: str | Rule, **options: Unpack[OuterOptions]) -> None:
+        self._rule, self._options = rule, options
+        self._saved: Mapping[str, Any] | None = None
+        self._steps = 0
+        # Lightning reads the rank where it is imported, which may have been before `as_worker`, and loggers are silent on all but 0.
+        require("lightning.pytorch.utilities", "integrations", "LightningCallback").rank_zero_only.rank = 0
+
+    def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
+        """Refuses to fit with several processes."""
+        if stage == "fit":
+            must_be_alone(trainer.world_size, "Lightning")
+
+    def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Makes the outer loop, or continues that of a checkpoint."""
+        self._steps = trainer.global_step
+        self.outer = begin(pl_module, self._rule, self._options, step=self._steps, saved=self._saved)
+        self._saved = None
+
+    def on_train_batch_end(
+        self, trainer: "Trainer", pl_module: "LightningModule", outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts one optimizer step, and exchanges where a round ends."""
+        assert self.outer is not None
+        if trainer.global_step > self._steps:
+            self._steps, began = trainer.global_step, time.perf_counter()
+            self.outer.step()
+            seconds = time.perf_counter() - began
+            pl_module.log_dict({"outer/rounds": float(self.outer.rounds), "outer/seconds": seconds})
+
+    def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
+        """Finishes the exchanges in flight, and ends the outer loop."""
+        if self.outer is not None:
+            self.outer.finish()
+            self.outer.close()
+
+    def on_exception(self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException) -> None:
+        """Ends the outer loop, so that the peers learn of it."""
+        if self.outer is not None:
+            self.outer.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The outer state, for Lightning's checkpoint; empty before training."""
+        return {} if self.outer is None else {**self.outer.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the outer state of a checkpoint until training starts."""
+        self._saved = state_dict or None

@@ -1,0 +1,109 @@
+"""Which worker this process is, for a framework that must not know that there are others."""
+
+import os
+from collections.abc import Sized
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Subset
+
+from gossamer.errors import ConfigError
+from gossamer.transport.launch import join
+
+__all__ = ["Place", "as_worker"]
+
+LAUNCHER = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID",
+)  # fmt: skip
+"""The variables by which frameworks count processes."""
+NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that a launcher sets for each process."""
+GPUS = "CUDA_VISIBLE_DEVICES"
+
+Data = TypeVar("Data", bound=Sized)
+
+
+class Place(NamedTuple):
+    """One worker among those that train together."""
+
+    worker: int
+    workers: int
+
+    def shard(self, dataset: Data) -> Data | Subset[Any]:
+        """The samples of this worker: every `workers`-th, beginning with number `worker`.
+
+        All workers have equally many, because one that ends early would leave its peers waiting; up to `workers` - 1 samples at
+        the end are left out. A `datasets.Dataset` stays one, and anything else becomes a `torch.utils.data.Subset`.
+
+        Raises: ConfigError for a data set without a length, or with fewer samples than workers.
+
+        >>> [list(Place(worker, 2).shard("abcde")) for worker in range(2)]
+        [['a', 'c'], ['b', 'd']]
+        """
+        try:
+            n = len(dataset)
+        except TypeError:
+            raise ConfigError(
+                f"shard got a {type(dataset).__name__}, which has no length; split a stream where it is read, as with "
+                f"datasets.distributed.split_dataset_by_node(dataset, {self.worker}, {self.workers})"
+            ) from None
+        mine = range(self.worker, n - n % self.workers, self.workers)
+        if not mine:
+            raise ConfigError(f"shard got {n} samples for {self.workers} workers; give at least one to each")
+        select = getattr(dataset, "select", None)
+        return select(mine) if select else Subset(dataset, mine)  # pyright: ignore[reportArgumentType]
+
+
+def as_worker(timeout_s: float = 300.0) -> Place:
+    """Makes this process a worker that its framework takes for the only process; call it before anything of the framework is made.
+
+    It joins the other processes that `torchrun` or `accelerate launch` has started, over gloo; then it removes the launcher's variables,
+    such as WORLD_SIZE, from the environment, so that the framework counts one process. Where a machine has several GPUs, the
+    worker sees one of them (never run with more than one). A process group that you have made stays as it is. Without a launcher
+    there is one worker. A second call returns the same.
+
+    Args: `timeout_s` is how long to wait for the other processes.
+    Raises: ConfigError when the environment does not fit or CUDA was in use before; PeerError when processes do not come.
+
+    >>> as_worker()
+    Place(worker=0, workers=1)
+    """
+    missing = [name for name in NEEDED if name not in os.environ]
+    if not dist.is_initialized() and not {"RANK", "WORLD_SIZE"} <= {*missing}:
+        if missing:
+            raise ConfigError(
+                f"{', '.join(missing)} is not set, so this process does not know which worker it is; start the script with torchrun "
+                "--nproc-per-node N, or unset RANK and WORLD_SIZE to train alone"
+            )
+        world, turn = os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
+        _take_gpu(int(turn) if turn.isdigit() else 0)
+        join(int(world) if world.isdigit() else 1, backend="gloo", timeout_s=timeout_s)  # it refuses what is no number
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    return Place(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Place(0, 1)
+
+
+def _take_gpu(turn: int) -> None:
+    """Leaves one GPU visible, as a framework with one process and several GPUs would use all of them."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        return
+    used = torch.cuda.is_initialized()
+    os.environ[GPUS] = _gpu(os.environ.get(GPUS), count, turn)
+    if used or torch.cuda.device_count() != 1:
+        raise ConfigError(
+            f"CUDA was in use with {count} GPUs before as_worker(), so this worker cannot be left with one; call as_worker() at the "
+            f"top of the script, or set {GPUS} for each process"
+        )
+
+
+def _gpu(visible: str | None, count: int, turn: int) -> str:
+    """The name of the GPU of a process.
+
+    >>> _gpu(None, 4, 3), _gpu("2,GPU-8f", 2, 1), _gpu("2,3", 2, 2)
+    ('3', 'GPU-8f', '2')
+    """
+    names = visible.split(",") if visible else [str(gpu) for gpu in range(count)]
+    return names[turn % count].strip()

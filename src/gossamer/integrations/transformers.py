@@ -1,0 +1,119 @@
+"""Gossamer in the Hugging Face `Trainer`: one callback, and a folder for each worker.
+
+    place = as_worker()                                        # before TrainingArguments
+    args = TrainingArguments(f"out/worker-{place.worker}", ...)
+    trainer = Trainer(
+        model, args, train_dataset=place.shard(dataset), callbacks=[TransformersCallback("diloco", local_steps=30)]
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+
+Start it with `torchrun --nproc-per-node 2 train.py`.
+"""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from typing_extensions import Unpack
+
+from gossamer.errors import CheckpointError, ConfigError, require
+from gossamer.integrations.begin import OuterOptions, begin, must_be_alone, place_in
+from gossamer.library import Outer
+from gossamer.record import checkpoint
+from gossamer.rules import Rule
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+else:
+    TrainerCallback = require("transformers", "integrations", "TransformersCallback").TrainerCallback
+
+__all__ = ["TransformersCallback"]
+
+
+class TransformersCallback(TrainerCallback):
+    """A `TrainerCallback` that exchanges with the other workers after every `local_steps` optimizer steps.
+
+    A step counts when the optimizer has taken it, however many batches were accumulated; one that fp16 training skips counts too, so that
+    workers stay together. The outer state is saved in the folder `outer` of each checkpoint, and training resumes to the same bits.
+    Log entries gain `outer/rounds`, and `outer/seconds` in exchanges since the last entry; a reporter shows them if
+    it comes after this callback: `report_to="none", callbacks=[TransformersCallback(...), TensorBoardCallback()]`.
+
+    Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
+
+    Args: as of `gossamer.Outer`, without the model.
+    Raises: when training begins, ConfigError if the Trainer counts several processes or GPUs, or may change the batch size by itself;
+        CheckpointError if the checkpoint has no outer state that fits, or workers resume from different steps. Later what Outer raises.
+    Cost: that of Outer; on resuming one more copy of the parameters for a moment.
+    """
+
+    outer: Outer | None = None
+    """The outer loop, while the Trainer trains and after."""
+
+    def __init__(self, rule: str | Rule, **options: Unpack[OuterOptions]) -> None:
+        self._rule, self._options, self._seconds = rule, options, 0.0
+
+    def on_train_begin(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Makes the outer loop, or continues that of a checkpoint."""
+        must_be_alone(max(args.world_size, args.n_gpu), "the Trainer")
+        if args.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size starts training again on one worker only, while its peers wait; set it to False and choose "
+                "per_device_train_batch_size"
+            )
+        model: nn.Module = kwargs["model"]
+        saved = self._load(args, state.global_step) if state.global_step else None
+        self.outer = begin(model, self._rule, self._options, step=state.global_step, saved=saved)
+
+    def on_step_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Counts one optimizer step, and exchanges where a round ends."""
+        assert self.outer is not None
+        began = time.perf_counter()
+        self.outer.step()
+        self._seconds += time.perf_counter() - began
+
+    def on_log(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Adds the numbers of the outer loop to a log entry."""
+        if self.outer is not None and kwargs.get("logs") is not None:
+            numbers = {"outer/rounds": self.outer.rounds, "outer/seconds": round(self._seconds, 4)}
+            for entry in (kwargs["logs"], *state.log_history[-1:]):
+                entry.update(numbers)
+            self._seconds = 0.0
+
+    def on_save(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Saves the outer state in the checkpoint that the Trainer has just written, unless it holds the model only."""
+        if self.outer is not None and not args.save_only_model:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / "outer"
+            checkpoint.save(folder, self.outer.rounds, self.outer.worker, self.outer.state_dict(), digest=_digest(self.outer.n))
+
+    def on_train_end(
+        self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
+    ) -> None:
+        """Finishes the exchanges in flight, and ends the outer loop."""
+        if self.outer is not None:
+            self.outer.finish()
+            self.outer.close()
+
+    def _load(self, args: "TrainingArguments", step: int) -> Any:
+        """The outer state in the checkpoint of this step."""
+        place = place_in(self._options.get("process_group"))
+        folder = Path(args.resume_from_checkpoint or Path(args.output_dir) / f"checkpoint-{step}") / "outer"
+        saved = checkpoint.rounds(folder, place.worker, _digest(place.workers))
+        if not saved:
+            raise CheckpointError(
+                f"'{folder}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this worker, and "
+                "name it in TrainingArguments(resume_from_checkpoint=...) if it is in another folder than output_dir"
+            )
+        return checkpoint.load(folder, saved[-1], place.worker, _digest(place.workers))
+
+
+def _digest(workers: int) -> str:
+    return f"outer state, {workers} workers"

@@ -1,0 +1,340 @@
+"""Gossamer in the trainers of others: the scripts of the how-to page, run by two processes, against plain loops on the same batches."""
+
+import contextlib
+import copy
+import importlib
+import inspect
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import gossamer
+from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
+from gossamer.integrations import Place, as_worker
+from gossamer.integrations.begin import OuterOptions, must_resume_alike
+from gossamer.transport.local import run_local
+
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "trainers.md"
+SCRIPTS = dict(re.findall(r'```python title="(\w+)"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL))
+SMALL = {"3000": "12", "=500": "=4", "% 500": "% 4", "=30": "=3", "=100": "=1"}  # the page's steps, in a size for tests
+BATCHES, SAVED, CRASH = 2, 8, 10  # batches of a step; the step of the last checkpoint, within round 2; the step that fails
+
+pytestmark = [pytest.mark.xdist_group("integrations")]
+
+
+class Crash(Exception):
+    """What stops a script."""
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+class Recorder:
+    """The arguments of a model's calls, with its parameters before each; it raises Crash in the first call of a step."""
+
+    def __init__(self, model, crash=None):
+        self.model, self.calls, self.trace, self.crash = model, [], [], crash
+        model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, module, args, kwargs):
+        if len(self.calls) == (self.crash or -1) * BATCHES:
+            raise Crash
+        self.calls.append(copy.deepcopy((args, kwargs)))
+        self.trace.append(flat(self.model))
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def llama(seed=0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=16, tie_word_embeddings=True, use_cache=False, **sizes))
+
+
+def loss_of(model, batch):
+    (x,) = batch
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def numbers():
+    return TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(1)))
+
+
+def texts():
+    words = torch.randint(16, (64, 5), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": one, "labels": one} for one in words]
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def script(name):
+    """A script of the page, with fewer steps."""
+    code = SCRIPTS[name]
+    for long, short in SMALL.items():
+        code = code.replace(long, short)
+    return compile(code, f"{PAGE} ({name})", "exec")
+
+
+def plain(model, calls, loss, optimizer, outer_options=None, before=lambda: None, after=lambda: None):
+    """The parameters before each batch, and at the end, of a plain loop."""
+    trace = []
+    with gossamer.Outer(model, "diloco", local_steps=3) as outer:
+        for i, (args, kwargs) in enumerate(calls, 1):
+            trace.append(flat(model))
+            loss(model, args, kwargs).backward()
+            if i % BATCHES == 0:
+                before()
+                optimizer.step()
+                after()
+                optimizer.zero_grad()
+                outer.step()
+    return [*trace, flat(model)]
+
+
+def run(name, given, model, close):
+    """Runs a script until it crashes, and then again with another model; returns what the calls of both were, and their traces."""
+    first = Recorder(model(0), crash=CRASH)
+    names = given(first.model)
+    with pytest.raises(Crash):
+        exec(script(name), names)
+    close(names)
+    second = Recorder(model(1))
+    names = given(second.model)
+    exec(script(name), names)
+    kept = SAVED * BATCHES
+    calls = first.calls[:kept] + second.calls
+    return calls, [*first.trace[:kept], *second.trace, flat(second.model)], names
+
+
+def with_transformers():
+    """What the Trainer's model was before each batch, and what that of a plain loop was."""
+    import transformers
+
+    def close(names):  # the Trainer tells its callbacks of no exception
+        for callback in names["trainer"].callback_handler.callbacks:
+            if hasattr(callback, "outer"):
+                callback.outer.close()
+
+    calls, trace, names = run("transformers", lambda model: {"model": model, "dataset": texts()}, llama, close)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, 12)
+
+    def clip():
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    model.train()
+    log = names["trainer"].state.log_history
+    return {
+        "trace": trace,
+        "plain": plain(model, calls, lambda m, args, kwargs: m(**kwargs).loss, optimizer, before=clip, after=schedule.step),
+        "rounds": [entry["outer/rounds"] for entry in log],
+        "batches": [kwargs["input_ids"] for _, kwargs in calls],
+    }  # fmt: skip
+
+
+def half_loss(model, args, kwargs):
+    return loss_of(model, args) / BATCHES
+
+
+def with_accelerate():
+    """As `with_transformers`."""
+    calls, trace, _ = run(
+        "accelerate",
+        lambda model: {"model": model, "optimizer": adam(model), "dataset": numbers(), "loss_of": loss_of},
+        net,
+        lambda names: names["outer"].close(),
+    )
+    model = net()
+    return {
+        "trace": trace,
+        "plain": plain(model, calls, half_loss, adam(model)),
+        "batches": [args[0] for args, _ in calls],
+    }
+
+
+def lightning_module(net):
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch):
+            return loss_of(self.net, batch)
+
+        def configure_optimizers(self):
+            return adam(self)
+
+    return Module(net)
+
+
+def with_lightning():
+    """As `with_transformers`."""
+    calls, trace, names = run(
+        "lightning", lambda model: {"module": lightning_module(model), "dataset": numbers()}, net, lambda names: None
+    )
+    model = net()
+    return {
+        "trace": trace,
+        "plain": plain(model, calls, half_loss, adam(model)),
+        "rounds": [names["trainer"].logged_metrics["outer/rounds"].item()],
+        "batches": [args[0] for args, _ in calls],
+    }
+
+
+def refusals():
+    """What is said when the frameworks count two processes."""
+    import lightning
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    from gossamer.integrations.accelerate import prepare_outer
+    from gossamer.integrations.lightning import LightningCallback
+    from gossamer.integrations.transformers import TransformersCallback
+
+    said, launcher = {}, dict(os.environ)
+    with pytest.raises(ConfigError) as refused:
+        prepare_outer(Accelerator(cpu=True), net(), "diloco")
+    said["accelerate"] = str(refused.value)
+    args = TrainingArguments("out/refused", use_cpu=True, max_steps=1, report_to="none")
+    trainer = Trainer(llama(), args, train_dataset=texts(), callbacks=[TransformersCallback("diloco")])
+    with pytest.raises(ConfigError) as refused:
+        trainer.train()
+    said["transformers"] = str(refused.value)
+    trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", callbacks=[LightningCallback("diloco")])
+    with pytest.raises(ConfigError) as refused:
+        trainer.fit(lightning_module(net()), DataLoader(numbers()))
+    said["lightning"] = str(refused.value)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    dist.destroy_process_group()
+    os.environ.update(launcher)  # Lightning has removed some
+    return said
+
+
+def work(argv):
+    """What one of the two processes does for all tests here."""
+    torch.use_deterministic_algorithms(True)
+    found = {"refusals": refusals()}
+    place = as_worker()
+    assert as_worker() == place and "WORLD_SIZE" not in os.environ
+    with pytest.raises(CheckpointError) as refused:
+        must_resume_alike(4 * place.worker, net(), None)
+    found["steps"] = str(refused.value)
+    for name, train in (
+        ("transformers", with_transformers),
+        ("accelerate", with_accelerate),
+        ("lightning", with_lightning),
+    ):
+        Path(name).mkdir(exist_ok=True)
+        with contextlib.chdir(name):
+            found[name] = train()
+    torch.save(found, f"found-{place.worker}.pt")
+    return 0
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the two workers found."""
+    folder = tmp_path_factory.mktemp("integrations")
+    with contextlib.chdir(folder):
+        assert run_local(2, work, []) == 0
+    return [torch.load(folder / f"found-{worker}.pt") for worker in range(2)]
+
+
+FRAMEWORKS = list(SCRIPTS)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_workers_are_apart_within_a_round_and_alike_after_it(found, name):
+    one, two = (each[name]["trace"] for each in found)
+    alike = [torch.equal(a, b) for a, b in zip(one[::BATCHES], two[::BATCHES], strict=True)]
+    assert alike == [step % 3 == 0 for step in range(13)]
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_stopped_within_a_round_and_started_again_it_trains_to_the_bits_of_a_plain_loop(found, name):
+    for each in found:
+        trace, plain = each[name]["trace"], each[name]["plain"]
+        assert len(trace) == 12 * BATCHES + 1
+        assert [torch.equal(a, b) for a, b in zip(trace, plain, strict=True)] == [True] * len(trace)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_workers_see_other_samples(found, name):
+    one, two = ({tuple(row.tolist()) for batch in each[name]["batches"] for row in batch} for each in found)
+    assert len(one) == len(two) == 32 and not one & two
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_that_counts_two_processes_is_refused_in_a_sentence(found, name):
+    for each in found:
+        assert "counts 2 processes" in each["refusals"][name] and "as_worker() before" in each["refusals"][name]
+
+
+def test_the_log_of_a_framework_has_the_rounds(found):
+    assert found[0]["transformers"]["rounds"] == [*(step // 3 for step in range(1, 13)), 4]
+    assert found[0]["lightning"]["rounds"] == [4.0]
+
+
+def test_workers_that_resume_from_different_steps_are_told_so(found):
+    assert {each["steps"] for each in found} == {
+        "workers resume from different steps: worker 0 from step 0, worker 1 from step 4; name a checkpoint that all of them "
+        "have, or start all anew"
+    }
+
+
+def test_the_recipe_of_each_module_is_that_of_the_page():
+    assert FRAMEWORKS == ["transformers", "accelerate", "lightning"]
+    for name in FRAMEWORKS:
+        code = SCRIPTS[name]
+        assert "as_worker()" in code and "place.shard(dataset)" in code and '"diloco", local_steps=30' in code
+
+
+def test_options_are_the_arguments_of_outer():
+    arguments = set(inspect.signature(gossamer.Outer.__init__).parameters) - {"self", "model", "rule"}
+    assert set(OuterOptions.__annotations__) == arguments
+
+
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+def test_shards_are_disjoint_equally_long_and_of_the_same_kind():
+    datasets = pytest.importorskip("datasets")
+    shards = [Place(worker, 3).shard(range(11)) for worker in range(3)]
+    assert [list(shard) for shard in shards] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    table = datasets.Dataset.from_dict({"x": list(range(11))})
+    assert Place(1, 3).shard(table)["x"][:] == [1, 4, 7]
+    with pytest.raises(ConfigError, match=r"a Stream, which has no length; .*split_dataset_by_node\(dataset, 1, 3\)"):
+        Place(1, 3).shard(Stream())
+    with pytest.raises(ConfigError, match="2 samples for 3 workers"):
+        Place(1, 3).shard(range(2))
+
+
+@pytest.mark.parametrize(("name", "package"), [("transformers", "transformers"), ("lightning", "lightning.pytorch")])
+def test_without_its_framework_a_module_says_what_to_install(monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"gossamer.integrations.{name}", raising=False)
+    with pytest.raises(MissingPackageError, match=r"needs the extra 'integrations' .* pip install 'gossamer\[integ"):
+        importlib.import_module(f"gossamer.integrations.{name}")
