@@ -1,17 +1,21 @@
-"""Gossamer in the trainers of others: the scripts of the how-to page, run by two processes, against plain loops on the same batches."""
+"""Gossamer in the trainers of others: the scripts of the how-to page in two processes, against plain loops on their batches."""
 
+import ast
 import contextlib
 import copy
 import importlib
 import inspect
 import os
 import re
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -24,7 +28,11 @@ from gossamer.transport.local import run_local
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "trainers.md"
 SCRIPTS = dict(re.findall(r'```python title="(\w+)"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL))
 SMALL = {"3000": "12", "=500": "=4", "% 500": "% 4", "=30": "=3", "=100": "=1"}  # the page's steps, in a size for tests
-BATCHES, SAVED, CRASH = 2, 8, 10  # batches of a step; the step of the last checkpoint, within round 2; the step that fails
+BATCHES, SAVED, CRASH = (
+    2,
+    8,
+    10,
+)  # batches of a step; the step of the last checkpoint, within round 2; the step that fails
 
 pytestmark = [pytest.mark.xdist_group("integrations")]
 
@@ -90,7 +98,7 @@ def script(name):
     return compile(code, f"{PAGE} ({name})", "exec")
 
 
-def plain(model, calls, loss, optimizer, outer_options=None, before=lambda: None, after=lambda: None):
+def plain(model, calls, loss, optimizer, before=lambda: None, after=lambda: None):
     """The parameters before each batch, and at the end, of a plain loop."""
     trace = []
     with gossamer.Outer(model, "diloco", local_steps=3) as outer:
@@ -107,7 +115,7 @@ def plain(model, calls, loss, optimizer, outer_options=None, before=lambda: None
 
 
 def run(name, given, model, close):
-    """Runs a script until it crashes, and then again with another model; returns what the calls of both were, and their traces."""
+    """Runs a script until it crashes, and then again with another model: the calls and the parameters of both, and its names."""
     first = Recorder(model(0), crash=CRASH)
     names = given(first.model)
     with pytest.raises(Crash):
@@ -142,10 +150,30 @@ def with_transformers():
     log = names["trainer"].state.log_history
     return {
         "trace": trace,
-        "plain": plain(model, calls, lambda m, args, kwargs: m(**kwargs).loss, optimizer, before=clip, after=schedule.step),
+        "plain": plain(
+            model, calls, lambda m, args, kwargs: m(**kwargs).loss, optimizer, before=clip, after=schedule.step
+        ),
         "rounds": [entry["outer/rounds"] for entry in log],
         "batches": [kwargs["input_ids"] for _, kwargs in calls],
-    }  # fmt: skip
+        "refused": refused_by_the_trainer(),
+    }
+
+
+def refused_by_the_trainer():
+    """What the Trainer's callback says of a batch size that may change, and of a checkpoint without an outer state."""
+    from transformers import Trainer, TrainingArguments
+
+    from gossamer.integrations.transformers import TransformersCallback
+
+    said, folder = [], f"out/worker-{as_worker().worker}"
+    shutil.rmtree(f"{folder}/checkpoint-8/outer")
+    for options, resume in (({"auto_find_batch_size": True}, None), ({}, f"{folder}/checkpoint-8")):
+        args = TrainingArguments(folder, max_steps=12, report_to="none", **options)
+        trainer = Trainer(llama(), args, train_dataset=texts(), callbacks=[TransformersCallback("diloco")])
+        with pytest.raises((ConfigError, CheckpointError)) as refused:
+            trainer.train(resume_from_checkpoint=resume)
+        said.append(str(refused.value))
+    return said
 
 
 def half_loss(model, args, kwargs):
@@ -154,17 +182,19 @@ def half_loss(model, args, kwargs):
 
 def with_accelerate():
     """As `with_transformers`."""
-    calls, trace, _ = run(
+    calls, trace, names = run(
         "accelerate",
         lambda model: {"model": model, "optimizer": adam(model), "dataset": numbers(), "loss_of": loss_of},
         net,
         lambda names: names["outer"].close(),
     )
+    names["accelerator"].save_model(names["model"], "exported")
     model = net()
     return {
         "trace": trace,
         "plain": plain(model, calls, half_loss, adam(model)),
         "batches": [args[0] for args, _ in calls],
+        "exported": load_file("exported/model.safetensors"),
     }
 
 
@@ -289,6 +319,19 @@ def test_a_framework_that_counts_two_processes_is_refused_in_a_sentence(found, n
         assert "counts 2 processes" in each["refusals"][name] and "as_worker() before" in each["refusals"][name]
 
 
+def test_accelerate_exports_all_parameters_though_they_share_one_buffer(found):
+    for each in found:
+        exported = torch.cat([t.flatten() for t in each["accelerate"]["exported"].values()])
+        assert torch.equal(exported.sort().values, each["accelerate"]["trace"][-1].sort().values)
+
+
+def test_the_trainer_is_refused_a_changing_batch_size_and_a_checkpoint_without_an_outer_state(found):
+    for worker, each in enumerate(found):
+        changing, without = each["transformers"]["refused"]
+        assert "auto_find_batch_size" in changing and "set it to False" in changing
+        assert f"checkpoint-8/outer' has no outer state of worker {worker} of 2" in without
+
+
 def test_the_log_of_a_framework_has_the_rounds(found):
     assert found[0]["transformers"]["rounds"] == [*(step // 3 for step in range(1, 13)), 4]
     assert found[0]["lightning"]["rounds"] == [4.0]
@@ -301,11 +344,19 @@ def test_workers_that_resume_from_different_steps_are_told_so(found):
     }
 
 
-def test_the_recipe_of_each_module_is_that_of_the_page():
+def ours(code):
+    """The calls of Gossamer in a piece of code."""
+    names = {"as_worker", "shard", "TransformersCallback", "prepare_outer", "LightningCallback"}
+    calls = [node for node in ast.walk(ast.parse(textwrap.dedent(code))) if isinstance(node, ast.Call)]
+    return {ast.unparse(call) for call in calls if ast.unparse(call.func).split(".")[-1] in names}
+
+
+def test_the_recipe_of_a_module_is_what_the_page_runs():
     assert FRAMEWORKS == ["transformers", "accelerate", "lightning"]
-    for name in FRAMEWORKS:
-        code = SCRIPTS[name]
-        assert "as_worker()" in code and "place.shard(dataset)" in code and '"diloco", local_steps=30' in code
+    for name, code in SCRIPTS.items():
+        source = (Path(gossamer.__file__).parent / "integrations" / f"{name}.py").read_text(encoding="utf-8")
+        recipe = source.split("\n\n")[1]
+        assert len(ours(recipe)) == 3 and ours(recipe) == ours(code), name
 
 
 def test_options_are_the_arguments_of_outer():

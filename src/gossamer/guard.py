@@ -19,8 +19,8 @@ Rest = Literal["compare", "broadcast", "own"]
 left as each worker has them."""
 IN_STEP = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 UNWRAPPED = (
-    "train the module itself: with the Hugging Face Trainer, Accelerate or Lightning, call gossamer.integrations.as_worker() before "
-    "anything of the framework is made, so that it counts one process"
+    "train the module itself; with the Hugging Face Trainer, Accelerate or Lightning, call gossamer.integrations.as_worker() "
+    "before anything of the framework is made, so that it counts one process"
 )
 MOST_FINGERPRINTS = 4096
 

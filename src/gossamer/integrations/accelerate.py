@@ -33,13 +33,14 @@ def prepare_outer(
 ) -> Outer:
     """Makes the Outer of a prepared model, which `accelerator.save_state` saves and `accelerator.load_state` loads.
 
-    Call it after `accelerator.prepare`, which moves the model to its device. Accelerate unpickles what was registered with it, so load
-    no checkpoint of a stranger. All workers call `load_state` together, before the first step.
+    Call it after `accelerator.prepare`, which moves the model to its device. All workers call `load_state` together, before the
+    first step. Accelerate unpickles what was registered with it, so load no checkpoint of a stranger.
 
     Args: as of `gossamer.Outer`.
-    Raises: ConfigError if the accelerator counts several processes, and what Outer raises; `load_state` raises CheckpointError if
-        workers resume from different steps or the state does not fit.
-    Cost: that of Outer; `model.state_dict()` copies the parameters from now on, because Accelerate loses tensors that share memory.
+    Raises: ConfigError if the accelerator counts several processes, and what Outer raises; `load_state` raises CheckpointError
+        if workers resume from different steps or the state does not fit.
+    Cost: that of Outer; `model.state_dict()` copies the parameters from now on, because Accelerate loses tensors that share
+        memory.
     """
     must_be_alone(accelerator.num_processes, "Accelerate")
     own = accelerator.unwrap_model(model)

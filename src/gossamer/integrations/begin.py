@@ -43,8 +43,13 @@ def begin(
     Args:
         step: optimizer steps that were taken; all workers must resume from the same.
         saved: of `Outer.state_dict`; the model's parameters were loaded before.
-    Raises: what Outer raises; CheckpointError if workers resume from different steps or the state does not fit.
+    Raises: what Outer raises; CheckpointError if the state is missing or does not fit, or workers resume from different steps.
     """
+    if step and saved is None:
+        raise CheckpointError(
+            f"training continues after step {step} and there is no outer state of that step; resume from a checkpoint that was "
+            "saved with Gossamer's callback, or load the weights alone and begin at step 0"
+        )
     must_resume_alike(step, model, options.get("process_group"))
     let_every_worker_save(model)
     if saved is None:
@@ -61,10 +66,10 @@ def begin(
 
 
 def let_every_worker_save(model: nn.Module) -> None:
-    """Has models of transformers write their weights on every worker; `save_pretrained` does so on rank 0 of torch's group only."""
+    """Makes `save_pretrained` of transformers write weights on every worker; by itself it does so on torch's rank 0 only."""
     for module in model.modules():
         if hasattr(module, "should_save_on_this_rank"):
-            module.should_save_on_this_rank = _as_asked  # pyright: ignore[reportAttributeAccessIssue]
+            vars(module)["should_save_on_this_rank"] = _as_asked
 
 
 def _as_asked(is_main_process: bool) -> bool:
@@ -75,8 +80,8 @@ def must_be_alone(processes: int, framework: str) -> None:
     """Raises ConfigError when a framework counts several processes, whose gradients it averages in every step."""
     if processes != 1:
         raise ConfigError(
-            f"{framework} counts {processes} processes or GPUs and averages their gradients in every step, so that they train as one "
-            "and rounds change nothing; call gossamer.integrations.as_worker() before anything of the framework is made, "
+            f"{framework} counts {processes} processes or GPUs and averages their gradients in every step, so that they train as "
+            "one and rounds change nothing; call gossamer.integrations.as_worker() before anything of the framework is made, "
             "and ask the framework for one process on one device"
         )
 

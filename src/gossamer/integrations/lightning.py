@@ -1,9 +1,10 @@
 """Gossamer in Lightning: one callback, and a folder for each worker.
 
-    place = as_worker()
+    place = as_worker()                                        # before Trainer
     loader = DataLoader(place.shard(dataset), batch_size=8, shuffle=True)
     trainer = L.Trainer(
-        devices=1, default_root_dir=f"out/worker-{place.worker}", callbacks=[LightningCallback("diloco", local_steps=30)], ...
+        devices=1, default_root_dir=f"out/worker-{place.worker}",
+        callbacks=[LightningCallback("diloco", local_steps=30), ModelCheckpoint(save_last=True)], **options
     )
     trainer.fit(module, loader, ckpt_path="last")
 
@@ -32,15 +33,15 @@ __all__ = ["LightningCallback"]
 class LightningCallback(Callback):
     """A `Callback` that exchanges with the other workers after every `local_steps` optimizer steps.
 
-    A batch counts as a step when an optimizer has stepped since the batch before, so accumulated batches count once, and the two
-    optimizers of one batch once too. The outer state is saved in every checkpoint of Lightning, and training resumes to
-    the same bits. `outer/rounds`, and `outer/seconds` in the exchange of this step, go to the module's logger.
+    A batch counts as a step when an optimizer has stepped since the batch before, so accumulated batches count once, and two
+    optimizers in one batch once too. The outer state is saved in every checkpoint of Lightning, and training resumes to the same
+    bits. `outer/rounds`, and `outer/seconds` in the exchange of this step, go to the module's logger.
 
     Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
 
     Args: as of `gossamer.Outer`, without the model, which is the LightningModule.
-    Raises: ConfigError if the Trainer counts several processes; CheckpointError if workers resume from different steps or the outer
-        state does not fit. Later what Outer raises.
+    Raises: ConfigError if the Trainer counts several processes; CheckpointError if the outer state is missing or does not fit,
+        or workers resume from different steps. Later what Outer raises.
     Cost: that of Outer; on resuming one more copy of the parameters for a moment.
     """
 
@@ -51,7 +52,7 @@ class LightningCallback(Callback):
         self._rule, self._options = rule, options
         self._saved: Mapping[str, Any] | None = None
         self._steps = 0
-        # Lightning reads the rank where it is imported, which may have been before `as_worker`, and loggers are silent on all but 0.
+        # Loggers are silent on all ranks but 0. Lightning reads the rank when it is imported, maybe before `as_worker`.
         require("lightning.pytorch.utilities", "integrations", "LightningCallback").rank_zero_only.rank = 0
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
@@ -62,7 +63,8 @@ class LightningCallback(Callback):
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Makes the outer loop, or continues that of a checkpoint."""
         self._steps = trainer.global_step
-        self.outer = begin(pl_module, self._rule, self._options, step=self._steps, saved=self._saved)
+        saved = self._saved or self.state_dict() or None  # a second `fit` continues from the first
+        self.outer = begin(pl_module, self._rule, self._options, step=self._steps, saved=saved if self._steps else None)
         self._saved = None
 
     def on_train_batch_end(

@@ -57,12 +57,12 @@ class Place(NamedTuple):
 
 
 def as_worker(timeout_s: float = 300.0) -> Place:
-    """Makes this process a worker that its framework takes for the only process; call it before anything of the framework is made.
+    """Makes this process a worker that its framework takes for the only process; call it before anything of the framework.
 
-    It joins the other processes that `torchrun` or `accelerate launch` has started, over gloo; then it removes the launcher's variables,
-    such as WORLD_SIZE, from the environment, so that the framework counts one process. Where a machine has several GPUs, the
-    worker sees one of them (never run with more than one). A process group that you have made stays as it is. Without a launcher
-    there is one worker. A second call returns the same.
+    It joins the other processes that `torchrun` or `accelerate launch` has started, over gloo; then it removes the launcher's
+    variables, such as WORLD_SIZE, from the environment, so that the framework counts one process. Where a machine has several
+    GPUs, the worker sees one of them (this was never run with more than one). A process group that you have made stays as it is,
+    and so do the GPUs then. Without a launcher there is one worker. A second call returns the same.
 
     Args: `timeout_s` is how long to wait for the other processes.
     Raises: ConfigError when the environment does not fit or CUDA was in use before; PeerError when processes do not come.
@@ -74,8 +74,8 @@ def as_worker(timeout_s: float = 300.0) -> Place:
     if not dist.is_initialized() and not {"RANK", "WORLD_SIZE"} <= {*missing}:
         if missing:
             raise ConfigError(
-                f"{', '.join(missing)} is not set, so this process does not know which worker it is; start the script with torchrun "
-                "--nproc-per-node N, or unset RANK and WORLD_SIZE to train alone"
+                f"{', '.join(missing)} is not set, so this process does not know which worker it is; start the script with "
+                "torchrun --nproc-per-node N, or unset RANK and WORLD_SIZE to train alone"
             )
         world, turn = os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]
         _take_gpu(int(turn) if turn.isdigit() else 0)
@@ -94,8 +94,8 @@ def _take_gpu(turn: int) -> None:
     os.environ[GPUS] = _gpu(os.environ.get(GPUS), count, turn)
     if used or torch.cuda.device_count() != 1:
         raise ConfigError(
-            f"CUDA was in use with {count} GPUs before as_worker(), so this worker cannot be left with one; call as_worker() at the "
-            f"top of the script, or set {GPUS} for each process"
+            f"CUDA was in use with {count} GPUs before as_worker(), so this worker cannot be left with one; call as_worker() at "
+            f"the top of the script, or set {GPUS} for each process"
         )
 
 

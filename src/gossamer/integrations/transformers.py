@@ -1,7 +1,7 @@
 """Gossamer in the Hugging Face `Trainer`: one callback, and a folder for each worker.
 
     place = as_worker()                                        # before TrainingArguments
-    args = TrainingArguments(f"out/worker-{place.worker}", ...)
+    args = TrainingArguments(f"out/worker-{place.worker}", **options)
     trainer = Trainer(
         model, args, train_dataset=place.shard(dataset), callbacks=[TransformersCallback("diloco", local_steps=30)]
     )
@@ -34,16 +34,17 @@ __all__ = ["TransformersCallback"]
 class TransformersCallback(TrainerCallback):
     """A `TrainerCallback` that exchanges with the other workers after every `local_steps` optimizer steps.
 
-    A step counts when the optimizer has taken it, however many batches were accumulated; one that fp16 training skips counts too, so that
-    workers stay together. The outer state is saved in the folder `outer` of each checkpoint, and training resumes to the same bits.
-    Log entries gain `outer/rounds`, and `outer/seconds` in exchanges since the last entry; a reporter shows them if
-    it comes after this callback: `report_to="none", callbacks=[TransformersCallback(...), TensorBoardCallback()]`.
+    A step counts when the optimizer has taken it, however many batches were accumulated; one that fp16 training skips counts
+    too, so that workers stay together. The outer state is saved in the folder `outer` of each checkpoint, and training resumes to
+    the same bits. Log entries gain `outer/rounds`, and `outer/seconds` in exchanges since the last entry; a reporter shows
+    them if it comes after this callback: `report_to="none", callbacks=[TransformersCallback(...), TensorBoardCallback()]`.
 
     Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
 
     Args: as of `gossamer.Outer`, without the model.
-    Raises: when training begins, ConfigError if the Trainer counts several processes or GPUs, or may change the batch size by itself;
-        CheckpointError if the checkpoint has no outer state that fits, or workers resume from different steps. Later what Outer raises.
+    Raises: when training begins, ConfigError if the Trainer counts several processes or GPUs, or may change the batch size by
+        itself; CheckpointError if the checkpoint has no outer state that fits, or workers resume from different steps. Later
+        what Outer raises.
     Cost: that of Outer; on resuming one more copy of the parameters for a moment.
     """
 
@@ -91,8 +92,10 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """Saves the outer state in the checkpoint that the Trainer has just written, unless it holds the model only."""
         if self.outer is not None and not args.save_only_model:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}" / "outer"
-            checkpoint.save(folder, self.outer.rounds, self.outer.worker, self.outer.state_dict(), digest=_digest(self.outer.n))
+            checkpoint.save(
+                Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / "outer", self.outer.rounds, self.outer.worker,
+                self.outer.state_dict(), digest=_digest(self.outer.n),
+            )  # fmt: skip
 
     def on_train_end(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
@@ -105,12 +108,12 @@ class TransformersCallback(TrainerCallback):
     def _load(self, args: "TrainingArguments", step: int) -> Any:
         """The outer state in the checkpoint of this step."""
         place = place_in(self._options.get("process_group"))
-        folder = Path(args.resume_from_checkpoint or Path(args.output_dir) / f"checkpoint-{step}") / "outer"
+        folder = Path(args.resume_from_checkpoint or f"{args.output_dir}/checkpoint-{step}") / "outer"
         saved = checkpoint.rounds(folder, place.worker, _digest(place.workers))
         if not saved:
             raise CheckpointError(
-                f"'{folder}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this worker, and "
-                "name it in TrainingArguments(resume_from_checkpoint=...) if it is in another folder than output_dir"
+                f"'{folder}' has no outer state of worker {place.worker} of {place.workers}; resume from a checkpoint of this "
+                "worker, and name it in TrainingArguments(resume_from_checkpoint=...) if it is not in output_dir"
             )
         return checkpoint.load(folder, saved[-1], place.worker, _digest(place.workers))
 
