@@ -4,6 +4,7 @@ import ast
 import contextlib
 import copy
 import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -34,7 +35,13 @@ BATCHES, SAVED, CRASH = (
     10,
 )  # batches of a step; the step of the last checkpoint, within round 2; the step that fails
 
-pytestmark = [pytest.mark.xdist_group("integrations")]
+MISSING = [name for name in SCRIPTS if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.xdist_group("integrations"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"needs the extra 'integrations', without which {MISSING} are not installed"
+    ),
+]
 
 
 class Crash(Exception):
@@ -236,10 +243,13 @@ def refusals():
     from accelerate.state import AcceleratorState
     from transformers import Trainer, TrainingArguments
 
+    from gossamer.integrations import lightning as for_lightning
+    from gossamer.integrations import transformers as for_transformers
     from gossamer.integrations.accelerate import prepare_outer
     from gossamer.integrations.lightning import LightningCallback
     from gossamer.integrations.transformers import TransformersCallback
 
+    assert for_lightning.__all__ == ["LightningCallback"] and for_transformers.__all__ == ["TransformersCallback"]
     said, launcher = {}, dict(os.environ)
     with pytest.raises(ConfigError) as refused:
         prepare_outer(Accelerator(cpu=True), net(), "diloco")
