@@ -9,7 +9,7 @@
         if accelerator.sync_gradients:
             outer.step()
 
-Start it with `torchrun --nproc-per-node 2 train.py`, or with `accelerate launch`.
+Start it with `torchrun --nproc-per-node 2 train.py`.
 """
 
 from collections.abc import Mapping

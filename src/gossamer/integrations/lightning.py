@@ -35,7 +35,7 @@ class LightningCallback(Callback):
 
     A batch counts as a step when an optimizer has stepped since the batch before, so accumulated batches count once, and two
     optimizers in one batch once too. The outer state is saved in every checkpoint of Lightning, and training resumes to the same
-    bits. `outer/rounds`, and `outer/seconds` in the exchange of this step, go to the module's logger.
+    bits. `outer/rounds`, and `outer/seconds` spent in exchanges since this `fit` began, go to the module's logger.
 
     Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
 
@@ -51,7 +51,7 @@ class LightningCallback(Callback):
     def __init__(self, rule: str | Rule, **options: Unpack[OuterOptions]) -> None:
         self._rule, self._options = rule, options
         self._saved: Mapping[str, Any] | None = None
-        self._steps = 0
+        self._steps, self._seconds = 0, 0.0
         # Loggers are silent on all ranks but 0. Lightning reads the rank when it is imported, maybe before `as_worker`.
         require("lightning.pytorch.utilities", "integrations", "LightningCallback").rank_zero_only.rank = 0
 
@@ -62,7 +62,7 @@ class LightningCallback(Callback):
 
     def on_train_start(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Makes the outer loop, or continues that of a checkpoint."""
-        self._steps = trainer.global_step
+        self._steps, self._seconds = trainer.global_step, 0.0
         saved = self._saved or self.state_dict() or None  # a second `fit` continues from the first
         self.outer = begin(pl_module, self._rule, self._options, step=self._steps, saved=saved if self._steps else None)
         self._saved = None
@@ -75,8 +75,8 @@ class LightningCallback(Callback):
         if trainer.global_step > self._steps:
             self._steps, began = trainer.global_step, time.perf_counter()
             self.outer.step()
-            seconds = time.perf_counter() - began
-            pl_module.log_dict({"outer/rounds": float(self.outer.rounds), "outer/seconds": seconds})
+            self._seconds += time.perf_counter() - began
+            pl_module.log_dict({"outer/rounds": float(self.outer.rounds), "outer/seconds": self._seconds})
 
     def on_train_end(self, trainer: "Trainer", pl_module: "LightningModule") -> None:
         """Finishes the exchanges in flight, and ends the outer loop."""

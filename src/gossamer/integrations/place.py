@@ -1,5 +1,6 @@
 """Which worker this process is, for a framework that must not know that there are others."""
 
+import logging
 import os
 from collections.abc import Sized
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +13,8 @@ from gossamer.errors import ConfigError
 from gossamer.transport.launch import join
 
 __all__ = ["Place", "as_worker"]
+
+log = logging.getLogger("gossamer")
 
 LAUNCHER = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
@@ -59,10 +62,10 @@ class Place(NamedTuple):
 def as_worker(timeout_s: float = 300.0) -> Place:
     """Makes this process a worker that its framework takes for the only process; call it before anything of the framework.
 
-    It joins the other processes that `torchrun` or `accelerate launch` has started, over gloo; then it removes the launcher's
-    variables, such as WORLD_SIZE, from the environment, so that the framework counts one process. Where a machine has several
-    GPUs, the worker sees one of them (this was never run with more than one). A process group that you have made stays as it is,
-    and so do the GPUs then. Without a launcher there is one worker. A second call returns the same.
+    It joins the other processes that `torchrun` has started, over gloo; then it removes the launcher's variables, such as
+    WORLD_SIZE, from the environment, so that the framework counts one process. Where a machine has several GPUs, the worker sees
+    one of them (this was never run on a GPU). A process group that you have made stays as it is, and so do the GPUs then. Without
+    a launcher there is one worker, and a warning says so. A second call returns the same.
 
     Args: `timeout_s` is how long to wait for the other processes.
     Raises: ConfigError when the environment does not fit or CUDA was in use before; PeerError when processes do not come.
@@ -82,7 +85,10 @@ def as_worker(timeout_s: float = 300.0) -> Place:
         join(int(world) if world.isdigit() else 1, backend="gloo", timeout_s=timeout_s)  # it refuses what is no number
     for name in LAUNCHER:
         os.environ.pop(name, None)
-    return Place(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Place(0, 1)
+    if not dist.is_initialized():
+        log.warning("no launcher has started this process, so it trains alone; start several with torchrun --nproc-per-node N")
+        return Place(0, 1)
+    return Place(dist.get_rank(), dist.get_world_size())
 
 
 def _take_gpu(turn: int) -> None:

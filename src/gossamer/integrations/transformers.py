@@ -36,8 +36,8 @@ class TransformersCallback(TrainerCallback):
 
     A step counts when the optimizer has taken it, however many batches were accumulated; one that fp16 training skips counts
     too, so that workers stay together. The outer state is saved in the folder `outer` of each checkpoint, and training resumes to
-    the same bits. Log entries gain `outer/rounds`, and `outer/seconds` in exchanges since the last entry; a reporter shows
-    them if it comes after this callback: `report_to="none", callbacks=[TransformersCallback(...), TensorBoardCallback()]`.
+    the same bits. Log entries gain `outer/rounds`, and `outer/seconds` spent in exchanges since `train` began; a reporter
+    shows them if it comes after this callback: `report_to="none", callbacks=[TransformersCallback(...), TensorBoardCallback()]`.
 
     Let `max_steps` be a multiple of `local_steps`: steps after the last exchange stay with the worker that took them.
 
@@ -65,6 +65,7 @@ class TransformersCallback(TrainerCallback):
                 "per_device_train_batch_size"
             )
         model: nn.Module = kwargs["model"]
+        self._seconds = 0.0
         saved = self._load(args, state.global_step) if state.global_step else None
         self.outer = begin(model, self._rule, self._options, step=state.global_step, saved=saved)
 
@@ -85,7 +86,6 @@ class TransformersCallback(TrainerCallback):
             numbers = {"outer/rounds": self.outer.rounds, "outer/seconds": round(self._seconds, 4)}
             for entry in (kwargs["logs"], *state.log_history[-1:]):
                 entry.update(numbers)
-            self._seconds = 0.0
 
     def on_save(
         self, args: "TrainingArguments", state: "TrainerState", control: "TrainerControl", **kwargs: Any
