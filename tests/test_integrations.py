@@ -29,11 +29,12 @@ from gossamer.transport.local import run_local
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "trainers.md"
 SCRIPTS = dict(re.findall(r'```python title="(\w+)"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL))
 SMALL = {"3000": "12", "=500": "=4", "% 500": "% 4", "=30": "=3", "=100": "=1"}  # the page's steps, in a size for tests
-BATCHES, SAVED, CRASH = (
-    2,
-    8,
-    10,
-)  # batches of a step; the step of the last checkpoint, within round 2; the step that fails
+BATCHES = 2  # of a step
+PLAIN, LATE = None, gossamer.Schedule(overlap_steps=2)
+STOPS = {
+    PLAIN: (8, 10),
+    LATE: (4, 6),
+}  # last checkpoint, within a round and for LATE with exchanges in flight; step that fails
 
 MISSING = [name for name in SCRIPTS if importlib.util.find_spec(name) is None]
 pytestmark = [
@@ -97,18 +98,20 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def script(name):
+def script(name, schedule):
     """A script of the page, with fewer steps."""
     code = SCRIPTS[name]
     for long, short in SMALL.items():
         code = code.replace(long, short)
+    if schedule:
+        code = code.replace("local_steps=3", "local_steps=3, schedule=LATE").replace("out/", "late/")
     return compile(code, f"{PAGE} ({name})", "exec")
 
 
-def plain(model, calls, loss, optimizer, before=lambda: None, after=lambda: None):
+def plain(model, calls, loss, optimizer, schedule, before=lambda: None, after=lambda: None):
     """The parameters before each batch, and at the end, of a plain loop."""
     trace = []
-    with gossamer.Outer(model, "diloco", local_steps=3) as outer:
+    with gossamer.Outer(model, "diloco", local_steps=3, schedule=schedule) as outer:
         for i, (args, kwargs) in enumerate(calls, 1):
             trace.append(flat(model))
             loss(model, args, kwargs).backward()
@@ -118,25 +121,27 @@ def plain(model, calls, loss, optimizer, before=lambda: None, after=lambda: None
                 after()
                 optimizer.zero_grad()
                 outer.step()
+        outer.finish()
     return [*trace, flat(model)]
 
 
-def run(name, given, model, close):
+def run(name, schedule, given, model, close):
     """Runs a script until it crashes, and then again with another model: the calls and the parameters of both, and its names."""
-    first = Recorder(model(0), crash=CRASH)
-    names = given(first.model)
+    saved, crash = STOPS[schedule]
+    first = Recorder(model(0), crash)
+    names = {**given(first.model), "LATE": LATE}
     with pytest.raises(Crash):
-        exec(script(name), names)
+        exec(script(name, schedule), names)
     close(names)
     second = Recorder(model(1))
-    names = given(second.model)
-    exec(script(name), names)
-    kept = SAVED * BATCHES
+    names = {**given(second.model), "LATE": LATE}
+    exec(script(name, schedule), names)
+    kept = saved * BATCHES
     calls = first.calls[:kept] + second.calls
     return calls, [*first.trace[:kept], *second.trace, flat(second.model)], names
 
 
-def with_transformers():
+def with_transformers(schedule):
     """What the Trainer's model was before each batch, and what that of a plain loop was."""
     import transformers
 
@@ -145,10 +150,12 @@ def with_transformers():
             if hasattr(callback, "outer"):
                 callback.outer.close()
 
-    calls, trace, names = run("transformers", lambda model: {"model": model, "dataset": texts()}, llama, close)
+    calls, trace, names = run(
+        "transformers", schedule, lambda model: {"model": model, "dataset": texts()}, llama, close
+    )
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, 12)
+    slower = transformers.get_linear_schedule_with_warmup(optimizer, 0, 12)
 
     def clip():
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -158,11 +165,10 @@ def with_transformers():
     return {
         "trace": trace,
         "plain": plain(
-            model, calls, lambda m, args, kwargs: m(**kwargs).loss, optimizer, before=clip, after=schedule.step
+            model, calls, lambda m, args, kwargs: m(**kwargs).loss, optimizer, schedule, before=clip, after=slower.step
         ),
         "rounds": [entry["outer/rounds"] for entry in log],
         "batches": [kwargs["input_ids"] for _, kwargs in calls],
-        "refused": refused_by_the_trainer(),
     }
 
 
@@ -187,10 +193,11 @@ def half_loss(model, args, kwargs):
     return loss_of(model, args) / BATCHES
 
 
-def with_accelerate():
+def with_accelerate(schedule):
     """As `with_transformers`."""
     calls, trace, names = run(
         "accelerate",
+        schedule,
         lambda model: {"model": model, "optimizer": adam(model), "dataset": numbers(), "loss_of": loss_of},
         net,
         lambda names: names["outer"].close(),
@@ -199,7 +206,7 @@ def with_accelerate():
     model = net()
     return {
         "trace": trace,
-        "plain": plain(model, calls, half_loss, adam(model)),
+        "plain": plain(model, calls, half_loss, adam(model), schedule),
         "batches": [args[0] for args, _ in calls],
         "exported": load_file("exported/model.safetensors"),
     }
@@ -222,15 +229,19 @@ def lightning_module(net):
     return Module(net)
 
 
-def with_lightning():
+def with_lightning(schedule):
     """As `with_transformers`."""
     calls, trace, names = run(
-        "lightning", lambda model: {"module": lightning_module(model), "dataset": numbers()}, net, lambda names: None
+        "lightning",
+        schedule,
+        lambda model: {"module": lightning_module(model), "dataset": numbers()},
+        net,
+        lambda names: None,
     )
     model = net()
     return {
         "trace": trace,
-        "plain": plain(model, calls, half_loss, adam(model)),
+        "plain": plain(model, calls, half_loss, adam(model), schedule),
         "rounds": [names["trainer"].logged_metrics["outer/rounds"].item()],
         "batches": [args[0] for args, _ in calls],
     }
@@ -285,7 +296,9 @@ def work(argv):
     ):
         Path(name).mkdir(exist_ok=True)
         with contextlib.chdir(name):
-            found[name] = train()
+            found[name], found[name, "late"] = train(PLAIN), train(LATE)
+            if name == "transformers":
+                found["refused"] = refused_by_the_trainer()
     torch.save(found, f"found-{place.worker}.pt")
     return 0
 
@@ -318,6 +331,15 @@ def test_stopped_within_a_round_and_started_again_it_trains_to_the_bits_of_a_pla
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
+def test_stopped_with_exchanges_in_flight_it_trains_to_the_bits_of_a_plain_loop_too(found, name):
+    for each in found:
+        trace, plain = each[name, "late"]["trace"], each[name, "late"]["plain"]
+        assert len(trace) == 12 * BATCHES + 1
+        assert [torch.equal(a, b) for a, b in zip(trace, plain, strict=True)] == [True] * len(trace)
+        assert not torch.equal(trace[-1], each[name]["trace"][-1])
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_workers_see_other_samples(found, name):
     one, two = ({tuple(row.tolist()) for batch in each[name]["batches"] for row in batch} for each in found)
     assert len(one) == len(two) == 32 and not one & two
@@ -337,7 +359,7 @@ def test_accelerate_exports_all_parameters_though_they_share_one_buffer(found):
 
 def test_the_trainer_is_refused_a_changing_batch_size_and_a_checkpoint_without_an_outer_state(found):
     for worker, each in enumerate(found):
-        changing, without = each["transformers"]["refused"]
+        changing, without = each["refused"]
         assert "auto_find_batch_size" in changing and "set it to False" in changing
         assert f"checkpoint-8/outer' has no outer state of worker {worker} of 2" in without
 
