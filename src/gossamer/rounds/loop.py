@@ -4,7 +4,7 @@ The simulator, real workers and the library run it. At each stop of a round (see
 fragments and receives others; between two stops it trains, and may call `advance` after any inner step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -76,6 +76,8 @@ class OuterLoop:
             mixing = m.topology.mixing(0)
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
             self.fragments.append(setup._replace(part=part._replace(s=s)))
+        self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
+        """As in `Setup`, for the exchanges that are announced from now on."""
         self.under_way: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment, oldest first."""
 
@@ -185,5 +187,5 @@ class OuterLoop:
     def _begin(
         self, round: int, p: int, mixing: Mixing, sent: Sent | None = None, local_steps: int | None = None
     ) -> Exchange:
-        setup = self.fragments[p]
+        setup = self.fragments[p]._replace(compare=self.compare)
         return begin(setup, mixing, self._context(round, setup.part, mixing, local_steps), sent)
