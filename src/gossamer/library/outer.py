@@ -83,7 +83,9 @@ class Outer(Generic[M]):
         whole local phase before. At the start a hash of all frozen numbers (1 GB/s). Buffers such as batch-norm statistics
         stay each worker's own after the start. Parameters in bf16 or fp16 are sent as such and have an outer state in fp32:
         twice the bytes for the rule's copies, and one fp32 copy of the parameters more where the rule does not keep the start
-        of the round (as `gossip` and `local_sgd`). MEASURED
+        of the round (as `gossip` and `local_sgd`).
+        With 8 workers on one machine of 2 cores, the ordered mean took 4 times as long as the all-reduce with 4,000 to 160,000
+        parameters, where messages are many and small, and 1.5 times with a million.
 
     Gradient accumulation: call `step` after `optimizer.step()`, not after each micro-batch; a round is `local_steps` optimizer
     steps. Mixed precision: call `step` after every `scaler.step(optimizer)`, also where the scaler skipped it, since all
@@ -211,8 +213,9 @@ class Outer(Generic[M]):
         return True
 
     def finish(self) -> None:
-        """Finishes the exchanges in flight when training ends; without overlap there are none.
+        """Finishes the exchanges in flight when training ends, be it within a round; without overlap there are none.
 
+        All workers must call it after the same step. Inner steps since the last exchange stay with each worker.
         Raises: PeerError; ConfigError as `step` does.
         """
         self._must_be_open("finish")

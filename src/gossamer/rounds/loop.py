@@ -121,13 +121,13 @@ class OuterLoop:
     def pop_rest(self) -> list[Exchange]:
         """What is under way after the last round and still to be finished, oldest first; it is the caller who finishes it.
 
-        Not what a rule that receives late by itself has under way then: receiving that would be another outer step.
+        Not what a rule that receives late by itself has under way then: receiving that would be another outer step. Nor what was
+        announced and not sent, within a round: nobody sends it before training goes on.
         """
         if self.method.rule.delay_rounds:
             return []
-        left = list(self.under_way.values())
-        self.under_way.clear()
-        return left
+        sent = [key for key, exchange in self.under_way.items() if exchange.sent is not None]
+        return [self.under_way.pop(key) for key in sent]
 
     def end(self) -> None:
         """Finishes the rest, and waits for everything else, so that every peer receives its messages.
@@ -137,7 +137,8 @@ class OuterLoop:
         for exchange in self.pop_rest():
             exchange.finish()
         for exchange in self.under_way.values():
-            exchange.receive()
+            if exchange.sent is not None:
+                exchange.receive()
 
     def owners_share(self, fragment: int) -> float:
         """Which share of what a worker sends for a mean of this fragment goes to the owners of its chunks."""
