@@ -15,15 +15,24 @@ from torch import nn
 
 import gossamer
 from gossamer import rng
-from gossamer.codecs import bf16, both_ways, topk
+from gossamer.codecs import CODECS, bf16, both_ways, topk
 from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerError
+from gossamer.library.metrics import Meter
 from gossamer.library.peers import common_of, must_agree
 from gossamer.optimizers.inner import build_optimizer
+from gossamer.rounds.exchange import finish_all
+from gossamer.rounds.facts import Facts
+from gossamer.rounds.kernel import PLAIN
+from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_of, mean_over_workers
-from gossamer.rounds.method import FITTING
-from gossamer.run.methods import recipes
+from gossamer.rounds.method import FITTING, Method
+from gossamer.rounds.pairing import faults
+from gossamer.rules import RULES
+from gossamer.run.methods import missing, recipes
+from gossamer.topologies import make_topology
 from gossamer.transport.local import run_local
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
+from rounds import layout, serially
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
 
@@ -365,6 +374,47 @@ def test_random_numbers_of_a_step_are_those_that_a_replica_draws_whatever_was_dr
             first = torch.rand(4)
             with rng.drawing(torch.device("cpu"), 7, 0, 3, "model"):  # one inside another does not wait for it
                 assert torch.equal(torch.rand(4), first)
+
+
+# --- metrics of one process ------------------------------------------------------------------------------------------
+
+
+def compared():
+    """Every rule on parameters, by name, with its topology for four workers and each codec that goes with both."""
+    for name, make in RULES.items():
+        if missing(make) or make().site != "parameters":
+            continue
+        topology = make_topology(FITTING[make().needs], 4)
+        for codec in ("exact", "int8"):
+            if not faults(Facts(rule=make(), topology=topology, codec=CODECS[codec]())):
+                yield pytest.param(make(), topology, CODECS[codec](), id=f"{name}-{codec}")
+
+
+@pytest.mark.parametrize(("rule", "topology", "codec"), compared())
+def test_messages_of_every_rule_are_compared_and_no_bit_changes(rule, topology, codec):
+    ends = []
+    for asks in (True, False):
+        meters, network, xs = [Meter() for _ in range(4)], MemoryNetwork(4), [torch.ones(64) for _ in range(4)]
+        m = Method(rule, topology, codec, gossamer.Schedule(), PLAIN)
+        loops = [
+            OuterLoop(m, network.transport(i), [(x, layout(64))], local_steps=1, full_steps=1, seed=0)
+            for i, x in enumerate(xs)
+        ]
+        for round in range(3):
+            (stop,) = loops[0].stops(round)
+            for i, loop in enumerate(loops):
+                loop.compare = meters[i].compare if asks else None
+                loop.announce(round, stop)
+                xs[i] += 0.1 * i
+                meters[i].count(loop.post(round, stop))
+            for due in zip(*(loop.pop_due(round, stop) for loop in loops), strict=True):
+                finish_all(due, serially)
+        ends.append(torch.stack(xs))
+        read = [meter.read() for meter in meters]
+        assert all(one.bytes_sent > 0 and (one.disagreement is not None) == asks for one in read)
+        assert not asks or 0.0 < max(one.disagreement for one in read) < 10.0
+        assert meters[0].read() == (0, 0, 0, 0, 0.0, 0.0, None)
+    assert torch.equal(*ends)
 
 
 # --- the mean model --------------------------------------------------------------------------------------------------
