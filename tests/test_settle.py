@@ -55,6 +55,9 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(rule=data_parallel(), topology=complete(4), schedule=Schedule(fragments=2)),
         ["[schedule]", "fragments=2"],
     ),
+    "asynchronous in somebody else's loop": (GOSSIP._replace(driver="library"), ["'gasloc'", "in rounds"]),
+    "averaging in somebody else's loop": (Facts(driver="library", averaging="gpa"), ["'gpa'", "gossamer.GPA"]),
+    "adapt in somebody else's loop": (Facts(driver="library", adapt=True), ["run.adapt is True", "local_steps"]),
     "gradients in somebody else's loop": (
         Facts(driver="library", rule=data_parallel(), topology=complete(4)),
         ["'data_parallel'", "DistributedDataParallel"],

@@ -29,6 +29,7 @@ _HOMES = {
     "jacobi": "gossamer.rules",
     "local_sgd": "gossamer.rules",
     "make_topology": "gossamer.topologies",
+    "method": "gossamer.run.own_loop",
     "noloco": "gossamer.rules",
     "omr": "gossamer.rules",
     "price": "gossamer.network.pricing",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["drawing", "key", "numpy_rng", "torch_rng"]
 
-_DRAWS = threading.Lock()  # torch's generators belong to the process, not to a thread
+_DRAWS = threading.RLock()  # torch's generators belong to the process, not to a thread
 
 
 def key(seed: int, *path: int | str) -> int:

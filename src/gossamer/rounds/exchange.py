@@ -83,6 +83,8 @@ class Setup(NamedTuple):
     """Inner steps that x takes between `post` and `finish`; noted in the trace."""
     merge: Literal["keep"] | float = "keep"
     """How the update is merged with those steps, as in `Schedule.merge`."""
+    compare: Callable[[Tree, Sequence[Tree]], None] | None = None
+    """Is shown each own message and those received, or the mean of all, as they were decoded; it only reads them."""
 
 
 class Sent(NamedTuple):
@@ -268,6 +270,8 @@ def _with_peers(job: _Job) -> _Legs:
     own = decode(codec, payload, sent.message)
     received = [decode(codec, arrived[j], sent.message) for j in sources]
     _must_be_finite(ctx, "message", dict(zip(sources, received, strict=True)) | ({} if codec.exact else {i: own}))
+    if job.setup.compare is not None:
+        job.setup.compare(own, received)
     yield _Complete()
 
     # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
@@ -323,6 +327,9 @@ def _through_owners(job: _Job) -> _Legs:
     pieces = [leaves(decode(back, arrived[j], map_leaves(widen, message[j]))) for j in range(n)]
     _must_be_finite(ctx, "sum", {j: tuple(piece) for j, piece in enumerate(pieces)})
     whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, own), strict=True)))
+    if job.setup.compare is not None:
+        for mine, piece in zip(own, pieces, strict=True):
+            job.setup.compare(mine, [tuple(piece)])
     yield _Complete()
 
     with _merging(job, sent.x):
@@ -341,6 +348,8 @@ def _reduced(job: _Job, reduce: Reduce) -> _Legs:
     total = [ctx.weight * leaf for leaf in leaves(sent.message)]
     reduce(total, Ticket(ctx.round, part.fragment))
     must_be_finite({f"the all-reduced mean of round {ctx.round}": tuple(total)})
+    if job.setup.compare is not None:
+        job.setup.compare(sent.message, [tuple(total)])
     with _merging(job, sent.x):
         _update_with_mean(job.setup, sent.message, [total], ctx)
 

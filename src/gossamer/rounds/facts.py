@@ -1,6 +1,6 @@
-"""The facts of a run that decide, before it starts, whether its parts can be combined."""
+"""The facts of a run that decide, before it starts, whether its parts can be combined, and conditions on them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from gossamer.asynchronous import PairRule
@@ -10,7 +10,7 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, gossip
 from gossamer.topologies import Topology, complete
 
-__all__ = ["INSTEAD", "Driver", "Facts", "Kind"]
+__all__ = ["INSTEAD", "Driver", "Facts", "Kind", "Pairing"]
 
 Kind = Literal["rounds", "server", "pair", "no waiting"]
 """The four ways in which a run communicates; all but the first are asynchronous."""
@@ -95,3 +95,11 @@ class Facts(NamedTuple):
         if isinstance(self.adapt, str):
             return self.networks.get(self.adapt)
         return next(iter(self.networks.values())) if len(self.networks) == 1 else None
+
+
+class Pairing(NamedTuple):
+    """A row of the table of what cannot work: a condition on the facts, and the sentence for it."""
+
+    name: str
+    fails: Callable[[Facts], bool]
+    sentence: Callable[[Facts], str]

@@ -4,7 +4,7 @@ The simulator, real workers and the library run it. At each stop of a round (see
 fragments and receives others; between two stops it trains, and may call `advance` after any inner step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -76,6 +76,8 @@ class OuterLoop:
             mixing = m.topology.mixing(0)
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
             self.fragments.append(setup._replace(part=part._replace(s=s)))
+        self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
+        """As in `Setup`, for the exchanges that are announced from now on."""
         self.under_way: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment, oldest first."""
 
@@ -119,13 +121,13 @@ class OuterLoop:
     def pop_rest(self) -> list[Exchange]:
         """What is under way after the last round and still to be finished, oldest first; it is the caller who finishes it.
 
-        Not what a rule that receives late by itself has under way then: receiving that would be another outer step.
+        Not what a rule that receives late by itself has under way then: receiving that would be another outer step. Nor what was
+        announced and not sent, within a round: nobody sends it before training goes on.
         """
         if self.method.rule.delay_rounds:
             return []
-        left = list(self.under_way.values())
-        self.under_way.clear()
-        return left
+        sent = [key for key, exchange in self.under_way.items() if exchange.sent is not None]
+        return [self.under_way.pop(key) for key in sent]
 
     def end(self) -> None:
         """Finishes the rest, and waits for everything else, so that every peer receives its messages.
@@ -135,7 +137,8 @@ class OuterLoop:
         for exchange in self.pop_rest():
             exchange.finish()
         for exchange in self.under_way.values():
-            exchange.receive()
+            if exchange.sent is not None:
+                exchange.receive()
 
     def owners_share(self, fragment: int) -> float:
         """Which share of what a worker sends for a mean of this fragment goes to the owners of its chunks."""
@@ -185,5 +188,5 @@ class OuterLoop:
     def _begin(
         self, round: int, p: int, mixing: Mixing, sent: Sent | None = None, local_steps: int | None = None
     ) -> Exchange:
-        setup = self.fragments[p]
+        setup = self.fragments[p]._replace(compare=self.compare)
         return begin(setup, mixing, self._context(round, setup.part, mixing, local_steps), sent)

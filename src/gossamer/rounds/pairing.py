@@ -6,22 +6,14 @@ schedule, and an event loop that is used directly only its own arguments.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 from gossamer.errors import PairingError, choose
 from gossamer.rounds import coding
-from gossamer.rounds.facts import INSTEAD, Facts
+from gossamer.rounds.facts import INSTEAD, Facts, Pairing
+from gossamer.rounds.own_loop import OWN_LOOP
 from gossamer.topologies.mixing import pull
 
-__all__ = ["PAIRINGS", "Pairing", "check", "faults"]
-
-
-class Pairing(NamedTuple):
-    """A row of the table: what cannot work, and the sentence for it."""
-
-    name: str
-    fails: Callable[[Facts], bool]
-    sentence: Callable[[Facts], str]
+__all__ = ["PAIRINGS", "check", "faults"]
 
 
 def faults(facts: Facts) -> list[str]:
@@ -59,6 +51,10 @@ def _count(f: Facts) -> int | None:
 
 def _names(f: Facts) -> str:
     return ", ".join(sorted(f.networks or ())) or "none"
+
+
+def _reduction(f: Facts) -> str:
+    return "reduction" if f.driver == "library" else "run.reduction"
 
 
 # Rows for what the tables of a run file exclude.
@@ -180,14 +176,6 @@ _RULES = (
         ),
     ),
     Pairing(
-        "gradients in somebody else's loop",
-        lambda f: f.rule.site == "gradients" and f.driver == "library",
-        lambda f: (
-            f"rule '{f.rule.name}' acts on gradients, between backward and the inner optimizer, where Outer has no "
-            "access; use torch's DistributedDataParallel, or a rule on parameters such as 'diloco'"
-        ),
-    ),
-    Pairing(
         "no waiting",
         lambda f: (
             f.kind == "no waiting"
@@ -248,18 +236,10 @@ _SCHEDULE = (
         ),
     ),
     Pairing(
-        "moments in somebody else's loop",
-        lambda f: f.driver == "library" and bool(f.schedule.inner_every),
-        lambda f: (
-            f"schedule.inner_every is {list(f.schedule.inner_every)}, but Outer has no access to the moments of your inner "
-            "optimizer; remove schedule.inner_every"
-        ),
-    ),
-    Pairing(
         "all-reduce and overlap",
         lambda f: f.reduction == "all_reduce" and f.schedule.overlap_steps > 0,
         lambda f: (
-            f"run.reduction = 'all_reduce' blocks, and schedule.overlap_steps is {f.schedule.overlap_steps}; set run.reduction = "
+            f"{_reduction(f)} = 'all_reduce' blocks, and schedule.overlap_steps is {f.schedule.overlap_steps}; set it to "
             "'ordered' to train while a mean is in flight"
         ),
     ),
@@ -271,8 +251,8 @@ _SCHEDULE = (
             and not (f.rule.averages and f.codec.exact and f.codec.back is None)
         ),
         lambda f: (
-            f"run.reduction is 'all_reduce', and rule '{f.rule.name}' with codec '{f.codec.name}' takes no mean that the backend "
-            "can compute; set run.reduction = 'ordered', or use a rule such as 'diloco' with the codec 'exact'"
+            f"{_reduction(f)} is 'all_reduce', and rule '{f.rule.name}' with codec '{f.codec.name}' takes no mean that the "
+            "backend can compute; set it to 'ordered', or use a rule such as 'diloco' with the codec 'exact'"
         ),
     ),
     Pairing(
@@ -433,5 +413,5 @@ _ASYNCHRONOUS = (
     ),
 )
 
-PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *_ASYNCHRONOUS, *_SCHEDULE, *_RULES)
+PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *_SCHEDULE, *_RULES)
 """Every combination that cannot work; if several apply, the first is reported."""

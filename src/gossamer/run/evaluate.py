@@ -18,6 +18,7 @@ from gossamer.models.sample import sample
 from gossamer.record import checkpoint
 from gossamer.record.files import Appender, atomic_write
 from gossamer.record.folder import metrics_line, read_metrics
+from gossamer.rounds.mean_model import mean_of
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
 from gossamer.run.history import lineage
@@ -70,16 +71,6 @@ class Probe:
 def _layout(model: nn.Module, config: RunConfig) -> Layout:
     """The order in which the workers of a run hold their parameters."""
     return arrange(layout_of(model), *config.fragments)[0]
-
-
-def mean_of(vectors: Sequence[Tensor]) -> Tensor:
-    """The mean model, `(1/n) Σ_i x_i`, summed in worker order in fp32; equal vectors are their own mean, bit for bit."""
-    if all(torch.equal(vectors[0], x) for x in vectors[1:]):
-        return vectors[0].clone()
-    total = vectors[0].float()
-    for x in vectors[1:]:
-        total = total + x.float()
-    return (total / len(vectors)).to(vectors[0].dtype)
 
 
 def disagreement(vectors: Sequence[Tensor], mean: Tensor) -> float:

@@ -372,9 +372,10 @@ class GroupTransport:
         return f"{text}{lost}" if self._board.gone else text
 
 
-def all_reduce(timeout_s: float) -> Reduce:
+def all_reduce(timeout_s: float, group: dist.ProcessGroup | None = None) -> Reduce:
     """Sums each frame over all workers in place with the backend's own collective, in an order and to last bits of its own.
 
+    Args: `group` has all workers; the default group when None.
     Raises (when called): PeerError after `timeout_s` or when a connection closes; a collective does not report which.
     Cost: a global barrier; 2(n-1)/n of the frames per worker where the backend uses a ring.
     """
@@ -382,13 +383,13 @@ def all_reduce(timeout_s: float) -> Reduce:
     def reduce(frames: Sequence[Tensor], ticket: Ticket) -> None:
         try:
             for frame in frames:
-                work = dist.all_reduce(frame, async_op=True)
+                work = dist.all_reduce(frame, group=group, async_op=True)
                 assert work is not None
                 work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             raise PeerError(
-                f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank()} "
-                f'({first_line(error)}); look at the logs of the others, or set run.reduction = "ordered" to '
+                f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank(group)} "
+                f'({first_line(error)}); look at the logs of the others, or set reduction = "ordered" to '
                 "learn which worker fails"
             ) from error
 

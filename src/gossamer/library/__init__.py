@@ -1,0 +1,10 @@
+"""Gossamer in an existing training loop: the user's model, inner optimizer and data, and three more lines.
+
+`Outer` is all that a loop needs; `gossamer.method` gives it the parts of a method by name.
+"""
+
+from gossamer.library.metrics import OuterMetrics
+from gossamer.library.outer import Outer, OuterState
+from gossamer.library.parts import OuterMethod, Reduction
+
+__all__ = ["Outer", "OuterMethod", "OuterMetrics", "OuterState", "Reduction"]

@@ -1,0 +1,96 @@
+"""What the exchanges of an `Outer` cost, and how far its worker is from those it exchanges with."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.record.trace import Operation
+from gossamer.topologies.mixing import widen
+from gossamer.tree import Tree, leaves
+
+__all__ = ["Meter", "OuterMetrics"]
+
+_PIECE = 1 << 17  # elements that are compared at a time, so that their differences stay in the cache
+
+
+class OuterMetrics(NamedTuple):
+    """What happened on this worker since the previous call of `Outer.metrics`; see there."""
+
+    rounds: int
+    """Rounds that have ended."""
+    bytes_sent: int
+    """Payload bytes of the exchanges that were begun, as in the trace of a simulation; without headers."""
+    bytes_received: int
+    messages: int
+    """Messages sent. A mean over all workers takes two to each of the others: its chunk, and the sum of one's own chunk."""
+    exchange_s: float
+    """Seconds that `step` and `finish` took for exchanges: encoding, waiting, decoding and the outer update."""
+    waiting_s: float
+    """The part of them spent waiting for peers; the whole of an all-reduce."""
+    disagreement: float | None
+    """Root mean square, per number, of what was received minus what was sent; None while nothing was compared."""
+
+
+class Meter:
+    """Counts what the exchanges of one worker cost, and compares messages where somebody asked for it."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        self.rounds = self.bytes_sent = self.bytes_received = self.messages = 0
+        self.exchange_s = self.waiting_s = 0.0
+        self._squares: Tensor | None = None
+        self._compared = 0
+
+    @contextlib.contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Counts the seconds of what runs inside."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.exchange_s += time.perf_counter() - start_s
+
+    def add_waiting(self, seconds: float) -> None:
+        """Counts seconds of waiting."""
+        self.waiting_s += seconds
+
+    def count(self, operations: Iterable[Operation]) -> None:
+        """Counts what goes over the wire."""
+        for operation in operations:
+            self.bytes_sent += sum(size for _, size in operation.sends)
+            self.bytes_received += sum(size for _, size in operation.receives)
+            self.messages += len(operation.sends) * (2 if operation.kind == "mean" else 1)
+
+    def compare(self, own: Tree, received: Sequence[Tree]) -> None:
+        """Adds up `(received - own)²`, as `Setup.compare` asks for; without a wait for the device."""
+        for theirs in received:
+            for mine, other in zip(leaves(own), leaves(theirs), strict=True):
+                for a, b in zip(mine.split(_PIECE), other.split(_PIECE), strict=True):
+                    apart = widen(b) - widen(a)
+                    squares = apart.dot(apart).to(torch.float64)
+                    self._squares = squares if self._squares is None else self._squares + squares
+                self._compared += mine.numel()
+
+    def read(self) -> OuterMetrics:
+        """What was counted since the last reading."""
+        disagreement = None
+        if self._squares is not None and self._compared:
+            disagreement = math.sqrt(self._squares.item() / self._compared)
+        found = OuterMetrics(
+            self.rounds,
+            self.bytes_sent,
+            self.bytes_received,
+            self.messages,
+            self.exchange_s,
+            self.waiting_s,
+            disagreement,
+        )
+        self._start()
+        return found

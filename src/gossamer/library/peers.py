@@ -1,0 +1,186 @@
+"""The other workers of an `Outer`: what all must agree about, and connections of its own."""
+
+import atexit
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.codecs import Codec
+from gossamer.errors import PeerError
+from gossamer.guard import Rest, broadcast, fingerprints, must_be_alike
+from gossamer.layout import Layout
+from gossamer.rounds.method import Method
+from gossamer.transport import Reduce, Ticket, Transport
+from gossamer.transport.backend import backend_of, hang_up
+from gossamer.transport.group import GroupTransport, all_reduce
+from gossamer.transport.launch import agree
+from gossamer.transport.member import Member
+from gossamer.transport.memory import MemoryNetwork
+from gossamer.transport.secret import environment_secret
+
+__all__ = ["Common", "Peers", "common_of", "must_agree"]
+
+log = logging.getLogger("gossamer")
+_LONGEST = 160  # characters of a peer's words in an error
+
+
+class Common(NamedTuple):
+    """What all workers must have in common, each in words that two workers compare."""
+
+    model: str
+    rule: str
+    topology: str
+    codec: str
+    schedule: str
+    reduction: str
+    rest: str
+    local_steps: str
+    seed: str
+
+
+def common_of(
+    m: Method, layout: Layout, dtype: torch.dtype, *, reduction: str, rest: Rest, local_steps: int, seed: int
+) -> Common:  # fmt: skip
+    """What a worker of this configuration must have in common with the others.
+
+    Numbers of local steps may differ, except where messages in flight are counted in steps.
+    """
+    shapes = hashlib.sha256(repr(layout).encode()).hexdigest()[:8]
+    same_steps = m.schedule.overlap_steps or m.rule.delay_rounds
+    return Common(
+        f"{len(layout.leaves)} tensors of {layout.numel} numbers in {dtype}, whose names and shapes hash to {shapes}",
+        _words(m.rule.name, m.rule.options),
+        _words(m.topology.name, m.topology.options),
+        f"{_codec(m.codec)}{f' and back {_codec(m.codec.back)}' if m.codec.back else ''}",
+        str(m.schedule), reduction, rest, str(local_steps) if same_steps else "any", str(seed),
+    )  # fmt: skip
+
+
+def must_agree(said: Sequence[object], mine: Common) -> None:
+    """Raises PeerError, with what each of two workers has, for the first thing in which workers differ from worker 0."""
+    for place, key in enumerate(Common._fields):
+        words = [_said(theirs, place) for theirs in said]
+        if odd := [worker for worker, theirs in enumerate(words) if theirs != words[0]]:
+            raise PeerError(
+                f"workers {', '.join(map(str, odd))} differ from worker 0 in {key.replace('_', ' ')}: worker {odd[0]} has "
+                f"{words[odd[0]]:.{_LONGEST}} and worker 0 {words[0]:.{_LONGEST}}; make Outer with the same on all workers"
+            )
+    if [len(theirs) if isinstance(theirs, list) else 0 for theirs in said] != [len(mine)] * len(said):
+        raise PeerError("the workers compare different things; install the same gossamer version everywhere")
+
+
+def _said(theirs: object, place: int) -> str:
+    return str(theirs[place]) if isinstance(theirs, list) and place < len(theirs) else "nothing"
+
+
+def _words(name: str, options: Mapping[str, Any]) -> str:
+    return f"'{name}' ({', '.join(f'{key} = {value!r}' for key, value in options.items())})"
+
+
+def _codec(codec: Codec) -> str:
+    return _words(codec.name, codec.options)
+
+
+class Peers:
+    """The connections of one worker with the others.
+
+    Args:
+        transport: carries the messages of the exchanges.
+        reduce: the backend's own all-reduce, where it was asked for.
+        group: a process group of its own, which `close` ends.
+    """
+
+    def __init__(
+        self, transport: Transport, reduce: Reduce | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.transport, self.reduce = transport, reduce
+        self._group = group
+        if group is not None:
+            atexit.register(self._hang_up)  # a thread that is still inside torch would abort the process
+
+    @classmethod
+    def none(cls) -> "Peers":
+        """A worker that is alone; says so when a launcher has started several."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            log.warning(
+                "WORLD_SIZE is %s and there is no process group, so this worker trains alone; call "
+                "torch.distributed.init_process_group before Outer is made",
+                os.environ["WORLD_SIZE"],
+            )
+        return cls(MemoryNetwork(1).transport(0))
+
+    @classmethod
+    def of(
+        cls, theirs: dist.ProcessGroup | None, ranks: Sequence[int], common: Common, x: Tensor, others: Mapping[str, Tensor],
+        *, timeout_s: float,
+    ) -> "Peers":  # fmt: skip
+        """Meets the other workers: checks that all have the same configuration, and broadcasts what worker 0 starts from.
+
+        Args:
+            theirs: the user's group, which only says which backend to use.
+            ranks: the workers, as ranks of the default group.
+            x: the parameters; they become those of worker 0.
+            others: frozen parameters and buffers, compared or broadcast as `common.rest` says.
+        Raises: PeerError when workers differ or do not come.
+        """
+        backend, place = backend_of(theirs), hashlib.sha256(repr([*ranks]).encode()).hexdigest()[:16]
+        # Groups of the same processes have one place in the store; others never read what these write.
+        store = PrefixStore(f"outer/{place}", dist.distributed_c10d._get_default_store())  # it has no public name
+        worker = ranks.index(dist.get_rank())
+        member = Member.at(worker, len(ranks), x.device, store, secret=environment_secret())
+        rest = fingerprints(others, numbers=common.rest == "compare") if common.rest != "own" else []
+        said = agree(member, "gossamer.Outer", [common, rest], timeout_s=timeout_s)
+        must_agree([one[0] if isinstance(one, list) and one else None for one in said], common)
+        must_be_alike([one[-1] for one in said], list(others))
+        group = dist.new_group(  # connections of our own, which `close` may close
+            [*ranks],
+            timedelta(seconds=timeout_s),
+            backend,
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
+        assert isinstance(group, dist.ProcessGroup)  # every worker is in it
+        run = int(hashlib.sha256(repr(common).encode()).hexdigest()[:16], 16)
+        transport = GroupTransport(member, run=run, timeout_s=timeout_s, group=group)
+        peers = cls(transport, all_reduce(timeout_s, group) if common.reduction == "all_reduce" else None, group)
+        carrier = x.device if backend == "nccl" else torch.device("cpu")
+        for tensor in (x, *(others.values() if common.rest == "broadcast" else ())):
+            broadcast(tensor, group, carrier)
+        return peers
+
+    def timed_reduce(self, add: Callable[[float], None]) -> Reduce | None:
+        """The all-reduce, which reports the seconds of each call; None where none was asked for."""
+        if (reduce := self.reduce) is None:
+            return None
+
+        def timed(frames: Sequence[Tensor], ticket: Ticket) -> None:
+            start_s = time.perf_counter()
+            reduce(frames, ticket)
+            add(time.perf_counter() - start_s)
+
+        return timed
+
+    def waited_s(self, fragments: int) -> float:
+        """The seconds that the exchanges of so many fragments have waited for messages since the last call."""
+        waits = self.transport.waits() if isinstance(self.transport, GroupTransport) else []
+        return sum(wait.end_s - wait.start_s for wait in waits if wait.ticket.fragment < fragments)
+
+    def close(self) -> None:
+        """Ends all transfers and connections; the user's own process group stays open. A second call does nothing."""
+        self.transport.close()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._group is not None and dist.is_initialized():
+            hang_up(self._group)
+            dist.destroy_process_group(self._group)
+        self._group = None
+        atexit.unregister(self._hang_up)
