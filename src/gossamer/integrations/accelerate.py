@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from gossamer.integrations.begin import OuterOptions, let_every_worker_save, must_be_alone, must_resume_alike
-from gossamer.library import Outer, OuterState
+from gossamer.library import Outer, OuterMethod, OuterState
 from gossamer.rules import Rule
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ __all__ = ["prepare_outer"]
 
 
 def prepare_outer(
-    accelerator: "Accelerator", model: nn.Module, rule: str | Rule, **options: Unpack[OuterOptions]
-) -> Outer:
+    accelerator: "Accelerator", model: nn.Module, rule: str | Rule | OuterMethod, **options: Unpack[OuterOptions]
+) -> Outer[nn.Module]:
     """Makes the Outer of a prepared model, which `accelerator.save_state` saves and `accelerator.load_state` loads.
 
     Call it after `accelerator.prepare`, which moves the model to its device. All workers call `load_state` together, before the
@@ -68,7 +68,7 @@ def _own_memory(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
 class _Registered(NamedTuple):
     """What Accelerate saves and loads of an Outer."""
 
-    outer: Outer
+    outer: Outer[nn.Module]
     options: OuterOptions
 
     def state_dict(self) -> OuterState:
@@ -77,5 +77,4 @@ class _Registered(NamedTuple):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         outer = self.outer
         outer.load_state_dict(state)
-        step = outer.rounds * outer.local_steps + outer.steps
-        must_resume_alike(step, outer.model, self.options.get("process_group"))
+        must_resume_alike(outer.steps_taken, outer.model, self.options.get("process_group"))

@@ -1,7 +1,7 @@
 """What all frameworks have in common: an Outer around a model that may have been loaded from a checkpoint."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from gossamer.codecs import Codec
 from gossamer.errors import CheckpointError, ConfigError, PeerError, first_line
 from gossamer.guard import Rest
 from gossamer.integrations.place import Place
-from gossamer.library import Outer
+from gossamer.library import Outer, OuterMethod, Reduction
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule
 from gossamer.topologies import Topology
@@ -21,14 +21,18 @@ from gossamer.transport.backend import backend_of
 __all__ = ["OuterOptions", "begin", "let_every_worker_save", "must_be_alone", "must_resume_alike", "place_in"]
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 class OuterOptions(TypedDict, total=False):
     """The arguments of `gossamer.Outer` after model and rule."""
 
     topology: str | Topology | None
-    local_steps: int
+    local_steps: int | None
     seed: int
     codec: str | Codec | None
     schedule: Schedule | None
+    reduction: Reduction
     timeout_s: float
     compile: bool
     process_group: dist.ProcessGroup | None
@@ -36,8 +40,13 @@ class OuterOptions(TypedDict, total=False):
 
 
 def begin(
-    model: nn.Module, rule: str | Rule, options: OuterOptions, *, step: int, saved: Mapping[str, Any] | None
-) -> Outer:
+    model: M,
+    rule: str | Rule | OuterMethod,
+    options: OuterOptions,
+    *,
+    step: int,
+    saved: Mapping[str, Any] | None,
+) -> Outer[M]:
     """Makes the Outer of a model, which continues from a saved state if there is one.
 
     Args:

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from gossamer.errors import require
 from gossamer.integrations.begin import OuterOptions, begin, must_be_alone
-from gossamer.library import Outer
+from gossamer.library import Outer, OuterMethod
 from gossamer.rules import Rule
 
 if TYPE_CHECKING:
@@ -45,10 +45,10 @@ class LightningCallback(Callback):
     Cost: that of Outer; on resuming one more copy of the parameters for a moment.
     """
 
-    outer: Outer | None = None
+    outer: "Outer[LightningModule] | None" = None
     """The outer loop, while the Trainer fits and after."""
 
-    def __init__(self, rule: str | Rule, **options: Unpack[OuterOptions]) -> None:
+    def __init__(self, rule: str | Rule | OuterMethod, **options: Unpack[OuterOptions]) -> None:
         self._rule, self._options = rule, options
         self._saved: Mapping[str, Any] | None = None
         self._steps, self._seconds = 0, 0.0

@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from gossamer.errors import CheckpointError, ConfigError, require
 from gossamer.integrations.begin import OuterOptions, begin, must_be_alone, place_in
-from gossamer.library import Outer
+from gossamer.library import Outer, OuterMethod
 from gossamer.record import checkpoint
 from gossamer.rules import Rule
 
@@ -48,10 +48,10 @@ class TransformersCallback(TrainerCallback):
     Cost: that of Outer; on resuming one more copy of the parameters for a moment.
     """
 
-    outer: Outer | None = None
+    outer: Outer[nn.Module] | None = None
     """The outer loop, while the Trainer trains and after."""
 
-    def __init__(self, rule: str | Rule, **options: Unpack[OuterOptions]) -> None:
+    def __init__(self, rule: str | Rule | OuterMethod, **options: Unpack[OuterOptions]) -> None:
         self._rule, self._options, self._seconds = rule, options, 0.0
 
     def on_train_begin(
