@@ -86,7 +86,9 @@ def as_worker(timeout_s: float = 300.0) -> Place:
     for name in LAUNCHER:
         os.environ.pop(name, None)
     if not dist.is_initialized():
-        log.warning("no launcher has started this process, so it trains alone; start several with torchrun --nproc-per-node N")
+        log.warning(
+            "no launcher has started this process, so it trains alone; start several with torchrun --nproc-per-node N"
+        )
         return Place(0, 1)
     return Place(dist.get_rank(), dist.get_world_size())
 
