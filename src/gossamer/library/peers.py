@@ -74,8 +74,12 @@ def must_agree(said: Sequence[object], mine: Common) -> None:
                 f"workers {', '.join(map(str, odd))} differ from worker 0 in {key.replace('_', ' ')}: worker {odd[0]} has "
                 f"{words[odd[0]]:.{_LONGEST}} and worker 0 {words[0]:.{_LONGEST}}; make Outer with the same on all workers"
             )
-    if [len(theirs) if isinstance(theirs, list) else 0 for theirs in said] != [len(mine)] * len(said):
-        raise PeerError("the workers compare different things; install the same gossamer version everywhere")
+    for worker, theirs in enumerate(said):
+        if not isinstance(theirs, list) or len(theirs) != len(mine):
+            raise PeerError(
+                f"worker {worker} compares other things than the {len(mine)} of this worker; install the same gossamer version "
+                "everywhere"
+            )
 
 
 def _said(theirs: object, place: int) -> str:

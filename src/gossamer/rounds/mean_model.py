@@ -27,7 +27,7 @@ def mean_over_workers(
     Raises: TransportError and PeerError from the transport.
     Cost: 2 (n-1)/n of the tensors each way, and twice their memory.
     """
-    flats = [t.detach().reshape(-1) for t in tensors]
+    flats = [t.detach().reshape(-1).to(tensors[0].device) for t in tensors]  # buffers may be elsewhere
     if n == 1:
         return [t.clone() for t in flats]
     i, others = transport.worker, [j for j in range(n) if j != transport.worker]

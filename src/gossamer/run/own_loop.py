@@ -26,7 +26,7 @@ def method(
     name: str, *, rule: Table | None = None, topology: Table | None = None, codec: Table | None = None,
     schedule: Mapping[str, Any] | None = None,
 ) -> OuterMethod:  # fmt: skip
-    """What `Outer` needs of a method of `gossamer list methods`: rule, topology, codec, schedule and local steps.
+    """What `Outer` needs of a method that `gossamer list` names: rule, topology, codec, schedule and local steps.
 
         outer = gossamer.Outer(model, gossamer.method("streaming_diloco"))
         outer = gossamer.Outer(model, gossamer.method("gasloc_2peer", rule={"lr": 0.6}), local_steps=50)
