@@ -64,7 +64,7 @@ SCHEDULES = {
 
 RESUMED = {
     **{name: (gossamer.gasloc, schedule) for name, schedule in SCHEDULES.items()},
-    "late": (gossamer.eager, None),
+    "late": (gossamer.rules.eager, None),
 }
 
 
@@ -164,11 +164,11 @@ def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
 
 def test_what_cannot_work_is_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="DistributedDataParallel"):
-        gossamer.Outer(net(), gossamer.data_parallel())
+        gossamer.Outer(net(), gossamer.rules.data_parallel())
     with pytest.raises(ConfigError, match="local_steps = 0; allowed are whole numbers of at least 1"):
         gossamer.Outer(net(), gossamer.gasloc(), local_steps=0)
     with pytest.raises(ConfigError, match="for 4 workers"):
-        gossamer.Outer(net(), gossamer.gasloc(), topology=gossamer.make_topology("ring", 4))
+        gossamer.Outer(net(), gossamer.gasloc(), topology=gossamer.topologies.make_topology("ring", 4))
     with pytest.raises(ConfigError, match="0 trainable"):
         gossamer.Outer(nn.ReLU(), gossamer.gasloc())
     assert issubclass(PairingError, ConfigError)

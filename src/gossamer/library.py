@@ -133,7 +133,8 @@ class Outer:
             log.warning(sentence)
         self.layout, spans = arrange(layout_of(model), self.method.schedule.fragments, self.method.schedule.pattern)
         self.x = attach(model, self.layout)
-        self.rounds = self.steps = 0
+        self.rounds: int = 0
+        self.steps: int = 0
         self._closed = False
         self._watched = True  # until the first round has ended, for a wrapper that is put on later
         self._group: dist.ProcessGroup | None = None
