@@ -32,8 +32,8 @@ __all__ = [
     "disagreement",
     "evaluate",
     "mean_buffers",
-    "mean_model",
     "mean_of",
+    "model_with",
     "publish",
 ]
 
@@ -131,7 +131,7 @@ def mean_buffers(buffers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return [mean_of(some) if some[0].is_floating_point() else some[0] for some in zip(*buffers, strict=True)]
 
 
-def mean_model(config: RunConfig, task: Task, x: Tensor, buffers: Sequence[Tensor] = ()) -> nn.Module:
+def model_with(config: RunConfig, task: Task, x: Tensor, buffers: Sequence[Tensor] = ()) -> nn.Module:
     """A model of its own with parameters `x` and these buffers, in evaluation mode."""
     model = task.model()
     with torch.no_grad():
@@ -147,7 +147,7 @@ def publish(config: RunConfig, task: Task, x: Tensor, folder: Path, buffers: Seq
 
     A model of the user's own is written by its `save_pretrained` if it has one, and else as `model.safetensors`.
     """
-    model = mean_model(config, task, x, buffers)
+    model = model_with(config, task, x, buffers)
     if not isinstance(model, Llama) or task.tokenizer is None:
         export_state(model, folder / "model")
         return
