@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,7 +82,7 @@ def imported(key: str, name: str) -> Code:
             )
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{said}, which is {_a(found)} and cannot be called; name a function or a class")
+        raise ConfigError(f"{said}, a {type(found).__name__}, which cannot be called; name a function or a class")
     code = hashlib.sha256(file.read_bytes() if file.is_file() else b"").hexdigest()
     return Code(name, found, str(file) if file.is_file() else "", code)
 
@@ -106,10 +106,7 @@ def _failed(what: str, error: Exception) -> UserCodeError:
     return UserCodeError(f"{what} with {type(error).__name__}{f': {text}' if text else ''}; the traceback is its own")
 
 
-def _public(module: object) -> Iterator[str]:
-    names = getattr(module, "__all__", None) or [name for name in dir(module) if not name.startswith("_")]
-    yield from sorted(map(str, names))[:12]
-
-
-def _a(thing: object) -> str:
-    return f"a {type(thing).__name__}"
+def _public(module: object) -> list[str]:
+    """What a module defines and may be named, some of it."""
+    own = [name for name, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__]  # pyright: ignore[reportAttributeAccessIssue]
+    return sorted(name for name in own if not name.startswith("_"))[:12]

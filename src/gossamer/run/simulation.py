@@ -201,9 +201,7 @@ class Simulation(RecordedRun):
     def model(self, worker: int) -> nn.Module:
         """A new model with the parameters and buffers of one worker (or the server's), in evaluation mode. Cost: one model."""
         engine = self._engine
-        return model_with(
-            engine.config, engine.task, engine.models()[worker], [*engine.buffers(), *[[]] * worker][worker]
-        )
+        return model_with(engine.config, engine.task, engine.models()[worker], engine.buffers()[worker])
 
     def __repr__(self) -> str:
         figures = "" if self._result is None else f", loss {self.loss:.4f}"
