@@ -18,11 +18,11 @@ from contextlib import contextmanager
 import torch
 
 from gossamer import finite
-from gossamer.data.corpus import open_corpus
 from gossamer.rounds.exchange import finish_all
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.replica import Replica
 from gossamer.run.settle import in_rounds
+from gossamer.run.task import task_of
 from gossamer.run.worker import Worker
 from gossamer.transport.memory import MemoryNetwork
 
@@ -47,8 +47,8 @@ def run_of(method: dict[str, str]) -> RunConfig:
 
 def workers_of(config: RunConfig) -> list[Worker]:
     """The workers of a run, at its start."""
-    corpus, network, m = open_corpus(config.data, 2, 0), MemoryNetwork(2), in_rounds(config)[0]
-    return [Worker(Replica(i, config, corpus, torch.device("cpu")), m, network.transport(i)) for i in range(2)]
+    task, network, m = task_of(config), MemoryNetwork(2), in_rounds(config)[0]
+    return [Worker(Replica(i, config, task, torch.device("cpu")), m, network.transport(i)) for i in range(2)]
 
 
 def round_s(workers: list[Worker], number: int) -> float:

@@ -10,7 +10,6 @@ import tomli_w
 import torch
 
 from gossamer.cli import main
-from gossamer.data.corpus import open_corpus
 from gossamer.layout import layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig, parameter_count
@@ -23,8 +22,8 @@ from gossamer.run.document import with_settings
 from gossamer.run.methods import recipes
 from gossamer.run.replica import Replica
 from gossamer.run.simulate import simulate
+from gossamer.run.task import task_of
 from gossamer.run.traffic import layout_for
-from gossamer.run.virtual import simulate_events
 from test_virtual import timed
 from tiny import document, tiny
 
@@ -78,7 +77,7 @@ def test_a_run_sends_the_bytes_and_takes_the_seconds_that_were_said(name, tmp_pa
 def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_path):
     run = timed(server__name="heloco", run__steps=32)
     said = examine(run)
-    outcome = simulate_events(run, tmp_path)
+    outcome = simulate(run, tmp_path)
     pushed = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert {line["bytes"] for line in pushed if line["event"] == "push"} == {said.sent_bytes}
     assert said.tokens == outcome.tokens
@@ -90,7 +89,7 @@ def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_pa
 def test_an_inner_optimizer_keeps_as_many_copies_as_were_said(optimizer, averaging):
     averages = {"inner__averaging": averaging} if averaging else {}
     run = tiny(inner__optimizer=optimizer, data__max_bytes=200_000, **averages)
-    replica = Replica(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu"))
+    replica = Replica(0, run, task_of(run), torch.device("cpu"))
     replica.local_phase(0)
     kept: dict[int, int] = {}
 

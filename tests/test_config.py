@@ -168,8 +168,9 @@ def test_the_json_schema_names_and_explains_every_key_of_a_run_file():
 )
 def test_the_json_schema_names_every_method_with_its_options(kind, table):
     choices = json_schema()["properties"][kind]["anyOf"]
-    names, *rows = [choice for choice in choices if choice != {"type": "null"}]
+    names, *rows, code, own = [choice for choice in choices if choice != {"type": "null"}]
     assert names["enum"] == sorted(table)
+    assert code["pattern"] == own["properties"]["name"]["pattern"]
     assert [row["properties"]["name"]["const"] for row in rows] == sorted(table)
     for row in rows:
         for option in options_of(table[row["properties"]["name"]["const"]]):

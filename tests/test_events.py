@@ -27,7 +27,6 @@ from gossamer.asynchronous import (
 )
 from gossamer.asynchronous.dadao import meetings_per_s
 from gossamer.clock import SERVER, Absence, GossipRun, LoopOptions, PairRun, Phase, ServerRun, Transfer, Update
-from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError, PairingError
 from gossamer.layout import Layout, Leaf, arrange
 from gossamer.network.links import Network
@@ -38,6 +37,7 @@ from gossamer.run.evaluate import Probe
 from gossamer.run.replica import Replica
 from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
+from gossamer.run.task import task_of
 from gossamer.topologies import make_topology, ring
 from rounds import play, random_vectors
 from test_virtual import timed
@@ -694,8 +694,8 @@ def test_a_topology_of_other_workers_is_refused():
 
 def workers_of(config):
     """Real replicas, all with the same start, and their data."""
-    corpus = open_corpus(config.data, config.workers, config.seed)
-    return [Replica(i, config, corpus, torch.device("cpu")) for i in range(config.workers)], corpus
+    task = task_of(config)
+    return [Replica(i, config, task, torch.device("cpu")) for i in range(config.workers)], task
 
 
 def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last_bit(tmp_path):
@@ -732,8 +732,8 @@ def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last
     ids=["delayed_nesterov", "decoupled_diloco", "a2cid2"],
 )  # fmt: skip
 def test_real_models_learn_without_waiting_for_each_other(config, make):
-    workers, corpus = workers_of(config)
-    probe = Probe(config, corpus, torch.device("cpu"))
+    workers, task = workers_of(config)
+    probe = Probe(config, task, torch.device("cpu"))
     run = make(workers)
     before = probe.loss(models(run)[0])
     phases = of(Phase, run.run(24.0))

@@ -24,7 +24,7 @@ def test_names_of_rules_topologies_and_codecs_are_as_good_as_the_things_themselv
     ends = []
     for options in (
         {"rule": "gasloc", "topology": "random", "codec": "bf16"},
-        {"rule": gossamer.gasloc(), "topology": gossamer.make_topology("random", 1), "codec": None},
+        {"rule": gossamer.gasloc(), "topology": gossamer.topologies.make_topology("random", 1), "codec": None},
     ):
         model = net()
         with gossamer.Outer(model, options.pop("rule"), local_steps=2, **options) as loop:

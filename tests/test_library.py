@@ -82,7 +82,7 @@ SCHEDULES = {
 
 RESUMED = {
     **{name: (gossamer.gasloc, schedule) for name, schedule in SCHEDULES.items()},
-    "late": (gossamer.eager, None),
+    "late": (gossamer.rules.eager, None),
 }
 
 
@@ -196,11 +196,11 @@ def test_training_that_ends_within_a_round_can_be_finished_and_goes_on(rule, sch
 
 def test_what_cannot_work_is_refused_in_a_sentence():
     with pytest.raises(ConfigError, match="DistributedDataParallel"):
-        gossamer.Outer(net(), gossamer.data_parallel())
+        gossamer.Outer(net(), gossamer.rules.data_parallel())
     with pytest.raises(ConfigError, match="local_steps = 0; allowed are whole numbers of at least 1"):
         gossamer.Outer(net(), gossamer.gasloc(), local_steps=0)
     with pytest.raises(ConfigError, match="for 4 workers"):
-        gossamer.Outer(net(), gossamer.gasloc(), topology=gossamer.make_topology("ring", 4))
+        gossamer.Outer(net(), gossamer.gasloc(), topology=gossamer.topologies.make_topology("ring", 4))
     with pytest.raises(ConfigError, match="0 trainable"):
         gossamer.Outer(nn.ReLU(), gossamer.gasloc())
     assert issubclass(PairingError, ConfigError)

@@ -8,7 +8,6 @@ import torch
 
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.cli.methods_page import markdown
-from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError
 from gossamer.record.trace import read_trace
 from gossamer.rules import RULES, WRAPPERS, make_rule
@@ -19,6 +18,7 @@ from gossamer.run.methods import FACTORIES, METHODS, missing, recipe, recipes, s
 from gossamer.run.replica import Replica
 from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
+from gossamer.run.task import task_of
 from gossamer.run.traffic import traffic
 from tiny import document, tiny
 
@@ -152,7 +152,7 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path
         return
     result = simulate(run, tmp_path)
     assert 0 < result.loss < 5.6
-    replica = Replica(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu"))
+    replica = Replica(0, run, task_of(run), torch.device("cpu"))
     counted = traffic(run, replica.layout, run.rounds)
     trace = read_trace(tmp_path)
     assert counted.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds)
@@ -168,7 +168,7 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path
 
 def sends_after_a_phase_what_the_page_counts(run, folder):
     assert 0 < simulate(run, folder).loss < 5.6
-    counted = traffic(run, Replica(0, run, open_corpus(run.data, run.workers, run.seed), torch.device("cpu")).layout)
+    counted = traffic(run, Replica(0, run, task_of(run), torch.device("cpu")).layout)
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     sizes = {line["fragment"]: line["bytes"] for line in lines if line.get("source", -1) >= 0}  # -1 is the server
     if sizes or run.server is not None or run.pair is not None:  # what is published for whoever reads it is no transfer

@@ -193,10 +193,10 @@ def test_auto_of_an_asynchronous_simulation_starts_again_until_it_has_ended(
 ) -> None:
     slow = {"slow": {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}}
     config = tiny(server__name="cgad", network=slow, run__steps=4)
-    whole = simulate(config, tmp_path, resume="auto")
+    whole = simulate(config, tmp_path, resume="auto").result
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:-2]))  # as if killed before the end
-    assert simulate(config, tmp_path, resume="auto") == whole._replace(tokens_per_s=pytest.approx(0, abs=1e9))
+    assert simulate(config, tmp_path, resume="auto").result == whole._replace(tokens_per_s=pytest.approx(0, abs=1e9))
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
     assert simulate(config, tmp_path, resume="auto").loss == whole.loss and "has ended" in capsys.readouterr().out
 

@@ -17,7 +17,6 @@ import torch
 from commands import Command, run
 from gossamer.cli import main
 from gossamer.clock import SERVER
-from gossamer.data.corpus import open_corpus
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.record import checkpoint
 from gossamer.record.events import read_events
@@ -25,11 +24,13 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.seconds import read_seconds
 from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import evaluate
+from gossamer.run.parts import OURS
 from gossamer.run.serve import serve
 from gossamer.run.serve_protocol import Terms, run_key
 from gossamer.run.serve_replay import replay_server
 from gossamer.run.serve_worker import work
 from gossamer.run.simulate import simulate
+from gossamer.run.task import task_of
 from gossamer.transport import Turn, wire
 from gossamer.transport.handshake import prove_to_worker
 from gossamer.transport.local import LISTENER
@@ -49,7 +50,7 @@ def model(folder, config, round=None):
 
 def common(config):
     """What both ends of a connection must name."""
-    return run_key(config, open_corpus(config.data, config.workers, config.seed))
+    return run_key(config, task_of(config), OURS)
 
 
 KNOWN = "the secret of these runs, which all sides of them know"

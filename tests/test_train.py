@@ -13,7 +13,6 @@ from torch.distributed import TCPStore
 
 from commands import Command, run
 from gossamer.cli import main
-from gossamer.data.corpus import open_corpus
 from gossamer.errors import PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
@@ -23,6 +22,7 @@ from gossamer.run.evaluate import evaluate
 from gossamer.run.replica import Replica
 from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
+from gossamer.run.task import task_of
 from gossamer.run.train import KEPT, _saver
 from gossamer.run.worker import Worker
 from gossamer.transport.board import Board
@@ -172,7 +172,7 @@ def train_in_own_folder(argv):
 def test_a_store_that_stands_still_bounds_the_checkpoints_and_one_that_goes_on_decides_again(tmp_path, caplog):
     config = tiny(workers=2, **{f"model__{name}": size for name, size in SMALL.items()})
     m, _, _ = in_rounds(config, real=True)
-    replica = Replica(0, config, open_corpus(config.data, 2, config.seed), torch.device("cpu"))
+    replica = Replica(0, config, task_of(config), torch.device("cpu"))
     worker = Worker(replica, m, MemoryNetwork(2).transport(0))
 
     def owned():

@@ -1,53 +1,74 @@
-"""Pretrain language models over slow, uneven networks: gossip, local steps and an outer optimizer."""
+"""Pretrain language models over slow, uneven networks: gossip, local steps and an outer optimizer.
+
+What most programs need is here; everything else is in the namespaces `rules`, `topologies`, `codecs`, `asynchronous`,
+`optimizers`, `models` and `errors`, such as `gossamer.rules.slowmo` and `gossamer.codecs.int8`.
+"""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gossamer import asynchronous as asynchronous
+    from gossamer import codecs as codecs
+    from gossamer import errors as errors
+    from gossamer import integrations as integrations
+    from gossamer import models as models
+    from gossamer import optimizers as optimizers
+    from gossamer import rules as rules
+    from gossamer import topologies as topologies
+    from gossamer.library import Outer as Outer
+    from gossamer.network.links import Network as Network
+    from gossamer.network.pricing import price as price
+    from gossamer.record.trace import read_trace as read_trace
+    from gossamer.rounds.schedule import Schedule as Schedule
+    from gossamer.rules import Rule as Rule
+    from gossamer.rules import diloco as diloco
+    from gossamer.rules import gasloc as gasloc
+    from gossamer.rules import gossip as gossip
+    from gossamer.run.own_loop import method as method
+    from gossamer.run.simulate import simulate as simulate
+    from gossamer.run.simulation import Simulation as Simulation
+    from gossamer.run.sweep import sweep as sweep
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AccumAdamW": "gossamer.optimizers",
-    "GPA": "gossamer.optimizers",
+_HOMES = {  # as above, for who runs the program
     "Network": "gossamer.network.links",
     "Outer": "gossamer.library",
-    "RULES": "gossamer.rules",
     "Rule": "gossamer.rules",
     "Schedule": "gossamer.rounds.schedule",
-    "TOPOLOGIES": "gossamer.topologies",
-    "anchored": "gossamer.rules",
-    "anchored_gasloc": "gossamer.rules",
-    "choco": "gossamer.rules",
-    "cocktail": "gossamer.rules",
-    "data_parallel": "gossamer.rules",
+    "Simulation": "gossamer.run.simulation",
+    "asynchronous": "",
+    "codecs": "",
     "diloco": "gossamer.rules",
-    "eager": "gossamer.rules",
-    "easgd": "gossamer.rules",
-    "error_feedback": "gossamer.rules",
-    "fedopt": "gossamer.rules",
+    "errors": "",
     "gasloc": "gossamer.rules",
     "gossip": "gossamer.rules",
-    "jacobi": "gossamer.rules",
-    "local_sgd": "gossamer.rules",
-    "make_topology": "gossamer.topologies",
+    "integrations": "",
     "method": "gossamer.run.own_loop",
-    "noloco": "gossamer.rules",
-    "omr": "gossamer.rules",
+    "models": "",
+    "optimizers": "",
     "price": "gossamer.network.pricing",
     "read_trace": "gossamer.record.trace",
-    "relaysum": "gossamer.rules",
-    "restarted": "gossamer.rules",
-    "sgp": "gossamer.rules",
-    "slowmo": "gossamer.rules",
-    "sparseloco": "gossamer.rules",
-    "sparta": "gossamer.rules",
-    "weighted": "gossamer.rules",
+    "rules": "",
+    "simulate": "gossamer.run.simulate",
+    "sweep": "gossamer.run.sweep",
+    "topologies": "",
 }
+"""The module that defines each public name; none for a namespace."""
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
-    # Imported at first use, so that `gossamer --help` does not wait for torch.
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'gossamer' has no attribute '{name}'")
+if not TYPE_CHECKING:  # a type checker would take every name for one of the package's
+
+    def __getattr__(name: str) -> Any:
+        # Imported at first use, so that `gossamer --help` does not wait for torch.
+        if name not in _HOMES:
+            raise AttributeError(f"module 'gossamer' has no attribute '{name}'")
+        home = _HOMES[name]
+        return getattr(importlib.import_module(home), name) if home else importlib.import_module(f"gossamer.{name}")
+
+
+def __dir__() -> list[str]:
+    return __all__

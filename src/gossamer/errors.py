@@ -7,6 +7,7 @@
   x DataError          missing, empty or unreadable training data
   x DiskError          a full disk, or a file that cannot be written
   x CheckpointError    a checkpoint that is corrupt, foreign or of another run
+  x UserCodeError      code of the user raised an exception, which is its cause
   x TrainingError      losses, parameters or messages became NaN or infinite
   x TransportError     bytes did not arrive as expected
     + PeerError        a worker died, hung or speaks another configuration
@@ -31,6 +32,7 @@ __all__ = [
     "PeerError",
     "TrainingError",
     "TransportError",
+    "UserCodeError",
     "choose",
     "first_line",
     "require",
@@ -67,6 +69,10 @@ class CheckpointError(GossamerError, ValueError):
 
 class TrainingError(GossamerError, ArithmeticError):
     """Training produced numbers that cannot be continued from."""
+
+
+class UserCodeError(GossamerError):
+    """Code that the user gave raised an exception, which is the cause of this one."""
 
 
 class TransportError(GossamerError, ConnectionError):

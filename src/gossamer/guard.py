@@ -25,15 +25,15 @@ UNWRAPPED = (
 MOST_FINGERPRINTS = 4096
 
 
-def must_be_trainable(model: object) -> None:
+def must_be_trainable(model: object, owner: str = "Outer") -> None:
     """Raises ConfigError for what is no module, has no numbers yet, or is wrapped for training in step."""
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"Outer got a {type(model).__name__} as model; it takes a torch.nn.Module: give the module")
+        raise ConfigError(f"{owner} got a {type(model).__name__} as model; it takes a torch.nn.Module: give the module")
     _refuse_wrapper_in(model)
     empty = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if empty:
         raise ConfigError(
-            f"Outer got a model with {len(empty)} tensors on the meta device, which have no numbers (the first is "
+            f"{owner} got a model with {len(empty)} tensors on the meta device, which have no numbers (the first is "
             f"'{empty[0]}'); load or initialise it first, as after model.to_empty(device=...)"
         )
 

@@ -17,24 +17,25 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar, dataclass_transform, get_args, get_origin
 
-from pydantic import ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
-from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails, core_schema
+from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails
 from typing_extensions import is_typeddict
 
 from gossamer.errors import ConfigError, DataError, GossamerError, choose
+from gossamer.fields import NEUTRAL, Changeable, OneOf, Words
 
 __all__ = [
-    "NEUTRAL",
     "RECORD",
-    "AtLeastOne",
-    "AtLeastZero",
-    "Changeable",
     "Faults",
-    "OneOf",
     "Records",
-    "Words",
     "build",
     "changeable",
     "faults",
@@ -45,47 +46,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-AtLeastOne = Annotated[int, Field(ge=1)]
-AtLeastZero = Annotated[int, Field(ge=0)]
-
 RECORD = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """Of settings, and for `pydantic.with_config` of a TypedDict that describes a line of a record."""
 
 
-class Words(typing.NamedTuple):
-    """What a field allows, in an annotation whose bounds do not say it well enough."""
-
-    text: str
-
-
-class _Mark(typing.NamedTuple):
-    name: str
-
-
-NEUTRAL = _Mark("neutral")
-"""In the annotation of a field that does not decide the numbers of a run, so that its digest leaves the field out."""
-
-
 _DEEPEST = 32  # tables in tables; a run file has four
-
-
-class Changeable(typing.NamedTuple):
-    """In the annotation of a field that decides numbers, and that a resumed run may change all the same.
-
-    Of a row of a table of methods it names the options that may change: `Annotated[Choice, Changeable("lr")]`.
-    """
-
-    option: str = ""
-
-
-class OneOf:
-    """In the annotation of a name that must be in a table: `Annotated[str, OneOf(SIZES)]`."""
-
-    def __init__(self, names: Mapping[str, Any]) -> None:
-        self.names = list(names)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.literal_schema(self.names)
 
 
 class Faults(ConfigError):

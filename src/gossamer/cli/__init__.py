@@ -4,13 +4,16 @@ A verb is the function `command` of the module of its name, and a line of `VERBS
 called, and imports what is slow inside its function, so that `gossamer --help` and `gossamer VERB --help` answer at once.
 """
 
+import importlib
 import logging
 import os
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
-from types import FrameType
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 from cyclopts import (
@@ -26,7 +29,7 @@ from cyclopts import (
 )
 
 from gossamer import __version__
-from gossamer.errors import GossamerError, choose
+from gossamer.errors import GossamerError, UserCodeError, choose
 
 __all__ = ["VERBS", "app", "main"]
 
@@ -83,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gossamer: {_usage(error)}", file=sys.stderr)
         return 2
     except GossamerError as error:
+        if isinstance(error, UserCodeError) and error.__cause__ is not None:
+            # The frames of the user's code, without ours that called it.
+            traceback.print_exception(error.__cause__.with_traceback(_users(error.__cause__.__traceback__)))
         print(f"gossamer: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:  # a verb whose run can be resumed has its own message
@@ -94,6 +100,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"gossamer: {error}; check that path, its permissions and the space on its disk", file=sys.stderr)
         return 2
+
+
+def _users(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from its first frame outside of Gossamer and the import system on."""
+    ours = (str(Path(__file__).parents[1]), "<frozen importlib")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((*ours, importlib.__file__)):
+        trace = trace.tb_next
+    return trace
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

@@ -38,7 +38,7 @@ def command(file: File = None, /, *, overrides: Overrides = (), json: bool = Fal
 
 def lines(one: "Examined") -> list[str]:
     """The table of one run."""
-    unknown = "unknown without the tokenizer"
+    unknown = "unknown, as Python code decides it" if one.code else "unknown without the tokenizer"
 
     def megabytes(size: float | None) -> str:
         return unknown if size is None else f"{size / 1e6:,.4g} MB"
@@ -55,6 +55,7 @@ def lines(one: "Examined") -> list[str]:
         *((f"on {network.name}", _seconds(network)) for network in one.networks),
         *([("disagreement", f"x {one.disagreement:.3f} per round, predicted")] if one.disagreement is not None else []),
         ("length", f"{one.rounds:,} rounds, {one.tokens:,} tokens"),
+        *(("Python code", f"{name}, which is not imported here") for name in one.code),
         *(("warning", sentence) for sentence in one.warnings),
     ]
     width = max(len(head) for head, _ in rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.cli.report import publish
-from gossamer.cli.run_file import File, Overrides, whole_numbers
+from gossamer.cli.run_file import File, Overrides, imported_parts, whole_numbers
 from gossamer.cli.simulate import train_here
 from gossamer.errors import ConfigError, MissingPackageError, TrainingError
 
@@ -44,8 +44,11 @@ def command(
     runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
     out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
     folders = _folders(runs, out, resume=resume)
-    for run in runs:
-        settle(run.config)  # before the first of them is trained
+    told = set[str]()
+    for run in runs:  # before the first of them is trained
+        parts = imported_parts(run.config, told)
+        told |= {code.name for code in parts.codes}
+        settle(run.config, parts)
     try:
         _train_all(runs, folders, resume=resume)
         rows = publish(folders, out / "report.html", runs[0].config.network)

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from gossamer.cli.run_file import imported_parts
+
 __all__ = ["command"]
 
 
@@ -15,9 +17,11 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | N
         folder: run folder
         round: number of finished rounds (default: the newest that all workers have)
     """
+    from gossamer.run.config import parse
+    from gossamer.run.document import load_run
     from gossamer.run.evaluate import evaluate
 
-    round, result = evaluate(folder, round)
+    round, result = evaluate(folder, round, imported_parts(parse(load_run(folder))))
     print(
         f"round {round}: mean model {result.loss:.4f} nats, worst worker {max(result.worker_losses):.4f}, "
         f"disagreement {result.disagreement:.3g}"

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from gossamer.errors import MissingPackageError
-
 if TYPE_CHECKING:
     from gossamer.network.links import Network
 
@@ -32,19 +30,10 @@ def publish(runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Networ
     """Writes the page, its table and its pictures, and prints the table; returns its rows."""
     from rich.console import Console
 
-    from gossamer.record.files import atomic_write, make_folder
-    from gossamer.report.page import pictures, write_report
-    from gossamer.report.table import markdown_table, over_seeds, render_table, summary_rows
+    from gossamer.report.page import write_pages
+    from gossamer.report.table import over_seeds, render_table
 
-    make_folder(page.parent)
-    write_report(runs, page, networks)
-    rows = summary_rows(runs, networks)
-    atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
-    try:
-        for name, image in pictures(runs).items():
-            atomic_write(page.with_name(name), image)
-    except MissingPackageError:
-        pass  # write_report has printed why
+    rows = write_pages(runs, page, networks)
     console = Console()
     Console(width=None if console.is_terminal else 120).print(render_table(rows))
     for method, losses, mean, deviation in over_seeds(rows):

@@ -1,7 +1,7 @@
 """What the verbs that train have in common: the run file with its overrides, the run folder, and the hint how to resume."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +12,9 @@ from gossamer.errors import ConfigError
 if TYPE_CHECKING:
     from gossamer.run.config import RunConfig
     from gossamer.run.history import Resume
+    from gossamer.run.parts import Parts
 
-__all__ = ["AUTO", "File", "Overrides", "resume_hint", "run_and_folder", "whole_numbers"]
+__all__ = ["AUTO", "File", "Overrides", "imported_parts", "resume_hint", "run_and_folder", "whole_numbers"]
 
 AUTO = "auto"
 """In place of a run folder: the run in its own folder, from its newest checkpoint, or from the start where it has none."""
@@ -52,6 +53,16 @@ def run_and_folder(
         return config, folder, False
     history(config, folder)  # refuses what may not change
     return config, folder, AUTO if str(resume) == AUTO else True
+
+
+def imported_parts(config: "RunConfig", told: Collection[str] = ()) -> "Parts":
+    """The user's own parts of a run; prints a line for each piece of code that was imported, but for those told already."""
+    from gossamer.run.parts import own_parts
+
+    parts = own_parts(config)
+    for code in (code for code in parts.codes if code.name not in told):
+        print(f"imported {code.name} from {code.path or 'no file'} (sha256 {code.sha256[:12]})")
+    return parts
 
 
 @contextlib.contextmanager

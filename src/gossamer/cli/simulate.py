@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.cli.report import publish
-from gossamer.cli.run_file import File, Overrides, resume_hint, run_and_folder
+from gossamer.cli.run_file import File, Overrides, imported_parts, resume_hint, run_and_folder
 
 if TYPE_CHECKING:
     from gossamer.run.config import RunConfig
@@ -31,14 +31,13 @@ def command(
 
             replay_server(config, folder, replay)
         else:
+            imported_parts(config)
             train_here(config, folder, resume=resumed)
         publish({config.name: folder}, folder / "report.html", config.network)
 
 
 def train_here(config: "RunConfig", folder: Path, *, resume: "Resume" = False) -> None:
     """Trains all workers in this process, in rounds or over virtual time, and shows progress."""
-    from gossamer.record.progress import Progress
     from gossamer.run.simulate import simulate
 
-    with Progress(config.rounds, config.record.print_every) as progress:
-        simulate(config, folder, resume=resume, progress=progress)
+    simulate(config, folder, resume=resume, progress=True)

@@ -7,7 +7,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossamer.cli.run_file import AUTO, File, Overrides, resume_hint, run_and_folder
+from gossamer.cli.run_file import AUTO, File, Overrides, imported_parts, resume_hint, run_and_folder
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,10 +34,13 @@ def command(
     """
     if local is not None:
         import_early()
+    from gossamer.run.parts import own_parts
     from gossamer.run.settle import settle
 
     config, folder, resumed = run_and_folder(file, overrides, out, resume)
-    settle(config, real=True)  # before processes are started
+    settle(
+        config, imported_parts(config) if local is not None else own_parts(config), real=True
+    )  # before processes start
     if secret is not None:
         from gossamer.transport.secret import SECRET, read_secret
 

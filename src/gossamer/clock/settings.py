@@ -6,7 +6,8 @@ from typing import Annotated
 from pydantic import AllowInfNan, Field
 
 from gossamer.errors import ConfigError
-from gossamer.schema import AtLeastOne, settings
+from gossamer.fields import AtLeastOne
+from gossamer.schema import settings
 
 __all__ = ["Away", "EventsConfig"]
 

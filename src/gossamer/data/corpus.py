@@ -8,31 +8,26 @@ text decides whether it is for validation, so all workers, machines and formats 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from gossamer.data.files import FileCorpus
 from gossamer.data.settings import DataConfig
 from gossamer.data.streams import StreamCorpus
 from gossamer.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Corpus", "fingerprint", "open_corpus"]
+__all__ = ["Batches", "Corpus", "fingerprint", "open_corpus"]
 
 
-class Corpus(Protocol):
+class Batches(Protocol):
     """Open training data. Workers may ask for their batches from several threads, each worker from one at a time."""
 
-    vocab_size: int
-    tokenizer: "Tokenizer"
-
-    def batch(self, worker: int, step: int) -> Tensor:
-        """The training batch of a worker, int64 `[batch_size, seq_len + 1]`; equal arguments give equal batches.
+    def batch(self, worker: int, step: int) -> Any:
+        """The training batch of a worker; equal arguments give equal batches. Of text, int64 `[batch_size, seq_len + 1]`.
 
         Args: `step` counts batches; with accumulation an inner step takes several batches.
         """
         ...
 
-    def validation(self, num_batches: int) -> list[Tensor]:
-        """Validation batches, int64 `[batch_size, seq_len + 1]`, the same for every worker and seed."""
+    def validation(self, num_batches: int) -> list[Any]:
+        """Validation batches, the same for every worker and seed."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -42,6 +37,13 @@ class Corpus(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores a state. Raises DataError if it belongs to other data."""
         ...
+
+
+class Corpus(Batches, Protocol):
+    """Open text."""
+
+    vocab_size: int
+    tokenizer: Tokenizer
 
 
 def open_corpus(config: DataConfig, workers: int, seed: int) -> Corpus:
@@ -55,6 +57,6 @@ def open_corpus(config: DataConfig, workers: int, seed: int) -> Corpus:
     return FileCorpus(config, tokenizer, workers, seed)
 
 
-def fingerprint(corpus: Corpus) -> str:
+def fingerprint(corpus: Batches) -> str:
     """The hash by which workers check that they have the same text; empty for a stream, which has not been read yet."""
     return str(corpus.state().get("fingerprint", ""))

@@ -1,11 +1,14 @@
 """The [data] settings of a run file."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from gossamer.code import is_code
 from gossamer.errors import ConfigError
-from gossamer.schema import NEUTRAL, AtLeastOne, Words, settings
+from gossamer.fields import NEUTRAL, AtLeastOne, CodeName, Words
+from gossamer.schema import settings
 
 __all__ = ["DataConfig"]
 
@@ -18,7 +21,14 @@ class DataConfig:
     """The training text and the shape of batches."""
 
     source: _Text | Annotated[tuple[_Text, ...], Field(min_length=1)] = "stdlib"
-    """"stdlib" (the source of this machine's Python), files, folders or globs, or a stream "hf:NAME[:CONFIG]"."""
+    """"stdlib" (the source of this machine's Python), files, folders or globs, a stream "hf:NAME[:CONFIG]", or
+    "package.module:name": a function `batch(worker, step)` of yours, which must always return the same for the same numbers.
+    `seq_len` and `batch_size` then only count its tokens."""
+    options: Mapping[str, Any] | None = None
+    """Keywords for a data set of your own."""
+    validation: CodeName | None = None
+    """"package.module:name" of a function `validation(k)` that returns the k-th validation batch of a data set of your own; None
+    validates on what would come after the last inner step."""
     text_field: str = "text"
     """The field or column with the text, in jsonl, parquet and streams."""
     tokenizer: Annotated[str, Field(min_length=1), Words("the name of one; 'bytes' needs no file")] = "bytes"
@@ -39,6 +49,12 @@ class DataConfig:
     """A folder that keeps tokenised files, which are then memory-mapped instead of held in memory."""
 
     def __post_init__(self) -> None:
+        for name in ("options", "validation"):
+            if (value := getattr(self, name)) is not None and not self.own:
+                raise ConfigError(
+                    f"data.{name} is {value!r:.60} and data.source is {self.source!r:.60}, but only a data set of your own has "
+                    f"{name}; remove data.{name}"
+                )
         if any(source.startswith("hf:") for source in self.sources):
             if len(self.sources) > 1:
                 raise ConfigError(f"data.source is {self.source!r}, but a stream must be the only source; name one")
@@ -51,6 +67,11 @@ class DataConfig:
                 raise ConfigError(
                     "data.shards is 'contiguous', but a stream divides its documents among the workers itself; remove data.shards"
                 )
+
+    @property
+    def own(self) -> bool:
+        """Whether the data set is the user's own function."""
+        return isinstance(self.source, str) and is_code(self.source)
 
     @property
     def sources(self) -> tuple[str, ...]:

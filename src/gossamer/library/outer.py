@@ -137,7 +137,8 @@ class Outer(Generic[M]):
         self.local_steps, self.seed, self.model = facts.local_steps, seed, model
         self.layout, spans = arrange(layout_of(model), self.method.schedule.fragments, self.method.schedule.pattern)
         self.x = attach(model, self.layout)
-        self.rounds = self.steps = 0
+        self.rounds: int = 0
+        self.steps: int = 0
         self._closed = self._mean_is_in = False
         self._watched = True  # until the first round has ended, for a wrapper that is put on later
         self._meter = Meter()

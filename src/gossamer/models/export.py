@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
+from torch import nn
 
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.models.llama import INIT_STD, NORM_EPS, ROPE_THETA, Llama
 from gossamer.record.files import atomic_write, make_folder, writing
 
-__all__ = ["export"]
+__all__ = ["export", "export_state"]
 
 
 def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
@@ -38,6 +39,22 @@ def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
     for name, document in documents.items():
         atomic_write(folder / name, f"{json.dumps(document, indent=2)}\n".encode())
     atomic_write(folder / "tokenizer.json", tokenizer.json().encode())
+
+
+def export_state(model: nn.Module, folder: Path) -> None:
+    """Writes a model that is not Gossamer's: by its own `save_pretrained`, or as `model.safetensors` with its state.
+
+    Raises: DiskError when the disk refuses. Cost: one more copy of the parameters while they are written.
+    """
+    make_folder(folder)
+    with writing(folder / "model.safetensors"):
+        try:
+            if callable(save := getattr(model, "save_pretrained", None)):
+                save(folder)
+            else:
+                save_model(model, str(folder / "model.safetensors"))
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
 
 
 def _config(model: Llama) -> dict[str, Any]:

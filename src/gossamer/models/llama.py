@@ -155,5 +155,6 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
     Shapes: `batch` is int64 `[B, S + 1]`, the first S being inputs and the last S targets; the result is a scalar.
     """
-    logits = model(batch[:, :-1]).float()  # [B, S, V]
+    output = model(batch[:, :-1])
+    logits = getattr(output, "logits", output).float()  # [B, S, V]; models of `transformers` return them in an object
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

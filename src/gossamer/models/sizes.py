@@ -1,12 +1,15 @@
 """The sizes of the built-in model and their parameter counts, without torch, for planning."""
 
 import math
-from typing import Annotated, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
+from gossamer.code import is_code
 from gossamer.errors import ConfigError
-from gossamer.schema import AtLeastOne, OneOf, settings
+from gossamer.fields import AtLeastOne, CodeName, OneOf
+from gossamer.schema import settings
 
 __all__ = ["SIZES", "ModelConfig", "Shape", "parameter_count", "tensors"]
 
@@ -39,7 +42,13 @@ SIZES: dict[str, Shape] = {
 class ModelConfig:
     """A Llama of a named size; the other fields override single dimensions of it."""
 
-    size: Annotated[str, OneOf(SIZES)] = "1m"
+    size: Annotated[str, OneOf(SIZES, code=True)] = "1m"
+    """A size of the built-in Llama; or "package.module:name", a function of yours that returns the model."""
+    options: Mapping[str, Any] | None = None
+    """Keywords for a model of your own."""
+    loss: CodeName | None = None
+    """"package.module:name" of a function `loss(model, batch)` that returns a scalar; None for the mean cross-entropy of the
+    next token."""
     hidden_size: AtLeastOne | None = None
     layers: AtLeastOne | None = None
     heads: AtLeastOne | None = None
@@ -53,6 +62,19 @@ class ModelConfig:
     """Share of what attention and the feed-forward layer add that is left out at random in training; 0 draws nothing."""
 
     def __post_init__(self) -> None:
+        if self.own:
+            for name in (*Shape._fields, "dropout"):
+                if given := getattr(self, name):
+                    raise ConfigError(
+                        f"model.{name} is {given} and model.size is '{self.size}', which makes its own model; pass it in "
+                        "model.options"
+                    )
+            return
+        if self.options is not None:
+            raise ConfigError(
+                f"model.options is {dict(self.options)} and model.size is '{self.size}', whose options are keys of [model]; "
+                "remove model.options"
+            )
         hidden, _, heads, kv_heads, _ = self.shape
         if hidden % (2 * heads):
             raise ConfigError(
@@ -63,6 +85,11 @@ class ModelConfig:
             raise ConfigError(
                 f"model.kv_heads is {kv_heads}, which does not divide the {heads} heads; take a divisor of model.heads"
             )
+
+    @property
+    def own(self) -> bool:
+        """Whether the model is the user's own, of which nothing is known before it is made."""
+        return is_code(self.size)
 
     @property
     def shape(self) -> Shape:

@@ -44,9 +44,10 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, AllowInfNan, Field
 
 from gossamer.errors import ConfigError, choose
+from gossamer.fields import Words
 from gossamer.record.trace import Integers
 from gossamer.rng import numpy_rng
-from gossamer.schema import Words, build, parse_toml, plain, settings
+from gossamer.schema import build, parse_toml, plain, settings
 
 __all__ = [
     "Change",

@@ -1,7 +1,7 @@
 """The inner optimizer of one worker: its settings, its construction and its learning-rate schedule."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -10,14 +10,26 @@ from pydantic import AllowInfNan, Field
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
 
+from gossamer.code import is_code
 from gossamer.errors import ConfigError
+from gossamer.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
-from gossamer.schema import AtLeastOne, AtLeastZero, Changeable, settings
+from gossamer.schema import settings
 
-__all__ = ["InnerConfig", "build_optimizer", "clip_gradients", "lr_scale", "share_moments", "without_momentum"]
+__all__ = [
+    "InnerConfig",
+    "OptimizerFactory",
+    "build_optimizer",
+    "clip_gradients",
+    "lr_scale",
+    "share_moments",
+    "without_momentum",
+]
 
 
+OptimizerFactory = Callable[..., InnerOptimizer]
+"""Makes the optimizer of these parameters: `optimizer(parameters)`."""
 _Above = Annotated[float, Field(gt=0)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -27,9 +39,12 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 class InnerConfig:
     """Settings of the training between two exchanges."""
 
-    optimizer: Literal["accum_adamw", "adamw", "muon", "sgd", "spectral_muon"] = "adamw"
+    optimizer: Annotated[str, OneOf(("accum_adamw", "adamw", "muon", "sgd", "spectral_muon"), code=True)] = "adamw"
     """muon is torch's Muon on the hidden matrices and AdamW on all else, spectral_muon the same with the Muon of MuLoCo;
-    accum_adamw is AdamW with moments of mean gradients."""
+    accum_adamw is AdamW with moments of mean gradients. "package.module:name" is a function of yours, or a class of torch's,
+    called with the parameters, with `options`, and with those of lr, betas, eps, weight_decay, momentum and nesterov it takes."""
+    options: Mapping[str, Any] | None = None
+    """Keywords for an optimizer of your own."""
     lr: Annotated[_Above, Changeable()] = 1e-3
     """Peak learning rate. The updates of muon are scaled to the size of AdamW's, so that one number serves both; those of
     spectral_muon are not, and MuLoCo takes 0.02."""
@@ -65,14 +80,24 @@ class InnerConfig:
     mu_y: _Share = 0.7
     """Where between the last iterate (0) and the average (1) an averaging optimizer takes its gradients."""
 
+    def __post_init__(self) -> None:
+        if self.options is not None and not is_code(self.optimizer):
+            raise ConfigError(
+                f"inner.options is {dict(self.options)} and inner.optimizer is '{self.optimizer}', whose options are keys of "
+                "[inner]; remove inner.options"
+            )
+
 
 def build_optimizer(
     config: InnerConfig, model: nn.Module, *,
     x: Mapping[nn.Parameter, Tensor] | None = None, z: Mapping[nn.Parameter, Tensor] | None = None,
+    own: OptimizerFactory | None = None,
 ) -> InnerOptimizer:  # fmt: skip
     """The optimizer for the trainable parameters of a model, which may be views of a flat buffer.
 
-    Args: `x` and `z` are tensors for the average and the iterate of an averaging optimizer, as in `GPA`; None allocates them.
+    Args:
+        x, z: tensors for the average and the iterate of an averaging optimizer, as in `GPA`; None allocates them.
+        own: makes the optimizer, in place of the one that the settings name.
 
     AdamW and SGD run fused: on the CPU that was 1.3 ms a step against 2.7 with foreach and 2.9 in a loop (0.87M
     parameters in 39 tensors, one thread), and SGD 0.5 against 1.6 and 1.1.
@@ -81,7 +106,11 @@ def build_optimizer(
     Source: Muon, https://kellerjordan.github.io/posts/muon/, with the scale of arXiv 2502.16982, section 2.2; `SpectralMuon`
     has its own.
     """
-    base = _stepper(without_momentum(config), model)
+    base = (
+        _stepper(without_momentum(config), model)
+        if own is None
+        else own([p for p in model.parameters() if p.requires_grad])
+    )
     if config.averaging is None:
         return base
     return GPA(base, mu_x=config.mu_x if config.averaging == "gpa" else None, mu_y=config.mu_y, x=x, z=z)

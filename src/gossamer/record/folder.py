@@ -29,11 +29,12 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError, require
+from gossamer.fields import AtLeastOne
 from gossamer.record.files import Appender, atomic_write, make_folder, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
 from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.trace import Entry, line_of
-from gossamer.schema import RECORD, AtLeastOne, Records, settings
+from gossamer.schema import RECORD, Records, settings
 
 __all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics"]
 

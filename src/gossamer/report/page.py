@@ -9,13 +9,13 @@ from typing import Any
 
 from gossamer.errors import MissingPackageError, require
 from gossamer.network.links import Network, to_toml
-from gossamer.record.files import atomic_write
+from gossamer.record.files import atomic_write, make_folder
 from gossamer.report.charts import charts_of, draw_chart, drawing, line_style, png, svg
 from gossamer.report.panels import grid, ranking
 from gossamer.report.runs import RunData, loss_curves, read_runs, summary_row
-from gossamer.report.table import MANY, html_table, loss_rank
+from gossamer.report.table import MANY, html_table, loss_rank, markdown_table, summary_rows
 
-__all__ = ["pictures", "write_report"]
+__all__ = ["pictures", "write_pages", "write_report"]
 
 log = logging.getLogger("gossamer")
 
@@ -53,6 +53,23 @@ def write_report(runs: Mapping[str, Path], out_html: Path, networks: Mapping[str
         ]
     )
     atomic_write(Path(out_html), page.encode())
+
+
+def write_pages(runs: Mapping[str, Path], page: Path, networks: Mapping[str, Network]) -> list[dict[str, Any]]:
+    """Writes the page, and next to it `table.md` and the pictures of many runs; returns the rows of the table.
+
+    Raises: as `write_report`.
+    """
+    make_folder(page.parent)
+    write_report(runs, page, networks)
+    rows = summary_rows(runs, networks)
+    atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
+    try:
+        for name, image in pictures(runs).items():
+            atomic_write(page.with_name(name), image)
+    except MissingPackageError:
+        pass  # write_report has logged why
+    return rows
 
 
 def _html_drawn(runs: Sequence[RunData], networks: Mapping[str, Network]) -> list[str]:

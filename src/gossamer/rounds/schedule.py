@@ -10,7 +10,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from gossamer.errors import ConfigError
-from gossamer.schema import AtLeastOne, AtLeastZero, settings
+from gossamer.fields import AtLeastOne, AtLeastZero
+from gossamer.schema import settings
 
 __all__ = ["Schedule", "Stop"]
 

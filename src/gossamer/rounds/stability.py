@@ -188,6 +188,11 @@ def resolve_alpha(rule: Rule, topology: Topology) -> Rule:
     """
     if rule.consensus is None or not math.isnan(rule.consensus.alpha):
         return rule
+    if rule.name not in RULES:
+        raise ConfigError(
+            f"rule '{rule.name}' has alpha = 'auto', which is found for rules of gossamer.rules only; set a number, such as "
+            "gossamer.rounds.stability.best_alpha(gamma, site, topology)"
+        )
     alpha = best_alpha(rule.consensus.gamma, rule.consensus.site, topology)
     return RULES[rule.name](**{**rule.options, "alpha": alpha})
 

@@ -1,6 +1,6 @@
 """The table of rules. To add a rule, write its own file, and import it and add its row here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gossamer.options import row, table
@@ -37,6 +37,7 @@ __all__ = [
     "OuterSGD",
     "Rule",
     "make_rule",
+    "wrapped",
 ]
 
 RULES: dict[str, Callable[..., Rule]] = table(
@@ -79,6 +80,11 @@ def make_rule(name: str, **options: Any) -> Rule:
     """
     own = {key: value for key, value in options.items() if key not in WRAPPERS}
     rule = row("rule", RULES, name, own, also=WRAPPERS)(**own)
-    for key in (key for key in options if key in WRAPPERS):
-        rule = row("wrapper", WRAPPERS, key, options[key])(rule, **options[key])
+    return wrapped(rule, {key: value for key, value in options.items() if key in WRAPPERS})
+
+
+def wrapped(rule: Rule, wrappers: Mapping[str, Mapping[str, Any]]) -> Rule:
+    """The rule inside wrappers, given by name with the options of each; the first is the innermost."""
+    for name, options in wrappers.items():
+        rule = row("wrapper", WRAPPERS, name, options)(rule, **options)
     return rule

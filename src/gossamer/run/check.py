@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
+from gossamer.code import is_code
 from gossamer.data.tokenizer import load_tokenizer, local_file
 from gossamer.errors import ConfigError, GossamerError
 from gossamer.layout import Layout
@@ -19,6 +20,7 @@ from gossamer.run.config import RunConfig, parse
 from gossamer.run.config import faults as faults_of_keys
 from gossamer.run.document import EXPERIMENT
 from gossamer.run.experiment import drafts
+from gossamer.run.parts import named
 from gossamer.run.settle import InPairs, InRounds, Settled, WithServer, faults, pairing_faults, settle
 from gossamer.run.traffic import layout_for, period_of, played, traffic
 
@@ -72,6 +74,8 @@ class Examined(NamedTuple):
     tokens: int
     """Of all workers together."""
     warnings: tuple[str, ...]
+    code: tuple[str, ...] = ()
+    """The user's Python code that the run names. It is not imported, so nothing is known of it."""
 
     @property
     def worker_bytes(self) -> int:
@@ -87,7 +91,7 @@ def examine(config: RunConfig) -> Examined:
     """
     settled = settle(config)
     vocab_size = vocabulary(config.data.tokenizer)
-    layout = None if vocab_size is None else layout_for(config.model, vocab_size)
+    layout = None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
     m, topology = None, None
     if isinstance(settled, InPairs):
         topology = settled.topology
@@ -112,7 +116,22 @@ def examine(config: RunConfig) -> Examined:
         rounds=config.rounds,
         tokens=_steps(config) * config.step_tokens,
         warnings=_warnings(config, settled),
+        code=tuple(named(config).values()),
     )
+
+
+def _known_of(config: RunConfig) -> Examined:
+    """What is known of a run whose method is code of the user's: its length, and the size of its model."""
+    names, vocab_size = named(config), vocabulary(config.data.tokenizer)
+    kind = "server" if config.server is not None else "pair" if config.pair is not None else "rule"
+    method, topology = getattr(config, kind), None if kind == "server" else config.topology.name
+    layout = None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
+    return Examined(
+        name=config.name, kind=config.kind, method=f"{method.name}, codec {config.codec.name}", workers=config.workers,
+        topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
+        sent_bytes=None, most_bytes=None, kept=(), networks=(), disagreement=None, rounds=config.rounds,
+        tokens=_steps(config) * config.step_tokens, warnings=(), code=tuple(names.values()),
+    )  # fmt: skip
 
 
 def checked(document: Mapping[str, Any]) -> tuple[list[Examined], list[str]]:
@@ -141,6 +160,8 @@ def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
         if found := faults_of_keys(document):
             return found
         config = parse(document)
+        if {"rule", "topology", "codec", "server", "pair"} & named(config).keys():
+            return _known_of(config)
         return faults(config) or examine(config)
     except GossamerError as error:
         return [str(error)]
@@ -205,7 +226,9 @@ def _counted(config: RunConfig, settled: Settled, layout: Layout) -> _Counted:
     def kept(what: str, copies: float) -> Copies:
         return Copies(what, copies, round(copies * size))
 
-    rows = [kept("weights", 1.0), kept("gradients", 1.0), kept("inner optimizer", inner_copies(config.inner, layout))]
+    rows = [kept("weights", 1.0), kept("gradients", 1.0)]
+    if not is_code(config.inner.optimizer):
+        rows.append(kept("inner optimizer", inner_copies(config.inner, layout)))
     if not isinstance(settled, InRounds):
         counted = traffic(config, layout, settled=settled)
         rows += [kept("outer state", counted.state_copies), kept("messages", counted.sent_bytes / size)]

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PydanticUserError, TypeAdapter
 from pydantic_core import CoreSchema, core_schema
 
+from gossamer.code import PATTERN, is_code
 from gossamer.options import Option, options_of, row_faults, unknown_options
 from gossamer.rules import WRAPPERS
 from gossamer.run.document import TABLES
@@ -35,7 +36,8 @@ class NamedIn:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         rows = [_row_schema(self.table, name, factory) for name, factory in sorted(TABLES[self.table].items())]
-        return {"anyOf": [{"enum": sorted(TABLES[self.table])}, *rows]}
+        own = {"type": "object", "properties": {"name": {"type": "string", "pattern": PATTERN}}, "required": ["name"]}
+        return {"anyOf": [{"enum": sorted(TABLES[self.table])}, *rows, {"type": "string", "pattern": PATTERN}, own]}
 
 
 def _choice(value: Any, table: str) -> Choice:
@@ -60,9 +62,10 @@ def _faults(value: Any, table: str) -> Iterator[str]:
         return
     options = {key: option for key, option in value.items() if key != "name"}
     wrappers = WRAPPERS if table == "rule" else {}
-    yield from row_faults(
-        table, rows, value["name"], options, also=[*wrappers, *(["back"] if table == "codec" else [])]
-    )
+    if not is_code(value["name"]):  # whose options are known once it is imported
+        yield from row_faults(
+            table, rows, value["name"], options, also=[*wrappers, *(["back"] if table == "codec" else [])]
+        )
     if table == "codec" and options.get("back", "none") != "none":
         yield from _faults({"name": back} if isinstance(back := options["back"], str) else back, "codec")
     for key in options.keys() & wrappers.keys():

@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter
 from gossamer.clock import EventsConfig
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError, GossamerError, PairingError
+from gossamer.fields import NEUTRAL, AtLeastOne, AtLeastZero, Changeable
 from gossamer.layout import Pattern
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
@@ -23,7 +24,7 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import EXPERIMENT, TABLES, flat, with_settings
 from gossamer.run.methods import recipes
-from gossamer.schema import NEUTRAL, AtLeastOne, AtLeastZero, Changeable, build, plain, settings
+from gossamer.schema import build, plain, settings
 from gossamer.schema import faults as schema_faults
 
 __all__ = ["LoopSettings", "RunConfig", "differences", "digest", "dump", "faults", "json_schema", "parse"]

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import CheckpointError
-from gossamer.layout import Layout, arrange, attach, layout_of
-from gossamer.models.export import export
-from gossamer.models.llama import build_model, loss
+from gossamer.layout import Layout, arrange, attach, layout_of, views
+from gossamer.models.export import export, export_state
+from gossamer.models.llama import Llama
 from gossamer.models.sample import sample
 from gossamer.record import checkpoint
 from gossamer.record.files import Appender, atomic_write
@@ -22,8 +21,22 @@ from gossamer.rounds.mean_model import mean_of
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
 from gossamer.run.history import lineage
+from gossamer.run.parts import OURS, Parts
+from gossamer.run.task import Task, buffers_of, moved, task_of
 
-__all__ = ["Assessment", "Probe", "Result", "assess", "disagreement", "evaluate", "mean_of", "publish"]
+__all__ = [
+    "Assessment",
+    "Probe",
+    "Result",
+    "Weights",
+    "assess",
+    "disagreement",
+    "evaluate",
+    "mean_buffers",
+    "mean_of",
+    "model_with",
+    "publish",
+]
 
 
 class Assessment(NamedTuple):
@@ -52,20 +65,22 @@ class Result(NamedTuple):
 class Probe:
     """A model that any parameter vector can be put into, with the validation batches to try it on."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus, device: torch.device):
-        self.config, self.device = config, device
-        model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
-        self.model = model.to(device)
+    def __init__(self, config: RunConfig, task: Task, device: torch.device):
+        self.config, self.task, self.device = config, task, device
+        self.model = task.model().to(device)
         self.x = attach(self.model, _layout(self.model, config))
-        self.batches = [batch.to(device) for batch in corpus.validation(config.run.eval_batches)]
+        self.buffers = buffers_of(self.model)
+        self.batches = [moved(batch, device) for batch in task.data.validation(config.run.eval_batches)]
 
-    def loss(self, x: Tensor) -> float:
-        """Mean loss of the model with parameters `x` over the validation batches."""
+    def loss(self, x: Tensor, buffers: Sequence[Tensor] = ()) -> float:
+        """Mean loss of the model with parameters `x`, and these buffers if it has any, over the validation batches."""
         self.x.copy_(x)
+        for own, given in zip(self.buffers, buffers, strict=False):
+            own.copy_(given)
         self.model.eval()
         bf16 = self.config.inner.autocast == "bf16"
         with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return math.fsum(loss(self.model, batch).item() for batch in self.batches) / len(self.batches)
+            return math.fsum(self.task.loss(self.model, batch).item() for batch in self.batches) / len(self.batches)
 
 
 def _layout(model: nn.Module, config: RunConfig) -> Layout:
@@ -79,32 +94,65 @@ def disagreement(vectors: Sequence[Tensor], mean: Tensor) -> float:
     return math.sqrt(math.fsum(squares) / len(vectors) / mean.numel())
 
 
-def assess(vectors: Sequence[Tensor], score: Callable[[Iterable[Tensor]], Iterable[float]]) -> Assessment:
-    """Scores the mean model and each worker's; workers that are bitwise equal are scored once."""
-    mean = mean_of(vectors)
+Weights = tuple[Tensor, Sequence[Tensor]]
+"""The parameters of a model, and its buffers."""
+
+
+def assess(
+    vectors: Sequence[Tensor],
+    score: Callable[[Iterable[Weights]], Iterable[float]],
+    buffers: Sequence[Sequence[Tensor]] = (),
+) -> Assessment:
+    """Scores the mean model and each worker's; workers that are bitwise equal are scored once.
+
+    Args: `buffers` are each worker's own, if the model has any.
+    """
+    buffers = buffers or [()] * len(vectors)
+    mean, between = mean_of(vectors), mean_buffers(buffers)
     apart = disagreement(vectors, mean)
-    if all(torch.equal(mean, x) for x in vectors):
-        (value,) = score([mean])
+    if not between and all(torch.equal(mean, x) for x in vectors):
+        (value,) = score([(mean, ())])
         return Assessment(value, (value,) * len(vectors), apart)
-    value, *each = score([mean, *vectors])
+    value, *each = score([(mean, between), *zip(vectors, buffers, strict=True)])
     return Assessment(value, tuple(each), apart)
 
 
-def publish(config: RunConfig, corpus: Corpus, x: Tensor, folder: Path) -> None:
-    """Writes the model with parameters `x` where `AutoModelForCausalLM.from_pretrained` opens it, and a sample of its text."""
-    model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
-    attach(model, _layout(model, config)).copy_(x)
-    export(model, folder / "model", corpus.tokenizer)
-    text = sample(
-        model, corpus.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed
-    )
+def mean_buffers(buffers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The buffers of the mean model: the means of floating-point ones, and those of worker 0 otherwise."""
+    return [mean_of(some) if some[0].is_floating_point() else some[0] for some in zip(*buffers, strict=True)]
+
+
+def model_with(config: RunConfig, task: Task, x: Tensor, buffers: Sequence[Tensor] = ()) -> nn.Module:
+    """A model of its own with parameters `x` and these buffers, in evaluation mode."""
+    model = task.model()
+    with torch.no_grad():
+        for parameter, value in views(model, _layout(model, config), x.cpu()).items():
+            parameter.copy_(value)
+        for own, given in zip(buffers_of(model), buffers, strict=False):
+            own.copy_(given)
+    return model.eval()
+
+
+def publish(config: RunConfig, task: Task, x: Tensor, folder: Path, buffers: Sequence[Tensor] = ()) -> None:
+    """Writes the model with parameters `x` where `AutoModelForCausalLM.from_pretrained` opens it, and a sample of its text.
+
+    A model of the user's own is written by its `save_pretrained` if it has one, and else as `model.safetensors`.
+    """
+    model = model_with(config, task, x, buffers)
+    if not isinstance(model, Llama) or task.tokenizer is None:
+        export_state(model, folder / "model")
+        return
+    export(model, folder / "model", task.tokenizer)
+    text = sample(model, task.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed)
     atomic_write(folder / "sample.txt", text.encode())
 
 
-def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
+def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> tuple[int, Assessment]:
     """The mean model of a run from the checkpoints of one round: its loss, the disagreement, and its export to `RUN/model`.
 
-    Args: `round` is the number of finished rounds; by default the newest that all workers have.
+    Args:
+        round: the number of finished rounds; by default the newest that all workers have.
+        parts: the user's own, where the run names any.
     Raises: CheckpointError when no round has the checkpoints of all workers.
     Cost: holds one model per worker in memory.
     """
@@ -113,11 +161,12 @@ def evaluate(folder: Path, round: int | None = None) -> tuple[int, Assessment]:
     finished = _whole_round(config, folder, key, round)
     states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in config.owners]
     vectors = [state["x"] for state in states]
-    corpus = open_corpus(config.data, config.workers, config.seed)
-    probe = Probe(config, corpus, torch.device("cpu"))
-    result = assess(vectors, lambda models: [probe.loss(x) for x in models])
+    buffers = [state.get("buffers", ()) for state in states]
+    task = task_of(config, parts)
+    probe = Probe(config, task, torch.device("cpu"))
+    result = assess(vectors, lambda models: [probe.loss(*weights) for weights in models], buffers)
     _note(config, folder, finished, states, result)
-    publish(config, corpus, mean_of(vectors), folder)
+    publish(config, task, mean_of(vectors), folder, mean_buffers(buffers))
     return finished, result
 
 

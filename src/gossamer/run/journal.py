@@ -39,19 +39,25 @@ class Journal:
     """Writes the record of a run, round by round.
 
     Args:
+        record: where to write, which is another after the run was stopped and continued.
         validate: the figures of a validation, `loss` among them.
         save: writes a checkpoint of all whose state this process holds.
         kind: of the lines of a validation: "eval" for the run as a whole, "validation" for one worker.
     """
 
     def __init__(
-        self, config: RunConfig, record: RunFolder, validate: Callable[[], Mapping[str, Any]], save: Save,
+        self, config: RunConfig, record: Callable[[], RunFolder], validate: Callable[[], Mapping[str, Any]], save: Save,
         progress: Progress | None = None, *, kind: str = "eval",
     ) -> None:  # fmt: skip
-        self.config, self.record = config, record
+        self.config, self._record = config, record
         self._validate, self._save, self._progress, self._kind = validate, save, progress, kind
         self.loss = math.nan
         """Of the last validation; NaN before the first."""
+
+    @property
+    def record(self) -> RunFolder:
+        """Where it writes now."""
+        return self._record()
 
     def enter(self, worker: Worker, round: int, report: RoundReport) -> None:
         """Writes what a worker did in a round into the metrics and the trace.
@@ -101,10 +107,12 @@ class EventJournal:
     A round is over when as many inner steps have been taken as one round of all workers has. With a server those count that
     it has absorbed.
 
-    Args: `seconds`, where this process sees the local phases of all workers, records how their time was spent.
+    Args:
+        log: as the record of a `Journal`.
+        seconds: where this process sees the local phases of all workers, records how their time was spent.
     """
 
-    def __init__(self, journal: Journal, log: EventWriter, seconds: EventSeconds | None = None) -> None:
+    def __init__(self, journal: Journal, log: Callable[[], EventWriter], seconds: EventSeconds | None = None) -> None:
         self._journal, self._log, self._seconds = journal, log, seconds
         self._losses: list[float] = []
         self.round = self.steps = 0
@@ -123,13 +131,13 @@ class EventJournal:
             self._seconds.enter(event)
         fields = {name: value for name, value in event._asdict().items() if name not in ("report", "change", "kind")}
         if isinstance(event, Absence):
-            self._log.write(self.round, event.change, **fields)
+            self._log().write(self.round, event.change, **fields)
             return
         self.time_s = time_s
         if isinstance(event, Transfer):
-            self._log.write(self.round, event.kind, **fields)
+            self._log().write(self.round, event.kind, **fields)
         elif isinstance(event, Update):
-            self._log.write(self.round, "update", **fields)
+            self._log().write(self.round, "update", **fields)
             self.steps += sum(local_steps[i] for i in event.workers)
         else:
             self._enter_phase(event, local_steps[event.worker])
@@ -146,7 +154,7 @@ class EventJournal:
 
     def _enter_phase(self, event: Phase, steps: int) -> None:
         phase, done = event.report, event.number + 1
-        self._log.write(
+        self._log().write(
             self.round, "phase", start_s=event.start_s, end_s=event.end_s, worker=event.worker, number=event.number,
             steps=steps, tokens=phase.tokens,
         )  # fmt: skip

@@ -4,37 +4,54 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from gossamer.run.config import RunConfig
 from gossamer.transport.launch import available_cores
 
-__all__ = ["lanes"]
+__all__ = ["Lanes"]
 
 log = logging.getLogger("gossamer")
 
 
-@contextlib.contextmanager
-def lanes(device: torch.device, workers: int, threads: int) -> Iterator[tuple[ThreadPoolExecutor, int]]:
-    """A pool of threads and how many it has: one for a GPU, else no more than workers, nor than the cores allow."""
-    cores, each = available_cores(), threads or 1
-    count = 1 if device.type == "cuda" else max(1, min(workers, cores // each))
-    if count * each > cores:
-        log.warning(
-            f"{count} x {each} threads oversubscribe {cores} cores, which is several times slower; lower run.threads"
-        )
-    if (busy := _busy_cores()) > cores / 4:
-        log.warning(f"other processes keep {busy:.1f} of {cores} cores busy; this run will be slower")
-    before = torch.get_num_threads()
-    torch.set_num_threads(each)
-    try:
-        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(each,)) as pool:
-            yield pool, count
-    finally:
-        torch.set_num_threads(before)
+class Lanes:
+    """The threads of a simulation: no more than workers, nor than the cores allow.
+
+    Args: `alone` is for code of the user's, which need not be safe in several threads: one thread.
+    """
+
+    pool: ThreadPoolExecutor
+
+    def __init__(self, device: torch.device, config: RunConfig, *, alone: bool = False) -> None:
+        cores, self.intra_op = available_cores(), config.run.threads or 1
+        self.count = 1 if alone or device.type == "cuda" else max(1, min(config.workers, cores // self.intra_op))
+        if self.count * self.intra_op > cores:
+            log.warning(
+                f"{self.count} x {self.intra_op} threads oversubscribe {cores} cores, which is several times slower; lower "
+                "run.threads"
+            )
+        if (busy := _busy_cores()) > cores / 4:
+            log.warning(f"other processes keep {busy:.1f} of {cores} cores busy; this run will be slower")
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Starts the threads, and ends them afterwards; meanwhile the calling thread has as many intra-op threads as they."""
+        before, each = torch.get_num_threads(), self.intra_op
+        torch.set_num_threads(each)
+        try:
+            with ThreadPoolExecutor(self.count, initializer=torch.set_num_threads, initargs=(each,)) as self.pool:
+                yield
+        finally:
+            torch.set_num_threads(before)
+
+    def each(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """The results for all items, in their order."""
+        return list(self.pool.map(function, items))
 
 
 def _busy_cores(window_s: float = 0.1) -> float:

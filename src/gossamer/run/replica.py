@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.data.corpus import Corpus
-from gossamer.errors import CheckpointError, TrainingError
+from gossamer.errors import CheckpointError, ConfigError, TrainingError
 from gossamer.finite import GO_ON
 from gossamer.layout import arrange, attach, flat_gradients, layout_of, views
-from gossamer.models.llama import build_model, loss
 from gossamer.optimizers import GPA
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.run.config import RunConfig
+from gossamer.run.task import Task, buffers_of, moved
 
-__all__ = ["LocalPhase", "Replica", "joined"]
+__all__ = ["LocalPhase", "Replica", "joined", "must_start_alike"]
 
 
 class LocalPhase(NamedTuple):
@@ -43,6 +42,16 @@ def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
     return LocalPhase(losses, phases[-1].lr, sum(p.compute_s for p in phases), sum(p.tokens for p in phases))
 
 
+def must_start_alike(replicas: Sequence["Replica"]) -> None:
+    """Raises ConfigError unless all replicas have the same parameters, as all workers of a run begin with."""
+    for replica in replicas[1:]:
+        if not torch.equal(replicas[0].x, replica.x):
+            raise ConfigError(
+                f"model.size is '{replica.config.model.size}', which returned a model with other parameters when called again; "
+                "let it draw from torch's own generator alone, which is seeded before each call, or load the same file"
+            )
+
+
 class Replica:
     """The model of one worker. `x` is its flat parameter vector `[P]`, of which the model's parameters are views.
 
@@ -53,11 +62,12 @@ class Replica:
     """
 
     def __init__(
-        self, index: int, config: RunConfig, corpus: Corpus, device: torch.device, buffer: Tensor | None = None
+        self, index: int, config: RunConfig, task: Task, device: torch.device, buffer: Tensor | None = None
     ) -> None:
-        self.index, self.config, self.corpus, self.device = index, config, corpus, device
-        model = build_model(config.model, corpus.vocab_size, config.data.seq_len, config.seed)
-        self.model = model.to(device)
+        self.index, self.config, self.task, self.device = index, config, task, device
+        self.model = task.model().to(device)
+        self.buffers = buffers_of(self.model)
+        """Its own, as the running statistics of batch norm; they are never exchanged."""
         self.layout, self.spans = arrange(layout_of(self.model), *config.fragments)
         self.x = attach(self.model, self.layout, buffer)
         self.averaged: Tensor | None = None
@@ -70,7 +80,7 @@ class Replica:
                 for name, half in zip("xz", self.averaged.chunk(2), strict=True)
             }
         self.evaluated = self.x if self.averaged is None else self.averaged[: self.x.numel()]
-        self.optimizer = build_optimizer(config.inner, self.model, **homes)
+        self.optimizer = build_optimizer(config.inner, self.model, **homes, own=task.optimizer)
         self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self.moments: tuple[Tensor, Tensor] | None = None
         """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
@@ -133,25 +143,24 @@ class Replica:
     def _backward(self, step: int) -> tuple[float, int]:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=self.gradient is None)
-        total, tokens = 0.0, 0
+        total = 0.0
         accumulate = self.config.data.accumulate
         for micro in range(accumulate):
             number = step * accumulate + micro
-            batch = self.corpus.batch(self.index, number).to(self.device)
+            batch = moved(self.task.data.batch(self.index, number), self.device)
             bf16 = self.config.inner.autocast == "bf16"
             with self._drawing(number), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                value = loss(self.model, batch)
+                value = self.task.loss(self.model, batch)
             (value / accumulate if accumulate > 1 else value).backward()
             total += value.item()
-            tokens += batch.shape[0] * (batch.shape[1] - 1)
-        return total / accumulate, tokens
+        return total / accumulate, self.config.step_tokens
 
     def _drawing(self, batch: int) -> contextlib.AbstractContextManager[None]:
         """The random numbers of a forward pass, each worker's and each batch's own; backward draws none.
 
         A model that draws none is spared the lock, under which the replicas of one process would wait for each other.
         """
-        if self.config.model.dropout == 0.0:
+        if not self.task.draws:
             return contextlib.nullcontext()
         return rng.drawing(self.device, self.config.seed, self.index, batch, "model")
 
@@ -170,7 +179,8 @@ class Replica:
 
         Its random numbers follow from worker and inner step.
         """
-        return {"inner": self.optimizer.state_dict(), "data": self.corpus.state()}
+        buffers = {"buffers": self.buffers} if self.buffers else {}
+        return {"inner": self.optimizer.state_dict(), "data": self.task.data.state(), **buffers}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a saved state. Raises CheckpointError when it does not fit."""
@@ -178,7 +188,9 @@ class Replica:
             self.optimizer.load_state_dict(state["inner"])
             if self.moments:
                 share_moments(self.optimizer, self.model, self.layout, self.moments)
-            self.corpus.restore(state["data"])
+            self.task.data.restore(state["data"])
+            for own, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
+                own.copy_(saved)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "

@@ -23,15 +23,16 @@ from torch import Tensor
 
 from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import decode, payload_like
-from gossamer.data.corpus import open_corpus
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.finite import all_finite
 from gossamer.record import checkpoint
 from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import Resume, history
+from gossamer.run.parts import own_parts
 from gossamer.run.serve_protocol import OWNED, run_key, settled_server, use_threads
 from gossamer.run.server_session import Reply, ServerSession, open_session
+from gossamer.run.task import task_of
 from gossamer.transport import Turn
 from gossamer.transport.handshake import HANDSHAKE_S, HalfOpen, prove_to_worker
 from gossamer.transport.local import LISTENER
@@ -84,9 +85,10 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
     use_threads(config)
-    settled = settled_server(config)
-    corpus = open_corpus(config.data, config.workers, config.seed)
-    probe, start = Probe(config, corpus, torch.device("cpu")), None
+    parts = own_parts(config)
+    settled = settled_server(config, parts)
+    task = task_of(config, parts)
+    probe, start = Probe(config, task, torch.device("cpu")), None
     if resume:
         store, past, me = folder / "checkpoints", history(config, folder), config.workers
         start = past.newest(
@@ -103,7 +105,7 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
             f"the workers need the secret of the run: copy '{folder / SECRET_FILE}' into the run folder of each machine"
         )
     with open_session(config, settled, folder, probe, start) as session, _listener(host, port) as listener:
-        _Server(session, settled.codec, run_key(settled.config, corpus), secret).run(listener)
+        _Server(session, settled.codec, run_key(settled.config, task, parts), secret).run(listener)
 
 
 class _Server:

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.data.corpus import Corpus, fingerprint
 from gossamer.errors import ConfigError, TransportError
 from gossamer.run.config import RunConfig, digest
+from gossamer.run.parts import OURS, Parts
 from gossamer.run.settle import WithServer, settle
+from gossamer.run.task import Task
 
 __all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "settled_server", "terms_of", "use_threads"]
 
@@ -62,15 +63,15 @@ def address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def run_key(settled: RunConfig, corpus: Corpus) -> int:
+def run_key(settled: RunConfig, task: Task, parts: Parts) -> int:
     """64 bits of what a server and its workers must have in common: the run with its local steps, and the text."""
-    common = f"{digest(settled)} {fingerprint(corpus)}"
+    common = f"{digest(settled)} {task.fingerprint()} {parts.key}".rstrip()
     return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
 
 
-def settled_server(config: RunConfig) -> WithServer:
+def settled_server(config: RunConfig, parts: Parts = OURS) -> WithServer:
     """What a run with a server runs on real processes. Raises ConfigError for unsupported settings."""
-    settled = settle(config, real=True)
+    settled = settle(config, parts, real=True)
     assert isinstance(settled, WithServer)  # no other run gets here
     return settled
 

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from gossamer.clock import LoopOptions
-from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import ConfigError, DataError
 from gossamer.record.arrivals import ServerInput, arrivals_file, read_arrivals
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe, Result
+from gossamer.run.parts import own_parts
 from gossamer.run.serve_protocol import HERE, settled_server, use_threads
 from gossamer.run.serve_worker import ServedWorker, Trained
 from gossamer.run.server_session import Reply, ServerSession, open_session
 from gossamer.run.settle import WithServer
+from gossamer.run.task import Task, task_of
 
 __all__ = ["replay_server"]
 
@@ -37,7 +38,8 @@ def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
         raise ConfigError(
             f"a replay needs a run with a [server], and '{config.name}' has none; give the run file of the server"
         )
-    settled = settled_server(config)
+    parts = own_parts(config)
+    settled = settled_server(config, parts)
     use_threads(config)
     inputs = read_arrivals(recorded)
     for item in inputs:
@@ -46,13 +48,13 @@ def replay_server(config: RunConfig, folder: Path, recorded: Path) -> Result:
                 f"'{recorded}' is a run of {item.workers} workers with digest {item.digest} and the run file has "
                 f"{config.workers} with {digest(config)}; replay it with its own run.toml"
             )
-    corpus = open_corpus(config.data, config.workers, config.seed)
-    probe = Probe(config, corpus, torch.device("cpu"))
+    task = task_of(config, parts)
+    probe = Probe(config, task, torch.device("cpu"))
     outcome, began = None, time.perf_counter()
     for begin, lines in _processes(inputs):
         start = begin.round or None
         with open_session(config, settled, folder, probe, start, replays=True) as session:
-            _Replay(session, settled, folder, corpus, str(arrivals_file(recorded))).run(lines)
+            _Replay(session, settled, folder, task, str(arrivals_file(recorded))).run(lines)
             journal = session.journal
             outcome = Result(
                 journal.loss, journal.tokens, journal.tokens / (time.perf_counter() - began), {HERE: journal.time_s}
@@ -71,8 +73,8 @@ def _processes(inputs: Sequence[ServerInput]) -> Iterator[tuple[ServerInput, lis
 class _Replay:
     """One process of the server, with its workers as objects in this one."""
 
-    def __init__(self, session: ServerSession, settled: WithServer, folder: Path, corpus: Corpus, where: str) -> None:
-        self._session, self._settled, self._folder, self._corpus, self._where = session, settled, folder, corpus, where
+    def __init__(self, session: ServerSession, settled: WithServer, folder: Path, task: Task, where: str) -> None:
+        self._session, self._settled, self._folder, self._task, self._where = session, settled, folder, task, where
         config, self._device = session.config, torch.device("cpu")
         self._options = LoopOptions(codec=settled.codec, seed=config.seed)
         self._workers: dict[int, ServedWorker] = {}  # those that are present
@@ -101,7 +103,7 @@ class _Replay:
     def _join(self, item: ServerInput) -> None:
         worker, owned = item.worker, [item.checkpoint] if item.checkpoint else []
         served = ServedWorker(
-            worker, self._session.config, self._settled.config, self._folder, self._corpus, self._device
+            worker, self._session.config, self._settled.config, self._folder, self._task, self._device
         )
         self._workers[worker], self._sent_s[worker] = served, item.time_s
         for reply in self._session.join(worker, owned, item.time_s):

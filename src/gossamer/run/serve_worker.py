@@ -12,7 +12,6 @@ from gossamer.clock.server_core import Push, StartingPoint
 from gossamer.clock.server_worker import ServerWorker
 from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import encode
-from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import ConfigError
 from gossamer.finite import must_be_finite
 from gossamer.record import checkpoint
@@ -23,9 +22,11 @@ from gossamer.record.folder import RunFolder
 from gossamer.rng import key as random_key
 from gossamer.run.config import RunConfig, dump
 from gossamer.run.history import Resume, history, lineage
+from gossamer.run.parts import own_parts
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_server, terms_of, use_threads
+from gossamer.run.task import Task, task_of
 from gossamer.transport import Turn
 from gossamer.transport.launch import device_of
 from gossamer.transport.secret import folder_secret
@@ -53,11 +54,11 @@ class ServedWorker:
     """
 
     def __init__(
-        self, index: int, config: RunConfig, settled: RunConfig, folder: Path, corpus: Corpus, device: torch.device,
+        self, index: int, config: RunConfig, settled: RunConfig, folder: Path, task: Task, device: torch.device,
         line: Lineage | None = None,
     ) -> None:  # fmt: skip
         self.index, self.config = index, config
-        self.learner = Replica(index, settled, corpus, device)
+        self.learner = Replica(index, settled, task, device)
         self._store, self._lineage = folder / "checkpoints", line or lineage(config, folder)
         self._terms: Terms
         self._worker: ServerWorker
@@ -119,16 +120,16 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
         raise ConfigError(
             f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
         )
-    settled, secret = settled_server(config), folder_secret(folder)
-    corpus = open_corpus(config.data, config.workers, config.seed)
+    parts = own_parts(config)
+    settled, secret, task = settled_server(config, parts), folder_secret(folder), task_of(config, parts)
     past = history(config, folder) if resume else None
     device, line = device_of(config.run.device, worker), None if past is None else past.lineage
-    served = ServedWorker(worker, config, settled.config, folder, corpus, device, line)
+    served = ServedWorker(worker, config, settled.config, folder, task, device, line)
     stream = connect(
         host,
         port,
         secret=secret,
-        run=run_key(settled.config, corpus),
+        run=run_key(settled.config, task, parts),
         me=worker,
         server=config.workers,
         timeout_s=config.run.timeout_s,

@@ -73,7 +73,7 @@ class ServerSession:
         self._now_s = self.begin_s
         self._write("serve", workers=n, round=start or 0, digest=digest(config))
         save = saver(line, folder, lambda: [(n, {**self.core.state(), "time_s": self._now_s})])
-        self.journal = EventJournal(Journal(config, record, self._assess, save), events)
+        self.journal = EventJournal(Journal(config, lambda: record, self._assess, save), lambda: events)
         self.journal.round, self.journal.steps = start or 0, self.core.absorbed_steps
 
     def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:

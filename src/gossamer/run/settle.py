@@ -5,19 +5,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from gossamer.asynchronous import PAIRS, SERVERS, PairRule, Rates, ServerRule, conditions, dylu_steps, meeting_rates
+from gossamer.asynchronous import PairRule, Rates, ServerRule, conditions, dylu_steps, meeting_rates
 from gossamer.clock import Absence
 from gossamer.clock.durations import Durations
 from gossamer.clock.phases import ordered
-from gossamer.codecs import Codec, make_codec
+from gossamer.codecs import Codec
 from gossamer.errors import ConfigError, PairingError
 from gossamer.network.links import Network, links_of
 from gossamer.rounds import pairing
 from gossamer.rounds.facts import Facts
 from gossamer.rounds.method import Method, method_of, settled_rule, warnings_of
-from gossamer.rules import make_rule
 from gossamer.run.config import RunConfig
-from gossamer.topologies import Topology, make_topology
+from gossamer.run.parts import OURS, Parts, make
+from gossamer.topologies import Topology
 
 __all__ = [
     "InPairs",
@@ -88,14 +88,16 @@ class WithoutWaiting(NamedTuple):
 Settled = InRounds | WithServer | InPairs | WithoutWaiting
 
 
-def settle(config: RunConfig, *, real: bool = False) -> Settled:
+def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Settled:
     """What a run file runs.
 
-    Args: `real` is for real processes (`gossamer train`), which measure seconds and support less than a simulation.
-    Raises: PairingError and ConfigError, the first of `faults`.
+    Args:
+        parts: the user's own, where the run names any.
+        real: for real processes (`gossamer train`), which measure seconds and support less than a simulation.
+    Raises: PairingError and ConfigError, the first of `faults`; UserCodeError.
     Cost: the stability of the rule on its topology, some milliseconds, up to a second for hundreds of workers.
     """
-    facts, errors = _facts(config, real)
+    facts, errors = _facts(config, parts, real)
     for error in [*errors, *map(PairingError, pairing.faults(facts))]:
         raise error
     if facts.kind == "rounds":
@@ -105,7 +107,7 @@ def settle(config: RunConfig, *, real: bool = False) -> Settled:
     name, network, config = _clocked(config, facts)
     absences = _absences(config)
     if config.server is not None:
-        rule = SERVERS[config.server.name](**config.server.options)
+        rule = make(parts, "server", config)
         return WithServer(config, rule, facts.codec, network, name, absences)
     assert network is not None and name is not None  # only a server runs on real processes
     if facts.pair is not None:
@@ -116,9 +118,9 @@ def settle(config: RunConfig, *, real: bool = False) -> Settled:
     return WithoutWaiting(config, method_of(facts), network, name, absences, warnings_of(facts))
 
 
-def in_rounds(config: RunConfig, *, real: bool = False) -> InRounds:
+def in_rounds(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> InRounds:
     """What a run file runs in rounds. Raises ConfigError for an asynchronous one, and as `settle` does."""
-    settled = settle(config, real=real)
+    settled = settle(config, parts, real=real)
     if not isinstance(settled, InRounds):
         raise ConfigError(
             f"the run '{config.name}' is asynchronous ({config.kind}) and has no rounds; start it with gossamer simulate"
@@ -139,14 +141,14 @@ def faults(config: RunConfig, *, real: bool = False) -> list[str]:
 
 def pairing_faults(config: RunConfig, *, real: bool = False) -> list[str]:
     """A sentence for every part that cannot be made, and for every combination that cannot work."""
-    facts, errors = _facts(config, real)
+    facts, errors = _facts(config, OURS, real)
     return [*map(str, errors), *pairing.faults(facts)]
 
 
 _T = TypeVar("_T")
 
 
-def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
+def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[ConfigError]]:
     """The facts for the table of pairings, and the errors of parts that cannot be made, which the facts omit."""
     errors: list[ConfigError] = []
 
@@ -158,7 +160,7 @@ def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
             return None
 
     run, events, nothing = config.run, config.events, Facts()
-    codec = attempt(lambda: make_codec(config.codec.name, **config.codec.options))
+    codec = attempt(lambda: make(parts, "codec", config))
     facts = Facts(
         kind=config.kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec,
         schedule=config.schedule, local_steps=run.local_steps,
@@ -168,18 +170,13 @@ def _facts(config: RunConfig, real: bool) -> tuple[Facts, list[ConfigError]]:
         absences=len(events.absences), clock=events.network, networks=config.network,
     )  # fmt: skip
     if config.server is not None:
-        server = config.server
-        attempt(lambda: SERVERS[server.name](**server.options))
+        attempt(lambda: make(parts, "server", config))
         return facts, errors
-    topology = attempt(
-        lambda: make_topology(config.topology.name, config.workers, seed=config.seed, **config.topology.options)
-    )
+    topology = attempt(lambda: make(parts, "topology", config))
     if config.pair is not None:
-        pair = config.pair
-        return facts._replace(
-            pair=attempt(lambda: PAIRS[pair.name](**pair.options)), topology=topology or nothing.topology
-        ), errors
-    rule = attempt(lambda: make_rule(config.rule.name, **config.rule.options))
+        pair = attempt(lambda: make(parts, "pair", config))
+        return facts._replace(pair=pair, topology=topology or nothing.topology), errors
+    rule = attempt(lambda: make(parts, "rule", config))
     if rule is None or topology is None or codec is None:  # checks that depend on them are skipped
         return facts._replace(reduction="ordered", codec=nothing.codec), errors
     facts = facts._replace(rule=rule, topology=topology)

@@ -1,51 +1,124 @@
 """Simulating a run: all workers in one process, in rounds or over virtual time."""
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
 
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.progress import Progress
-from gossamer.run.config import RunConfig
+from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Result
 from gossamer.run.finished import is_finished
 from gossamer.run.history import Resume
-from gossamer.run.synchronous import simulate_rounds
-from gossamer.run.virtual import simulate_events
+from gossamer.run.keywords import Keywords, resolved
+from gossamer.run.parts import OURS, Parts
+from gossamer.run.simulation import Engine, Simulation
+from gossamer.run.synchronous import Rounds
+from gossamer.run.task import task_of
+from gossamer.run.virtual import Events
 
 __all__ = ["simulate"]
 
 
 def simulate(
-    config: RunConfig,
-    folder: Path,
-    *,
-    resume: Resume = False,
-    progress: Progress | None = None,
-    until: int | None = None,
-) -> Result:
-    """Trains all workers of a run and records it in `folder`.
+    run: str | Path | Mapping[str, Any] | RunConfig | None = None, out: str | Path | None = None, *,
+    resume: Resume = False, until: int | None = None, progress: bool | Progress = False, **given: Unpack[Keywords],
+) -> Simulation:  # fmt: skip
+    """Trains all workers of a run in this process, and returns what it recorded.
 
-    A run in rounds computes bit for bit what `gossamer train` computes on real processes, unless local steps adapt
-    (`run.adapt`): those follow the clock there, and here the seconds of the declared network. An asynchronous run takes place
-    in virtual time.
+        run = gossamer.simulate(model=net, data=batch, loss=loss, rule="gasloc", topology="ring", workers=8, rounds=50)
+        run.loss, run.validation["disagreement"], run.mean_model(), run.trace
+
+    Everything has a default: without arguments it trains a small Llama on the source of this machine's Python, with GASLoC
+    among eight workers.
 
     Args:
-        resume: continue from the newest sound checkpoint in the folder, with settings of which some may have changed; "auto"
-            starts where there is none. An asynchronous run is only started, with "auto" again from the beginning.
-        until: stop after this many rounds, as if killed there; only in rounds.
-    Raises: ConfigError, PairingError, DataError, CheckpointError; TrainingError when a loss is not finite.
+        run: a run file, its settings as a dictionary, or a `RunConfig`; what is `given` by keyword overrides it.
+        out: the run folder; None records into a temporary one, which goes with the returned object.
+        resume: continue from the newest sound checkpoint in `out`; "auto" starts where there is none. An asynchronous run is
+            only started, with "auto" again from the beginning.
+        until: stop after this many rounds; `Simulation.go_on` continues.
+        progress: show how it goes, on stderr.
+        given: see `gossamer.run.keywords.Keywords`: `model`, `data`, `loss`, `optimizer`, `rule`, `topology`, …
+    Raises: ConfigError, PairingError, DataError, CheckpointError; UserCodeError when your code fails; TrainingError when a loss
+        is not finite.
     Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
+
+    A run in rounds computes bit for bit what real processes compute: those of `gossamer train`, and at one thread those of your
+    own loop with `gossamer.Outer` and the same functions, if it calls `torch.manual_seed(seed)` before it makes its model. Where
+    a forward pass draws random numbers, your loop must take them from `outer.drawing()`. A run whose local steps adapt
+    (`run.adapt`) follows the clock there, and the seconds of the declared network here. An asynchronous run takes place in
+    virtual time.
+
+    >>> import gossamer, torch
+    >>> def batch(worker, step):
+    ...     return torch.full((4, 2), float(worker))
+    >>> def loss(model, x):
+    ...     return (model(x) - 1).square().mean()
+    >>> run = gossamer.simulate(model=lambda: torch.nn.Linear(2, 1), data=batch, loss=loss, rule="diloco", workers=2, rounds=3)
+    >>> run.rounds, len(run.training["loss"])
+    (3, 6)
     """
+    config, parts = resolved(run, given)
+    folder = Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
+    shown = None
+    if progress is True:
+        shown = Progress(config.rounds, config.record.print_every)
+    elif progress:
+        shown = progress
+    engine = _engine(config, folder, parts, resume=resume, progress=shown)
+    simulation = Simulation(engine, temporary=out is None)
+    if progress is True and shown is not None:
+        with shown:
+            return simulation.go_on(until)
+    return simulation.go_on(until)
+
+
+def _engine(config: RunConfig, folder: Path, parts: Parts, *, resume: Resume, progress: Progress | None) -> Engine:
     if not config.event_driven:
-        return simulate_rounds(config, folder, resume=resume, progress=progress, until=until)
-    if resume is True or until is not None:
+        return Rounds(config, folder, parts, resume=resume, progress=progress)
+    if resume is True:
         raise ConfigError(
-            f"cannot {'resume' if resume else 'stop and resume'} '{folder}': an asynchronous run keeps no record of what was in "
-            "flight when it stopped; start again with another --out"
+            f"cannot resume '{folder}': an asynchronous run keeps no record of what was in flight when it stopped; start again "
+            "with another --out"
         )
     if resume and is_finished(config, folder):
         print(checkpoint.ended(folder, config.rounds))
-        last = [line for line in read_metrics(folder) if line["kind"] == "eval"][-1]
+        return _Ended(config, folder, parts)
+    return Events(config, folder, parts, progress=progress, again=bool(resume))
+
+
+class _Ended:
+    """An asynchronous run that has ended in its folder."""
+
+    def __init__(self, config: RunConfig, folder: Path, parts: Parts = OURS) -> None:
+        self.config, self.folder, self.task, self.finished = config, folder, task_of(config, parts), config.rounds
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Opens nothing."""
+        return nullcontext()
+
+    def advance(self) -> None:
+        """There is no round left."""
+
+    def result(self) -> Result:
+        """The figures of its last validation."""
+        last = [line for line in read_metrics(self.folder) if line["kind"] == "eval"][-1]
         return Result(last["loss"], last["tokens"], 0.0, {})
-    return simulate_events(config, folder, progress=progress, again=bool(resume))
+
+    def models(self) -> list[Tensor]:
+        """The parameters of each worker, or of the server."""
+        store, line = self.folder / "checkpoints", checkpoint.Lineage(digest(self.config))
+        with torch.no_grad():
+            return [checkpoint.load(store, self.finished, owner, line)["x"] for owner in self.config.owners]
+
+    def buffers(self) -> list[list[Tensor]]:
+        """None, as its checkpoints hold none."""
+        return [[] for _ in self.config.owners]

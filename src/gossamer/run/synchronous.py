@@ -8,15 +8,14 @@ each worker computes exactly what its own process would.
 import logging
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer.data.corpus import open_corpus
 from gossamer.network.links import Network, jitter_factors
 from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
 from gossamer.record import checkpoint
@@ -26,73 +25,110 @@ from gossamer.record.progress import Progress
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.run.config import RunConfig, digest, dump
-from gossamer.run.evaluate import Probe, Result, assess, mean_of, publish
+from gossamer.run.evaluate import Assessment, Probe, Result, Weights, assess, mean_buffers, mean_of, publish
 from gossamer.run.history import Resume, history
 from gossamer.run.journal import Journal
-from gossamer.run.lanes import lanes
-from gossamer.run.replica import Replica
+from gossamer.run.lanes import Lanes
+from gossamer.run.parts import OURS, Parts
+from gossamer.run.replica import Replica, must_start_alike
 from gossamer.run.seconds import priced
 from gossamer.run.settle import in_rounds
+from gossamer.run.task import task_of
 from gossamer.run.worker import RoundReport, Worker
 from gossamer.transport.launch import one_device
 from gossamer.transport.memory import MemoryNetwork
 
-__all__ = ["simulate_rounds"]
+__all__ = ["Rounds"]
 
 log = logging.getLogger("gossamer")
 
 
-def simulate_rounds(
-    config: RunConfig, folder: Path, *, resume: Resume = False, progress: Progress | None = None, until: int | None = None
-) -> Result:  # fmt: skip
-    """Trains all workers of a run in rounds; see `gossamer.run.simulate.simulate`."""
-    m, network, warnings = in_rounds(config)
-    for sentence in warnings:
-        log.warning(sentence)
-    device = one_device(config.run.device)
-    corpus = open_corpus(config.data, config.workers, config.seed)
-    probe = Probe(config, corpus, device)
-    stacked = torch.empty(config.workers, probe.x.numel(), dtype=probe.x.dtype, device=device)
-    mailboxes = MemoryNetwork(config.workers)
-    replicas = [Replica(i, config, corpus, device, x) for i, x in enumerate(stacked)]
-    workers = [Worker(replica, m, mailboxes.transport(replica.index)) for replica in replicas]
-    start, line = _restore(workers, config, folder, auto=resume == "auto") if resume else (0, Lineage(digest(config)))
-    record = RunFolder(
-        folder, dump(config), config.record, resume_round=start if resume else None,
-        traced_per_round=config.schedule.fragments,
-    )  # fmt: skip
-    with record, lanes(device, config.workers, config.run.threads) as (pool, count):
+class Rounds:
+    """A simulation in rounds. It trains while it is `opened`, and holds neither files nor threads otherwise.
 
-        def each(fn: Any, items: Iterable[Any]) -> list[Any]:
-            return list(pool.map(fn, items))
+    Args: as in `gossamer.simulate`.
+    Raises: ConfigError, PairingError, DataError, CheckpointError.
+    """
 
-        models = [worker.replica.evaluated for worker in workers]
-        score = _Scores([probe, *(Probe(config, corpus, device) for _ in range(count - 1))], each)
-        journal = Journal(
-            config, record, lambda: assess(models, score)._asdict(),
-            lambda finished: _save(workers, folder, finished, line, each), progress,
+    _record: RunFolder
+
+    def __init__(
+        self, config: RunConfig, folder: Path, parts: Parts = OURS, *, resume: Resume = False,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        m, self._network, warnings = in_rounds(config, parts)
+        for sentence in warnings:
+            log.warning(sentence)
+        self.config, self.folder, device = config, folder, one_device(config.run.device)
+        self.task = task_of(config, parts)
+        probe = Probe(config, self.task, device)
+        stacked = torch.empty(config.workers, probe.x.numel(), dtype=probe.x.dtype, device=device)
+        mailboxes = MemoryNetwork(config.workers)
+        replicas = [Replica(i, config, self.task, device, x) for i, x in enumerate(stacked)]
+        must_start_alike(replicas)
+        self.workers = [Worker(replica, m, mailboxes.transport(replica.index)) for replica in replicas]
+        self.finished, line = 0, Lineage(digest(config))
+        if resume:
+            self.finished, line = _restore(self.workers, config, folder, auto=resume == "auto")
+        self._cut = self.finished if resume else None
+        self._lanes = Lanes(device, config, alone=bool(parts.own))
+        probes = [probe, *(Probe(config, self.task, device) for _ in range(self._lanes.count - 1))]
+        self._score = _Scores(probes, self._lanes.each)
+        self._journal = Journal(
+            config, lambda: self._record, lambda: self._assessed()._asdict(),
+            lambda finished: _save(self.workers, folder, finished, line, self._lanes.each), progress,
         )  # fmt: skip
-        before, busy_s = _tokens(workers), 0.0
-        for round in range(start, config.rounds):
-            began, finished = time.perf_counter(), round + 1
-            reports = _train_round(workers, round, each)
-            if finished == config.rounds:
-                _settle_rest(workers, each)
-            busy_s += time.perf_counter() - began
-            for worker, report in zip(workers, reports, strict=True):
-                journal.enter(worker, round, report)
-            if network is not None and finished < config.rounds:
-                _adapt(network, workers, round, reports)
-            losses = [report.whole.loss for report in reports]
-            journal.end_round(finished, losses, step=finished * config.full_steps, tokens=_tokens(workers))
-            if finished == until:
-                break
-        loss = assess(models, score).loss if math.isnan(journal.loss) else journal.loss
-        time_s = _record_seconds(record, config)
-        if until is None and config.record.export:
-            publish(config, corpus, mean_of(models), folder)
-    tokens = _tokens(workers)
-    return Result(loss, tokens, (tokens - before) / busy_s if busy_s else 0.0, time_s)
+        self._before, self._busy_s = _tokens(self.workers), 0.0
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Opens the files of the run and starts the threads."""
+        config = self.config
+        with (
+            RunFolder(
+                self.folder, dump(config), config.record, resume_round=self._cut,
+                traced_per_round=config.schedule.fragments,
+            ) as self._record,
+            self._lanes.opened(),
+        ):  # fmt: skip
+            yield
+            self._cut = self.finished
+
+    def advance(self) -> None:
+        """Trains the next round. Raises TrainingError when a number is not finite."""
+        config, workers, round = self.config, self.workers, self.finished
+        began, finished = time.perf_counter(), round + 1
+        reports = _train_round(workers, round, self._lanes.each)
+        if finished == config.rounds:
+            _settle_rest(workers, self._lanes.each)
+        self._busy_s += time.perf_counter() - began
+        for worker, report in zip(workers, reports, strict=True):
+            self._journal.enter(worker, round, report)
+        if self._network is not None and finished < config.rounds:
+            _adapt(self._network, workers, round, reports)
+        losses = [report.whole.loss for report in reports]
+        self._journal.end_round(finished, losses, step=finished * config.full_steps, tokens=_tokens(workers))
+        self.finished = finished
+
+    def result(self) -> Result:
+        """The figures of the rounds so far; after the last, the mean model is published."""
+        loss = self._assessed().loss if math.isnan(self._journal.loss) else self._journal.loss
+        time_s = _record_seconds(self._record, self.config)
+        if self.finished == self.config.rounds and self.config.record.export:
+            publish(self.config, self.task, mean_of(self.models()), self.folder, mean_buffers(self.buffers()))
+        tokens = _tokens(self.workers)
+        return Result(loss, tokens, (tokens - self._before) / self._busy_s if self._busy_s else 0.0, time_s)
+
+    def models(self) -> list[Tensor]:
+        """The parameters of each worker, as they are evaluated."""
+        return [worker.replica.evaluated for worker in self.workers]
+
+    def buffers(self) -> list[list[Tensor]]:
+        """The buffers of each worker's model."""
+        return [worker.replica.buffers for worker in self.workers]
+
+    def _assessed(self) -> Assessment:
+        return assess(self.models(), self._score, self.buffers())
 
 
 def _tokens(workers: Sequence[Worker]) -> int:
@@ -158,13 +194,13 @@ class _Scores:
         for probe in probes:
             self._idle.put(probe)
 
-    def __call__(self, models: Iterable[Tensor]) -> list[float]:
+    def __call__(self, models: Iterable[Weights]) -> list[float]:
         return self._each(self._score, models)
 
-    def _score(self, x: Tensor) -> float:
+    def _score(self, weights: Weights) -> float:
         probe = self._idle.get()
         try:
-            return probe.loss(x)
+            return probe.loss(*weights)
         finally:
             self._idle.put(probe)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gossamer.data.corpus import Corpus, fingerprint, open_corpus
 from gossamer.errors import GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
@@ -23,9 +22,11 @@ from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
+from gossamer.run.parts import Parts, own_parts
 from gossamer.run.replica import Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.settle import in_rounds
+from gossamer.run.task import Task, task_of
 from gossamer.run.worker import RoundReport, Worker
 from gossamer.topologies import Topology
 from gossamer.transport import Delivery, Reduce
@@ -72,12 +73,13 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     Args: `resume` continues from the newest round of which every worker has a sound checkpoint; "auto" starts where nobody has.
     Cost: one model, its gradients and states, the message in flight and those it receives.
     """
-    m, _, warnings = in_rounds(config, real=True)
+    parts = own_parts(config)
+    m, _, warnings = in_rounds(config, parts, real=True)
     for sentence in warnings:
         log.warning(sentence)
-    corpus = open_corpus(config.data, config.workers, config.seed)
+    task = task_of(config, parts)
     past = history(config, folder) if resume else None
-    newest = _agreed_round(config, folder, member, m, corpus, past, auto=resume == "auto")
+    newest = _agreed_round(config, folder, member, _common(config, m, task, parts), past, auto=resume == "auto")
     if newest == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
         if member.worker == 0:
@@ -86,23 +88,22 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     run, store, line = config.run, folder / "checkpoints", Lineage(digest(config))
     transport = GroupTransport(member, run=int(line.digest, 16), timeout_s=run.timeout_s)
     stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
-    replica = Replica(member.worker, config, corpus, member.device)
+    replica = Replica(member.worker, config, task, member.device)
     worker = Worker(
         replica, m, transport, _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
     )
     if past is not None and newest is not None:
-        if newest:
-            worker.restore(checkpoint.load(store, newest, worker.index, past.lineage))
-        checkpoint.rewind(store, newest, worker.index)
-        line = past.go_on(folder, newest)
+        line = _restore(worker, past, folder, newest)
     board = Board(member.entries, worker.index, member.workers, patience_s=min(2.0, run.timeout_s / 4))
     with RunFolder(
         folder, dump(config), config.record, worker=worker.index, resume_round=newest,
         traced_per_round=config.schedule.fragments,
     ) as record:  # fmt: skip
-        probe = Probe(config, corpus, member.device)
+        probe = Probe(config, task, member.device)
         save = _saver(store, line, worker, board, newest or 0)
-        journal = Journal(config, record, lambda: {"loss": probe.loss(replica.evaluated)}, save, kind="validation")
+        journal = Journal(
+            config, lambda: record, lambda: {"loss": probe.loss(replica.evaluated, replica.buffers)}, save, kind="validation"
+        )  # fmt: skip
         stopwatch.start()
         for round in range(newest or 0, config.rounds):
             report = _train_round(worker, round, config)
@@ -123,16 +124,14 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
 
 
 def _agreed_round(
-    config: RunConfig, folder: Path, member: Member, m: Method, corpus: Corpus, past: History | None, *, auto: bool
+    config: RunConfig, folder: Path, member: Member, common: str, past: History | None, *, auto: bool
 ) -> int | None:
     """The round to resume from, as all workers agree with one configuration; None for a run that starts.
 
     Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
     """
-    key, store, me = digest(config), folder / "checkpoints", member.worker
+    store, me = folder / "checkpoints", member.worker
     owned = [] if past is None else checkpoint.rounds(store, me, past.lineage)
-    # The settled step and the text are found by every worker on its own, so they are part of what they must agree on.
-    common = f"{key} {m.rule.options} {fingerprint(corpus)}"
     facts = agree(member, common, owned, timeout_s=config.run.timeout_s)
     if past is None:
         return None
@@ -141,6 +140,20 @@ def _agreed_round(
         return agree(member, common, checkpoint.fault(store, round, me, past.lineage), timeout_s=config.run.timeout_s)
 
     return past.newest(folder, facts, faults, auto=auto, owners=[me], speaks=me == 0)
+
+
+def _common(config: RunConfig, m: Method, task: Task, parts: Parts) -> str:
+    """What all workers must have in common: the settings, and what each finds on its own: the step, the text and the code."""
+    return f"{digest(config)} {m.rule.options} {task.fingerprint()} {parts.key}".rstrip()
+
+
+def _restore(worker: Worker, past: History, folder: Path, round: int) -> Lineage:
+    """Restores a worker from its checkpoint of this round, zero being the start; returns whose checkpoints count from now on."""
+    store = folder / "checkpoints"
+    if round:
+        worker.restore(checkpoint.load(store, round, worker.index, past.lineage))
+    checkpoint.rewind(store, round, worker.index)
+    return past.go_on(folder, round)
 
 
 def _train_round(worker: Worker, round: int, config: RunConfig) -> RoundReport:

@@ -7,8 +7,9 @@ steps has been taken. Validations, checkpoints and the learning-rate schedule co
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +17,111 @@ import torch
 from torch import Tensor
 
 from gossamer.clock import GossipRun, LoopOptions, PairRun, ServerRun
-from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.network.links import Network
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
 from gossamer.run.config import RunConfig, digest, dump
-from gossamer.run.evaluate import Probe, Result, assess, mean_of, publish
+from gossamer.run.evaluate import Probe, Result, assess, mean_buffers, mean_of, publish
 from gossamer.run.journal import EventJournal, Journal, saver
-from gossamer.run.lanes import lanes
-from gossamer.run.replica import LocalPhase, Replica
+from gossamer.run.lanes import Lanes
+from gossamer.run.parts import OURS, Parts
+from gossamer.run.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.seconds import EventSeconds
 from gossamer.run.settle import InPairs, InRounds, WithoutWaiting, WithServer, settle
+from gossamer.run.task import Task, task_of
 from gossamer.transport.launch import one_device
 from gossamer.tree import leaves
 
-__all__ = ["simulate_events"]
+__all__ = ["Events"]
 
 logger = logging.getLogger("gossamer")
 
 
-def simulate_events(
-    config: RunConfig, folder: Path, *, progress: Progress | None = None, again: bool = False
-) -> Result:
-    """Trains all workers of a run over virtual time and records it in `folder`; a pure function of run file and seed.
+class Events:
+    """A simulation over virtual time, a pure function of run file and seed. It holds files and threads while it is `opened` only.
 
-    Args: `again` replaces what an interrupted run has left in the folder.
-    Raises: ConfigError, PairingError and DataError; TrainingError when a loss is not finite.
+    Args: `again` replaces what an interrupted run has left in the folder; otherwise as in `gossamer.simulate`.
+    Raises: ConfigError, PairingError and DataError.
     Cost: parameters, gradients and inner state of every worker, and what the method keeps of its own.
     """
-    settled = settle(config)
-    assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
-    name = settled.network_name
-    for sentence in () if isinstance(settled, WithServer) else settled.warnings:
-        logger.warning(sentence)
-    device = one_device(config.run.device)
-    corpus = open_corpus(config.data, config.workers, config.seed)
-    with lanes(device, config.workers, config.run.threads) as (pool, count):
-        tally, began = _Tally(config), time.perf_counter()
-        ahead = pool if count > 1 and _may_run_ahead(config) else None
-        learners = [_Learner(i, settled.config, corpus, device, tally, ahead) for i in range(config.workers)]
-        run = _loop(settled, settled.network, learners)
-        probe = Probe(config, corpus, device)
+
+    _record: RunFolder
+    _log: EventWriter
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        parts: Parts = OURS,
+        *,
+        progress: Progress | None = None,
+        again: bool = False,
+    ) -> None:
+        settled = settle(config, parts)
+        assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
+        self.config, self.folder, self._name = config, folder, settled.network_name
+        for sentence in () if isinstance(settled, WithServer) else settled.warnings:
+            logger.warning(sentence)
+        device = one_device(config.run.device)
+        self.task, self._lanes = task_of(config, parts), Lanes(device, config, alone=bool(parts.own))
+        tally = _Tally(config)
+        self._learners = [_Learner(i, settled.config, self.task, device, tally) for i in range(config.workers)]
+        must_start_alike(self._learners)
+        self._run, probe = _loop(settled, settled.network, self._learners), Probe(config, self.task, device)
+        save = saver(digest(config), folder, lambda: _snapshots(self._run, config.workers))
+        journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save, progress)
+        self._events = EventJournal(journal, lambda: self._log, EventSeconds(config.workers, self._name))
+        self._happening, self._busy_s, self.finished = self._run.run(), 0.0, 0
+        self._cut = 0 if again else None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Opens the files of the run and starts the threads, which may compute local phases ahead of virtual time."""
+        config, cut = self.config, self._cut
         with (
-            RunFolder(folder, dump(config), config.record, resume_round=0 if again else None) as record,
-            EventWriter(folder, network=name, workers=config.workers, resume_round=0 if again else None) as log,
+            RunFolder(self.folder, dump(config), config.record, resume_round=cut) as self._record,
+            EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
+            self._lanes.opened(),
         ):
-            save = saver(digest(config), folder, lambda: _snapshots(run, config.workers))
-            journal = Journal(config, record, lambda: _assessed(run, probe), save, progress)
-            events = EventJournal(journal, log, EventSeconds(config.workers, name))
-            steps = [learner.local_steps for learner in learners]
-            for event in run.run():
-                events.enter(event, run.time_s, steps)
-            events.end()
-        tokens_per_s = events.tokens / (time.perf_counter() - began)
-    if config.record.export:
-        publish(config, corpus, _model(run), folder)
-    return Result(events.loss, events.tokens, tokens_per_s, {name: events.time_s})
+            for learner in self._learners:
+                learner.pool = self._lanes.pool if self._lanes.count > 1 and _may_run_ahead(config) else None
+            yield
+            self._cut = self.finished
+
+    def advance(self) -> None:
+        """Goes on to the end of the next round. Raises TrainingError when a number is not finite."""
+        began, steps = time.perf_counter(), [learner.local_steps for learner in self._learners]
+        while self._events.round == self.finished:
+            event = next(self._happening, None)
+            if event is None:
+                self._events.end()
+            else:
+                self._events.enter(event, self._run.time_s, steps)
+        self.finished = self._events.round
+        self._busy_s += time.perf_counter() - began
+
+    def result(self) -> Result:
+        """The figures of the rounds so far; after the last, the model is published."""
+        if self.finished == self.config.rounds and self.config.record.export:
+            publish(self.config, self.task, _model(self._run), self.folder, mean_buffers(self.buffers()))
+        events, speed = self._events, self._events.tokens / self._busy_s if self._busy_s else 0.0
+        return Result(events.loss, events.tokens, speed, {self._name: events.time_s})
+
+    def models(self) -> list[Tensor]:
+        """The parameters of each worker, or of the server."""
+        return [self._run.model()] if isinstance(self._run, ServerRun) else self._run.models()
+
+    def buffers(self) -> list[list[Tensor]]:
+        """The buffers of each worker's model."""
+        return [learner.buffers for learner in self._learners]
+
+    def _assessed(self, probe: Probe) -> dict[str, Any]:
+        """The figures of a validation: of the server's model, or of the mean and each worker's own."""
+        run, buffers = self._run, self.buffers()
+        if isinstance(run, ServerRun):
+            return {"loss": probe.loss(run.model(), mean_buffers(buffers))}
+        return assess(run.models(), lambda models: [probe.loss(*weights) for weights in models], buffers)._asdict()
 
 
 _Loop = ServerRun | PairRun | GossipRun
@@ -121,18 +170,18 @@ class _Tally:
 class _Learner(Replica):
     """A replica whose local phase may be computed before the virtual time at which it ends."""
 
-    def __init__(
-        self, index: int, config: RunConfig, corpus: Corpus, device: torch.device, tally: _Tally, pool: Executor | None
-    ) -> None:
-        super().__init__(index, config, corpus, device)
-        self._tally, self._pool = tally, pool
+    def __init__(self, index: int, config: RunConfig, task: Task, device: torch.device, tally: _Tally) -> None:
+        super().__init__(index, config, task, device)
+        self._tally = tally
+        self.pool: Executor | None = None
+        """Threads that compute phases ahead; None to compute each when it ends."""
         self._ahead: Future[LocalPhase] | None = None
 
     def begin(self, number: int) -> None:
         """A phase begins; nothing but itself touches x until it ends."""
         self.round = self._tally.rounds
-        if self._pool is not None:
-            self._ahead = self._pool.submit(super().local_phase, number)
+        if self.pool is not None:
+            self._ahead = self.pool.submit(super().local_phase, number)
 
     def local_phase(self, round: int) -> LocalPhase:
         """The inner steps of a phase, which ends now."""
@@ -140,13 +189,6 @@ class _Learner(Replica):
         self._ahead = None
         self._tally.steps += self.local_steps
         return phase
-
-
-def _assessed(run: _Loop, probe: Probe) -> dict[str, Any]:
-    """The figures of a validation: of the server's model, or of the mean and each worker's own."""
-    if isinstance(run, ServerRun):
-        return {"loss": probe.loss(run.model())}
-    return assess(run.models(), lambda models: [probe.loss(x) for x in models])._asdict()
 
 
 def _model(run: _Loop) -> Tensor:

@@ -13,6 +13,7 @@ from gossamer.topologies.contract import Topology
 from gossamer.topologies.graphs import chain as chain
 from gossamer.topologies.graphs import complete as complete
 from gossamer.topologies.graphs import exponential as exponential
+from gossamer.topologies.graphs import graph as graph
 from gossamer.topologies.graphs import ring as ring
 from gossamer.topologies.graphs import star as star
 from gossamer.topologies.graphs import torus as torus

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from gossamer.errors import ConfigError
 from gossamer.options import Count, Share, factory
 from gossamer.topologies.contract import Edge, Seed, Topology, Workers, over_alive, planned_topology
-from gossamer.topologies.mixing import Mixing, metropolis
+from gossamer.topologies.mixing import Mixing, from_edges, metropolis
 from gossamer.topologies.sequences import powers_of_two
 
-__all__ = ["chain", "complete", "exponential", "ring", "star", "torus", "tree"]
+__all__ = ["chain", "complete", "edges_of", "exponential", "graph", "ring", "star", "torus", "tree"]
 
 
 @factory
@@ -179,6 +179,95 @@ def exponential(n: Workers, *, seed: Seed = 0) -> Topology:
     return planned_topology(
         n, over_alive(edges, n), tree=n == 2, symmetric=n <= 3, doubly_stochastic=True, psd=n <= 3, period=1
     )
+
+
+@factory
+def graph(n: Workers, *, seed: Seed = 0, edges: Sequence[Sequence[float]]) -> Topology:
+    """Any connected undirected graph, with Metropolis weights, or with its own.
+
+    With workers missing, the links between the others remain.
+
+    Args:
+        edges: a link (i, j), or (i, j, w_ij) if it has a weight of its own.
+    Cost: as many messages per worker and round as it has links.
+    Raises: ConfigError when a link is impossible, the graph is not connected, or the weights of a worker exceed one.
+
+    >>> graph(4, edges=[(0, 1), (1, 2), (2, 3)]) .mixing(0).hears_from(1)
+    (0, 2)
+    """
+    links = _links(n, edges)
+    weighted = all(w is not None for w in links.values())
+
+    def build(round: int, workers: Sequence[int]) -> Mixing:
+        alive = set(workers)
+        left = {(i, j): w for (i, j), w in links.items() if i in alive and j in alive}
+        if not weighted:
+            return from_edges(n, metropolis(n, left))
+        return from_edges(n, [edge for (i, j), w in left.items() for edge in ((i, j, w or 0.0), (j, i, w or 0.0))])
+
+    made = planned_topology(n, build, tree=len(links) == n - 1, symmetric=True, doubly_stochastic=True, period=1)
+    for i, row in enumerate(made.mixing(0).rows):
+        if dict(row)[i] < 0.0:
+            raise ConfigError(
+                f"topology 'graph' got edges whose weights at worker {i} sum to {1 - dict(row)[i]:g}; they may sum to 1 at most"
+            )
+    return made
+
+
+def _links(n: int, edges: Sequence[Sequence[float]]) -> dict[tuple[int, int], float | None]:
+    """The links with their weights. Raises ConfigError for those that are impossible, or do not connect all workers."""
+    links: dict[tuple[int, int], float | None] = {}
+    linked = list(range(n))  # a representative of each worker's component
+    for edge in edges:
+        ends, weight = tuple(edge[:2]), edge[2] if len(edge) == 3 else None
+        whole = len(ends) == 2 and len(edge) <= 3 and all(end == int(end) and 0 <= end < n for end in ends)
+        if not whole or ends[0] == ends[1] or (weight is not None and not weight > 0):
+            raise ConfigError(
+                f"topology 'graph' got the edge {tuple(edge)} for {n} workers; allowed are two different workers from 0 to "
+                f"{n - 1}, and a weight above 0: correct it"
+            )
+        i, j = sorted(map(int, ends))
+        links[i, j] = weight
+        a, b = linked[i], linked[j]
+        linked = [a if one == b else one for one in linked]
+    if len(set(linked)) > 1:
+        alone = [i for i in range(n) if linked[i] != linked[0]]
+        raise ConfigError(
+            f"topology 'graph' got {len(links)} links that do not connect worker {alone[0]} with worker 0; add one that does"
+        )
+    if 0 < (without := sum(w is None for w in links.values())) < len(links):
+        raise ConfigError(
+            f"topology 'graph' got {without} of {len(links)} edges without a weight; give all of them one, or none"
+        )
+    return links
+
+
+def edges_of(graph: object) -> tuple[int, list[list[float]]]:
+    """How many nodes a graph of networkx, or a list of edges, has, and its edges with the nodes numbered in their order.
+
+    >>> edges_of([("a", "b"), ("b", "c")])
+    (3, [[0, 1], [1, 2]])
+
+    Raises: ConfigError for anything else, and for a directed graph.
+    """
+    if hasattr(graph, "is_directed") and graph.is_directed():  # pyright: ignore[reportAttributeAccessIssue]
+        raise ConfigError(
+            f"topology got a directed {type(graph).__name__}; give an undirected graph, such as its to_undirected()"
+        )
+    try:
+        if hasattr(graph, "nodes"):
+            nodes = list(graph.nodes)  # pyright: ignore[reportAttributeAccessIssue]
+            edges = [[a, b, *([] if w is None else [float(w)])] for a, b, w in graph.edges(data="weight")]  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            edges = [list(edge) for edge in graph]  # pyright: ignore[reportGeneralTypeIssues]
+            nodes = sorted({node for a, b, *_ in edges for node in (a, b)})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"topology got a {type(graph).__name__}, which is no graph ({error}); give a topology, its name, a networkx graph "
+            "or a list of edges (i, j)"
+        ) from None
+    place = {node: i for i, node in enumerate(nodes)}
+    return len(nodes), [[place[a], place[b], *weight] for a, b, *weight in edges]
 
 
 def _most_square(m: int) -> int:
