@@ -40,9 +40,13 @@ class ModelConfig:
     """A Llama of a named size; the other fields override single dimensions of it."""
 
     size: Annotated[str, OneOf(SIZES)] = "1m"
+    """A named shape; up to 30m the name counts parameters with a vocabulary of 256, from 134m on with one of 32,000."""
     hidden_size: AtLeastOne | None = None
+    """Width of the model."""
     layers: AtLeastOne | None = None
+    """Transformer blocks."""
     heads: AtLeastOne | None = None
+    """Attention heads."""
     kv_heads: AtLeastOne | None = None
     """Heads of keys and values (grouped-query attention when fewer than `heads`)."""
     intermediate_size: AtLeastOne | None = None

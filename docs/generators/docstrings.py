@@ -1,0 +1,85 @@
+"""How our docstrings are written, and for mkdocstrings: the same docstrings in the form that it reads.
+
+It imports nothing of gossamer, because mkdocstrings reads the sources without running them.
+"""
+
+import inspect
+import re
+from typing import Any
+
+import griffe
+
+__all__ = ["LABEL", "TITLES", "Ours", "block", "is_equation", "to_google"]
+
+LABEL = re.compile(r"(Args|Cost|Source|Differs|Fails when|Raises|Returns|Shapes|Units): ?(.*)")
+TITLES = {"Cost": "Cost", "Source": "Source", "Differs": "Where it differs", "Fails when": "When it fails"}
+"""The words of a page for those of a docstring."""
+
+
+class Ours(griffe.Extension):
+    """Rewrites each docstring while the sources are read."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Called with each module, class, function and attribute."""
+        if obj.docstring is not None:
+            obj.docstring.value = to_google(obj.docstring.value)
+
+
+def is_equation(paragraph: str) -> bool:
+    """Whether a paragraph holds equations: it does not end like a sentence, and has a sign of one.
+
+    >>> is_equation("θ ← θ - η d"), is_equation("The rate is η = 1."), is_equation("a word")
+    (True, False, False)
+    """
+    if paragraph.rstrip().endswith((".", ":")) or "`" in paragraph:
+        return False
+    return bool(re.search(r" [=←→≥≤] ", paragraph))
+
+
+def block(equations: str) -> str:
+    """Equations as Markdown."""
+    return f"```text\n{equations}\n```"
+
+
+def to_google(text: str) -> str:
+    """A docstring of ours in the form that mkdocstrings reads: equations in blocks, and a label as a bold word.
+
+    >>> print(to_google("Adds.\\n\\na = b\\n\\nCost: none,\\n    ever.\\n\\n>>> 1\\n1"))
+    Adds.
+    <BLANKLINE>
+    ```text
+    a = b
+    ```
+    <BLANKLINE>
+    **Cost.** none, ever.
+    <BLANKLINE>
+    ```pycon
+    >>> 1
+    1
+    ```
+    """
+    parts: list[str] = []
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        if paragraph.startswith(">>>"):
+            parts.append(f"```pycon\n{paragraph}\n```")
+        elif LABEL.match(paragraph):
+            parts += _labels(paragraph)
+        else:
+            parts.append(block(paragraph) if is_equation(paragraph) and paragraph[0] != " " else paragraph)
+    return "\n\n".join(parts)
+
+
+def _labels(paragraph: str) -> list[str]:
+    """The labelled parts of a paragraph, each a paragraph of its own."""
+    parts: list[str] = []
+    for line in paragraph.splitlines():
+        begins = LABEL.match(line)
+        if begins and begins[1] == "Args" and not begins[2]:
+            parts.append(line)
+        elif begins:
+            parts.append(f"**{TITLES.get(begins[1], begins[1])}.** {begins[2]}")
+        elif parts and parts[-1].startswith("Args:"):
+            parts[-1] += "\n" + line
+        elif parts:
+            parts[-1] += " " + line.strip()
+    return parts
