@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from generators import command_line, methods, python_names, run_file, tables
 
 __all__ = ["write"]

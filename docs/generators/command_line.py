@@ -5,9 +5,9 @@ import io
 import re
 from collections.abc import Iterator
 
-from generators.prose import escaped, table
 from rich.console import Console
 
+from generators.prose import escaped, table
 from gossamer.cli import VERBS, app
 
 __all__ = ["page"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import griffe
 
-__all__ = ["LABEL", "TITLES", "Ours", "block", "is_equation", "to_google"]
+__all__ = ["LABEL", "TITLES", "Ours", "block", "capital", "is_equation", "to_google"]
 
 LABEL = re.compile(r"(Args|Cost|Source|Differs|Fails when|Raises|Returns|Shapes|Units): ?(.*)")
 TITLES = {"Cost": "Cost", "Source": "Source", "Differs": "Where it differs", "Fails when": "When it fails"}
@@ -23,6 +23,17 @@ class Ours(griffe.Extension):
         """Called with each module, class, function and attribute."""
         if obj.docstring is not None:
             obj.docstring.value = to_google(obj.docstring.value)
+
+
+def capital(text: str) -> str:
+    """A text with a capital at its beginning, if it begins with a word of English.
+
+    >>> capital("a mean"), capital("one mean"), capital("arXiv 1"), capital("γ is small")
+    ('A mean', 'One mean', 'arXiv 1', 'γ is small')
+    """
+    word = text.partition(" ")[0]
+    english = word == "a" or (len(word) > 1 and word.isalpha() and word.isascii() and word != "arXiv")
+    return text[:1].upper() + text[1:] if english else text
 
 
 def is_equation(paragraph: str) -> bool:
@@ -44,7 +55,7 @@ def block(equations: str) -> str:
 def to_google(text: str) -> str:
     """A docstring of ours in the form that mkdocstrings reads: equations in blocks, and a label as a bold word.
 
-    >>> print(to_google("Adds.\\n\\na = b\\n\\nCost: none,\\n    ever.\\n\\n>>> 1\\n1"))
+    >>> print(to_google("Adds.\\n\\na = b\\n\\nCost: none,\\n    ever."))
     Adds.
     <BLANKLINE>
     ```text
@@ -52,11 +63,6 @@ def to_google(text: str) -> str:
     ```
     <BLANKLINE>
     **Cost.** none, ever.
-    <BLANKLINE>
-    ```pycon
-    >>> 1
-    1
-    ```
     """
     parts: list[str] = []
     for paragraph in inspect.cleandoc(text).split("\n\n"):
@@ -77,7 +83,7 @@ def _labels(paragraph: str) -> list[str]:
         if begins and begins[1] == "Args" and not begins[2]:
             parts.append(line)
         elif begins:
-            parts.append(f"**{TITLES.get(begins[1], begins[1])}.** {begins[2]}")
+            parts.append(f"**{TITLES.get(begins[1], begins[1])}.** {capital(begins[2])}")
         elif parts and parts[-1].startswith("Args:"):
             parts[-1] += "\n" + line
         elif parts:

@@ -1,13 +1,14 @@
 """A page for every method, and the page that leads to them."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tomli_w
+
 from generators import drawing
 from generators.prose import about, begun, escaped, first_line, options_table, table
-
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.cli.methods_page import MethodRow, counted_for, linked, rows
 from gossamer.rules import RULES, WRAPPERS
@@ -143,7 +144,9 @@ def _index() -> str:
                 continue
             row = counted[name]
             what = escaped(first_line(FACTORIES[name])) if name in FACTORIES else row.made_of
-            lines.append((link, what, f"{row.sends}<br>{row.sent}", row.keeps, linked(row.source)))
+            lines.append(
+                (link, what, f"{row.sends}<br>{_together(row.sent)}", _together(row.keeps), linked(row.source))
+            )
         parts.append(f"## {GROUPS[group]}\n\n" + table(("method", "what it does", "sends", "keeps", "source"), lines))
     parts.append("[Wrappers](methods/wrappers.md) change any rule that fits them.\n")
     parts.append(f"## How it was counted\n\n{counted_for()}\n")
@@ -163,6 +166,8 @@ def _page(name: str, recipe: Recipe, row: MethodRow) -> str:
         parts.append(about(factory, labels=()))
     else:
         changes = {key: value for key, value in recipe.settings.items() if recipes()[base].settings.get(key) != value}
+        if any(key.startswith(f"{kind}.") for key in changes):
+            changes = {f"{kind}.name": base, **changes}  # so that its options stand next to its name
         said_of_base = escaped(first_line(factory).rstrip("."))
         parts.append(f"[`{base}`]({base}.md) with {made_of(changes)}.\n\n`{base}`: {said_of_base}.\n")
         parts.append(about(factory, first=False, labels=()))
@@ -172,7 +177,7 @@ def _page(name: str, recipe: Recipe, row: MethodRow) -> str:
         "\n## Cost\n",
         _cost(row, said(factory, "Cost")),
     ]
-    parts.append(f"## When it fails\n\n{_sentence(recipe.fails)}\n")
+    parts.append(f"## When it fails\n\n{_fails(recipe.fails)}\n")
     parts.append(f"## Source\n\n{_sentence(recipe.source)}\n")
     differs = [text for text in (recipe.differs, said(factory, "Differs")) if text]
     if differs:
@@ -212,7 +217,10 @@ def _picture(kind: str, settings: Mapping[str, Any]) -> str:
     options = dict(_below(settings, "topology"))
     name = options.pop("name")
     topology = make_topology(name, _DRAWN, seed=0, **options)
-    text = f"Topology [`{name}`](../topologies.md#{name}), {_DRAWN} workers. Any other that the rule can use may be named instead."
+    link = f"[`{name}`](../topologies.md#{name})"
+    text = f"Topology {link}, {_DRAWN} workers."
+    if kind == "rule" and RULES[settings["rule.name"]]().needs == "connected":
+        text += " Any other that keeps the mean may be named instead."
     if kind == "pair":
         text = (
             f"Workers meet in pairs, at random times, along the links of topology [`{name}`](../topologies.md#{name})."
@@ -222,21 +230,24 @@ def _picture(kind: str, settings: Mapping[str, Any]) -> str:
 
 def _cost(row: MethodRow, words: str) -> str:
     lines = [
-        ("exchanges", f"after every {row.round}"), ("sends", row.sends), ("sent by one worker", row.sent),
-        ("keeps", row.keeps), ("needs", row.needs),
+        ("exchanges", f"after every {row.round.removeprefix('1 ')}"), ("sends", row.sends), ("sent", _together(row.sent)),
+        ("keeps", _together(row.keeps)), ("needs", row.needs),
     ]  # fmt: skip
     note = "P is the size of the model in fp32. [How it was counted](../methods.md#how-it-was-counted)."
-    return f"{_sentence(words)}\n\n{table(('', ''), lines)}\n{note}\n"
+    counted = table(("per worker and round", "counted"), lines)
+    return f"{_sentence(words)}\n\n{counted}\n{note}\n"
 
 
 def _run_it(name: str, settings: Mapping[str, Any], kind: str) -> str:
     toml = tomli_w.dumps(with_settings({}, settings)).rstrip()
+    clocked = kind != "rule" or not settings.get("run.wait", True) or settings.get("run.adapt", False)
+    file = "configs/heloco.toml" if clocked else "configs/gasloc.toml"
     parts = [
         "## Run it\n", f'In a run file, `method = "{name}"`, which stands for\n', f"```toml\n{toml}\n```\n",
-        "On the command line:\n", f"```\ngossamer simulate configs/gasloc.toml --set method={name}\n```\n",
+        "On the command line:\n", f"```\ngossamer simulate {file} --set method={name}\n```\n",
     ]  # fmt: skip
-    if kind != "rule" or settings.get("run.wait") is False:
-        needs = "It follows the seconds of a network: declare `[network.NAME]` and name it in `events.network`"
+    if clocked:
+        needs = "It follows the seconds of a network, which that file declares as `[network.NAME]`"
         parts.append(f"{needs} ([run file](../reference/run-file.md#events)).\n")
     if code := python_of(settings):
         parts.append(f"In your own loop ([how](../how-to/own-loop.md)):\n\n```python\n{code}\n```\n")
@@ -246,6 +257,16 @@ def _run_it(name: str, settings: Mapping[str, Any], kind: str) -> str:
     else:
         parts.append("`gossamer.Outer` does not offer it: it runs from a run file only.\n")
     return "\n".join(parts)
+
+
+def _together(text: str) -> str:
+    """Numbers that stay on one line with their units."""
+    return re.sub(r"(?<=[\d)]) (?=P|MB)", "\u00a0", text)
+
+
+def _fails(text: str) -> str:
+    """The words of a docstring after "Fails when:", as a sentence."""
+    return escaped(text[:1].upper() + text[1:] if text.startswith("always") else f"When {text}")
 
 
 def _sentence(text: str) -> str:

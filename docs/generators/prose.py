@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from generators.docstrings import LABEL, TITLES, block, is_equation
-
+from generators.docstrings import LABEL, TITLES, block, capital, is_equation
 from gossamer.cli.methods_page import linked
 from gossamer.options import Option, options_of
 
@@ -72,9 +71,8 @@ def options_table(factory: Callable[..., Any]) -> str:
 
 
 def begun(text: str) -> str:
-    """A text with a capital at its beginning, if it begins with a word of English."""
-    word = text.partition(" ")[0]
-    return escaped(text[:1].upper() + text[1:] if len(word) > 1 and word.isalpha() and word.isascii() else text)
+    """A text for Markdown, with a capital at its beginning."""
+    return escaped(capital(text))
 
 
 def _default(option: Option) -> str:

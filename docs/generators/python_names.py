@@ -25,6 +25,8 @@ The names of the package stand first, then those of its public modules. Rules, t
 """
 _MODULES = ("gossamer.rules.contract", "gossamer.testing", "gossamer.integrations", "gossamer.errors")
 """Modules whose names are public besides those of the package; one that does not exist is left out."""
+_FIRST = ("Outer", "simulate", "sweep", "method")
+"""What most readers look for."""
 _ELSEWHERE = {**RULES, **WRAPPERS, **TOPOLOGIES, **CODECS, **SERVERS, **PAIRS}
 
 
@@ -43,7 +45,7 @@ def page() -> str:
 def _directives(module: str, seen: set[str]) -> Iterator[str]:
     home = importlib.import_module(module)
     names = home.__all__ if hasattr(home, "__all__") else [name for name in vars(home) if name[0] != "_"]
-    for name in sorted(names, key=lambda name: (name.islower(), name)):
+    for name in sorted(names, key=lambda name: (name not in _FIRST, name.islower(), name)):
         value = getattr(home, name)
         if not isinstance(value, type | types.FunctionType) or name in _ELSEWHERE:
             continue

@@ -1,20 +1,24 @@
 """The reference of run files: every key with its values, default and meaning, from the JSON schema."""
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
 
 from generators.prose import escaped, table
-
-from gossamer.run.config import json_schema
+from gossamer.run.choice import Choice
+from gossamer.run.config import RunConfig, json_schema
+from gossamer.run.document import EXPERIMENT
 
 __all__ = ["page"]
 
+_MOST = 12
+"""Names that a cell of a table may list."""
 Part = Mapping[str, Any]
 _HEAD = """# Run file
 
-A run is one TOML file. Every key has a default, so an empty file is a run. `gossamer check FILE` says what a file will do, or lists
-all its mistakes; `--set KEY=VALUE` overrides one key on the command line.
+A run is one TOML file. Every key has a default, so an empty file is a run. `gossamer check FILE` says what a file will do, or
+lists all its mistakes. `--set KEY=VALUE` overrides one key on the command line.
 
 ```toml
 name = "first"
@@ -30,6 +34,10 @@ local_steps = 30
 own pages; write them next to the name. `method = "NAME"` sets the keys of a recipe. Networks may also stand in a file of their
 own, without `[network.NAME]` above the keys.
 """
+_EXPERIMENT = """## In an experiment file
+
+`gossamer compare FILE` trains several runs from one file. Besides the keys of its base run, such a file has these:
+"""
 _PLACES = {
     "events": "events", "model": "model", "data": "data", "inner": "inner", "run": "run", "schedule": "schedule",
     "record": "record", "network": "network.NAME",
@@ -40,8 +48,14 @@ def page() -> str:
     """The page, from the JSON schema."""
     schema = json_schema()
     definitions: dict[str, Part] = schema["$defs"]
-    top = {key: part for key, part in schema["properties"].items() if not _table_of(part, definitions)}
-    parts = [_HEAD, "## Top of the file\n", _rows(top, schema, definitions)]
+    chosen = {one.name: one.default.name for one in dataclasses.fields(RunConfig) if isinstance(one.default, Choice)}
+    top = {
+        key: part | ({"default": chosen[key]} if key in chosen else {})
+        for key, part in schema["properties"].items()
+        if not _table_of(part, definitions) and key not in EXPERIMENT
+    }
+    parts = [_HEAD, "## Top of the file\n", _rows(top, schema, definitions), _EXPERIMENT]
+    parts.append(_rows({key: schema["properties"][key] for key in EXPERIMENT}, schema, definitions))
     for key, part in schema["properties"].items():
         if name := _table_of(part, definitions):
             parts += _section(_PLACES.get(key, key), definitions[name], definitions)
@@ -66,7 +80,8 @@ def _section(place: str, part: Part, definitions: Mapping[str, Part]) -> list[st
 def _rows(properties: Mapping[str, Part], owner: Part, definitions: Mapping[str, Part]) -> str:
     rows = []
     for key, part in properties.items():
-        default = "required" if key in owner.get("required", ()) else _shown(part.get("default"))
+        unset = "" if _table_of(part, definitions) else "not set"
+        default = "required" if key in owner.get("required", ()) else _shown(part.get("default")) or unset
         meaning = _joined(part.get("description", "")) or (f"see [{key}]" if _table_of(part, definitions) else "")
         rows.append((f"`{key}`", _values(part, definitions), default, escaped(meaning)))
     return table(("key", "values", "default", "meaning"), rows)
@@ -85,8 +100,7 @@ def _values(part: Part, definitions: Mapping[str, Part]) -> str:
     if name := _table_of(part, definitions):
         return "tables" if part.get("type") in ("array", "object") and name else "a table"
     if names := part.get("enum") or ([part["const"]] if "const" in part else None):
-        words = ", ".join(f"`{json.dumps(one)}`" for one in names)
-        return words if len(names) <= 12 else f"a name: {words}"
+        return ", ".join(f"`{json.dumps(one)}`" for one in names) if len(names) <= _MOST else "a name"
     if choices := part.get("anyOf"):
         if "enum" in choices[0] and len(choices) > 4:  # a row of a table of methods
             return "a name, or a table with name and options"
@@ -113,7 +127,7 @@ def _values(part: Part, definitions: Mapping[str, Part]) -> str:
 
 def _span(part: Part) -> str:
     """The bounds of a number, in words."""
-    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     found = [f"{word} {part[key]:g}" for key, word in words.items() if key in part and abs(part[key]) < 2**31]
     return " " + " and ".join(found) if found else ""
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator
 
 import torch
-from generators import drawing
-from generators.prose import about, escaped, first_line, labelled, options_table, table
 
+from generators import drawing
+from generators.prose import about, escaped, first_line, options_table, table
 from gossamer.codecs import CODECS, make_codec
 from gossamer.rounds.stability import largest_stable_gamma, stability
 from gossamer.rules.contract import Consensus
@@ -29,9 +29,9 @@ topology = { name = "random", peers = 2 }
 `gossamer topology NAME` prints the graph, the spectral gap and the largest stable momentum. In Python,
 `gossamer.Outer(model, rule, topology="ring")`, or one with options from `gossamer.topologies`.
 
-The numbers are for 8 workers. **Messages** are those that a worker sends in a round, on average. **Disagreement** is what one round of
-gossip leaves of it, in the long run: 0 is an exact mean. The **largest momentum** is that of GASLoC (form "post", gossip step 1)
-up to which the disagreement stays bounded.
+The numbers are for 8 workers. **Messages** are those that a worker sends in a round, on average. **Disagreement** is what one
+round of gossip leaves of it, in the long run; some sequences reach the exact mean. The **largest
+momentum** is that of GASLoC (form "post", gossip step 1) up to which the disagreement stays bounded.
 """
 _CODECS = """# Codecs
 
@@ -75,7 +75,9 @@ def _mixing(topology: Topology) -> tuple[str, str]:
         return "for push rules", "for push rules"
     radius = stability(Consensus(1.0, 0.0, "post"), topology).radius
     gamma = largest_stable_gamma(1.0, "post", topology)
-    return f"× {radius:.3f}", "any" if gamma >= 1 else "none" if math.isnan(gamma) else f"{gamma:.3f}"
+    exact = topology.exact_rounds
+    left = f"× {radius:.3f}" if not exact else f"exact after {exact} round{'s' * (exact > 1)}"
+    return left, "any" if gamma >= 1 else "none" if math.isnan(gamma) else f"{gamma:.3f}"
 
 
 def _codecs() -> str:

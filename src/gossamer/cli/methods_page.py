@@ -97,7 +97,8 @@ without waiting) run over virtual time, with the seconds of a network in the run
 ([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). `gossamer compare configs/methods.toml` trains them all on
 the same data ([results](results/methods.md)); the documentation of each rule has its equation.
 """
-_COUNTED = """The columns "sent" and "kept" are counted from rounds that were played without data: {workers} workers, model `{size}` with
+_COUNTED = """\
+The columns "sent" and "kept" are counted from rounds that were played without data: {workers} workers, model `{size}` with
 {parameters:,} parameters, so that P, the model in fp32, is {megabytes:.0f} MB, and {steps} local steps where the method does not
 set 1. "Sent": mean bytes per worker and round (per local phase for asynchronous methods); "differences" are zero for a worker
 that has not moved. "Kept": copies in addition to parameters and inner optimizer; those "under way" belong to exchanges that
