@@ -58,7 +58,7 @@ def page() -> str:
     parts.append(_rows({key: schema["properties"][key] for key in EXPERIMENT}, schema, definitions))
     for key, part in schema["properties"].items():
         if name := _table_of(part, definitions):
-            parts += _section(_PLACES.get(key, key), definitions[name], definitions)
+            parts += _section(_PLACES[key] if key in _PLACES else key, definitions[name], definitions)
     return "\n".join(parts)
 
 
