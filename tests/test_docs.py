@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import generate
+import gossamer
 from generators.methods import python_of
 from gossamer import topologies
 from gossamer.cli import VERBS, main
@@ -99,6 +100,44 @@ def test_the_python_on_the_page_of_a_method_makes_it(name):
         assert (codec.back.name if codec.back else None) == settings.get("codec.back")
         schedule = {key: value for key, value in settings.items() if key.startswith("schedule.")}
         assert all(getattr(outer.method.schedule, key.partition(".")[2]) == value for key, value in schedule.items())
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_parts_on_the_page_about_own_parts_train():
+    scope: dict[str, Any] = {"gossamer": gossamer, "workers": 1}
+    outers = []
+    for code in python_blocks("how-to/own-parts.md"):
+        scope["model"] = model = torch.nn.Linear(8, 8)
+        exec(code, scope)
+        if outer := scope.pop("outer", None):
+            before = model.weight.detach().clone()
+            with outer, torch.no_grad():
+                model.weight += 1.0
+                assert [outer.step() for _ in range(30)] == [False] * 29 + [True]
+            assert not torch.equal(model.weight, before)
+            outers.append(outer.method)
+    assert [method.rule.name for method in outers] == ["cautious", "gasloc", "diloco"]
+    assert outers[2].codec.name == "halves"
+    mixings = [scope["pairs"](4).mixing(t) for t in range(2)]
+    assert [[mixing.hears_from(i) for i in range(4)] for mixing in mixings] == [
+        [(1,), (0,), (3,), (2,)],
+        [(), (2,), (1,), ()],
+    ]
+    assert all(mixing.weight(1) == 0.5 for mixing in mixings)
+
+
+def test_the_methods_on_the_page_about_an_own_loop_can_be_made():
+    choices = python_blocks("how-to/own-loop.md")[1].splitlines()
+    lines = [line for line in choices if line.startswith("outer = ")]
+    assert len(lines) == 4
+    for line in lines:
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        scope: dict[str, Any] = {"model": model}
+        exec(f"{choices[0]}\n{line}", scope)
+        scope["outer"].close()
 
 
 def test_the_tutorial_works_as_written(tmp_path, monkeypatch):

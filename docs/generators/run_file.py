@@ -38,10 +38,6 @@ _EXPERIMENT = """## In an experiment file
 
 `gossamer compare FILE` trains several runs from one file. Besides the keys of its base run, such a file has these:
 """
-_PLACES = {
-    "events": "events", "model": "model", "data": "data", "inner": "inner", "run": "run", "schedule": "schedule",
-    "record": "record", "network": "network.NAME",
-}  # fmt: skip
 
 
 def page() -> str:
@@ -58,7 +54,8 @@ def page() -> str:
     parts.append(_rows({key: schema["properties"][key] for key in EXPERIMENT}, schema, definitions))
     for key, part in schema["properties"].items():
         if name := _table_of(part, definitions):
-            parts += _section(_PLACES[key] if key in _PLACES else key, definitions[name], definitions)
+            place = "network.NAME" if key == "network" else key
+            parts += _section(place, definitions[name], definitions)
     return "\n".join(parts)
 
 
