@@ -9,11 +9,9 @@ from typing import Any
 
 import griffe
 
-__all__ = ["LABEL", "TITLES", "Ours", "block", "capital", "is_equation", "to_google"]
+__all__ = ["LABEL", "Ours", "block", "capital", "is_equation", "to_google", "under"]
 
 LABEL = re.compile(r"(Args|Cost|Source|Differs|Fails when|Raises|Returns|Shapes|Units): ?(.*)")
-TITLES = {"Cost": "Cost", "Source": "Source", "Differs": "Where it differs", "Fails when": "When it fails"}
-"""The words of a page for those of a docstring."""
 
 
 class Ours(griffe.Extension):
@@ -36,6 +34,16 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:] if english else text
 
 
+def under(label: str, text: str) -> str:
+    """What a docstring says under a label, as Markdown.
+
+    >>> under("Source", "a paper."), under("Fails when", "it rains.")
+    ('**Source.** A paper.', '**Fails when** it rains.')
+    """
+    words = {"Differs": "Where it differs"}.get(label, label)
+    return f"**{words}** {text}" if label == "Fails when" else f"**{words}.** {capital(text)}"
+
+
 def is_equation(paragraph: str) -> bool:
     """Whether a paragraph holds equations: it does not end like a sentence, and has a sign of one.
 
@@ -49,7 +57,7 @@ def is_equation(paragraph: str) -> bool:
 
 def block(equations: str) -> str:
     """Equations as Markdown."""
-    return f"```text\n{equations}\n```"
+    return f"``` {{.text .equation}}\n{equations}\n```"
 
 
 def to_google(text: str) -> str:
@@ -58,7 +66,7 @@ def to_google(text: str) -> str:
     >>> print(to_google("Adds.\\n\\na = b\\n\\nCost: none,\\n    ever."))
     Adds.
     <BLANKLINE>
-    ```text
+    ``` {.text .equation}
     a = b
     ```
     <BLANKLINE>
@@ -83,7 +91,7 @@ def _labels(paragraph: str) -> list[str]:
         if begins and begins[1] == "Args" and not begins[2]:
             parts.append(line)
         elif begins:
-            parts.append(f"**{TITLES.get(begins[1], begins[1])}.** {capital(begins[2])}")
+            parts.append(under(begins[1], begins[2]))
         elif parts and parts[-1].startswith("Args:"):
             parts[-1] += "\n" + line
         elif parts:

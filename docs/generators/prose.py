@@ -1,15 +1,19 @@
 """Docstrings as Markdown: equations in blocks, labelled paragraphs, tables and links to papers."""
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from generators.docstrings import LABEL, TITLES, block, capital, is_equation
+from generators.docstrings import LABEL, block, capital, is_equation, under
 from gossamer.cli.methods_page import linked
 from gossamer.options import Option, options_of
 
-__all__ = ["about", "begun", "escaped", "first_line", "labelled", "options_table", "table"]
+__all__ = ["PARTS", "about", "begun", "escaped", "first_line", "labelled", "options_table", "table"]
+
+PARTS = ("Cost", "Source", "Differs", "Fails when")
+"""The labelled parts that a page shows, in their order."""
 
 
 def escaped(text: str) -> str:
@@ -19,7 +23,8 @@ def escaped(text: str) -> str:
     Σ\\_j w\\_ij `a_b` in (0, 1), 2 \\* 3, [arXiv 1234.56789](https://arxiv.org/abs/1234.56789)
     """
     parts = re.split(r"(`[^`]*`)", text)
-    return linked("".join(part if part[:1] == "`" else re.sub(r"([_*<\[\]~])", r"\\\1", part) for part in parts))
+    plain = (re.sub(r"([_*\[\]])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2])
+    return linked("".join(itertools.chain(*itertools.zip_longest(plain, parts[1::2], fillvalue=""))))
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -52,7 +57,7 @@ def labelled(made: object) -> dict[str, str]:
     return found
 
 
-def about(made: object, *, first: bool = True, labels: Iterable[str] = tuple(TITLES)) -> str:
+def about(made: object, *, first: bool = True, labels: Iterable[str] = PARTS) -> str:
     """What a docstring says in sentences, equations and labelled parts; without its options and examples."""
     body = (inspect.getdoc(made) or "").split("\n\n")[1:]
     parts = [escaped(first_line(made))] if first else []
@@ -60,7 +65,7 @@ def about(made: object, *, first: bool = True, labels: Iterable[str] = tuple(TIT
         if not LABEL.match(paragraph) and not paragraph.startswith(">>>"):
             parts.append(block(paragraph) if is_equation(paragraph) else escaped(" ".join(paragraph.split())))
     found = labelled(made)
-    parts += [f"**{TITLES.get(label, label)}.** {begun(found[label])}" for label in labels if label in found]
+    parts += [under(label, escaped(found[label])) for label in labels if label in found]
     return "\n\n".join(parts) + "\n"
 
 

@@ -49,6 +49,8 @@ def _directives(module: str, seen: set[str]) -> Iterator[str]:
         value = getattr(home, name)
         if not isinstance(value, type | types.FunctionType) or name in _ELSEWHERE:
             continue
+        if module == "gossamer.errors" and not isinstance(value, type):
+            continue  # what writes the sentences of errors
         path = f"{value.__module__}.{value.__qualname__}"
         if path.startswith(f"{gossamer.__name__}.") and path not in seen:
             seen.add(path)
