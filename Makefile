@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROCESSES ?= 2
 
-.PHONY: help demo test parity bench methods results
+.PHONY: help demo test parity bench methods results docs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -29,6 +29,10 @@ methods: .venv/.installed  ## write docs/methods.md from the code
 
 results: .venv/.installed  ## write the results that are computed, not measured: docs/results/utilisation.md and its figure
 	$(BIN)/python benchmarks/utilisation.py
+
+docs: .venv/.installed  ## build the site strictly into site/
+	$(BIN)/python docs/generate.py build/docs
+	PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file build/docs/mkdocs.yml --site-dir $(CURDIR)/site
 
 # torch comes first and on its own, so that the build pip is configured for (CPU or CUDA) is settled before anything asks for it.
 .venv/.installed: pyproject.toml constraints.txt

@@ -82,6 +82,13 @@ def test_a_method_on_the_command_line_replaces_the_same_keys_of_the_file_and_lea
     assert "rule" not in with_settings(file, {"method": "heloco"})
 
 
+def test_a_part_that_a_file_gives_by_its_name_alone_takes_settings_as_a_table_does():
+    file = {"rule": "gasloc", "topology": "random"}
+    assert with_settings(file, {"topology.peers": 2})["topology"] == {"name": "random", "peers": 2}
+    assert with_settings(file, {"method": "diloco"}) == {"rule": {"name": "diloco"}, "topology": {"name": "complete"}}
+    assert file["topology"] == "random"
+
+
 def test_an_unknown_method_is_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'muloco'"):
         parse({"method": "mulocco"})

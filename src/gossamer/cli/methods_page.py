@@ -17,7 +17,7 @@ from gossamer.run.methods import FACTORIES, Recipe, first_sentence, made_of, mis
 from gossamer.run.settle import InPairs, WithServer, settle
 from gossamer.run.traffic import PROBE, Traffic, layout_for, probe_message, traffic
 
-__all__ = ["MethodRow", "markdown", "rows"]
+__all__ = ["MethodRow", "counted_for", "linked", "markdown", "rows"]
 
 _BASE = {
     "workers": 8, "model.size": "134m", "run.steps": 120, "run.local_steps": 30,
@@ -56,15 +56,9 @@ def rows() -> tuple[MethodRow, ...]:
 
 def markdown() -> str:
     """The page that `gossamer list --markdown` prints."""
-    base = parse(with_settings({}, _BASE))
-    parameters = parameter_count(base.model, _VOCABULARY)
-    head = _HEAD.format(
-        workers=base.workers, size=base.model.size, parameters=parameters, megabytes=4 * parameters / 1e6,
-        steps=base.full_steps,
-    )  # fmt: skip
     headings = [field.replace("_", " ") for field in MethodRow._fields]
     lines = [headings, ["---"] * len(headings)]
-    lines += [[f"`{row.method}`", *(_linked(cell) for cell in row[1:])] for row in rows()]
+    lines += [[f"`{row.method}`", *(linked(cell) for cell in row[1:])] for row in rows()]
     table = markdown_lines(lines)
     differing = {
         name: recipe.differs or said(FACTORIES[name], "Differs") for name, recipe in recipes().items() if _own(name)
@@ -72,7 +66,17 @@ def markdown() -> str:
     notes = "".join(f"- `{name}`: {text.rstrip('.')}.\n" for name, text in differing.items() if text)
     closed = [f"`{name}` ({first_sentence(said(f, 'Source'))})" for name, f in FACTORIES.items() if missing(f)]
     notes = f"Not for training models, but as a reference: {', '.join(closed)}.\n\n" + notes if closed else notes
-    return f"{head}\n{table}\n## What differs from the sources\n\n{_linked(notes)}"
+    return f"{_HEAD}\n{counted_for()}\n\n{table}\n## What differs from the sources\n\n{linked(notes)}"
+
+
+def counted_for() -> str:
+    """The paragraph about the sizes that the rows are counted for."""
+    base = parse(with_settings({}, _BASE))
+    parameters = parameter_count(base.model, _VOCABULARY)
+    return _COUNTED.format(
+        workers=base.workers, size=base.model.size, parameters=parameters, megabytes=4 * parameters / 1e6,
+        steps=base.full_steps,
+    )  # fmt: skip
 
 
 _HEAD = """<!-- Made by `make methods` from the code; a test compares the two. -->
@@ -92,13 +96,13 @@ existing rule with another topology, codec, schedule or inner optimizer. Asynchr
 without waiting) run over virtual time, with the seconds of a network in the run file
 ([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). `gossamer compare configs/methods.toml` trains them all on
 the same data ([results](results/methods.md)); the documentation of each rule has its equation.
-
+"""
+_COUNTED = """\
 The columns "sent" and "kept" are counted from rounds that were played without data: {workers} workers, model `{size}` with
 {parameters:,} parameters, so that P, the model in fp32, is {megabytes:.0f} MB, and {steps} local steps where the method does not
 set 1. "Sent": mean bytes per worker and round (per local phase for asynchronous methods); "differences" are zero for a worker
 that has not moved. "Kept": copies in addition to parameters and inner optimizer; those "under way" belong to exchanges that
-overlap with training.
-"""
+overlap with training."""
 
 
 def _own(name: str) -> bool:
@@ -170,6 +174,6 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
     return f"{what}{'' if m.codec.exact else f' in {m.codec.name}'} to {to}{back}"
 
 
-def _linked(text: str) -> str:
-    """Papers as links."""
+def linked(text: str) -> str:
+    """A text with its papers as links, in Markdown."""
     return re.sub(r"arXiv (\d{4}\.\d{4,5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)

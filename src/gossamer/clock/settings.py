@@ -17,8 +17,11 @@ class Away:
     """A worker that leaves, and may return."""
 
     worker: int
+    """Its number."""
     leave_s: Annotated[float, Field(ge=0)]
+    """Virtual seconds after which it leaves."""
     return_s: Annotated[float, AllowInfNan(True)] = math.inf
+    """Virtual seconds after which it returns; inf for never."""
 
     def __post_init__(self) -> None:
         if not self.leave_s < self.return_s:
@@ -44,3 +47,4 @@ class EventsConfig:
     meetings: Annotated[float, Field(gt=0)] | None = None
     """Meetings of a worker per mean local phase, for a pair rule; 1 by default."""
     absences: tuple[Away, ...] = ()
+    """Workers that leave, and when."""

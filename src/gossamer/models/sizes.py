@@ -43,15 +43,19 @@ class ModelConfig:
     """A Llama of a named size; the other fields override single dimensions of it."""
 
     size: Annotated[str, OneOf(SIZES, code=True)] = "1m"
-    """A size of the built-in Llama; or "package.module:name", a function of yours that returns the model."""
+    """A shape of the built-in Llama; up to 30m the name counts parameters with a vocabulary of 256, from 134m on with one of
+    32,000. Or "package.module:name", a function of yours that returns the model."""
     options: Mapping[str, Any] | None = None
     """Keywords for a model of your own."""
     loss: CodeName | None = None
     """"package.module:name" of a function `loss(model, batch)` that returns a scalar; None for the mean cross-entropy of the
     next token."""
     hidden_size: AtLeastOne | None = None
+    """Width of the model."""
     layers: AtLeastOne | None = None
+    """Transformer blocks."""
     heads: AtLeastOne | None = None
+    """Attention heads."""
     kv_heads: AtLeastOne | None = None
     """Heads of keys and values (grouped-query attention when fewer than `heads`)."""
     intermediate_size: AtLeastOne | None = None

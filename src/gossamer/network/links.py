@@ -97,8 +97,11 @@ class Site:
     """Workers in one place, and the link that they share for all that leaves or enters it."""
 
     workers: Annotated[tuple[_Index, ...], Field(min_length=1)]
+    """Numbers of the workers in this place."""
     uplink_bps: _Rate = math.inf
+    """Bits per second that leave the place, all workers together."""
     downlink_bps: _Rate = math.inf
+    """Bits per second that enter the place, all workers together."""
 
 
 @settings()
@@ -106,8 +109,11 @@ class Route:
     """What lies between two sites; both directions are alike, and each has the whole bandwidth."""
 
     between: Annotated[tuple[str, str], Words("a list of the names of two sites")]
+    """The names of the two sites."""
     latency_s: _Seconds = 0.0
+    """Seconds from one site to the other, on top of those of the workers."""
     bandwidth_bps: _Rate = math.inf
+    """Bits per second in each direction."""
 
 
 @settings()
@@ -115,9 +121,13 @@ class Change:
     """From `at_s` on, the link of a worker, or the one a site shares, has `factor` times its own bandwidth."""
 
     at_s: _Seconds
+    """Seconds after the start of the run."""
     factor: Annotated[float, Field(ge=1e-6, le=1e6)]
+    """Multiplies the bandwidth that the link has without changes."""
     worker: _Index | None = None
+    """The number of the worker whose link changes; give this or a site."""
     site: str | None = None
+    """The name of the site whose shared link changes."""
 
     def __post_init__(self) -> None:
         if (self.worker is None) == (self.site is None):

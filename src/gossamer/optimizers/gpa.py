@@ -31,7 +31,8 @@ class GPA(Optimizer):
         mu_x: weight of the old average: 0.9967 averages over some 300 steps. None for Schedule-Free, `x = Σ γ_t² z_t / Σ γ_t²`
             over the points after each step; with a constant learning rate that is their mean.
         mu_y: the point between z (0) and x (1) at which gradients are taken.
-        x, z: tensors for x and z of each parameter, such as views of a flat buffer; None allocates them.
+        x: tensors for x of each parameter, such as views of a flat buffer; None allocates them.
+        z: the same for z.
     Raises: ConfigError for weights out of range; RuntimeError for a step in eval mode.
     Cost: two copies of the parameters (2 P) and five passes over them a step. One copy would suffice, as x follows from y and z,
         but only within rounding and not for μ_y = 0; and workers that mix x and z with peers need both.

@@ -35,6 +35,7 @@ def anchored(rule: Given[Rule]) -> Rule:
     Args:
         rule: a gossip rule that sends one tensor of parameters.
     Cost: that of the rule; its state and the anchor kept (1 P more).
+    Fails when: workers move far from the anchor: the error of a lossy codec grows with the distance.
     Raises: ConfigError for rules that do not combine messages by a pull.
 
     >>> from gossamer.rules.gossip import gossip

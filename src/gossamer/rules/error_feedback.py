@@ -35,6 +35,7 @@ def error_feedback(rule: Given[Rule], decay: Share = 1.0) -> Rule:
         decay: β.
     Cost: that of the rule; its state and the unsent error kept (1 P more).
     Source: error feedback, Seide et al., INTERSPEECH 2014, and arXiv 1901.09847; the decay as in arXiv 2508.15706.
+    Fails when: a worker leaves: its unsent error is lost.
     Raises: ConfigError for rules that do not receive a mean of steps from a common point: errors of parameters do not add up, and
         `choco` or `anchored` serve such rules. `eager` receives too late to know its errors; `cocktail` and `sparseloco` already
         keep theirs.

@@ -23,6 +23,7 @@ def restarted(rule: Given[Rule], every: Count = 3) -> Rule:
         rule: one with outer momentum.
         every: rounds between two restarts.
     Cost: that of the rule; its state kept.
+    Source: arXiv 2605.28585 for DiLoCo; for GASLoC ours.
     Raises: ConfigError when the rule has no momentum, or its gossip step is still "auto".
 
     >>> from gossamer.rules.gasloc import gasloc

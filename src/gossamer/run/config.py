@@ -57,6 +57,7 @@ class LoopSettings:
     checkpoint_every: Annotated[AtLeastZero, NEUTRAL] = 150
     """Inner steps between two checkpoints; the last round always writes one, and 0 writes only that one."""
     device: Annotated[Literal["auto", "cpu", "cuda"], NEUTRAL] = "auto"
+    """Where tensors live; auto takes CUDA if there is a device."""
     backend: Annotated[Literal["auto", "gloo", "nccl"], NEUTRAL] = "auto"
     """What carries real runs: gloo for CPU tensors, NCCL for GPUs."""
     reduction: Literal["ordered", "all_reduce"] = "ordered"
@@ -87,11 +88,17 @@ class RunConfig:
     """One run, resolved: everything that decides its numbers, and a little that does not."""
 
     name: Annotated[str, NEUTRAL] = "run"
+    """The name of the run, and of its folder in `runs/` unless --out is given."""
     seed: int = 0
+    """Of initial parameters, data order, topology and rounding."""
     workers: AtLeastOne = 8
+    """Replicas of the model; in a real run, processes."""
     rule: Annotated[Choice, NamedIn("rule"), Changeable("lr")] = Choice("gasloc")
+    """What workers send after a local phase, and their update from what they receive."""
     topology: Annotated[Choice, NamedIn("topology")] = Choice("random")
+    """Who sends to whom in which round, and with what weights."""
     codec: Annotated[Choice, NamedIn("codec")] = Choice("exact")
+    """How messages are compressed."""
     server: Annotated[Annotated[Choice, NamedIn("server")] | None, Changeable("lr")] = None
     """A server that takes each message as it comes, in place of rule and topology."""
     pair: Annotated[Choice, NamedIn("pair")] | None = None

@@ -96,6 +96,8 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         *path, last = key.split(".")
         node: Any = result
         for part in path:
+            if part in TABLES and isinstance(node.get(part), str):
+                node[part] = {"name": node[part]}  # the name alone stands for a table with it
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; correct the key")

@@ -1,0 +1,114 @@
+"""Writes the source of the site: the pages of this folder, those that are made from the code, and the configuration.
+
+    make docs
+
+Nothing that it makes is committed. The tool that builds the site sees a folder of Markdown, and needs no plugin for it.
+"""
+
+import logging
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from generators import command_line, methods, python_names, run_file, tables
+
+__all__ = ["write"]
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+HOW_TO = [
+    "how-to/own-loop.md", "how-to/real-processes.md", "how-to/slow-links.md", "how-to/own-parts.md",
+    "how-to/when-a-machine-dies.md",
+]  # fmt: skip
+"""The order of the first pages; the others of the folder follow them."""
+_DECISIONS = "Each page has the context of a decision, what was decided, the evidence and the consequences."
+_PAPER = "Tables and figures of the experiments that [Evidence](../../evidence.md) examines."
+
+
+def write(folder: Path) -> None:
+    """Writes the source of the site into a folder, which is emptied first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    pages = folder / "docs"
+    shutil.copytree(DOCS, pages, ignore=shutil.ignore_patterns("*.py", "generators", "__pycache__", "*.jsonl"))
+    for path, text in _made():
+        (pages / path).parent.mkdir(parents=True, exist_ok=True)
+        (pages / path).write_text(text, encoding="utf-8")
+    for page in pages.rglob("*.md"):
+        page.write_text(_relinked(page.read_text(encoding="utf-8")), encoding="utf-8")
+    settings = yaml.safe_load((DOCS / "site.yml").read_text(encoding="utf-8"))
+    settings["nav"] = _filled(settings["nav"], _lists())
+    python = settings["plugins"][1]["mkdocstrings"]["handlers"]["python"]
+    python["paths"] = [str(ROOT / "src")]
+    python["options"]["extensions"] = [str(DOCS / "generators" / "docstrings.py")]
+    (folder / "mkdocs.yml").write_text(yaml.safe_dump(settings, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _made() -> Iterator[tuple[str, str]]:
+    """The path and the Markdown of each page that no file of this folder holds."""
+    yield from methods.pages()
+    yield from tables.pages()
+    yield "reference/run-file.md", run_file.page()
+    yield "reference/command-line.md", command_line.page()
+    yield "reference/python.md", python_names.page()
+    yield "adr/index.md", _list_of("adr", "Decisions", _DECISIONS)
+    yield "results/paper/index.md", _list_of("results/paper", "The paper's experiments", _PAPER)
+    for name in ("CHANGELOG", "CONTRIBUTING"):
+        text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
+        text = re.sub(r"\]\(docs/", "](", text)  # from the root to this folder
+        yield f"{name.lower()}.md", re.sub(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\.(?:py|toml)\)", r"\1", text)
+
+
+def _relinked(text: str) -> str:
+    """Lets a link to a folder lead to its first page, and one to a page of the root to its copy."""
+    text = re.sub(r"\]\(((?:[./]|\w)*(?:results/paper|adr))/?\)", r"](\1/index.md)", text)
+    return re.sub(r"\]\(((?:\.\./)*)(CHANGELOG|CONTRIBUTING)\.md", lambda at: f"]({at[1]}{at[2].lower()}.md", text)
+
+
+def _lists() -> dict[str, list[Any]]:
+    """What stands in the navigation for each name in braces."""
+    others = [page for page in _in_folder("how-to") if page not in HOW_TO]
+    groups = methods.grouped().items()
+    return {
+        "{how-to}": HOW_TO + others,
+        "{methods}": [{methods.GROUPS[group]: [f"methods/{name}.md" for name in names]} for group, names in groups],
+        "{results}": [
+            *_in_folder("results"),
+            {"The paper's experiments": ["results/paper/index.md", *_in_folder("results/paper")]},
+        ],
+        "{decisions}": _in_folder("adr"),
+    }
+
+
+def _filled(nav: Any, lists: dict[str, list[Any]]) -> Any:
+    """The navigation with its names in braces replaced by what they stand for."""
+    if isinstance(nav, dict):
+        return {title: _filled(part, lists) for title, part in nav.items()}
+    if not isinstance(nav, list):
+        return nav
+    return [
+        one
+        for part in nav
+        for one in (lists[part] if isinstance(part, str) and part in lists else [_filled(part, lists)])
+    ]
+
+
+def _in_folder(folder: str) -> list[str]:
+    """The pages of a folder but its first, in the order of their names."""
+    return sorted(f"{folder}/{page.name}" for page in (DOCS / folder).glob("*.md") if page.name != "index.md")
+
+
+def _list_of(folder: str, title: str, about: str) -> str:
+    """A page that lists those of a folder by their titles."""
+    titles = [(page, (DOCS / page).read_text(encoding="utf-8").partition("\n")[0]) for page in _in_folder(folder)]
+    lines = [f"- [{heading.removeprefix('# ')}]({Path(page).name})\n" for page, heading in titles]
+    return f"# {title}\n\n{about}\n\n{''.join(lines)}"
+
+
+if __name__ == "__main__":
+    logging.getLogger("gossamer").setLevel(logging.ERROR)  # a warning about an unstable pairing is none about the site
+    write(Path(sys.argv[1]))

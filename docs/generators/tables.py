@@ -1,0 +1,96 @@
+"""The pages of topologies and of codecs: a table on top, then one section for each."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from generators import drawing
+from generators.prose import about, escaped, first_line, options_table, table
+from gossamer.codecs import CODECS, make_codec
+from gossamer.rounds.stability import largest_stable_gamma, stability
+from gossamer.rules.contract import Consensus
+from gossamer.topologies import TOPOLOGIES, Topology, make_topology
+from gossamer.tree import leaves
+
+__all__ = ["pages"]
+
+_WORKERS = 8
+_ELEMENTS = 1 << 20
+_TOPOLOGIES = """# Topologies
+
+A topology says who sends to whom in which round, and with what weights. It is a pure function of the seed, the round and the
+workers alive, so every worker computes the same one without communication. Name it in a run file, with its options:
+
+```toml
+topology = { name = "random", peers = 2 }
+```
+
+`gossamer topology NAME` prints the graph, the spectral gap and the largest stable momentum. In Python,
+`gossamer.Outer(model, rule, topology="ring")`, or one with options from `gossamer.topologies`.
+
+The numbers are for 8 workers. **Messages** are those that a worker sends in a round, on average. **Disagreement** is what one
+round of gossip leaves of it, in the long run; some sequences reach the exact mean. The **largest
+momentum** is that of GASLoC (form "post", gossip step 1) up to which the disagreement stays bounded.
+"""
+_CODECS = """# Codecs
+
+A codec says how a message is compressed. Name it in a run file, with its options:
+
+```toml
+codec = {{ name = "int8", block = 1024 }}
+```
+
+Every codec takes `back = NAME`, for rules that take a mean over everyone: what the sums travel back in. Lossy codecs belong on
+differences, such as pseudo-gradients. On whole parameters the error is a share of the parameters themselves, so a pairing with
+too large an error is refused, and a smaller one warns ([decision 22](adr/0022-what-a-lossy-codec-may-carry.md)).
+
+Bits and errors are measured here, on {elements:,} Gaussian numbers in fp32. The error is relative to the norm.
+"""
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """The path and the Markdown of each page."""
+    yield "topologies.md", _topologies()
+    yield "codecs.md", _codecs()
+
+
+def _topologies() -> str:
+    made = {name: make_topology(name, _WORKERS, seed=0) for name in TOPOLOGIES}
+    rows, sections = [], []
+    for name, topology in made.items():
+        sent = [len(topology.mixing(t).sends_to(i)) for t in range(12) for i in range(_WORKERS)]
+        link = f"[`{name}`](#{name})"
+        rows.append((link, escaped(first_line(TOPOLOGIES[name])), f"{sum(sent) / len(sent):.3g}", *_mixing(topology)))
+        picture = f'<div class="graphs">{drawing.rounds(topology, _WORKERS)}</div>'
+        text = about(TOPOLOGIES[name], labels=("Cost", "Source", "Differs", "Raises", "Fails when"))
+        sections.append(f"## {name}\n\n{picture}\n\n{text}\n{options_table(TOPOLOGIES[name])}")
+    head = ("topology", "what it does", "messages per round", "disagreement per round", "largest momentum")
+    return "\n".join([_TOPOLOGIES, table(head, rows), *sections])
+
+
+def _mixing(topology: Topology) -> tuple[str, str]:
+    """How the disagreement shrinks under plain gossip, and the largest stable momentum of GASLoC."""
+    if not topology.doubly_stochastic:
+        return "for push rules", "for push rules"
+    radius = stability(Consensus(1.0, 0.0, "post"), topology).radius
+    gamma = largest_stable_gamma(1.0, "post", topology)
+    exact = topology.exact_rounds
+    left = f"× {radius:.3f}" if not exact else f"exact after {exact} round{'s' * (exact > 1)}"
+    return left, "any" if gamma >= 1 else "none" if math.isnan(gamma) else f"{gamma:.3f}"
+
+
+def _codecs() -> str:
+    x = torch.randn(_ELEMENTS, generator=torch.Generator().manual_seed(0))
+    rows, sections = [], []
+    for name, factory in CODECS.items():
+        codec = make_codec(name)
+        payload = codec.encode(x, 1)
+        bits = 8 * sum(leaf.numel() * leaf.element_size() for leaf in leaves(payload)) / x.numel()
+        error = float((codec.decode(payload, x) - x).norm() / x.norm())
+        shown = f"{100 * error:.2g} %" if error else "none"
+        rows.append((f"[`{name}`](#{name})", escaped(first_line(factory)), f"{bits:.4g}", shown))
+        text = about(factory, labels=("Cost", "Source", "Differs", "Fails when"))
+        sections.append(f"## {name}\n\n{text}\n{options_table(factory)}")
+    head = ("codec", "what it does", "bits per element", "error")
+    return "\n".join([_CODECS.format(elements=_ELEMENTS), table(head, rows), *sections])
