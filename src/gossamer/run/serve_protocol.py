@@ -8,10 +8,11 @@ from torch import Tensor
 
 from gossamer.data.corpus import Corpus, fingerprint
 from gossamer.errors import ConfigError, TransportError
-from gossamer.run.config import RunConfig, digest
+from gossamer.run.config import RunConfig, decisive, digest
 from gossamer.run.settle import WithServer, settle
+from gossamer.transport.alike import short_settings
 
-__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "settled_server", "terms_of", "use_threads"]
+__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "run_settings", "settled_server", "terms_of", "use_threads"]
 
 HERE = "these machines"
 """What a real run calls the network whose seconds it records."""
@@ -66,6 +67,11 @@ def run_key(settled: RunConfig, corpus: Corpus) -> int:
     """64 bits of what a server and its workers must have in common: the run with its local steps, and the text."""
     common = f"{digest(settled)} {fingerprint(corpus)}"
     return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
+
+
+def run_settings(settled: RunConfig, corpus: Corpus) -> dict[str, str]:
+    """What `run_key` is made of, key by key: a server that refuses a worker names those that differ."""
+    return short_settings({**decisive(settled), "the text of data.source": fingerprint(corpus)})
 
 
 def settled_server(config: RunConfig) -> WithServer:

@@ -25,7 +25,7 @@ from gossamer.run.config import RunConfig, dump
 from gossamer.run.history import Resume, history, lineage
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
-from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_server, terms_of, use_threads
+from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, run_settings, settled_server, terms_of, use_threads
 from gossamer.transport import Turn
 from gossamer.transport.launch import device_of
 from gossamer.transport.secret import folder_secret
@@ -132,6 +132,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
         me=worker,
         server=config.workers,
         timeout_s=config.run.timeout_s,
+        settings=run_settings(settled.config, corpus),
     )
     try:
         stream.send(Turn(0, 0, HELLO), [torch.tensor([0] * OWNED + served.owned())[-OWNED:]])

@@ -19,7 +19,7 @@ from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
 from gossamer.rounds.method import Method
-from gossamer.run.config import RunConfig, digest, dump
+from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
@@ -29,6 +29,7 @@ from gossamer.run.settle import in_rounds
 from gossamer.run.worker import RoundReport, Worker
 from gossamer.topologies import Topology
 from gossamer.transport import Delivery, Reduce
+from gossamer.transport.alike import short_settings
 from gossamer.transport.board import Board
 from gossamer.transport.group import GroupTransport, all_reduce
 from gossamer.transport.launch import agree, join, leave
@@ -132,13 +133,16 @@ def _agreed_round(
     key, store, me = digest(config), folder / "checkpoints", member.worker
     owned = [] if past is None else checkpoint.rounds(store, me, past.lineage)
     # The settled step and the text are found by every worker on its own, so they are part of what they must agree on.
-    common = f"{key} {m.rule.options} {fingerprint(corpus)}"
-    facts = agree(member, common, owned, timeout_s=config.run.timeout_s)
+    text, timeout_s = fingerprint(corpus), config.run.timeout_s
+    common = f"{key} {m.rule.options} {text}"
+    settled = {f"rule.{name}": value for name, value in m.rule.options.items()}
+    settings = short_settings({**decisive(config), **settled, "the text of data.source": text})
+    facts = agree(member, common, owned, settings=settings, timeout_s=timeout_s)
     if past is None:
         return None
 
     def faults(round: int) -> list[str | None]:
-        return agree(member, common, checkpoint.fault(store, round, me, past.lineage), timeout_s=config.run.timeout_s)
+        return agree(member, common, checkpoint.fault(store, round, me, past.lineage), timeout_s=timeout_s)
 
     return past.newest(folder, facts, faults, auto=auto, owners=[me], speaks=me == 0)
 
