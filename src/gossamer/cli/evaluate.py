@@ -5,10 +5,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from gossamer.cli.output import Json, print_json
+
 __all__ = ["command"]
 
 
-def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | None = None) -> None:
+def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | None = None, json: Json = False) -> None:
     """Forms the mean model of a run from the checkpoints of one round, scores it and exports it.
 
     Args:
@@ -18,6 +20,9 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | N
     from gossamer.run.evaluate import evaluate
 
     round, result = evaluate(folder, round)
+    if json:
+        print_json({"folder": folder, "round": round, **result._asdict(), "model": folder / "model"})
+        return
     print(
         f"round {round}: mean model {result.loss:.4f} nats, worst worker {max(result.worker_losses):.4f}, "
         f"disagreement {result.disagreement:.3g}"

@@ -36,6 +36,7 @@ __all__ = [
     "common",
     "ended",
     "fault",
+    "forget_all",
     "load",
     "newest_common",
     "newest_sound",
@@ -273,9 +274,21 @@ def nothing_to_resume(
     return CheckpointError(f"'{folder}' has no checkpoints to resume from; start again with another --out")
 
 
-def ended(folder: Path, rounds: int) -> str:
-    """The message for a resumed run that has already ended."""
-    return f"the run has ended after {rounds} rounds; gossamer evaluate {folder} scores it"
+def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
+    """The message for a resumed run that has already ended, and whose checkpoints were `kept`."""
+    scores = f"gossamer evaluate {folder} scores it" if kept else f"gossamer report {folder} shows it"
+    return f"the run has ended after {rounds} rounds; {scores}"
+
+
+def forget_all(folder: Path) -> None:
+    """Removes all checkpoints of a run that has ended. Raises CheckpointError when the disk refuses."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in '{folder}' could not be removed ({error}), as record.keep_checkpoints = false asks for; remove "
+            "them by hand: the run has ended"
+        ) from error
 
 
 def rewind(folder: Path, round: int, worker: int) -> None:

@@ -27,6 +27,7 @@ from gossamer.data.corpus import open_corpus
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.finite import all_finite
 from gossamer.record import checkpoint
+from gossamer.record.progress import say
 from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import Resume, history
@@ -95,13 +96,13 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
             faults=lambda round: [checkpoint.fault(store, round, me, past.lineage)],
         )  # fmt: skip
         if start == config.rounds:
-            print(checkpoint.ended(folder, start))
+            say(checkpoint.ended(folder, start))
             return
         past.go_on(folder, start)
     secret = folder_secret(folder, make=True)
     if not environment_secret():
-        print(
-            f"the workers need the secret of the run: copy '{folder / SECRET_FILE}' into the run folder of each machine"
+        log.warning(
+            "the workers need the secret of the run: copy '%s' into the run folder of each machine", folder / SECRET_FILE
         )
     with open_session(config, settled, folder, probe, start) as session, _listener(host, port) as listener:
         key, own = run_key(settled.config, corpus), run_settings(settled.config, corpus)
@@ -126,7 +127,7 @@ class _Server:
     def run(self, listener: socket.socket) -> None:
         """Serves until all steps have been taken and absorbed."""
         host, port = listener.getsockname()[:2]
-        print(f"serving {self._config.workers} workers on {host}:{port}")
+        say(f"serving {self._config.workers} workers on {host}:{port}")
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         core, timeout_s, alone_since_s = self._session.core, self._config.run.timeout_s, self._now()
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.progress import Progress
+from gossamer.record.progress import Progress, say
 from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Result
 from gossamer.run.finished import is_finished
@@ -37,15 +37,21 @@ def simulate(
     Raises: ConfigError, PairingError, DataError, CheckpointError; TrainingError when a loss is not finite.
     Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
     """
-    if not config.event_driven:
-        return simulate_rounds(config, folder, resume=resume, progress=progress, until=until)
-    if resume is True or until is not None:
+    if config.event_driven and (resume is True or until is not None):
         raise ConfigError(
             f"cannot {'resume' if resume else 'stop and resume'} '{folder}': an asynchronous run keeps no record of what was in "
             "flight when it stopped; start again with another --out"
         )
-    if resume and is_finished(config, folder):
-        print(checkpoint.ended(folder, config.rounds))
+    kept = config.record.keep_checkpoints
+    emptied = not kept and not (folder / "checkpoints").exists()
+    if resume and (config.event_driven or emptied) and is_finished(config, folder):
+        say(checkpoint.ended(folder, config.rounds, kept=kept))
         last = [line for line in read_metrics(folder) if line["kind"] == "eval"][-1]
         return Result(last["loss"], last["tokens"], 0.0, {})
-    return simulate_events(config, folder, progress=progress, again=bool(resume))
+    if config.event_driven:
+        result = simulate_events(config, folder, progress=progress, again=bool(resume))
+    else:
+        result = simulate_rounds(config, folder, resume=resume, progress=progress, until=until)
+    if until is None and not kept:
+        checkpoint.forget_all(folder / "checkpoints")
+    return result

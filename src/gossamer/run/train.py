@@ -18,6 +18,7 @@ from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
+from gossamer.record.progress import say
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
@@ -82,7 +83,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     if newest == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
         if member.worker == 0:
-            print(checkpoint.ended(folder, config.rounds))
+            say(checkpoint.ended(folder, config.rounds))
         return
     run, store, line = config.run, folder / "checkpoints", Lineage(digest(config))
     transport = GroupTransport(member, run=int(line.digest, 16), timeout_s=run.timeout_s)
@@ -118,7 +119,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
             journal.end_round(finished, whole.losses, **behind)
             if config.due(run.eval_every, finished):
                 scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
-                print(f"round {finished} of {config.rounds}: {scored}")
+                say(f"round {finished} of {config.rounds}: {scored}")
             record.log_seconds(stopwatch.round(round))
     transport.close()
 
