@@ -29,7 +29,10 @@ def command(*, markdown: bool = False, json: Json = False) -> None:
     tables = {"rules": RULES, "topologies": TOPOLOGIES, "codecs": CODECS, "servers": SERVERS, "pairs": PAIRS}
     if json:
         rows = {title: factory_rows(table) for title, table in tables.items()}
-        named = {title: [dict(zip(("name", "what", "options"), r, strict=True)) for r in some] for title, some in rows.items()}
+        named = {
+            title: [dict(zip(("name", "what", "options"), r, strict=True)) for r in some]
+            for title, some in rows.items()
+        }
         methods = [dict(zip(("name", "made_of", "source"), row, strict=True)) for row in recipe_rows()]
         print_json({**named, "methods": methods})
         return

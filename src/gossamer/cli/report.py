@@ -16,7 +16,11 @@ __all__ = ["command", "publish", "show"]
 
 
 def command(
-    folders: Annotated[tuple[Path, ...], Parameter(name="RUN")], /, *, out: Path = Path("report.html"), json: Json = False
+    folders: Annotated[tuple[Path, ...], Parameter(name="RUN")],
+    /,
+    *,
+    out: Path = Path("report.html"),
+    json: Json = False,
 ) -> None:
     """Writes one page with the table and the curves of several runs, priced on the networks of the first.
 

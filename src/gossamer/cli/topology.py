@@ -35,7 +35,15 @@ def command(
     found = outlook(topology, alpha=alpha, gamma=momentum)
     if json:
         rows = [dict(row) for row in topology.mixing(round).rows]
-        print_json({"name": topology.name, "workers": topology.n, "round": round, "weights": rows, **gossip_facts(topology, found)})
+        print_json(
+            {
+                "name": topology.name,
+                "workers": topology.n,
+                "round": round,
+                "weights": rows,
+                **gossip_facts(topology, found),
+            }
+        )
         return
     print(draw_round(topology, round))
     print()

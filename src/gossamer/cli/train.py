@@ -83,7 +83,9 @@ def command(
     if code == 0 and output.json:
         print_json(_result(config, folder, local, served))
     elif code == 0 and local is not None:
-        print(f"run: {folder}, {config.rounds} rounds of {config.workers} workers; gossamer evaluate {folder} scores it")
+        print(
+            f"run: {folder}, {config.rounds} rounds of {config.workers} workers; gossamer evaluate {folder} scores it"
+        )
     return code
 
 

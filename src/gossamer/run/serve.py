@@ -102,7 +102,8 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
     secret = folder_secret(folder, make=True)
     if not environment_secret():
         log.warning(
-            "the workers need the secret of the run: copy '%s' into the run folder of each machine", folder / SECRET_FILE
+            "the workers need the secret of the run: copy '%s' into the run folder of each machine",
+            folder / SECRET_FILE,
         )
     with open_session(config, settled, folder, probe, start) as session, _listener(host, port) as listener:
         key, own = run_key(settled.config, corpus), run_settings(settled.config, corpus)
