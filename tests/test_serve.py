@@ -153,7 +153,7 @@ def test_a_run_that_has_ended_is_not_served_again(tmp_path, monkeypatch, capsys)
     for words in (["--local", "1"], ["--server", "127.0.0.1:1"]):
         capsys.readouterr()
         assert main(["train", "--resume", str(tmp_path / "real"), *words]) == 0
-        assert capsys.readouterr().out == told
+        assert capsys.readouterr().err == told
     assert {path: path.read_bytes() for path in (tmp_path / "real").glob("*.jsonl")} == before
     (tmp_path / "real" / "run.toml").write_text(dump(served(workers=1, server__name="heloco", seed=5)))
     assert main(["train", "--resume", str(tmp_path / "real"), "--server", "127.0.0.1:1"]) == 2

@@ -100,7 +100,7 @@ def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it
     root, config, _ = finished
     before = {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")}
     assert run_local(config.workers, main, ["train", "--resume", str(root / "real")]) == 0
-    assert capfd.readouterr().out.count(f"the run has ended after {config.rounds} rounds; gossamer evaluate") == 1
+    assert capfd.readouterr().err.count(f"the run has ended after {config.rounds} rounds; gossamer evaluate") == 1
     assert {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")} == before
 
 

@@ -14,7 +14,7 @@ def command(*, markdown: bool = False, json: Json = False) -> None:
         markdown: print docs/methods.md, the methods with their traffic, memory and requirements
     """
     if markdown and json:
-        raise ConfigError("--markdown was given with --json but cannot be combined with it; remove one of the two")
+        raise ConfigError(f"--markdown was given with --json = {json} but prints a page; remove one of the two")
     if markdown:
         from gossamer.cli import methods_page
 

@@ -12,9 +12,6 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from gossamer.record.folder import finite
-from gossamer.record.progress import quieted
-
 __all__ = ["PLAIN", "Json", "Output", "plain", "print_json"]
 
 Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
@@ -31,6 +28,8 @@ class Output:
 
     def silenced(self) -> AbstractContextManager[None]:
         """No progress is printed in here, if that was asked for."""
+        from gossamer.record.progress import quieted
+
         return quieted(self.quiet)
 
 
@@ -40,6 +39,8 @@ PLAIN = Output()
 
 def print_json(result: Any) -> None:
     """Prints a result as JSON on one line; a number that is not finite becomes null."""
+    from gossamer.record.folder import finite
+
     print(json.dumps(finite(plain(result)), allow_nan=False))
 
 
@@ -60,4 +61,4 @@ def plain(value: Any) -> Any:
         return [plain(part) for part in value]
     if isinstance(value, Path):
         return str(value)
-    return value.item() if hasattr(value, "item") else value  # numpy's numbers
+    return value

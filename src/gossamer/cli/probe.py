@@ -37,7 +37,8 @@ def command(
     if local is not None and local < 2:
         raise ConfigError(f"--local {local} was given but a link has two ends; start at least 2 workers")
     if links_only and (file is not None or overrides):
-        raise ConfigError("--links-only was given with a run file or --set but measures no step; remove one of the two")
+        given = file or f"--set {' '.join(overrides)}"
+        raise ConfigError(f"--links-only was given with '{given}' but measures no step; remove one of the two")
     if local is not None:
         words = [*([] if file is None else [str(file)]), "--out", str(out), "--max-bytes", str(max_bytes)]
         words += ["--test-s", str(test_s), *(["--links-only"] if links_only else []), "--quiet"]

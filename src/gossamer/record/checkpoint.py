@@ -36,7 +36,6 @@ __all__ = [
     "common",
     "ended",
     "fault",
-    "forget_all",
     "load",
     "newest_common",
     "newest_sound",
@@ -278,17 +277,6 @@ def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
     """The message for a resumed run that has already ended, and whose checkpoints were `kept`."""
     scores = f"gossamer evaluate {folder} scores it" if kept else f"gossamer report {folder} shows it"
     return f"the run has ended after {rounds} rounds; {scores}"
-
-
-def forget_all(folder: Path) -> None:
-    """Removes all checkpoints of a run that has ended. Raises CheckpointError when the disk refuses."""
-    try:
-        shutil.rmtree(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"the checkpoints in '{folder}' could not be removed ({error}), as record.keep_checkpoints = false asks for; remove "
-            "them by hand: the run has ended"
-        ) from error
 
 
 def rewind(folder: Path, round: int, worker: int) -> None:

@@ -133,7 +133,7 @@ def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> 
     settled = settle(config)
     sent_bytes, _, _, (priced,) = counted(config, settled, layout, _ROUNDS)
     if priced.round_s is None or priced.utilisation is None:
-        raise ConfigError(priced.note)
+        raise ConfigError(f"{priced.name} gives it no price: {priced.note}")
     codec = settled.codec if isinstance(settled, WithServer | InPairs) else settled.method.codec
     own = tuple(config.local_steps_of(i) for i in range(config.workers))
     return Candidate(

@@ -1,8 +1,9 @@
 """Simulating a run: all workers in one process, in rounds or over virtual time."""
 
+import shutil
 from pathlib import Path
 
-from gossamer.errors import ConfigError
+from gossamer.errors import CheckpointError, ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.progress import Progress, say
@@ -53,5 +54,16 @@ def simulate(
     else:
         result = simulate_rounds(config, folder, resume=resume, progress=progress, until=until)
     if until is None and not kept:
-        checkpoint.forget_all(folder / "checkpoints")
+        _forget_checkpoints(folder / "checkpoints")
     return result
+
+
+def _forget_checkpoints(folder: Path) -> None:
+    """Removes the checkpoints of a run that has ended. Raises CheckpointError when the disk refuses."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in '{folder}' could not be removed ({error.strerror or error}), as record.keep_checkpoints = false "
+            "asks for; remove them by hand: the run has ended"
+        ) from error
