@@ -31,9 +31,6 @@ def test_every_example_file_is_in_the_package() -> None:
     assert ignored.stdout == "", "hatch leaves out of the wheel what git ignores"
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("hatchling") is None, reason="hatchling, which builds the wheel, is missing"
-)
 def test_the_wheel_holds_the_example_files_and_its_verbs_run_without_the_repository(tmp_path: Path) -> None:
     builders = pytest.importorskip("hatchling.builders.wheel")
     (wheel,) = builders.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
