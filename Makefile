@@ -10,7 +10,7 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
 
 demo: .venv/.installed  ## compare the methods on a small model, and write one report
-	$(BIN)/gossamer compare configs/demo.toml
+	$(BIN)/gossamer demo
 
 test: .venv/.installed  ## lint, format, types, tests and doctests: what CI runs
 	$(BIN)/ruff check

@@ -28,7 +28,9 @@ from test_virtual import timed
 from tiny import document, tiny
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.toml")) if "networks" not in path.parts]
+CONFIGS = [
+    path for path in sorted((ROOT / "src" / "gossamer" / "configs").rglob("*.toml")) if "networks" not in path.parts
+]
 NETWORK = {"uplink_bps": [1e6, 1e6, 1e5, 1e6], "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.1}
 SMALL = {"model.size": "0.2m", "model.layers": 3, "model.hidden_size": 16, "model.intermediate_size": 16}
 SAMPLE = [

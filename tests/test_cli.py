@@ -143,7 +143,7 @@ def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):
     told = f"the run has ended after 2 rounds; gossamer evaluate {tmp_path / 'run'} scores it"
     for words in (["simulate"], ["train", "--local", 3]):
         code, out, err = run([*words, "--resume", tmp_path / "run"], capsys)
-        assert code == 0 and told in out.splitlines(), (out, err)
+        assert code == 0 and told in err.splitlines(), (out, err)
     assert {path: path.read_bytes() for path in tmp_path.glob("run/*.jsonl")} == before
     refused(["evaluate", tmp_path / "run", "--round", 7], capsys, "round 7 lacks some checkpoints; complete are: 1, 2;")
     assert run(["evaluate", tmp_path / "run", "--round", 1], capsys)[1].startswith("round 1:")

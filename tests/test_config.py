@@ -235,7 +235,11 @@ def test_dotted_settings_are_toml_or_text():
 def test_every_committed_config_is_a_run_that_starts():
     from pathlib import Path
 
-    files = sorted(f for f in (Path(__file__).parents[1] / "configs").rglob("*.toml") if f.parent.name != "networks")
+    files = sorted(
+        f
+        for f in (Path(__file__).parents[1] / "src" / "gossamer" / "configs").rglob("*.toml")
+        if f.parent.name != "networks"
+    )
     assert files
     for path in files:
         assert all(isinstance(run.config, RunConfig) for run in points(load(path)))

@@ -33,7 +33,7 @@ def apply(folder: Path) -> None:
 
 @pytest.mark.timeout(600)  # seconds; an idle machine takes 30
 def test_who_follows_the_example_of_a_new_rule_gets_one_that_passes_its_specification(tmp_path: Path) -> None:
-    for name in ("src", "tests", "configs", "docs"):
+    for name in ("src", "tests", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)

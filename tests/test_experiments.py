@@ -14,7 +14,7 @@ from gossamer.run.document import load
 from gossamer.run.experiment import Point, figure, points
 from gossamer.run.simulate import simulate
 
-FILES = sorted((Path(__file__).parents[1] / "configs" / "paper").glob("*.toml"))
+FILES = sorted((Path(__file__).parents[1] / "src" / "gossamer" / "configs" / "paper").glob("*.toml"))
 VOCABULARY = {"bytes": 256, "hf-internal-testing/llama-tokenizer": 32_000}
 
 

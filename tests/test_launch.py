@@ -97,13 +97,14 @@ def test_workers_that_do_not_come_are_named(torchrun: pytest.MonkeyPatch):
         join(2, device="cpu", threads=1, timeout_s=1.0)
 
 
-def agreement(digests: list[str], facts: list[Any], timeout_s: float = 10.0) -> list[Any]:
+def agreement(digests: list[str], facts: list[Any], settings: Any = None, timeout_s: float = 10.0) -> list[Any]:
     """What each worker gets from `agree`: the facts, or the error."""
     store, n = HashStore(), len(digests)
 
     def one(i: int) -> Any:
+        member = Member(i, n, torch.device("cpu"), store)
         try:
-            return agree(Member(i, n, torch.device("cpu"), store), digests[i], facts[i], timeout_s=timeout_s)
+            return agree(member, digests[i], facts[i], settings=settings and settings[i], timeout_s=timeout_s)
         except (PeerError, TransportError) as error:
             return str(error)
 
@@ -120,6 +121,26 @@ def test_workers_of_another_configuration_are_named_by_all():
     said = agreement(["old", "new", "new", "new"], [None] * 4)
     assert len(set(said)) == 1
     assert said[0].startswith("worker 0 run configuration 'old'; workers 1, 2, 3 run configuration 'new'")
+
+
+def test_the_keys_in_which_workers_differ_are_named_with_their_values():
+    odd, most = {"rule.lr": "0.7", "seed": "0"}, {"rule.lr": "0.5", "seed": "0"}
+    said = agreement(["a", "b", "a"], [None] * 3, [most, odd, most])
+    assert len(set(said)) == 1
+    assert said[0].startswith(
+        "worker 1 has rule.lr = 0.7 and worker 0 has 0.5: start all workers with the same run file"
+    )
+    said = agreement(["a", "b"], [None] * 2, [{**most, "only": "1"}, {f"key{i}": "1" for i in range(5)}])
+    assert "worker 1 has key0 = 1 and worker 0 has none" in said[0] and "and 5 more keys differ" in said[0], said[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rule.lr": 0.7}, {"rule.lr": "0.7\n\x1b[31m"}, {"k" * 200: "1"}, {"k": "v" * 200}, [1], {"rule.lr": "0.5"}],
+)
+def test_settings_that_no_worker_sends_are_not_repeated(settings: Any):
+    said = agreement(["old", "new"], [None] * 2, [settings, {"rule.lr": "0.5"}])
+    assert said[0].startswith("worker 1 run configuration 'new'; worker 0 run configuration 'old'"), said[0]
 
 
 def test_a_worker_that_says_nothing_or_nonsense_is_named():

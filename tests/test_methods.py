@@ -119,7 +119,7 @@ def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
     assert run.rule.options == {"anchored": {}}
 
 
-COMPARISON = load(ROOT / "configs" / "methods.toml")
+COMPARISON = load(ROOT / "src" / "gossamer" / "configs" / "methods.toml")
 TINY = {
     "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64,
     "data.seq_len": 16, "data.batch_size": 2, "run.steps": 18, "run.local_steps": 6, "run.eval_every": 0,

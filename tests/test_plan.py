@@ -1,5 +1,6 @@
 """Plans: what is expected of a run is what the run does, and what the command line says of it."""
 
+import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,11 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, Site, links_of
 from gossamer.network.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml
 from gossamer.record.trace import read_trace
+from gossamer.run.check import examine
 from gossamer.run.config import parse
+from gossamer.run.document import with_settings
+from gossamer.run.methods import recipes
+from gossamer.run.planned import PLANNED
 from gossamer.run.settle import faults as faults_of
 from gossamer.run.simulate import simulate
 
@@ -155,12 +160,16 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--workers", "4", "--codec", "int8"]
     assert main([*words, "--out", str(tmp_path / "run.toml")]) == 0
     said = capsys.readouterr().out
+    named = {line.removeprefix("no price: ").split()[0].rstrip(":") for line in said.splitlines() if line}
+    assert recipes().keys() - PLANNED.keys() <= named, "every method has a price, or a reason why it has none"
+    assert "no price: snoo: it is for 1 worker" in said and "…" not in said
     assert "192,960 parameters, 4 workers" in said
     assert (
         "chosen: DiLoCo with 15 local steps and codec exact (fewest local steps that reach 90% compute utilisation)"
         in said
     )
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4
+    words += ["--method", "diloco"]
     assert main([*words, "--adapt", "--weigh-steps", "--out", str(tmp_path / "adaptive.toml")]) == 0
     followed = parse(tomllib.loads((tmp_path / "adaptive.toml").read_text())).run
     assert followed.adapt is True and followed.weigh_steps
@@ -170,6 +179,30 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     for wrong in (["--codec", "int9"], ["--local-steps", "a"], ["--model", "7b"]):
         assert main([*words, *wrong]) == 2
         assert capsys.readouterr().err.startswith("gossamer: ")
+
+
+def test_a_plan_takes_the_method_that_is_named_and_its_run_file_can_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 0.5\n")
+    words = ["plan", str(tmp_path / "net.toml"), "--model", "0.2m", "--workers", "4", "--target", "0.5", "--json"]
+    chosen = {}
+    for method in ("streaming_diloco", "sgp", "heloco", "gasloc"):
+        out = tmp_path / f"{method}.toml"
+        assert main([*words, "--method", method, "--local-steps", "15,30,60", "--out", str(out)]) == 0
+        chosen[method] = json.loads(capsys.readouterr().out)["chosen"]
+        document = tomllib.loads(out.read_text())
+        assert not faults_of(parse(document)) and document["network"]["planned"]["step_s"] == 0.5
+    assert chosen["gasloc"]["method"] == "GASLoC 1-Peer" and chosen["sgp"]["local_steps"] == [1] * 4
+    streaming = chosen["streaming_diloco"]
+    assert streaming["local_steps"] == [15] * 4 and streaming["utilisation"] > 0.5, "the fewest that reach the target"
+    config = parse(with_settings({"workers": 4, "model": {"size": "0.2m"}}, {"method": "streaming_diloco"}))
+    assert streaming["round_bytes"] == pytest.approx(examine(config).sent_bytes)
+    for method, sentence in (("gpa", "has no price here: it is for 1 worker"), ("sgpp", "did you mean 'sgp'")):
+        assert main([*words, "--method", method]) == 2
+        assert sentence in capsys.readouterr().err
+    assert main([*words[:5], "2", "--method", "gasloc_2peer"]) == 2
+    assert "GASLoC 2-Peer is not planned for 2 workers" in capsys.readouterr().err
 
 
 def test_gossamer_utilisation_prints_the_published_bandwidths_and_draws(

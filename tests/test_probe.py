@@ -8,23 +8,47 @@ import pytest
 
 from commands import run
 from gossamer.errors import ConfigError, PeerError
-from gossamer.network.links import Route, read_network
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import Route, StepOf, read_network
 from gossamer.network.probe import Measured, network_of, probe
 from gossamer.network.probe import _measured as measured
+from gossamer.network.probe import _seconds as step_seconds
 
 
 def test_three_workers_on_loopback_write_a_network_that_can_be_read(tmp_path: Path) -> None:
     out = tmp_path / "network.toml"
-    code, output = run("probe", "--local", 3, "--out", out, "--max-bytes", 65536, "--test-s", 0.05)
+    limits = ["--max-bytes", 65536, "--test-s", 0.05]
+    code, output = run(
+        "probe", "--local", 3, "--out", out, *limits, "--set", "model.size=0.2m", "--set", "run.threads=1"
+    )
     assert code == 0, output
     network = read_network(out)
     assert network.workers == 3
+    assert isinstance(network.step_s, tuple) and all(0 < step_s < 10 for step_s in network.step_s)
+    assert network.step_of == StepOf(model=ModelConfig(size="0.2m"))
+    code, output = run("plan", out, "--local-steps", 15, "--method", "gasloc")
+    assert code == 0 and output.startswith("0.2m with a vocabulary of 256"), output
+    code, output = run("plan", out, "--model", "1m")
+    assert code == 2 and "measured with model 0.2m" in output and "probe again" in output, output
+    assert run("plan", out, "--model", "1m", "--step-s", 0.5, "--method", "gasloc")[0] == 0
     for option in (network.uplink_bps, network.downlink_bps):
         assert isinstance(option, tuple) and all(1e5 < bandwidth_bps < 1e12 for bandwidth_bps in option)
     latencies = [route.latency_s for route in network.routes] or [network.latency_s]
     assert all(0 < latency_s < 5 for latency_s in latencies), latencies  # type: ignore[operator]
     code, output = run("probe", "--local", 3, "--out", out)
     assert code == 2 and "already exists" in output
+
+
+def test_the_run_file_of_a_probe_is_for_as_many_workers_as_were_started(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("workers = 4\n")
+    code, output = run("probe", tmp_path / "run.toml", "--local", 3, "--out", tmp_path / "network.toml")
+    assert code == 2 and "3 workers were started but the run file has workers = 4" in output, output
+
+
+@pytest.mark.parametrize("fact", [None, 0.0, -1.0, math.inf, "1.0", [1.0]])
+def test_what_is_no_time_of_a_step_is_refused(fact: Any) -> None:
+    with pytest.raises(PeerError, match="as the seconds of its inner step"):
+        step_seconds(1, fact)
 
 
 def test_a_probe_that_nobody_launched_is_told_how(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gossamer.errors import ConfigError, DataError
+from gossamer.errors import ConfigError, DataError, DiskError
+from gossamer.record import checkpoint
 from gossamer.record.files import atomic_write
 from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
 from gossamer.record.progress import Progress
@@ -199,6 +200,24 @@ def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(
     with pytest.raises(OSError, match="No space"):
         atomic_write(path, b"new")
     assert contents(tmp_path) == {"state": b"old"}
+
+
+def test_no_folder_is_opened_as_a_file_on_windows_which_refuses_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_as_windows_does(path: Path, *args: int) -> int:
+        if Path(path).is_dir():
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, *args)
+
+    really = os.open
+    monkeypatch.setattr(os, "open", open_as_windows_does)
+    with pytest.raises(DiskError, match="Permission denied"):
+        atomic_write(tmp_path / "here", b"1")
+    monkeypatch.setattr(sys, "platform", "win32")
+    atomic_write(tmp_path / "there", b"1")
+    checkpoint.save(tmp_path, 1, 0, {"step": 1}, digest="d")
+    assert checkpoint.load(tmp_path, 1, 0, "d") == {"step": 1}
 
 
 def test_tensorboard_gets_the_curves_and_forgets_what_a_resume_redoes(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_drawing_it_twice_gives_the_same_file(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
-PAPER = sorted((ROOT / "configs" / "paper").glob("*.toml"))
+PAPER = sorted((ROOT / "src" / "gossamer" / "configs" / "paper").glob("*.toml"))
 
 
 @pytest.mark.parametrize("file", PAPER, ids=lambda file: file.stem)

@@ -198,7 +198,7 @@ def test_auto_of_an_asynchronous_simulation_starts_again_until_it_has_ended(
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:-2]))  # as if killed before the end
     assert simulate(config, tmp_path, resume="auto").result == whole._replace(tokens_per_s=pytest.approx(0, abs=1e9))
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines)
-    assert simulate(config, tmp_path, resume="auto").loss == whole.loss and "has ended" in capsys.readouterr().out
+    assert simulate(config, tmp_path, resume="auto").loss == whole.loss and "has ended" in capsys.readouterr().err
 
 
 def test_auto_takes_a_run_file_and_changes_what_may_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

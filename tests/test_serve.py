@@ -154,7 +154,7 @@ def test_a_run_that_has_ended_is_not_served_again(tmp_path, monkeypatch, capsys)
     for words in (["--local", "1"], ["--server", "127.0.0.1:1"]):
         capsys.readouterr()
         assert main(["train", "--resume", str(tmp_path / "real"), *words]) == 0
-        assert capsys.readouterr().out == told
+        assert capsys.readouterr().err == told
     assert {path: path.read_bytes() for path in (tmp_path / "real").glob("*.jsonl")} == before
     (tmp_path / "real" / "run.toml").write_text(dump(served(workers=1, server__name="heloco", seed=5)))
     assert main(["train", "--resume", str(tmp_path / "real"), "--server", "127.0.0.1:1"]) == 2
@@ -289,7 +289,10 @@ def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_
 def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp_path, monkeypatch):
     config = served(workers=1, server__name="cgad", run__steps=2)
     with a_server(config, tmp_path / "a", monkeypatch) as (_, port):
-        with pytest.raises(PeerError, match=r"the server refused this process.*same run file"):
+        with pytest.raises(
+            PeerError,
+            match=r"refused this process: worker 0 runs another .*: worker 0 has run.steps = 4 and the server has 2; start",
+        ):
             work(served(workers=1, server__name="cgad", run__steps=4), tmp_path / "b", "127.0.0.1", port, 0)
         work(config, tmp_path / "a", "127.0.0.1", port, 0)
     with pytest.raises(ConfigError, match="--worker got 3 but the run file has workers = 1"):
@@ -386,7 +389,7 @@ def test_a_worker_with_other_text_than_the_server_is_refused(tmp_path, monkeypat
     config = served(workers=1, server__name="cgad", run__steps=2, data__source=str(text))
     with a_server(config, tmp_path / "a", monkeypatch) as (server, port):
         text.write_text("a line of next\n" * 1000)
-        with pytest.raises(PeerError, match=r"the server refused this process.*same run file, data"):
+        with pytest.raises(PeerError, match=r"worker 0 has the text of data.source = .* and the server has .*; start"):
             work(config, tmp_path / "b", "127.0.0.1", port, 0)
         text.write_text("a line of text\n" * 1000)
         work(config, tmp_path / "a", "127.0.0.1", port, 0)

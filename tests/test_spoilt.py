@@ -35,7 +35,7 @@ from gossamer.run.simulate import simulate
 from gossamer.transport.local import run_local
 from tiny import document, tiny
 
-CONFIGS = sorted(Path(__file__).parent.with_name("configs").glob("*.toml"))
+CONFIGS = sorted(Path(__file__).parent.with_name("src").joinpath("gossamer", "configs").glob("*.toml"))
 DOCUMENTS = {path.stem: tomllib.loads(path.read_text()) for path in CONFIGS} | {"tiny": document()}
 JUNK: list[Any] = [
     0, -1, 3, 1.5, math.nan, math.inf, True, "", "x", "*", "a.b", [], {}, [1], [[]], {"a": 1}, {"name": "x"}, {"name": []},

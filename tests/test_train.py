@@ -100,7 +100,7 @@ def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it
     root, config, _ = finished
     before = {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")}
     assert run_local(config.workers, main, ["train", "--resume", str(root / "real")]) == 0
-    assert capfd.readouterr().out.count(f"the run has ended after {config.rounds} rounds; gossamer evaluate") == 1
+    assert capfd.readouterr().err.count(f"the run has ended after {config.rounds} rounds; gossamer evaluate") == 1
     assert {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")} == before
 
 
@@ -203,11 +203,14 @@ def test_a_store_that_stands_still_bounds_the_checkpoints_and_one_that_goes_on_d
     ]
 
 
-DIFFERENT = {"run files": ((0, 1), ("text", "text")), "text under one name": ((0, 0), ("text", "next"))}
+DIFFERENT = {
+    "run files": ((0, 1), ("text", "text"), "worker 1 has seed = 1 and worker 0 has 0: start"),
+    "text under one name": ((0, 0), ("text", "next"), "worker 1 has the text of data.source = "),
+}
 
 
-@pytest.mark.parametrize(("seeds", "words"), DIFFERENT.values(), ids=DIFFERENT.keys())
-def test_workers_with_different_run_files_or_text_are_refused_at_the_start(seeds, words, tmp_path):
+@pytest.mark.parametrize(("seeds", "words", "key"), DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_workers_with_different_run_files_or_text_are_refused_at_the_start(seeds, words, key, tmp_path):
     for worker, (seed, word) in enumerate(zip(seeds, words, strict=True)):
         (tmp_path / f"{worker}").mkdir()
         (tmp_path / f"{worker}" / "text.txt").write_text(f"a line of {word}\n" * 1000)
@@ -217,7 +220,7 @@ def test_workers_with_different_run_files_or_text_are_refused_at_the_start(seeds
     with contextlib.redirect_stderr(errors):
         assert run_local(2, train_in_own_folder, [str(tmp_path)]) == 2
     text = errors.getvalue()
-    assert text.count("start all workers with the same run file") == 2, text
+    assert text.count("start all workers with the same run file") == text.count(f"gossamer: {key}") == 2, text
     assert "Traceback" not in text
 
 

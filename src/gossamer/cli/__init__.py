@@ -34,6 +34,8 @@ from gossamer.errors import GossamerError, UserCodeError, choose
 __all__ = ["VERBS", "app", "main"]
 
 VERBS = {
+    "demo": "Compare two methods on a small model: what there is to see in some minutes.",
+    "init": "Write commented run files to start from.",
     "simulate": "Train all workers of a run in this process.",
     "check": "Show what a run file will do, or list all its errors.",
     "train": "Train one real worker per process, under torchrun or with --local N.",
@@ -45,6 +47,7 @@ VERBS = {
     "plan": "Price every method on a network, and write a run file for one.",
     "utilisation": "Show compute utilisation as a function of bandwidth.",
     "report": "Write one page with the table and the curves of several runs.",
+    "completion": "Print a script that completes verbs and options in a shell.",
     "list": "List methods, rules, topologies, codecs, servers and pairs.",
 }
 """Each verb with its line in `gossamer --help`, in the order of that list."""

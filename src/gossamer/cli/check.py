@@ -1,9 +1,9 @@
 """`gossamer check`: what a run file will do, or all its errors, before anything is trained."""
 
 import sys
-from json import dumps
 from typing import TYPE_CHECKING, Any
 
+from gossamer.cli.output import Json, print_json
 from gossamer.cli.run_file import File, Overrides
 from gossamer.errors import ConfigError
 
@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 __all__ = ["command", "lines"]
 
 
-def command(file: File = None, /, *, overrides: Overrides = (), json: bool = False) -> int:
+def command(file: File = None, /, *, overrides: Overrides = (), json: Json = False) -> int:
     """Shows what each run of a file will do and keep in memory, or every reason why it cannot start; trains nothing.
 
-    Args:
-        json: print an object, or a list of them for an experiment file
+    With --json the runs of an experiment file are a list.
     """
     from gossamer.run.check import checked
     from gossamer.run.document import load, settings
@@ -30,7 +29,7 @@ def command(file: File = None, /, *, overrides: Overrides = (), json: bool = Fal
     if wrong:
         return 2
     if json:
-        print(dumps([_plain(one) for one in results] if len(results) > 1 else _plain(results[0]), indent=2))
+        print_json([_plain(one) for one in results] if len(results) > 1 else _plain(results[0]))
     else:
         print("\n\n".join("\n".join(lines(one)) for one in results))
     return 0
@@ -75,7 +74,4 @@ def _seconds(network: Any) -> str:
 
 
 def _plain(one: "Examined") -> dict[str, Any]:
-    plain = one._asdict()
-    plain["kept"] = [kept._asdict() for kept in one.kept]
-    plain["networks"] = [network._asdict() for network in one.networks]
-    return plain | {"worker_bytes": one.worker_bytes if one.kept else None}
+    return one._asdict() | {"worker_bytes": one.worker_bytes if one.kept else None}

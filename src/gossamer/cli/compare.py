@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossamer.cli.report import publish
+from gossamer.cli.output import PLAIN, Output
+from gossamer.cli.report import publish, show
 from gossamer.cli.run_file import File, Overrides, imported_parts, whole_numbers
 from gossamer.cli.simulate import train_here
 from gossamer.errors import ConfigError, MissingPackageError, TrainingError
@@ -20,7 +21,7 @@ __all__ = ["command"]
 
 def command(
     file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, seeds: str = "", scale: str = "",
-    resume: bool = False,
+    resume: bool = False, output: Output = PLAIN,
 ) -> None:  # fmt: skip
     """Simulates every variant of an experiment file, and writes their table, report and figure.
 
@@ -50,10 +51,13 @@ def command(
         told |= {code.name for code in parts.codes}
         settle(run.config, parts)
     try:
-        _train_all(runs, folders, resume=resume)
-        rows = publish(folders, out / "report.html", runs[0].config.network)
+        with output.silenced():
+            _train_all(runs, folders, resume=resume)
+        page = out / "report.html"
+        rows = publish(folders, page, runs[0].config.network)
         outcomes = [PointResult(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
-        _write_figure(outcomes, asked, out)
+        drawn, numbers = _write_figure(outcomes, asked, out)
+        show(folders, rows, page, json=output.json, figure=drawn, numbers=numbers)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
 
@@ -94,17 +98,20 @@ def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: 
             print(f"gossamer: {run.label}: {error}", file=sys.stderr)
 
 
-def _write_figure(outcomes: "Sequence[PointResult]", asked: "Figure | None", out: Path) -> None:
-    """The outcomes in one file, and the figure that the experiment asks for with its numbers."""
+def _write_figure(
+    outcomes: "Sequence[PointResult]", asked: "Figure | None", out: Path
+) -> tuple[Path | None, Path | None]:
+    """Writes the outcomes, and the figure that the experiment asks for with its numbers; returns the files of these two."""
     from gossamer.record.files import atomic_write
     from gossamer.report.figures import draw_figure, lines, table
 
     atomic_write(out / "outcomes.jsonl", lines(outcomes).encode())
     if asked is None:
-        return
-    atomic_write(out / "figure.md", table(outcomes, asked).encode())
+        return None, None
+    drawn, numbers = out / "figure.svg", out / "figure.md"
+    atomic_write(numbers, table(outcomes, asked).encode())
     try:
-        atomic_write(out / "figure.svg", draw_figure(outcomes, asked))
-        print(f"figure: {out / 'figure.svg'}, its numbers: {out / 'figure.md'}")
+        atomic_write(drawn, draw_figure(outcomes, asked))
     except MissingPackageError:  # the report has printed why
-        print(f"the figure's numbers: {out / 'figure.md'}")
+        return None, numbers
+    return drawn, numbers

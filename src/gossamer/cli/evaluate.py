@@ -5,12 +5,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from gossamer.cli.output import Json, print_json
 from gossamer.cli.run_file import imported_parts
 
 __all__ = ["command"]
 
 
-def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | None = None) -> None:
+def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | None = None, json: Json = False) -> None:
     """Forms the mean model of a run from the checkpoints of one round, scores it and exports it.
 
     Args:
@@ -22,6 +23,9 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | N
     from gossamer.run.evaluate import evaluate
 
     round, result = evaluate(folder, round, imported_parts(parse(load_run(folder))))
+    if json:
+        print_json({"folder": folder, "round": round, **result._asdict(), "model": folder / "model"})
+        return
     print(
         f"round {round}: mean model {result.loss:.4f} nats, worst worker {max(result.worker_losses):.4f}, "
         f"disagreement {result.disagreement:.3g}"

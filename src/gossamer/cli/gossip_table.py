@@ -1,11 +1,12 @@
-"""The table that `gossamer topology` prints about gossip on a topology."""
+"""What `gossamer topology` says of gossip on a topology, as a table and as plain values."""
 
 import math
+from typing import Any
 
 from gossamer.rounds.stability import Gossip, Outlook
 from gossamer.topologies import Topology
 
-__all__ = ["gossip_table"]
+__all__ = ["gossip_facts", "gossip_table"]
 
 _TAGS = ("static", "everyone", "tree", "symmetric", "doubly_stochastic", "psd", "exchangeable")
 
@@ -48,6 +49,25 @@ def gossip_table(topology: Topology, found: Outlook) -> str:
         _row("without momentum", without, ""),
     ]
     return "\n".join([*lines, "", *(f"{a:<31} {b:<14} {c:<10} {d:<16} {e}" for a, b, c, d, e in table)])
+
+
+def gossip_facts(topology: Topology, found: Outlook) -> dict[str, Any]:
+    """The same for a program: `gossip` is empty where gossip does not preserve the mean."""
+    sites = ("after mixing", "before mixing", "without momentum")
+    return {
+        "tags": [tag for tag in _TAGS if getattr(topology, tag)],
+        "period": topology.period,
+        "exact_rounds": topology.exact_rounds,
+        "spectral_gap": found.spectral_gap,
+        "laplacian_condition": found.laplacian_condition,
+        "gossip": {
+            site: {
+                "momentum": one.consensus.gamma, "gossip_step": one.consensus.alpha, "radius": one.stability.radius,
+                "variance": one.stability.variance, "largest_momentum": one.largest_gamma, "best_gossip_step": one.best_alpha,
+            }
+            for site, one in zip(sites, found.gossip, strict=False)
+        },
+    }  # fmt: skip
 
 
 def _row(title: str, found: Gossip, largest: str) -> tuple[str, ...]:

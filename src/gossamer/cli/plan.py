@@ -1,18 +1,22 @@
 """`gossamer plan`: methods priced on a network before anything is trained."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from gossamer.cli.output import Json, print_json
 from gossamer.cli.run_file import whole_numbers
 from gossamer.cli.tables import print_table
 from gossamer.errors import ConfigError, choose
 
 if TYPE_CHECKING:
     from gossamer.models.sizes import ModelConfig
-    from gossamer.network.plan import RunPlan
+    from gossamer.network.links import Network
+    from gossamer.network.plan import Candidate, RunPlan
+    from gossamer.run.planned import Priced
 
 __all__ = ["PlanOptions", "command"]
 
@@ -22,18 +26,18 @@ __all__ = ["PlanOptions", "command"]
 class PlanOptions:
     """What is planned for, and what is tried."""
 
-    model: Annotated[str, Parameter(metavar="SIZE")] = "134m"
-    """size of the model (default: 134m)"""
-    vocab: int = 256
-    """tokens of the vocabulary (default: 256, for bytes)"""
+    model: Annotated[str | None, Parameter(metavar="SIZE")] = None
+    """size of the model (default: the one that was probed, else 134m)"""
+    vocab: int | None = None
+    """tokens of the vocabulary (default: as it was probed, else 256, for bytes)"""
     workers: int | None = None
     """number of workers, where the network file lists none"""
-    seq_len: int = 128
-    """tokens of a sequence (default: 128)"""
-    batch_size: int = 8
-    """sequences of a worker's inner step (default: 8)"""
+    seq_len: int | None = None
+    """tokens of a sequence (default: as it was probed, else 128)"""
+    batch_size: int | None = None
+    """sequences of a worker's inner step (default: as it was probed, else 8)"""
     step_s: float | None = None
-    """seconds of an inner step, where the network file gives none"""
+    """seconds of an inner step, where the network file gives none, or that of another model"""
     peak_flops: float | None = None
     """FLOP/s of a worker, from which the step time follows"""
     mfu: float = 0.4
@@ -44,6 +48,8 @@ class PlanOptions:
     """codec to try besides exact; may be repeated"""
     target: float = 0.9
     """utilisation to reach (default: 0.9)"""
+    method: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """price this method only, and take it; without, data parallelism, DiLoCo or GASLoC is taken"""
     out: Path | None = None
     """write a run file with the chosen settings"""
     adapt: bool = False
@@ -52,43 +58,101 @@ class PlanOptions:
     """let all workers count fully (run.weigh_steps)"""
 
 
-def command(network: Path, /, options: PlanOptions | None = None) -> None:
+def command(network: Path, /, options: PlanOptions | None = None, *, json: Json = False) -> None:
     """Prices every method on a network, chooses one, and writes a run file for it.
 
     Args:
-        network: network file (TOML)
+        network: network file (TOML), such as gossamer probe writes
     """
-    from gossamer.models.sizes import ModelConfig
     from gossamer.network.links import read_network
-    from gossamer.network.plan import PLAN_HEADINGS, PlanSettings, plan, plan_rows
+    from gossamer.network.plan import PlanSettings, plan
+    from gossamer.run.planned import best_of, price_recipes
 
     options = options or PlanOptions()
-    model = ModelConfig(size=options.model)
+    if options.out is not None and options.out.exists():
+        raise ConfigError(f"'{options.out}' already exists; name another file with --out, or remove it")
+    links, model, step = _what(read_network(network), options, network)
     settings = PlanSettings(
-        vocab_size=options.vocab, workers=options.workers, seq_len=options.seq_len, batch_size=options.batch_size,
-        local_steps=whole_numbers("--local-steps", options.local_steps), codecs=_bits_per_parameter(options, model),
-        target=options.target, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
+        **step, workers=options.workers, local_steps=whole_numbers("--local-steps", options.local_steps),
+        codecs=_bits_per_parameter(options, model, step["vocab_size"]), target=options.target, step_s=options.step_s,
+        peak_flops=options.peak_flops, mfu=options.mfu,
     )  # fmt: skip
-    made = plan(read_network(network), model, settings)
-    vocabulary = f"{options.model} with a vocabulary of {options.vocab:,} (--vocab)"
-    print(f"{vocabulary}: {made.parameters:,} parameters, {len(made.best.local_steps)} workers, MB sent by one of them")
-    print_table(PLAN_HEADINGS, plan_rows(made), text=2, bold=made.candidates.index(made.best))
-    reached = f"fewest local steps that reach {options.target:.0%} compute utilisation"
-    if made.best.utilisation < options.target:
-        reached = f"none reaches {options.target:.0%} compute utilisation"
-    print(f"chosen: {made.best.method} with {made.best.full_steps} local steps and codec {made.best.codec} ({reached})")
-    if options.out is not None:
-        _write_run_file(made, options, options.out)
+    made = plan(links, model, settings)
+    priced = price_recipes(made, options.method)
+    chosen = made.best if options.method is None else best_of(made, priced, options.method)
+    text = None if options.out is None else _run_file(made, chosen, options, options.out)
+    if json:
+        print_json(
+            {
+                "parameters": made.parameters, "workers": len(chosen.local_steps), "chosen": chosen,
+                "candidates": [*made.candidates, *priced.candidates], "unpriced": priced.unpriced, "run_file": options.out,
+            }
+        )  # fmt: skip
+    else:
+        _print(made, priced, chosen)
+    if options.out is not None and text is not None:
+        from gossamer.record.files import writing
+
+        with writing(options.out):
+            options.out.write_text(text, encoding="utf-8")
+        if not json:
+            print(f"run file: {options.out}")
 
 
-def _bits_per_parameter(options: PlanOptions, model: "ModelConfig") -> dict[str, float]:
+def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Network, ModelConfig, dict[str, int]]":
+    """The network with seconds that are those of the model to plan for, that model, and the size of its inner step.
+
+    Raises: ConfigError when the seconds were measured with another inner step and no others are given.
+    """
+    from gossamer.models.sizes import ModelConfig
+    from gossamer.network.links import StepOf
+
+    of = network.step_of or StepOf(model=ModelConfig(size="134m"))
+    asked = {"vocab_size": options.vocab, "seq_len": options.seq_len, "batch_size": options.batch_size}
+    step = {name: getattr(of, name) if value is None else value for name, value in asked.items()}
+    model = of.model if options.model is None else ModelConfig(size=options.model)
+    same = model == of.model and all(getattr(of, name) == value for name, value in step.items())
+    if network.step_of is None or same:
+        return network, model, step
+    if options.step_s is None and options.peak_flops is None:
+        raise ConfigError(
+            f"step_s in '{file}' was measured with model {of}, and another inner step was asked for; give --step-s or "
+            "--peak-flops, or probe again with --set model.size=SIZE"
+        )
+    return replace(network, step_s=None, step_of=None), model, step
+
+
+def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate") -> None:
+    """Prints the candidates, and which methods have no price."""
+    from gossamer.network.plan import PLAN_HEADINGS, plan_rows
+
+    options, size = made.options, made.model.size
+    vocabulary = f"{size} with a vocabulary of {options.vocab_size:,} (--vocab)"
+    print(f"{vocabulary}: {made.parameters:,} parameters, {len(chosen.local_steps)} workers, MB sent by one of them")
+    shown = [*made.candidates, *priced.candidates]
+    print_table(PLAN_HEADINGS, plan_rows(shown), text=2, bold=shown.index(chosen))
+    for name, why in priced.unpriced.items():
+        print(f"no price: {name}: {why}")
+    _print_choice(made.candidates, chosen, options.target)
+
+
+def _print_choice(usual: "Sequence[Candidate]", chosen: "Candidate", target: float) -> None:
+    reached = f"fewest local steps that reach {target:.0%} compute utilisation"
+    if chosen.utilisation < target:
+        reached = f"none reaches {target:.0%} compute utilisation"
+    print(f"chosen: {chosen.method} with {chosen.full_steps} local steps and codec {chosen.codec} ({reached})")
+    if chosen in usual:
+        print("another method is taken with --method NAME; a price does not tell how much a method learns")
+
+
+def _bits_per_parameter(options: PlanOptions, model: "ModelConfig", vocab_size: int) -> dict[str, float]:
     """What each codec to try makes of a parameter. Raises ConfigError for one that is not in the table."""
     from gossamer.codecs import CODECS
     from gossamer.codecs.message import payload_bytes
     from gossamer.models.sizes import parameter_count
     from gossamer.network.plan import EXACT
 
-    parameters, bits = parameter_count(model, options.vocab), dict(EXACT)
+    parameters, bits = parameter_count(model, vocab_size), dict(EXACT)
     for name in options.codec:
         if name not in CODECS:
             raise ConfigError(choose("codec", name, CODECS) + "; correct the name")
@@ -96,13 +160,12 @@ def _bits_per_parameter(options: PlanOptions, model: "ModelConfig") -> dict[str,
     return bits
 
 
-def _write_run_file(made: "RunPlan", options: PlanOptions, out: Path) -> None:
+def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:
+    """The run file of the chosen candidate."""
     from gossamer.network.plan import run_toml
-    from gossamer.record.files import writing
+    from gossamer.run.planned import recipe_toml
 
-    if out.exists():
-        raise ConfigError(f"'{out}' already exists; name another file with --out, or remove it")
-    text = run_toml(made, name=out.stem, adapt=options.adapt, weigh_steps=options.weigh_steps)
-    with writing(out):
-        out.write_text(text, encoding="utf-8")
-    print(f"run file: {out}")
+    if chosen in made.candidates:
+        return run_toml(made, chosen, name=out.stem, adapt=options.adapt, weigh_steps=options.weigh_steps)
+    run = {key: True for key in ("adapt", "weigh_steps") if getattr(options, key)}
+    return recipe_toml(made, chosen, name=out.stem, run=run)

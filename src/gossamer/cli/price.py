@@ -5,12 +5,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from gossamer.cli.output import Json, print_json
 from gossamer.errors import ConfigError
 
 __all__ = ["command"]
 
 
-def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /) -> None:
+def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *, json: Json = False) -> None:
     """Prices a recorded run on a network: wall-clock and utilisation, without training again.
 
     Args:
@@ -31,6 +32,10 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /) ->
         )
     trace = read_trace(folder)
     timeline = price(trace, read_network(network))
+    if json:
+        counted = {"rounds": trace.rounds, "workers": trace.workers, "total_s": timeline.total_s}
+        print_json({"folder": folder, "network": network, **counted, "utilisation": timeline.mean_utilisation})
+        return
     print(
         f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
         f"utilisation {timeline.mean_utilisation:.1%}"

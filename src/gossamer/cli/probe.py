@@ -1,39 +1,107 @@
-"""`gossamer probe`: the links between workers, measured."""
+"""`gossamer probe`: the links between workers and their speed, measured."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
+
+from gossamer.cli.output import PLAIN, Output, print_json
+from gossamer.cli.run_file import Overrides
 from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gossamer.network.probe import StepTimer
+    from gossamer.run.config import RunConfig
 
 __all__ = ["command"]
 
 
-def command(*, out: Path, local: int | None = None, max_bytes: int = 1 << 24, test_s: float = 0.5) -> int:
-    """Measures the links between workers, and writes them as a network file.
+def command(
+    file: Annotated[Path | None, Parameter(help="run file (TOML) whose inner step is measured")] = None, /, *, out: Path,
+    overrides: Overrides = (), local: int | None = None, links_only: bool = False, max_bytes: int = 1 << 24,
+    test_s: float = 0.5, output: Output = PLAIN,
+) -> int:  # fmt: skip
+    """Measures the links between workers and an inner step of each, and writes them as a network file.
 
     Args:
         out: network file to write (TOML)
         local: start this many worker processes on this machine
+        links_only: leave the inner step out
         max_bytes: largest message (default: 16 MiB)
         test_s: seconds after which a message is long enough (default: 0.5)
     """
     if out.exists():
         raise ConfigError(f"'{out}' already exists; name another file with --out, or remove it")
+    if local is not None and local < 2:
+        raise ConfigError(f"--local {local} was given but a link has two ends; start at least 2 workers")
+    if links_only and (file is not None or overrides):
+        given = file or f"--set {' '.join(overrides)}"
+        raise ConfigError(f"--links-only was given with '{given}' but measures no step; remove one of the two")
     if local is not None:
-        from gossamer.cli import main
-        from gossamer.cli.train import import_early
-        from gossamer.transport.local import run_local
-
-        if local < 2:
-            raise ConfigError(f"--local {local} was given but a link has two ends; start at least 2 workers")
-        import_early()
-        words = ["--out", str(out), "--max-bytes", str(max_bytes), "--test-s", str(test_s)]
-        return run_local(local, main, ["probe", *words])
+        words = [*([] if file is None else [str(file)]), "--out", str(out), "--max-bytes", str(max_bytes)]
+        words += ["--test-s", str(test_s), *(["--links-only"] if links_only else []), "--quiet"]
+        if not links_only:
+            _run_of(file, overrides, local)  # a mistake in it is told once, before processes are started
+        if code := _started(local, [*words, *(word for one in overrides for word in ("--set", one))]):
+            return code
+        _show(out, output)
+        return 0
     from gossamer.network.links import to_toml
     from gossamer.network.probe import probe
     from gossamer.record.files import atomic_write
 
-    network = probe(max_bytes=max_bytes, test_s=test_s)
+    world = os.environ.get("WORLD_SIZE", "")
+    config = None if links_only or not world.isdigit() else _run_of(file, overrides, int(world))
+    network = probe(None if config is None else _timer(config), max_bytes=max_bytes, test_s=test_s)
     if network is not None:
         atomic_write(out, to_toml(network).encode())
-        print(f"network file: {out}")
+        if not output.quiet or output.json:
+            _show(out, output)
     return 0
+
+
+def _started(local: int, words: Sequence[str]) -> int:
+    """Starts all workers on this machine, and waits for them; returns their exit code."""
+    from gossamer.cli import main
+    from gossamer.cli.train import import_early
+    from gossamer.transport.local import run_local
+
+    import_early()
+    return run_local(local, main, ["probe", *words])
+
+
+def _run_of(file: Path | None, overrides: Sequence[str], workers: int) -> "RunConfig":
+    """The run whose inner step is measured; a run file's, or that of the defaults. Raises ConfigError."""
+    from gossamer.run.config import parse
+    from gossamer.run.document import load, settings, with_settings
+
+    changes = settings([*overrides])
+    config = parse(with_settings({"workers": workers}, changes) if file is None else load(file, changes))
+    if config.workers != workers:
+        raise ConfigError(
+            f"{workers} workers were started but the run file has workers = {config.workers}; make them equal, or add --set "
+            f"workers={workers}"
+        )
+    return config
+
+
+def _timer(config: "RunConfig") -> "StepTimer":
+    from gossamer.run.step_time import step_time
+    from gossamer.transport.launch import device_of
+
+    return lambda member: step_time(config, member.worker, device_of(config.run.device))
+
+
+def _show(out: Path, output: Output) -> None:
+    """Prints what a network file says."""
+    from gossamer.network.links import read_network, to_options
+
+    network = read_network(out)
+    if output.json:
+        print_json({"file": out, "network": to_options(network)})
+        return
+    if isinstance(network.step_s, tuple) and network.step_of is not None:
+        print(f"inner step: {min(network.step_s):g} to {max(network.step_s):g} s, of model {network.step_of}")
+    print(f"network file: {out}")

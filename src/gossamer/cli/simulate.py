@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossamer.cli.report import publish
+from gossamer.cli.output import PLAIN, Output
+from gossamer.cli.report import publish, show
 from gossamer.cli.run_file import File, Overrides, imported_parts, resume_hint, run_and_folder
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ __all__ = ["command", "train_here"]
 
 def command(
     file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
-    replay: Path | None = None,
+    replay: Path | None = None, output: Output = PLAIN,
 ) -> None:  # fmt: skip
     """Trains all workers of a run in this process, and writes its report.
 
@@ -25,7 +26,7 @@ def command(
         replay: compute the real server run in this folder again, from its record
     """
     config, folder, resumed = run_and_folder(file, overrides, out, resume)
-    with resume_hint(folder, resumable=not config.event_driven):
+    with output.silenced(), resume_hint(folder, resumable=not config.event_driven):
         if replay is not None:
             from gossamer.run.serve_replay import replay_server
 
@@ -33,7 +34,8 @@ def command(
         else:
             imported_parts(config)
             train_here(config, folder, resume=resumed)
-        publish({config.name: folder}, folder / "report.html", config.network)
+        page, runs = folder / "report.html", {config.name: folder}
+        show(runs, publish(runs, page, config.network), page, json=output.json)
 
 
 def train_here(config: "RunConfig", folder: Path, *, resume: "Resume" = False) -> None:

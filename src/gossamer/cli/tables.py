@@ -19,13 +19,20 @@ def print_table(
         text: the number of columns with text, on the left; the others have numbers. Under a title, text after the first wraps.
         bold: the index of a row to print in bold.
     """
+    rows, console = list(rows), Console()
+    widths = [max([len(head), *(len(row[place]) for row in rows)]) for place, head in enumerate(headings)]
+    if not title and not console.is_terminal:
+        console = Console(width=sum(widths) + 2 * len(widths))  # a file has lines of any length
+    # Where a line of a terminal is too short for all, texts are cut and never numbers.
+    room = console.width - sum(widths[text:]) - 2 * len(widths)
     view = Table(
         title=title or None, title_justify="left", box=HEAVY_HEAD if title else None, pad_edge=bool(title),
         header_style="bold",
     )  # fmt: skip
     for place, heading in enumerate(headings):
-        may_wrap = bool(title) and 0 < place < text
-        view.add_column(heading, justify="left" if place < text else "right", no_wrap=not may_wrap)
+        may_wrap, is_text = bool(title) and 0 < place < text, place < text
+        most = max(8, room // text) if is_text and not title and console.is_terminal else None
+        view.add_column(heading, justify="left" if is_text else "right", no_wrap=not may_wrap, max_width=most)
     for place, row in enumerate(rows):
         view.add_row(*map(Text, row), style="bold" if place == bold else None)
-    Console().print(view)
+    console.print(view)

@@ -4,12 +4,15 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from gossamer.cli.output import Json, print_json
+
 __all__ = ["command"]
 
 
 def command(
     name: str, /, *, workers: int = 8, momentum: float = 0.7, alpha: float = 1.0, round: int = 0, seed: int = 0,
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
+    json: Json = False,
 ) -> None:  # fmt: skip
     """Shows a topology: graph, spectral gap, chi, and the stability of gossip on it.
 
@@ -22,13 +25,26 @@ def command(
         seed: seed of random topologies (default: 0)
         overrides: option of the topology, such as peers=2; may be repeated
     """
-    from gossamer.cli.gossip_table import gossip_table
+    from gossamer.cli.gossip_table import gossip_facts, gossip_table
     from gossamer.rounds.stability import outlook
     from gossamer.run.document import settings
     from gossamer.topologies import make_topology
     from gossamer.topologies.draw import draw_round
 
     topology = make_topology(name, workers, seed=seed, **settings([*overrides]))
+    found = outlook(topology, alpha=alpha, gamma=momentum)
+    if json:
+        rows = [dict(row) for row in topology.mixing(round).rows]
+        print_json(
+            {
+                "name": topology.name,
+                "workers": topology.n,
+                "round": round,
+                "weights": rows,
+                **gossip_facts(topology, found),
+            }
+        )
+        return
     print(draw_round(topology, round))
     print()
-    print(gossip_table(topology, outlook(topology, alpha=alpha, gamma=momentum)))
+    print(gossip_table(topology, found))

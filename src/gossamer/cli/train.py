@@ -3,10 +3,14 @@
 import multiprocessing
 import os
 import sys
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
+
+from gossamer.cli.output import PLAIN, Output, print_json
 from gossamer.cli.run_file import AUTO, File, Overrides, imported_parts, resume_hint, run_and_folder
 from gossamer.errors import ConfigError
 
@@ -14,12 +18,28 @@ if TYPE_CHECKING:
     from gossamer.run.config import RunConfig
     from gossamer.run.history import Resume
 
-__all__ = ["command", "import_early"]
+__all__ = ["ServerOptions", "command", "import_early"]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The part of this process in a run with a server."""
+
+    server: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
+    """address at which to serve a run with a [server], or with --worker to join it"""
+    worker: int | None = None
+    """number of this worker, which joins the server"""
+    secret: Path | None = None
+    """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
+
+
+_NO_SERVER = ServerOptions()
 
 
 def command(
     file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
-    local: int | None = None, server: str | None = None, worker: int | None = None, secret: Path | None = None,
+    local: int | None = None, served: ServerOptions = _NO_SERVER, output: Output = PLAIN,
 ) -> int:  # fmt: skip
     """Trains as one worker of a run, as the server of one, or starts all workers on this machine.
 
@@ -28,9 +48,6 @@ def command(
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
         local: start this many worker processes on this machine
-        server: HOST:PORT at which to serve a run with a [server], or with --worker to join it
-        worker: number of this worker, which joins the server
-        secret: file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)
     """
     if local is not None:
         import_early()
@@ -38,32 +55,56 @@ def command(
     from gossamer.run.settle import settle
 
     config, folder, resumed = run_and_folder(file, overrides, out, resume)
-    settle(
-        config, imported_parts(config) if local is not None else own_parts(config), real=True
-    )  # before processes start
-    if secret is not None:
+    parts = imported_parts(config) if local is not None else own_parts(config)
+    settle(config, parts, real=True)  # before processes are started
+    if served.secret is not None:
         from gossamer.transport.secret import SECRET, read_secret
 
-        os.environ[SECRET] = read_secret(secret)
-    with resume_hint(folder):
+        os.environ[SECRET] = read_secret(served.secret)
+    code = 0
+    with resume_hint(folder), output.silenced():
         if local is not None:
             sets = [word for one in overrides for word in ("--set", one)]
             words = (
                 ["train", "--resume", str(folder)] if resumed is True else ["train", str(file), "--out", str(folder)]
             )
             words += ["--resume", resumed] if resumed == AUTO else []
-            return _start_workers(config, folder, local, [*words, *sets], resume=resumed)
-        if config.server is not None:
-            _train_served(config, folder, server, worker, resume=resumed)
-        elif server is not None or worker is not None:
+            words += ["--quiet"] if output.quiet else []
+            code = _start_workers(config, folder, local, [*words, *sets], resume=resumed)
+        elif config.server is not None:
+            _train_served(config, folder, served.server, served.worker, resume=resumed)
+        elif served.server is not None or served.worker is not None:
             raise ConfigError(
-                f"--server {server} --worker {worker} was given but the run file has no [server]; start it under torchrun"
+                f"--server {served.server} --worker {served.worker} was given but the run file has no [server]; start it under "
+                "torchrun"
             )
         else:
             from gossamer.run.train import train
 
             train(config, folder, resume=resumed)
-    return 0
+    if code == 0 and output.json:
+        print_json(_result(config, folder, local, served))
+    elif code == 0 and local is not None:
+        print(
+            f"run: {folder}, {config.rounds} rounds of {config.workers} workers; gossamer evaluate {folder} scores it"
+        )
+    return code
+
+
+def _result(config: "RunConfig", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:
+    """The last validations that this process knows of: those of all workers where it has started them, else its own."""
+    from gossamer.record.folder import read_metrics
+
+    lines = read_metrics(folder)
+    found = {line["worker"]: line["loss"] for line in lines if line["kind"] == "validation" and "worker" in line}
+    if local is None:
+        me = served.worker if config.server is not None else int(os.environ["RANK"])
+        found = {worker: loss for worker, loss in found.items() if worker == me}
+    scored = [line["loss"] for line in lines if line["kind"] == "eval"]
+    return {
+        "folder": folder, "name": config.name, "workers": config.workers, "rounds": config.rounds,
+        "loss": scored[-1] if scored else None, "validation": found,
+    }  # fmt: skip
 
 
 def import_early() -> None:
@@ -88,8 +129,9 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
     if resume and rounds_in_common(config, folder) == config.rounds:
         from gossamer.record import checkpoint
+        from gossamer.record.progress import say
 
-        print(checkpoint.ended(folder, config.rounds))
+        say(checkpoint.ended(folder, config.rounds))
         return 0
     if config.server is not None:
         return run_served(n, main, words, folder_secret(folder, make=True))

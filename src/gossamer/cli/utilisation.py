@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from gossamer.cli.output import Json, print_json
 from gossamer.cli.tables import print_table
 from gossamer.errors import ConfigError
 
@@ -16,6 +17,7 @@ def command(
     *, model: str = "1b", method: str = "streaming",
     overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
     figure9: bool = False, analytic: bool = False, plot: Annotated[Path | None, Parameter(metavar="FILE")] = None,
+    json: Json = False,
 ) -> None:  # fmt: skip
     """Prints compute utilisation as a function of bandwidth, for published models.
 
@@ -38,46 +40,60 @@ def command(
         other = "--figure9" if figure9 else f"--plot {plot}"
         raise ConfigError(f"--analytic was given with {other} but cannot be combined with it; remove one of the two")
     if analytic:
-        _print_hours(options)
+        _print_hours(options, json)
         return
-    curves = _print_stragglers(options) if figure9 else _print_bandwidths(model, method, options)
+    curves = _print_stragglers(options, json) if figure9 else _print_bandwidths(model, method, options, json)
     if plot is not None:
         plot_curves(curves, plot)
-        print(f"plot: {plot}")
+        if not json:
+            print(f"plot: {plot}")
 
 
-def _print_bandwidths(model: str, method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _print_bandwidths(model: str, method: str, options: Mapping[str, Any], json: bool) -> dict[str, Any]:
     """Prints which bandwidth a method needs for which utilisation; returns its curve."""
     from gossamer.network.utilisation import assumed, bandwidth_table, setting_of, utilisation_curve
 
     setting = setting_of(model, method, **options)
+    curves, rows = {f"{method}, {model}": utilisation_curve(setting)}, bandwidth_table(setting)
+    if json:
+        print_json({"rows": rows, "assumptions": [assumed(model, method, setting)]})
+        return curves
     print(assumed(model, method, setting))
-    for row in bandwidth_table(setting):
+    for row in rows:
         needed = "more than 1 Tbit/s" if row.bandwidth_bps is None else f"{row.bandwidth_bps / 1e9:.1f} Gbit/s"
         print(f"{row.utilisation:.0%} computing: {needed}")
-    return {f"{method}, {model}": utilisation_curve(setting)}
+    return curves
 
 
-def _print_hours(options: Mapping[str, Any]) -> None:
+def _print_hours(options: Mapping[str, Any], json: bool) -> None:
     """Prints where the hours of a run go, method by method, and all that was assumed."""
     from gossamer.network.limits import build_settings
     from gossamer.network.wall_clock import HOURS_HEADINGS, WallClockOptions, hours_rows, wall_clock_table
 
     made = wall_clock_table(build_settings(WallClockOptions, options, "option of --analytic"))
+    if json:
+        print_json(made)
+        return
     print_table(HOURS_HEADINGS, hours_rows(made))
     for sentence in made.assumptions:
         print(f"assumed: {sentence}")
 
 
-def _print_stragglers(options: Mapping[str, Any]) -> dict[str, Any]:
+def _print_stragglers(options: Mapping[str, Any], json: bool) -> dict[str, Any]:
     """Prints mean utilisation with one straggler, and all that was assumed; returns the curves."""
     from gossamer.network.limits import build_settings
     from gossamer.network.straggler import STRAGGLER_METHODS, StragglerRun, straggler_rows, straggler_table
 
     run = build_settings(StragglerRun, options, "option of --figure9", without=["model"])
+    points = straggler_table(run=run)
+    assumptions = list(dict.fromkeys(sentence for point in points for sentence in point.assumptions))
+    curves = {name: [(p.bandwidth_bps, p.mean) for p in points if p.method == name] for name in STRAGGLER_METHODS}
+    if json:
+        rows = [{key: value for key, value in p._asdict().items() if key != "assumptions"} for p in points]
+        print_json({"rows": rows, "assumptions": assumptions})
+        return curves
     title = "share of the time spent computing, mean over workers (straggler's local steps)"
     print_table(("Gbit/s", *STRAGGLER_METHODS), straggler_rows(run), title=title, text=0)
-    points = straggler_table(run=run)
-    for sentence in dict.fromkeys(sentence for point in points for sentence in point.assumptions):
+    for sentence in assumptions:
         print(f"assumed: {sentence}")
-    return {name: [(p.bandwidth_bps, p.mean) for p in points if p.method == name] for name in STRAGGLER_METHODS}
+    return curves

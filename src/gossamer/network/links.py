@@ -10,6 +10,12 @@
     seed = 0                       # of the jitter; equal seeds give equal seconds
     mean = "owners"                # how a mean is carried: "owners" of chunks as gossamer does, "ring" or "tree"
 
+    [step_of]                      # optional; the inner step that takes step_s: gossamer probe writes what it has measured
+    model = { size = "1m" }
+    vocab_size = 256
+    seq_len = 128
+    batch_size = 8
+
     [sites.paris]                  # optional; every worker is in one site
     workers = [0, 1]
     uplink_bps = 2e8               # what all streams that leave the site share; inf when left out
@@ -44,7 +50,8 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, AllowInfNan, Field
 
 from gossamer.errors import ConfigError, choose
-from gossamer.fields import Words
+from gossamer.fields import AtLeastOne, Words
+from gossamer.models.sizes import ModelConfig
 from gossamer.record.trace import Integers
 from gossamer.rng import numpy_rng
 from gossamer.schema import build, parse_toml, plain, settings
@@ -60,6 +67,7 @@ __all__ = [
     "PerWorker",
     "Route",
     "Site",
+    "StepOf",
     "from_options",
     "from_toml",
     "jitter_factors",
@@ -138,6 +146,26 @@ class Change:
 
 
 @settings()
+class StepOf:
+    """An inner step of which the seconds are known."""
+
+    model: ModelConfig = ModelConfig()
+    vocab_size: AtLeastOne = 256
+    seq_len: AtLeastOne = 128
+    """Tokens of a sequence."""
+    batch_size: AtLeastOne = 8
+    """Sequences of the step."""
+
+    def __str__(self) -> str:
+        other = {key: value for key, value in plain(self.model, defaults=False).items() if key != "size"}
+        own = f" with {', '.join(f'{key} = {value}' for key, value in other.items())}" if other else ""
+        return (
+            f"{self.model.size}{own}, a vocabulary of {self.vocab_size:,} and {self.batch_size} sequences of "
+            f"{self.seq_len} tokens"
+        )
+
+
+@settings()
 class Network:
     """The links between the workers and, if given, the workers' speed; the module's docstring explains each option.
 
@@ -154,6 +182,8 @@ class Network:
     """"half": sending and receiving take turns on one link."""
     step_s: _Times | None = None
     """Seconds of one inner step; the measured times of the trace when left out."""
+    step_of: StepOf | None = None
+    """The inner step that takes `step_s`, where that was measured."""
     jitter: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Standard deviation of the seconds of a local phase, over their mean."""
     jitter_kind: JitterKind = "lognormal"

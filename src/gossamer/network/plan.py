@@ -6,7 +6,7 @@ learns a little less from each. Hence the choice: the fewest local steps that ke
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -302,10 +302,10 @@ PLAN_HEADINGS = ("method", "codec", "steps", "MB/round", "s/round", "computing",
 """Of the columns of `plan_rows`."""
 
 
-def plan_rows(plan: RunPlan) -> list[tuple[str, ...]]:
-    """All candidates as text, for a table under `PLAN_HEADINGS`."""
+def plan_rows(candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:
+    """Candidates as text, for a table under `PLAN_HEADINGS`."""
     rows = []
-    for one in plan.candidates:
+    for one in candidates:
         most, fewest = one.full_steps, min(one.local_steps)
         rows.append(
             (

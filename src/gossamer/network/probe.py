@@ -1,4 +1,5 @@
-"""Measures the links between running workers, as a network file: latency and bandwidth of each pair, with no other traffic.
+"""Measures running workers and their links, as a network file: the seconds of an inner step of each, all at a time, and latency
+and bandwidth of each pair, with no other traffic.
 
 Pairs follow a factorisation of the complete graph: in each round every worker is in one pair, and a pair sends in one
 direction at a time. Messages grow until one takes long enough to be timed, within limits of bytes and time. So a slow link is
@@ -9,20 +10,22 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from gossamer.errors import ConfigError, PeerError
-from gossamer.network.links import Network, Route, Site
+from gossamer.network.links import Network, Route, Site, StepOf
 from gossamer.topologies.matching import factors
 from gossamer.transport import Ticket, Transport
 from gossamer.transport.group import GroupTransport
 from gossamer.transport.launch import agree, join
+from gossamer.transport.member import Member
 
-__all__ = ["Measured", "network_of", "probe"]
+__all__ = ["Measured", "StepTimer", "network_of", "probe"]
 
 PINGS = 5
 SMALLEST_BYTES = 1 << 14
@@ -31,6 +34,8 @@ SLOWER = 0.8
 EQUAL = 1.25
 """Latencies within this factor of their median, or within a millisecond of it, count as equal."""
 DIGITS = 3
+LONGEST_STEP_S = 600.0
+"""How long to wait for the others' inner steps: the first imports the compiler, and a large model takes its time."""
 
 
 class Measured(NamedTuple):
@@ -41,17 +46,23 @@ class Measured(NamedTuple):
     bandwidth_bps: float
 
 
+StepTimer = Callable[[Member], tuple[float, StepOf]]
+"""Measures the seconds of an inner step of a worker, and says of what step."""
+
+
 def probe(
-    *, max_bytes: int = 1 << 24, test_s: float = 0.5, max_rounds: int = 15, timeout_s: float = 60.0
-) -> Network | None:
+    step: StepTimer | None = None, *, max_bytes: int = 1 << 24, test_s: float = 0.5, max_rounds: int = 15,
+    timeout_s: float = 60.0,
+) -> Network | None:  # fmt: skip
     """Joins the other workers, as torchrun or `run_local` started them, and measures their links.
 
     Args:
+        step: measures the seconds of an inner step, on all workers at a time and before the links; they are left out when None.
         max_bytes: of one message; a test sends at most about 4/3 of it.
         test_s: a message that takes this long is long enough.
         max_rounds: with how many peers a worker is paired; routes need all of them.
         timeout_s: how long to wait for another worker.
-    Returns: the network, to three digits, on worker 0, and None on the others. The workers' speed is not measured.
+    Returns: the network, to three digits, on worker 0, and None on the others.
     Raises: ConfigError for options or an environment that cannot work, PeerError for workers that do not answer.
     Cost: at most 15 rounds of two tests of about `4/3·test_s` each, or longer where 16 kB take longer.
     """
@@ -63,6 +74,9 @@ def probe(
     member = join(int(world) if world.isdigit() else 0, backend="gloo", device="cpu", timeout_s=timeout_s)
     if member.workers < 2:
         raise ConfigError(f"{member.workers} worker was started but a link has two ends; start at least 2")
+    compute_s, of = (None, None) if step is None else step(member)
+    facts = agree(member, f"step of {of}", compute_s, timeout_s=max(timeout_s, LONGEST_STEP_S))
+    step_s = None if of is None else tuple(_rounded(_seconds(i, fact)) for i, fact in enumerate(facts))
     transport = GroupTransport(member, run=0, timeout_s=timeout_s, checksum=False)
     everyone = member.workers - 1 + member.workers % 2
     meetings = factors(member.workers, np.arange(min(everyone, max_rounds))).tolist()
@@ -75,9 +89,10 @@ def probe(
                 found[str(peer)] = list(_measure(link, member.worker == first, max_bytes, test_s))
     facts = agree(member, f"probe {max_bytes} {test_s} {max_rounds}", found, timeout_s=timeout_s)
     transport.close()
-    return (
-        network_of([_measured(i, fact, member.workers) for i, fact in enumerate(facts)]) if member.worker == 0 else None
-    )
+    if member.worker != 0:
+        return None
+    links = network_of([_measured(i, fact, member.workers) for i, fact in enumerate(facts)])
+    return replace(links, step_s=step_s, step_of=of)
 
 
 def network_of(measured: Sequence[Mapping[int, Measured]]) -> Network:
@@ -228,6 +243,15 @@ def _measured(worker: int, fact: Any, n: int) -> dict[int, Measured]:
     raise PeerError(
         f"worker {worker} sent {fact!r:.60} as its measurements, which is malformed; install the same gossamer everywhere"
     )
+
+
+def _seconds(worker: int, fact: Any) -> float:
+    """The seconds of an inner step that a worker sent. Raises PeerError for anything else."""
+    if not isinstance(fact, float) or not 0 < fact <= 1e6:
+        raise PeerError(
+            f"worker {worker} sent {fact!r:.60} as the seconds of its inner step; install the same gossamer everywhere"
+        )
+    return fact
 
 
 def _rounded(value: float) -> float:

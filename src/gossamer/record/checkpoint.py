@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.finite import must_be_finite
-from gossamer.record.files import atomic_write, worker_suffix
+from gossamer.record.files import atomic_write, sync_folder, worker_suffix
 from gossamer.schema import RECORD, Records
 
 __all__ = [
@@ -122,7 +122,8 @@ def save(
         shutil.rmtree(workshop, ignore_errors=True)  # what a kill may have left
         workshop.mkdir(parents=True)
         save_file(tensors, scratch)
-        _sync(scratch)
+        with scratch.open("r+b") as file:  # Windows waits for no file that is open to be read only
+            os.fsync(file.fileno())
         document = _sealed(
             {
                 "format": FORMAT, "round": round, "worker": worker, "digest": _line(digest).digest,
@@ -138,9 +139,9 @@ def save(
             missing_ok=True
         )  # if a round is saved again, the old manifest must not describe the new tensors
         _move(scratch, tensor_file)
-        _sync(tensor_file.parent)
+        sync_folder(tensor_file.parent)
         atomic_write(manifest, document)
-        _sync(folder)
+        sync_folder(folder)
         kept = [r for r in rounds(folder, worker, digest) if r <= round][-keep:]
         oldest = min(kept) if since is None else min(since, *kept)
         _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
@@ -272,9 +273,10 @@ def nothing_to_resume(
     return CheckpointError(f"'{folder}' has no checkpoints to resume from; start again with another --out")
 
 
-def ended(folder: Path, rounds: int) -> str:
-    """The message for a resumed run that has already ended."""
-    return f"the run has ended after {rounds} rounds; gossamer evaluate {folder} scores it"
+def ended(folder: Path, rounds: int, *, kept: bool = True) -> str:
+    """The message for a resumed run that has already ended, and whose checkpoints were `kept`."""
+    scores = f"gossamer evaluate {folder} scores it" if kept else f"gossamer report {folder} shows it"
+    return f"the run has ended after {rounds} rounds; {scores}"
 
 
 def rewind(folder: Path, round: int, worker: int) -> None:
@@ -331,15 +333,6 @@ def _move(scratch: Path, target: Path) -> None:
         except (FileExistsError, FileNotFoundError):
             if target.parent.is_file() or not scratch.exists():
                 raise
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(path: Path) -> str:

@@ -2,13 +2,14 @@
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from gossamer.errors import DiskError
 
-__all__ = ["Appender", "atomic_write", "make_folder", "worker_suffix", "writing"]
+__all__ = ["Appender", "atomic_write", "make_folder", "sync_folder", "worker_suffix", "writing"]
 
 
 @contextlib.contextmanager
@@ -74,9 +75,19 @@ def _atomic_write(path: Path, data: bytes) -> None:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Waits until the names in a folder are on the disk: else a power cut may lose a name although not the bytes.
+
+    Does nothing on Windows, which opens no folder as a file, and keeps the names of NTFS in a journal.
+    """
+    if sys.platform == "win32":
+        return
+    folder = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)  # else the name may be lost in a power cut although the bytes are not
+        os.fsync(folder)
     finally:
         os.close(folder)
 

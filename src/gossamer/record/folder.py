@@ -49,6 +49,9 @@ class RecordConfig:
     """The Weights & Biases project to log to; nothing leaves the machine when None."""
     export: bool = True
     """Whether a simulated run ends by writing its mean model for `from_pretrained`, and a sample of its text."""
+    keep_checkpoints: bool = True
+    """Whether a simulated run that has ended keeps its checkpoints, from which `gossamer evaluate` scores a round and --resume
+    goes on for more steps; without them it can be resumed until it ends, and leaves what it exports."""
     print_every: AtLeastOne = 10
     """Rounds between two lines of the log where no terminal shows live progress."""
 

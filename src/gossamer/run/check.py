@@ -24,7 +24,7 @@ from gossamer.run.parts import named
 from gossamer.run.settle import InPairs, InRounds, Settled, WithServer, faults, pairing_faults, settle
 from gossamer.run.traffic import layout_for, period_of, played, traffic
 
-__all__ = ["Copies", "Examined", "OnNetwork", "checked", "examine", "inner_copies", "vocabulary"]
+__all__ = ["Copies", "Counted", "Examined", "OnNetwork", "checked", "counted", "examine", "inner_copies", "vocabulary"]
 
 _ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
@@ -98,7 +98,7 @@ def examine(config: RunConfig) -> Examined:
     elif not isinstance(settled, WithServer):
         m, topology = settled.method, settled.method.topology
     predicted = None if m is None else stability.stability_of(m.rule, m.topology, m.schedule.merge)
-    sent, most, kept, networks = _counted(config, settled, layout) if layout else (None, None, (), ())
+    sent, most, kept, networks = counted(config, settled, layout) if layout else (None, None, (), ())
     return Examined(
         name=config.name,
         kind=config.kind,
@@ -216,11 +216,17 @@ def _warnings(config: RunConfig, settled: Settled) -> tuple[str, ...]:
     return tuple(found)
 
 
-_Counted = tuple[float, float, tuple[Copies, ...], tuple[OnNetwork, ...]]
+class Counted(NamedTuple):
+    """What a run sends, keeps and takes, as `Examined` has it."""
+
+    sent_bytes: float
+    most_bytes: float
+    kept: tuple[Copies, ...]
+    networks: tuple[OnNetwork, ...]
 
 
-def _counted(config: RunConfig, settled: Settled, layout: Layout) -> _Counted:
-    """Bytes, memory and seconds."""
+def counted(config: RunConfig, settled: Settled, layout: Layout, rounds: int = _ROUNDS) -> Counted:
+    """Bytes, memory and seconds, by so many played rounds or by whole periods of what is sent."""
     size = _BYTES * layout.numel
 
     def kept(what: str, copies: float) -> Copies:
@@ -230,25 +236,25 @@ def _counted(config: RunConfig, settled: Settled, layout: Layout) -> _Counted:
     if not is_code(config.inner.optimizer):
         rows.append(kept("inner optimizer", inner_copies(config.inner, layout)))
     if not isinstance(settled, InRounds):
-        counted = traffic(config, layout, settled=settled)
-        rows += [kept("outer state", counted.state_copies), kept("messages", counted.sent_bytes / size)]
+        sent = traffic(config, layout, settled=settled)
+        rows += [kept("outer state", sent.state_copies), kept("messages", sent.sent_bytes / size)]
         if isinstance(settled, WithServer):
             rows.append(kept("server: state", settled.rule.state_copies))
-        priced = _on_a_clock(config, settled, counted.sent_bytes, size)
-        return counted.sent_bytes, counted.most_bytes, tuple(rows), (priced,)
-    counted, entries = played(config, settled.method, layout, _rounds(config, settled.method))
+        priced = _on_a_clock(config, settled, sent.sent_bytes, size)
+        return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), (priced,))
+    sent, entries = played(config, settled.method, layout, _rounds(config, settled.method, rounds))
     rows += [
-        kept("outer state", counted.state_copies),
-        kept("messages", (_message_bytes(entries) + counted.flight_copies * size) / size),
+        kept("outer state", sent.state_copies),
+        kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
     ]
     networks = tuple(_priced(config, name, entries) for name in config.network)
-    return counted.sent_bytes, counted.most_bytes, tuple(rows), networks
+    return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks)
 
 
-def _rounds(config: RunConfig, m: Method) -> int:
-    """How many rounds to play: whole periods, and not more than the run has."""
+def _rounds(config: RunConfig, m: Method, some: int) -> int:
+    """How many rounds to play: about as many as asked for in whole periods, and not more than the run has."""
     period = period_of(config, m)
-    some = 1 if config.workers > _MANY_WORKERS else _ROUNDS
+    some = 1 if config.workers > _MANY_WORKERS else some
     return min(config.rounds, period * -(-some // period))
 
 

@@ -27,7 +27,7 @@ from gossamer.run.methods import recipes
 from gossamer.schema import build, plain, settings
 from gossamer.schema import faults as schema_faults
 
-__all__ = ["LoopSettings", "RunConfig", "differences", "digest", "dump", "faults", "json_schema", "parse"]
+__all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "dump", "faults", "json_schema", "parse"]
 
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
@@ -250,6 +250,15 @@ def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
 
 def digest(config: RunConfig) -> str:
     """Sixteen hex digits of everything that decides the numbers of a run; equal on all workers of one run."""
+    return hashlib.sha256(json.dumps(_deciding(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def decisive(config: RunConfig) -> dict[str, Any]:
+    """The dotted keys that decide the numbers of a run, which `digest` is of, with their values."""
+    return flat(_deciding(config))
+
+
+def _deciding(config: RunConfig) -> dict[str, Any]:
     document = _document(config, neutral=False)
     if config.run.adapt or config.event_driven:  # whose seconds decide the numbers
         clock = config.events.network if config.event_driven else None
@@ -258,7 +267,7 @@ def digest(config: RunConfig) -> str:
             for name, network in config.network.items()
             if name == clock or clock not in config.network
         }
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+    return document
 
 
 def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -29,7 +29,9 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, An
     Raises: ConfigError when the file is missing, too large to be a run file, or not TOML.
     """
     if not path.is_file():
-        raise ConfigError(f"there is no run file '{path}'; give the path of a TOML file, such as configs/gasloc.toml")
+        raise ConfigError(
+            f"there is no run file '{path}'; give the path of a TOML file, such as the configs/gasloc.toml of gossamer init"
+        )
     if path.stat().st_size > 1 << 20:
         raise ConfigError(f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: give another file")
     try:

@@ -181,6 +181,11 @@ def _whole_round(config: RunConfig, folder: Path, key: checkpoint.Lineage, round
         )
     if not any(owned) and any(checkpoint.rounds(store, owner) for owner in owners):
         raise checkpoint.nothing_to_resume(store, owners, owned)
+    if not whole and not config.record.keep_checkpoints:
+        raise CheckpointError(
+            f"'{folder}' has no checkpoints, as its record.keep_checkpoints is false; gossamer report {folder} shows its last "
+            "validation, and its mean model is in the folder 'model' if record.export was true"
+        )
     if not whole:
         whose = f"all {config.workers} workers" if config.server is None else "the server"
         raise CheckpointError(

@@ -39,11 +39,6 @@ class Parts(NamedTuple):
     codes: tuple[Code, ...] = ()
     """Those that were imported for a run file."""
 
-    @property
-    def key(self) -> str:
-        """What workers compare of the code: names and hashes of the files."""
-        return " ".join(f"{code.name}={code.sha256[:16]}" for code in self.codes)
-
 
 OURS = Parts()
 """No part of the user's."""

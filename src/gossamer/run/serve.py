@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,14 +26,16 @@ from gossamer.codecs.message import decode, payload_like
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.finite import all_finite
 from gossamer.record import checkpoint
+from gossamer.record.progress import say
 from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import Resume, history
 from gossamer.run.parts import own_parts
-from gossamer.run.serve_protocol import OWNED, run_key, settled_server, use_threads
+from gossamer.run.serve_protocol import OWNED, run_key, run_settings, settled_server, use_threads
 from gossamer.run.server_session import Reply, ServerSession, open_session
 from gossamer.run.task import task_of
 from gossamer.transport import Turn
+from gossamer.transport.alike import difference
 from gossamer.transport.handshake import HANDSHAKE_S, HalfOpen, prove_to_worker
 from gossamer.transport.local import LISTENER
 from gossamer.transport.secret import SECRET_FILE, environment_secret, folder_secret
@@ -96,23 +98,28 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
             faults=lambda round: [checkpoint.fault(store, round, me, past.lineage)],
         )  # fmt: skip
         if start == config.rounds:
-            print(checkpoint.ended(folder, start))
+            say(checkpoint.ended(folder, start))
             return
         past.go_on(folder, start)
     secret = folder_secret(folder, make=True)
     if not environment_secret():
-        print(
-            f"the workers need the secret of the run: copy '{folder / SECRET_FILE}' into the run folder of each machine"
+        log.warning(
+            "the workers need the secret of the run: copy '%s' into the run folder of each machine",
+            folder / SECRET_FILE,
         )
     with open_session(config, settled, folder, probe, start) as session, _listener(host, port) as listener:
-        _Server(session, settled.codec, run_key(settled.config, task, parts), secret).run(listener)
+        key, own = run_key(settled.config, task, parts), run_settings(settled.config, task, parts)
+        _Server(session, settled.codec, key, secret, own).run(listener)
 
 
 class _Server:
     """The connections of a session. One thread for each carries its frames; the thread that calls `run` does all else."""
 
-    def __init__(self, session: ServerSession, codec: Codec, key: int, secret: bytes) -> None:
+    def __init__(
+        self, session: ServerSession, codec: Codec, key: int, secret: bytes, settings: Mapping[str, str]
+    ) -> None:  # fmt: skip
         self._session, self._config, self._key, self._secret = session, session.config, key, secret
+        self._settings = settings
         self._codecs = [fitted(codec, layout) for layout in session.core.layouts]
         self._inputs: queue.SimpleQueue[_Joined | _Pushed | _Lost] = queue.SimpleQueue()
         self._connections: dict[int, _Connection] = {}
@@ -123,7 +130,7 @@ class _Server:
     def run(self, listener: socket.socket) -> None:
         """Serves until all steps have been taken and absorbed."""
         host, port = listener.getsockname()[:2]
-        print(f"serving {self._config.workers} workers on {host}:{port}")
+        say(f"serving {self._config.workers} workers on {host}:{port}")
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         core, timeout_s, alone_since_s = self._session.core, self._config.run.timeout_s, self._now()
         try:
@@ -240,8 +247,11 @@ class _Server:
     def _greet(self, stream: Stream, same_run: bool) -> tuple[_Connection, list[int]]:
         """The connection of a worker of this run, and the rounds of its checkpoints."""
         if not same_run:
+            theirs = stream.receive_settings()
+            differ = theirs and difference(stream.name, theirs, "the server", self._settings)
             raise PeerError(
-                f"{stream.name} runs another configuration; start all workers with the same run file, data and gossamer"
+                f"{stream.name} runs another configuration{f': {differ}' if differ else ''}; start all workers with the same run "
+                "file, data and gossamer"
             )
         if stream.peer >= self._config.workers:
             raise TransportError(

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError, TransportError
-from gossamer.run.config import RunConfig, digest
+from gossamer.run.config import RunConfig, decisive, digest
 from gossamer.run.parts import OURS, Parts
 from gossamer.run.settle import WithServer, settle
-from gossamer.run.task import Task
+from gossamer.run.task import Task, found_by_each
+from gossamer.transport.alike import short_settings
 
-__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "settled_server", "terms_of", "use_threads"]
+__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "run_settings", "settled_server", "terms_of", "use_threads"]
 
 HERE = "these machines"
 """What a real run calls the network whose seconds it records."""
@@ -65,8 +66,13 @@ def address(text: str) -> tuple[str, int]:
 
 def run_key(settled: RunConfig, task: Task, parts: Parts) -> int:
     """64 bits of what a server and its workers must have in common: the run with its local steps, and the text."""
-    common = f"{digest(settled)} {task.fingerprint()} {parts.key}".rstrip()
+    common = f"{digest(settled)} {found_by_each(task, parts)}"
     return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
+
+
+def run_settings(settled: RunConfig, task: Task, parts: Parts) -> dict[str, str]:
+    """What `run_key` is made of, key by key: a server that refuses a worker names those that differ."""
+    return short_settings({**decisive(settled), **found_by_each(task, parts)})
 
 
 def settled_server(config: RunConfig, parts: Parts = OURS) -> WithServer:

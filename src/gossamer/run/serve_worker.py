@@ -19,13 +19,14 @@ from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
 from gossamer.record.files import worker_suffix
 from gossamer.record.folder import RunFolder
+from gossamer.record.progress import say
 from gossamer.rng import key as random_key
 from gossamer.run.config import RunConfig, dump
 from gossamer.run.history import Resume, history, lineage
 from gossamer.run.parts import own_parts
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
-from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, settled_server, terms_of, use_threads
+from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, run_settings, settled_server, terms_of, use_threads
 from gossamer.run.task import Task, task_of
 from gossamer.transport import Turn
 from gossamer.transport.launch import device_of
@@ -133,6 +134,7 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
         me=worker,
         server=config.workers,
         timeout_s=config.run.timeout_s,
+        settings=run_settings(settled.config, task, parts),
     )
     try:
         stream.send(Turn(0, 0, HELLO), [torch.tensor([0] * OWNED + served.owned())[-OWNED:]])
@@ -190,7 +192,7 @@ def _train(
         if finished or not terms.go:
             record.log_seconds(stopwatch.round(trained.round))
         if any(config.due(config.run.eval_every, r) for r in finished):
-            print(f"round {finished[-1]} of {config.rounds}: loss {trained.report.loss:.4f} after {number + 1} phases")
+            say(f"round {finished[-1]} of {config.rounds}: loss {trained.report.loss:.4f} after {number + 1} phases")
 
 
 def _starting_point(stream: Stream, number: int, p: int, span: tuple[int, int]) -> tuple[StartingPoint, Terms]:

@@ -20,6 +20,7 @@ from gossamer.record.arrivals import ArrivalWriter, ServerInput
 from gossamer.record.events import EventWriter
 from gossamer.record.files import worker_suffix
 from gossamer.record.folder import RunFolder
+from gossamer.record.progress import say
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import lineage
@@ -135,7 +136,7 @@ class ServerSession:
 
     def _assess(self) -> dict[str, Any]:
         loss = self._probe.loss(self.core.model())
-        print(
+        say(
             f"round {self.journal.round} of {self.config.rounds}: validation {loss:.4f} after {self.core.updates} updates, "
             f"{self.core.present} workers"
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.progress import Progress
+from gossamer.record.progress import Progress, say
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Result
 from gossamer.run.finished import is_finished
@@ -82,17 +82,19 @@ def simulate(
 
 
 def _engine(config: RunConfig, folder: Path, parts: Parts, *, resume: Resume, progress: Progress | None) -> Engine:
-    if not config.event_driven:
-        return Rounds(config, folder, parts, resume=resume, progress=progress)
-    if resume is True:
+    if config.event_driven and resume is True:
         raise ConfigError(
             f"cannot resume '{folder}': an asynchronous run keeps no record of what was in flight when it stopped; start again "
             "with another --out"
         )
-    if resume and is_finished(config, folder):
-        print(checkpoint.ended(folder, config.rounds))
+    kept = config.record.keep_checkpoints
+    emptied = not kept and not (folder / "checkpoints").exists()
+    if resume and (config.event_driven or emptied) and is_finished(config, folder):
+        say(checkpoint.ended(folder, config.rounds, kept=kept))
         return _Ended(config, folder, parts)
-    return Events(config, folder, parts, progress=progress, again=bool(resume))
+    if config.event_driven:
+        return Events(config, folder, parts, progress=progress, again=bool(resume))
+    return Rounds(config, folder, parts, resume=resume, progress=progress)
 
 
 class _Ended:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from gossamer.errors import ConfigError, MissingPackageError
+from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
 from gossamer.record.folder import read_metrics
 from gossamer.record.trace import Trace, read_trace
 from gossamer.report.page import write_pages
@@ -87,6 +87,18 @@ class Columns(Mapping[str, list[Any]]):
         return pandas.DataFrame(self._columns)
 
 
+def _forget(folder: Path) -> None:
+    """Removes the checkpoints of a run that has ended. Raises CheckpointError when the disk refuses."""
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in '{folder}' could not be removed ({error.strerror or error}), as record.keep_checkpoints = false "
+            "asks for; remove them by hand: the run has ended"
+        ) from error
+
+
 class RecordedRun:
     """A run that is recorded in a folder: its histories, its trace, and its report."""
 
@@ -161,6 +173,8 @@ class Simulation(RecordedRun):
             while self._engine.finished < last:
                 self._engine.advance()
             self._result = self._engine.result()
+        if self.over and not self.config.record.keep_checkpoints:
+            _forget(self.folder / "checkpoints")
         return self
 
     @property

@@ -21,7 +21,7 @@ from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
-from gossamer.record.progress import Progress
+from gossamer.record.progress import Progress, say
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.run.config import RunConfig, digest, dump
@@ -147,7 +147,7 @@ def _restore(workers: Sequence[Worker], config: RunConfig, folder: Path, *, auto
         faults=lambda round: [checkpoint.fault(store, round, owner, past.lineage) for owner in config.owners],
     )  # fmt: skip
     if newest == config.rounds:
-        print(checkpoint.ended(folder, newest))
+        say(checkpoint.ended(folder, newest))
     for worker in workers:
         if newest:
             worker.restore(checkpoint.load(store, newest, worker.index, past.lineage))

@@ -20,7 +20,7 @@ from gossamer.optimizers.inner import OptimizerFactory
 from gossamer.run.config import RunConfig
 from gossamer.run.parts import GIVEN, KEYS, OURS, Parts, call
 
-__all__ = ["OwnBatches", "Task", "buffers_of", "moved", "task_of"]
+__all__ = ["OwnBatches", "Task", "buffers_of", "found_by_each", "moved", "task_of"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _OF_INNER = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
@@ -40,13 +40,6 @@ class Task(NamedTuple):
     """Whether a forward pass may draw random numbers."""
     tokenizer: Tokenizer | None
     """Of the text; None for batches of the user's own."""
-
-    def fingerprint(self) -> str:
-        """What workers compare of data and model that their settings do not determine."""
-        text = fingerprint(self.data)
-        if isinstance(self.model, partial) and self.model.func is _own_model:
-            return f"{text} {_hash(self.model())}"
-        return text
 
 
 def task_of(config: RunConfig, parts: Parts = OURS) -> Task:
@@ -121,6 +114,15 @@ def _optimizer(config: RunConfig, parts: Parts) -> OptimizerFactory:
         return made
 
     return optimizer
+
+
+def found_by_each(task: Task, parts: Parts) -> dict[str, str]:
+    """What every worker finds on its own and all must have in common: hashes of text, of code, and of a model of its own."""
+    found = {"the text of data.source": fingerprint(task.data)}
+    found |= {f"the code of {code.name}": code.sha256[:16] for code in parts.codes}
+    if "model" in parts.own:
+        found["the parameters of model.size"] = _hash(task.model())
+    return found
 
 
 class OwnBatches:

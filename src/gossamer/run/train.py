@@ -7,8 +7,9 @@ such as the mean model, is computed afterwards by `gossamer evaluate`.
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,19 +18,20 @@ from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
-from gossamer.rounds.method import Method
-from gossamer.run.config import RunConfig, digest, dump
+from gossamer.record.progress import say
+from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
-from gossamer.run.parts import Parts, own_parts
+from gossamer.run.parts import own_parts
 from gossamer.run.replica import Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.settle import in_rounds
-from gossamer.run.task import Task, task_of
+from gossamer.run.task import found_by_each, task_of
 from gossamer.run.worker import RoundReport, Worker
 from gossamer.topologies import Topology
 from gossamer.transport import Delivery, Reduce
+from gossamer.transport.alike import short_settings
 from gossamer.transport.board import Board
 from gossamer.transport.group import GroupTransport, all_reduce
 from gossamer.transport.launch import agree, join, leave
@@ -78,12 +80,14 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     for sentence in warnings:
         log.warning(sentence)
     task = task_of(config, parts)
+    # The settled step is found by every worker on its own, as its text and the user's code are.
+    found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, parts)}
     past = history(config, folder) if resume else None
-    newest = _agreed_round(config, folder, member, _common(config, m, task, parts), past, auto=resume == "auto")
+    newest = _agreed_round(config, folder, member, found, past, auto=resume == "auto")
     if newest == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
         if member.worker == 0:
-            print(checkpoint.ended(folder, config.rounds))
+            say(checkpoint.ended(folder, config.rounds))
         return
     run, store, line = config.run, folder / "checkpoints", Lineage(digest(config))
     transport = GroupTransport(member, run=int(line.digest, 16), timeout_s=run.timeout_s)
@@ -118,33 +122,31 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
             journal.end_round(finished, whole.losses, **behind)
             if config.due(run.eval_every, finished):
                 scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
-                print(f"round {finished} of {config.rounds}: {scored}")
+                say(f"round {finished} of {config.rounds}: {scored}")
             record.log_seconds(stopwatch.round(round))
     transport.close()
 
 
 def _agreed_round(
-    config: RunConfig, folder: Path, member: Member, common: str, past: History | None, *, auto: bool
+    config: RunConfig, folder: Path, member: Member, found: Mapping[str, Any], past: History | None, *, auto: bool
 ) -> int | None:
     """The round to resume from, as all workers agree with one configuration; None for a run that starts.
 
+    Args: `found` is what each worker finds on its own and all must have in common.
     Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
     """
     store, me = folder / "checkpoints", member.worker
     owned = [] if past is None else checkpoint.rounds(store, me, past.lineage)
-    facts = agree(member, common, owned, timeout_s=config.run.timeout_s)
+    common, timeout_s = f"{digest(config)} {found}", config.run.timeout_s
+    settings = short_settings({**decisive(config), **found})
+    facts = agree(member, common, owned, settings=settings, timeout_s=timeout_s)
     if past is None:
         return None
 
     def faults(round: int) -> list[str | None]:
-        return agree(member, common, checkpoint.fault(store, round, me, past.lineage), timeout_s=config.run.timeout_s)
+        return agree(member, common, checkpoint.fault(store, round, me, past.lineage), timeout_s=timeout_s)
 
     return past.newest(folder, facts, faults, auto=auto, owners=[me], speaks=me == 0)
-
-
-def _common(config: RunConfig, m: Method, task: Task, parts: Parts) -> str:
-    """What all workers must have in common: the settings, and what each finds on its own: the step, the text and the code."""
-    return f"{digest(config)} {m.rule.options} {task.fingerprint()} {parts.key}".rstrip()
 
 
 def _restore(worker: Worker, past: History, folder: Path, round: int) -> Lineage:

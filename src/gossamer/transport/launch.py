@@ -4,7 +4,7 @@ import atexit
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import ConfigError, PeerError, TransportError, first_line
+from gossamer.transport.alike import difference, read_settings
 from gossamer.transport.backend import hang_up
 from gossamer.transport.member import Member
 from gossamer.transport.secret import environment_secret
@@ -102,16 +103,19 @@ def _assemble(member: Member, backend: str, timeout_s: float) -> None:
         )
 
 
-def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -> list[Any]:
+def agree(
+    member: Member, digest: str, facts: Any = None, *, settings: Mapping[str, str] | None = None, timeout_s: float
+) -> list[Any]:
     """Checks that all workers run one configuration, and exchanges facts between them.
 
     Args:
         digest: of everything that all workers must have in common.
         facts: anything JSON can hold, such as the rounds of which this worker owns a checkpoint.
+        settings: what the digest is made of, by `gossamer.transport.alike.short_settings`, to name what differs.
     Returns: the facts of all processes in the order of their ranks, which is that of their workers.
     Raises: PeerError naming the workers that differ, or that sent nothing within `timeout_s`.
     """
-    text = json.dumps([digest, facts])
+    text = json.dumps([digest, facts, *([] if settings is None else [settings])])
     if len(text) > ENTRY_BYTES:
         raise TransportError(
             f"worker {member.worker} would publish {len(text)} bytes of facts; at most {ENTRY_BYTES} are allowed"
@@ -128,15 +132,27 @@ def agree(member: Member, digest: str, facts: Any = None, *, timeout_s: float) -
     owners = [rank // member.parts for rank in range(member.ranks)]
     said = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
     camps: dict[str, list[int]] = {}
-    for rank, (theirs, _) in enumerate(said):
+    for rank, (theirs, _, _) in enumerate(said):
         camps.setdefault(theirs, []).append(rank)
     if len(camps) > 1:
-        odd = sorted(camps.items(), key=lambda camp: len(camp[1]))
-        raise PeerError(
-            "; ".join(f"{_workers(ranks, member)} run configuration {theirs!r}" for theirs, ranks in odd)
-            + ": start all workers with the same run file, data and gossamer"
-        )
-    return [facts for _, facts in said]
+        raise PeerError(_disagreement(camps, [settings for _, _, settings in said], member))
+    return [facts for _, facts, _ in said]
+
+
+def _disagreement(
+    camps: Mapping[str, Sequence[int]], settings: Sequence[Mapping[str, str] | None], member: Member
+) -> str:
+    """Which workers differ from the most, and in which keys as far as these are known."""
+    *odd, last = sorted(camps.items(), key=lambda camp: (len(camp[1]), -camp[1][0]))
+    most = last[1]
+    theirs, words = settings[most[0]], []
+    for _, ranks in odd:
+        own = settings[ranks[0]]
+        if own is not None and theirs is not None:
+            words.append(difference(_workers(ranks, member), own, _workers(most[:1], member), theirs))
+    if not any(words):
+        words = [f"{_workers(ranks, member)} run configuration {digest!r:.60}" for digest, ranks in [*odd, last]]
+    return "; ".join(filter(None, words)) + ": start all workers with the same run file, data and gossamer"
 
 
 def leave(timeout_s: float = 5.0) -> bool:
@@ -170,12 +186,14 @@ def _store(rank: int, timeout_s: float) -> Store:
     return shared_part(store)
 
 
-def _statement(worker: int, raw: bytes) -> tuple[str, Any]:
-    """Digest and facts that a worker published in `agree`. Raises PeerError for anything else."""
+def _statement(worker: int, raw: bytes) -> tuple[str, Any, dict[str, str] | None]:
+    """Digest, facts and settings that a worker published in `agree`. Raises PeerError for anything else."""
     try:
         match json.loads(raw):
             case [str(digest), facts]:
-                return digest, facts
+                return digest, facts, None
+            case [str(digest), facts, settings]:
+                return digest, facts, read_settings(settings)
     except (ValueError, RecursionError):
         pass
     raise PeerError(

@@ -5,23 +5,27 @@ mismatch ends the connection with an error message. Nothing is ever unpickled.
 """
 
 import contextlib
+import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import PeerError, TransportError
 from gossamer.transport import Turn, wire
+from gossamer.transport.alike import read_settings
 from gossamer.transport.handshake import HANDSHAKE_S, prove_to_server
 
 __all__ = ["HELLO", "PUSH", "START", "Stream", "connect"]
 
-HELLO, START, PUSH, _REFUSE = range(4)
-"""The kinds of frames, as the kind of a turn: hello of a worker, starting point, pseudo-gradient, refusal."""
+HELLO, START, PUSH, _REFUSE, _SETTINGS = range(5)
+"""The kinds of frames, as the kind of a turn: hello of a worker, starting point, pseudo-gradient, refusal, and the settings of a
+worker of another configuration."""
 
 _LIMIT_REFUSAL_BYTES = 1000
+_LIMIT_SETTINGS_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 20
 _ATTEMPTS = 5
 """How often a worker offers its proof to a server that hangs up on it; a server may also do so for want of room."""
@@ -70,9 +74,9 @@ class Stream:
 
         Raises: PeerError or TransportError when anything else arrives, or nothing within the timeout.
         """
-        header = wire.decode_header(self._exactly(wire.HEADER_BYTES).numpy().tobytes(), self.peer, Turn)
+        header = self._header()
         if header.ticket.kind == _REFUSE and header.payload_bytes <= _LIMIT_REFUSAL_BYTES:
-            text = self._exactly(header.payload_bytes).numpy().tobytes().decode("utf-8", "replace")
+            text = self._text(header.payload_bytes)
             raise PeerError(f"{self.name} refused this process: {''.join(c for c in text if c.isprintable())}")
         wire.check_header(header, wire.Header(self._run, turn, self.peer, wire.frames_bytes(like), 0))
         payload = self._exactly(header.payload_bytes)
@@ -85,15 +89,35 @@ class Stream:
 
     def refuse(self, reason: str) -> None:
         """Sends the other end the reason why it is refused, if it is still connected."""
-        text = torch.frombuffer(bytearray(reason.encode()[:_LIMIT_REFUSAL_BYTES] or b" "), dtype=torch.uint8)
         with contextlib.suppress(TransportError):
-            self.send(Turn(0, 0, _REFUSE), [text])
+            self.send(Turn(0, 0, _REFUSE), [_bytes(reason.encode()[:_LIMIT_REFUSAL_BYTES] or b" ")])
+
+    def send_settings(self, settings: Mapping[str, str]) -> None:
+        """Sends what this end runs, so that the other one can name what differs."""
+        text = json.dumps(settings).encode()
+        self.send(Turn(0, 0, _SETTINGS), [_bytes(text if len(text) <= _LIMIT_SETTINGS_BYTES else b"{}")])
+
+    def receive_settings(self) -> dict[str, str]:
+        """What the other end runs; empty when it sends anything that is no settings. Raises PeerError when it is gone."""
+        header = self._header()
+        if header.ticket.kind != _SETTINGS or header.payload_bytes > _LIMIT_SETTINGS_BYTES:
+            return {}
+        try:
+            return read_settings(json.loads(self._text(header.payload_bytes))) or {}
+        except (ValueError, RecursionError):
+            return {}
 
     def close(self) -> None:
         """Ends the connection, also for another thread that waits on it; may be called twice."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+
+    def _header(self) -> wire.Header[Turn]:
+        return wire.decode_header(self._exactly(wire.HEADER_BYTES).numpy().tobytes(), self.peer, Turn)
+
+    def _text(self, size: int) -> str:
+        return self._exactly(size).numpy().tobytes().decode("utf-8", "replace")
 
     def _exactly(self, size: int) -> Tensor:
         """The next `size` bytes."""
@@ -117,11 +141,17 @@ class Stream:
         return PeerError(f"the connection with {self.name} was lost ({error}); look at its log")
 
 
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
 def connect(
-    host: str, port: int, *, secret: bytes, run: int, me: int, server: int, timeout_s: float
+    host: str, port: int, *, secret: bytes, run: int, me: int, server: int, timeout_s: float,
+    settings: Mapping[str, str] | None = None,
 ) -> Stream:  # fmt: skip
     """A connection to the server, after both ends have proved that they know the secret of the run.
 
+    Args: `settings` are sent to a server of another configuration, which names those that differ.
     Retried for `timeout_s` while the server starts, or has no room. Raises PeerError when it cannot be reached, or refuses.
     """
     deadline, attempts, reason = time.monotonic() + timeout_s, 0, "it hung up"
@@ -145,6 +175,7 @@ def connect(
                     stream = Stream(sock, run=run, me=me, peer=server, name="the server", timeout_s=timeout_s)
                     if not accepted:
                         with contextlib.closing(stream):
+                            stream.send_settings(settings or {})
                             stream.receive(Turn(0, 0, START), [])  # raises with the server's reason
                     return stream
                 sock.close()

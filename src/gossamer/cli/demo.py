@@ -1,0 +1,27 @@
+"""`gossamer demo`: the comparison to begin with."""
+
+from pathlib import Path
+
+from gossamer.cli import compare
+from gossamer.cli.init import EXAMPLES
+from gossamer.cli.output import PLAIN, Output
+from gossamer.cli.run_file import Overrides
+
+__all__ = ["command"]
+
+
+def command(
+    *, overrides: Overrides = (), out: Path = Path("runs/demo"), seeds: str = "", resume: bool = False,
+    output: Output = PLAIN,
+) -> None:  # fmt: skip
+    """Compares GASLoC in random pairs with DiLoCo: 8 workers, each with a small Llama, some minutes on two cores.
+
+    It is gossamer compare with the experiment file demo.toml, which gossamer init writes. The text is the source of Python's
+    standard library, so nothing is downloaded.
+
+    Args:
+        out: folder of all runs (default: runs/demo)
+        seeds: run every variant with each of these seeds, such as 0,1,2
+        resume: keep the finished runs, and train the others
+    """
+    compare.command(EXAMPLES / "demo.toml", overrides=overrides, out=out, seeds=seeds, resume=resume, output=output)

@@ -1,0 +1,62 @@
+"""`gossamer init`: run files to start from."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from gossamer.cli.output import Json, print_json
+
+__all__ = ["EXAMPLES", "command"]
+
+EXAMPLES = Path(__file__).parents[1] / "configs"
+"""The example run files, experiment files and network files, as they are installed."""
+_LATER = ("paper",)
+"""Folders that are written on request only."""
+
+
+def command(
+    folder: Path = Path("configs"), /, *, paper: bool = False,
+    listed: Annotated[bool, Parameter(name="--list")] = False, json: Json = False,
+) -> None:  # fmt: skip
+    """Writes commented run files, experiment files and a network file to start from; a file that exists is kept as it is.
+
+    Args:
+        folder: folder to write them to (default: configs)
+        paper: write the experiments of the GASLoC paper as well
+        listed: show what there is, and write nothing
+    """
+    names = [path.relative_to(EXAMPLES) for path in sorted(EXAMPLES.rglob("*.toml"))]
+    if not paper and not listed:
+        names = [name for name in names if name.parts[0] not in _LATER]
+    about = {str(name): _about(EXAMPLES / name) for name in names}
+    written = [] if listed else [str(name) for name in names if _written(name, folder)]
+    if json:
+        print_json({"folder": folder, "files": about, "written": written})
+        return
+    for name, sentence in about.items():
+        kept = "" if listed or name in written else " (exists, and was kept)"
+        print(f"{folder / name}{kept}: {sentence}")
+    if not listed:
+        print(f"next: gossamer check {folder / 'gasloc.toml'}, then gossamer simulate {folder / 'gasloc.toml'}")
+
+
+def _about(path: Path) -> str:
+    """The first sentence of the comment that a file begins with."""
+    lines = itertools.takewhile(lambda line: line.startswith("# "), path.read_text(encoding="utf-8").splitlines())
+    return re.split(r"[.:;](?= |$)", " ".join(line[2:] for line in lines), maxsplit=1)[0]
+
+
+def _written(name: Path, folder: Path) -> bool:
+    """Writes one of the examples; False when there is such a file already."""
+    from gossamer.record.files import make_folder, writing
+
+    path = folder / name
+    if path.exists():
+        return False
+    make_folder(path.parent)
+    with writing(path), path.open("xb") as file:
+        file.write((EXAMPLES / name).read_bytes())
+    return True

@@ -1,0 +1,64 @@
+"""What verbs with results have in common: `--json`, `--quiet`, and where their results go.
+
+Results go to stdout, everything else to stderr. With `--json` stdout has one line: an object, whose keys `docs/json.md` explains.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+__all__ = ["PLAIN", "Json", "Output", "plain", "print_json"]
+
+Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
+"""Of a verb that shows no progress."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How a verb that takes a while says what it found."""
+
+    json: Json = False
+    quiet: Annotated[bool, Parameter(help="print the result only: no progress")] = False
+
+    def silenced(self) -> AbstractContextManager[None]:
+        """No progress is printed in here, if that was asked for."""
+        from gossamer.record.progress import quieted
+
+        return quieted(self.quiet)
+
+
+PLAIN = Output()
+"""Text, with progress."""
+
+
+def print_json(result: Any) -> None:
+    """Prints a result as JSON on one line; a number that is not finite becomes null."""
+    from gossamer.record.folder import finite
+
+    print(json.dumps(finite(plain(result)), allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """The same value of dicts, lists, numbers and texts alone.
+
+    >>> from gossamer.network.links import Site
+    >>> plain({"where": Path("runs"), 3: (Site(workers=(0, 1)),)})["3"][0]["workers"]
+    [0, 1]
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return plain(value._asdict())  # pyright: ignore[reportAttributeAccessIssue]
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
