@@ -1,6 +1,7 @@
 """Threads that train the workers of a simulation: as many as the cores allow, each with intra-op threads of its own."""
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -37,6 +38,7 @@ def lanes(device: torch.device, workers: int, threads: int) -> Iterator[tuple[Th
         torch.set_num_threads(before)
 
 
+@functools.cache  # an experiment of many runs waits once
 def _busy_cores(window_s: float = 0.1) -> float:
     """How many cores others use while this process waits a moment; 0 where the system does not report it."""
 
