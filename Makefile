@@ -15,7 +15,7 @@ demo: .venv/.installed  ## compare the methods on a small model, and write one r
 test: .venv/.installed  ## lint, format, types, tests and doctests: what CI runs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(MAKE) --jobs 2 --output-sync=target types tests
+	$(MAKE) --jobs 2 types tests
 
 types: .venv/.installed
 	$(BIN)/pyright
