@@ -66,7 +66,7 @@ def test_steps_follow_a_link_that_changes_and_a_slow_computer(tmp_path):
 
 
 def test_jitter_moves_no_steps_back_and_forth(tmp_path):
-    config = adaptive({"one": declared(0.2, jitter=0.05)}, run__steps=360)
+    config = adaptive({"one": declared(0.2, jitter=0.05)}, run__steps=270)
     simulate(config, tmp_path / "run")
     steps = read_trace(tmp_path / "run").steps
     changes = (steps[4:] != steps[3:-1]).sum(axis=0)
