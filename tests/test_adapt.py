@@ -1,6 +1,6 @@
 """Runs whose local steps follow the clock: simulated on a declared network, and real ones on slow machines and slow links."""
 
-import importlib.util
+import importlib
 import os
 import tomllib
 from pathlib import Path
@@ -190,14 +190,11 @@ def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resume
 
 @pytest.mark.netns
 @pytest.mark.timeout(300)
-def test_a_slow_uplink_settles_on_fewer_steps(tmp_path):
+def test_a_slow_uplink_settles_on_fewer_steps(tmp_path, monkeypatch):
     if os.geteuid() != 0:
         pytest.skip("needs root to limit links")
-    path = Path(__file__).parents[1] / "benchmarks" / "slow_links.py"
-    spec = importlib.util.spec_from_file_location("slow_links", path)
-    assert spec is not None and spec.loader is not None
-    links = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(links)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    links = importlib.import_module("slow_links")
     scale = links.QUICK._replace(workers=3, pace_s=0.19)  # links of 20 Mbit/s
     config = tiny(
         run__local_steps=20, run__steps=160, run__adapt=True, run__pace_s=0.1, run__eval_every=0, run__checkpoint_every=0,
