@@ -19,8 +19,10 @@ that workers add to their traces, after a first round in which connections are m
 
 import argparse
 import contextlib
+import ctypes
 import json
 import math
+import multiprocessing
 import os
 import shlex
 import shutil
@@ -37,6 +39,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tomli_w
 
+from gossamer.cli import main as main_of_gossamer
+from gossamer.cli.train import import_early
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Floats, Network, links_of
 from gossamer.network.plan import matched_steps
@@ -374,62 +378,56 @@ def elapsed_s(ends_s: Floats, rounds: float) -> float:
 
 def train(names: list[str], file: Path, out: Path) -> list[list[float]]:
     """Runs the workers to their end; returns when each was observed to end each round."""
-    processes: list[subprocess.Popen[bytes]] = []
-    log = (file.parent / "log").open("wb")
+    import_early()
+    context, log = multiprocessing.get_context("forkserver"), file.parent / "log"
+    words = ["train", str(file), "--out", str(out)]
+    processes = [context.Process(target=enter, args=(name, i, len(names), words, log)) for i, name in enumerate(names)]
     try:
-        for i, name in enumerate(names):
-            environment = {
-                **os.environ,
-                "RANK": str(i),
-                "WORLD_SIZE": str(len(names)),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": "10.77.0.1",
-                "MASTER_PORT": "29577",
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "OMP_NUM_THREADS": "1",
-            }
-            words = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                sys.executable,
-                "-m",
-                "gossamer",
-                "train",
-                str(file),
-                "--out",
-                str(out),
-            ]
-            # Each in its own session: Ctrl-C reaches only this process, which then ends them.
-            processes.append(
-                subprocess.Popen(
-                    words, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-                )
-            )
+        for process in processes:
+            process.start()
         seen: dict[str, list[float]] = {}
-        while any(process.poll() is None for process in processes):
+        while any(process.exitcode is None for process in processes):
             for path in trace_files(out):
                 ends = seen.setdefault(path.name, [])
                 ends += [time.perf_counter()] * (path.read_bytes().count(b"\n") - len(ends))
-            if any(process.poll() for process in processes):
+            if any(process.exitcode for process in processes):
                 break
             time.sleep(0.005)
-        if any(process.wait(30) for process in processes):
-            raise SystemExit(f"slow_links: a worker failed:\n{(file.parent / 'log').read_text()[-2000:]}")
+        for process in processes:
+            process.join(30)
+        if any(process.exitcode != 0 for process in processes):
+            raise SystemExit(f"slow_links: a worker failed:\n{log.read_text()[-2000:]}")
         return list(seen.values())
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.terminate()
-        for process in processes:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        log.close()
+        started = [process for process in processes if process.pid is not None]
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def enter(name: str, rank: int, workers: int, words: list[str], log: Path) -> None:
+    """What a new process does first: it moves to its namespace, and then is `gossamer WORDS`."""
+    os.setsid()  # Ctrl-C reaches only the process that started it, which then ends it
+    with open(f"/run/netns/{name}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0x40000000) != 0:  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"the network namespace {name} cannot be entered")
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_PORT": "29577",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+    }
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(main_of_gossamer(words))
 
 
 # --- results ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import functools
 import os
 import shutil
 import subprocess
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -14,6 +15,12 @@ from gossamer.cli.train import import_early
 torch.set_num_threads(1)  # tests run beside their own worker processes
 settings.register_profile("repeatable", derandomize=True)
 
+LONGEST = (
+    "parity", "rules", "methods", "adapt", "train", "resume", "simulate", "check", "serve", "launch", "cli", "guard", "topology",
+    "exchange", "library", "integrations", "docs", "simulation", "own_parts", "transport", "first_hour", "plan", "replay", "contributing", "slow_links", "virtual", "averaging", "report", "events",
+)  # fmt: skip
+"""The files that take longest. They come first: each is run by one process (`--dist loadfile`), and none shall be waited for."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -21,6 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="compare simulator and real processes over every allowed pairing, not only over a cover of them",
     )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # after other plugins have shuffled
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
+    yield
+    places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(scope="session")

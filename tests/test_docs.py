@@ -27,17 +27,13 @@ ROOT = Path(__file__).parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 
 
-reads_source = pytest.mark.xdist_group("docs")  # so that one process writes the source of the site
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     generate.write(folder)
     return folder
 
 
-@reads_source
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(source):
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", source / "mkdocs.yml"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "docs"), "NO_MKDOCS_2_WARNING": "1"}
@@ -56,7 +52,6 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(so
     assert all(f'id="{verb}"' in commands for verb in VERBS)
 
 
-@reads_source
 def test_the_page_of_run_files_explains_every_key(source):
     lines = (source / "docs" / "reference" / "run-file.md").read_text(encoding="utf-8").splitlines()
     keys = [line for line in lines if line.startswith("| `")]
@@ -64,14 +59,12 @@ def test_the_page_of_run_files_explains_every_key(source):
     assert not [line for line in keys if line.endswith("|  |")], "write a docstring under that field"
 
 
-@reads_source
 def test_the_page_of_commands_explains_every_argument(source):
     text = (source / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
     assert "| `--out PATH` | run folder" in text
     assert not re.findall(r"^\| `.*\|  \|$", text, re.MULTILINE)
 
 
-@reads_source
 @pytest.mark.parametrize("name", recipes())
 def test_the_command_on_the_page_of_a_method_can_start(name, source):
     page = (source / "docs" / "methods" / f"{name}.md").read_text(encoding="utf-8")

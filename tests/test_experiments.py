@@ -13,6 +13,7 @@ from gossamer.run.config import RunConfig
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, figure, points
 from gossamer.run.simulate import simulate
+from tiny import TEXT
 
 FILES = sorted((Path(__file__).parents[1] / "src" / "gossamer" / "configs" / "paper").glob("*.toml"))
 VOCABULARY = {"bytes": 256, "hf-internal-testing/llama-tokenizer": 32_000}
@@ -28,7 +29,7 @@ def small(config: RunConfig) -> RunConfig:
         config,
         workers=min(config.workers, 8),
         model=model,
-        data=dataclasses.replace(config.data, seq_len=8, batch_size=1, max_bytes=200_000),
+        data=dataclasses.replace(config.data, source=str(TEXT), seq_len=8, batch_size=1),
         run=dataclasses.replace(config.run, steps=steps, local_steps=local_steps, eval_every=1, eval_batches=1),
     )
 

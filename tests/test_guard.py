@@ -291,7 +291,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.fixture(scope="session")  # a module's would be made again wherever tests of others come between
+@pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What two processes print that go through all this."""
     folder = tmp_path_factory.mktemp("two")
@@ -316,7 +316,6 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [line for output, _ in said for line in output.splitlines()]
 
 
-@pytest.mark.xdist_group("two processes of guard")
 def test_any_process_group_works_and_lets_the_process_end(lines):
     for rank in "01":
         for name in ("gloo", "cpu:gloo", "no backend", "own group"):
@@ -326,7 +325,6 @@ def test_any_process_group_works_and_lets_the_process_end(lines):
         assert any(line.startswith(f"{rank} no member: Outer got") and "member of" in line for line in lines)
 
 
-@pytest.mark.xdist_group("two processes of guard")
 def test_wrapped_unlike_and_moved_models_are_refused_or_mended_by_all_workers(lines):
     for rank in "01":
 

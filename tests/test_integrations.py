@@ -38,7 +38,6 @@ STOPS = {
 
 MISSING = [name for name in SCRIPTS if importlib.util.find_spec(name) is None]
 pytestmark = [
-    pytest.mark.xdist_group("integrations"),
     pytest.mark.skipif(
         bool(MISSING), reason=f"needs the extra 'integrations', without which {MISSING} are not installed"
     ),

@@ -20,7 +20,7 @@ from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
 from gossamer.run.traffic import traffic
-from tiny import document, tiny
+from tiny import TEXT, document, tiny
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "methods.md"
@@ -122,8 +122,8 @@ def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
 COMPARISON = load(ROOT / "src" / "gossamer" / "configs" / "methods.toml")
 TINY = {
     "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64,
-    "data.seq_len": 16, "data.batch_size": 2, "run.steps": 18, "run.local_steps": 6, "run.eval_every": 0,
-    "run.eval_batches": 2, "run.threads": 1,
+    "data.source": str(TEXT), "data.seq_len": 16, "data.batch_size": 2, "run.steps": 15, "run.local_steps": 5,
+    "run.eval_every": 0, "run.eval_batches": 2, "run.threads": 1,
 }  # fmt: skip
 SMALL = {
     run.label: run.config

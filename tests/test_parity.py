@@ -28,10 +28,7 @@ from gossamer.tree import leaves
 from parity_worker import train_cases
 
 SIZES, ROUNDS, STOP = (5, 4, 3), 4, 2
-pytestmark = [
-    pytest.mark.timeout(1800),  # all cases are trained for whichever test comes first
-    pytest.mark.xdist_group("parity"),  # and once
-]
+pytestmark = pytest.mark.timeout(1800)  # all cases are trained for whichever test comes first
 TINY = {  # the least that has layers, heads and fragments: most of the time is otherwise model building and validation
     "model": {"hidden_size": 16, "intermediate_size": 24, "layers": 2, "heads": 2, "kv_heads": 1},
     "data": {"source": str(Path(__file__)), "seq_len": 16, "batch_size": 2},

@@ -258,7 +258,7 @@ def _two_levels(values: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (1: the larger magnitude, 2: negative; uint8) and the two magnitudes (bf16 `[rows, 2]`) for rows of values."""
     size = values.float().abs()
     border = size.mean(1, keepdim=True)
-    for _ in range(_LLOYD_STEPS):
+    for _ in range(0 if size.is_meta else _LLOYD_STEPS):  # which change no shape
         border = _group_means(size, size > border).mean(1, keepdim=True)
     high = size > border
     return high.to(torch.uint8) | (values < 0).to(torch.uint8) << 1, storable(_group_means(size, high))

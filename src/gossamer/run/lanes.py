@@ -1,6 +1,7 @@
 """Threads that train the workers of a simulation: as many as the cores allow, each with intra-op threads of its own."""
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -54,6 +55,7 @@ class Lanes:
         return list(self.pool.map(function, items))
 
 
+@functools.cache  # an experiment of many runs waits once
 def _busy_cores(window_s: float = 0.1) -> float:
     """How many cores others use while this process waits a moment; 0 where the system does not report it."""
 
