@@ -21,7 +21,9 @@ from gossamer.cli import VERBS, main
 from gossamer.run.config import parse
 from gossamer.run.document import load, with_settings
 from gossamer.run.methods import FACTORIES, recipes
+from gossamer.run.parts import named
 from gossamer.run.settle import settle
+from gossamer.schema import parse_toml
 
 ROOT = Path(__file__).parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
@@ -47,7 +49,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_other_hosts(so
         assert not [one for one in loaded if one.startswith(("http", "//"))], page
     assert {page.stem for page in (site / "methods").glob("*.html")} == {*recipes(), *FACTORIES, "wrappers"}
     python = (site / "reference" / "python.html").read_text(encoding="utf-8")
-    assert 'id="gossamer.library.Outer.step"' in python
+    assert 'id="gossamer.library.outer.Outer.step"' in python
     commands = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
     assert all(f'id="{verb}"' in commands for verb in VERBS)
 
@@ -120,6 +122,21 @@ def test_the_parts_on_the_page_about_own_parts_train():
         [(), (2,), (1,), ()],
     ]
     assert all(mixing.weight(1) == 0.5 for mixing in mixings)
+
+
+def test_the_page_about_simulations_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for code in python_blocks("how-to/simulate.md"):
+        exec(code.replace("rounds=10", "rounds=5").replace("until=7", "until=5"), scope)
+    assert scope["run"].over and len(scope["found"].runs) == 8 and scope["price"].total_s > 0
+
+
+def test_the_run_file_on_the_page_about_own_parts_is_one():
+    (text,) = re.findall(
+        r"```toml\n(.*?)```", (ROOT / "docs/how-to/own-parts.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert len(named(parse(parse_toml(text, "the page")))) == 7
 
 
 def test_the_methods_on_the_page_about_an_own_loop_can_be_made():

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gossamer
-from gossamer import rng
 from gossamer.errors import ConfigError, MissingPackageError, TrainingError, UserCodeError
 from gossamer.network.links import Network
 from gossamer.run.document import load_run
+from gossamer.run.evaluate import UNUSED, evaluate
+from gossamer.run.parts import own_parts
 from gossamer.topologies import graph, ring
 from gossamer.transport.local import run_local
 
@@ -70,7 +71,7 @@ def train_in_own_loops(argv: list[str]) -> int:
         with gossamer.Outer(model, local_steps=H, seed=SEED, **given) as outer:
             for step in range(H * ROUNDS):
                 steps.zero_grad()
-                with rng.drawing(torch.device("cpu"), SEED, worker, step, "model"):
+                with outer.drawing():
                     value = loss(model, batch(worker, step))
                 value.backward()
                 steps.step()
@@ -296,6 +297,26 @@ def test_what_was_given_as_objects_is_named_in_the_record_and_the_folder_is_not_
     assert there["model"]["size"] == f"{__name__}:net" and there["rule"]["name"] == "python:gasloc"
     with pytest.raises(ConfigError, match="run that program again"):
         gossamer.simulate(tmp_path / "run", tmp_path / "again")
+
+
+def own_rate(parameters: Any, lr: float = 0.01) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr)
+
+
+def test_an_optimizer_of_the_users_keeps_its_own_learning_rate():
+    assert simulated(optimizer=own_rate).loss == simulated().loss
+
+
+def test_a_folder_whose_model_and_data_are_in_a_module_is_evaluated_by_its_name_alone(tmp_path: Path):
+    run = simulated(out=tmp_path, rule=gossamer.gasloc(lr=0.5))
+    finished, found = evaluate(tmp_path, parts=own_parts(run.config, UNUSED))
+    assert (finished, found.loss, found.disagreement) == (ROUNDS, run.loss, run.validation["disagreement"][-1])
+
+
+def test_keywords_fit_into_settings_that_lack_their_table():
+    small = {"model": {"size": "0.2m"}, "data": {"seq_len": 8, "batch_size": 2, "source": str(Path(__file__))}}
+    run = gossamer.simulate({**small, "workers": 2, "run": {"local_steps": 2}}, rounds=1, rule="diloco")
+    assert (run.config.run.steps, run.config.topology.name) == (2, "complete")
 
 
 def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

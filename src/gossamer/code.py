@@ -103,7 +103,7 @@ def calling(what: str, function: Callable[..., T]) -> Callable[..., T]:
 
 def _failed(what: str, error: Exception) -> UserCodeError:
     text = " ".join(str(error).split())[:200]
-    return UserCodeError(f"{what} with {type(error).__name__}{f': {text}' if text else ''}; the traceback is its own")
+    return UserCodeError(f"{what} with {type(error).__name__}{f': {text}' if text else ''}; its traceback is above")
 
 
 def _public(module: object) -> list[str]:

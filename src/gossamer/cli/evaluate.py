@@ -20,9 +20,9 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | N
     """
     from gossamer.run.config import parse
     from gossamer.run.document import load_run
-    from gossamer.run.evaluate import evaluate
+    from gossamer.run.evaluate import UNUSED, evaluate
 
-    round, result = evaluate(folder, round, imported_parts(parse(load_run(folder))))
+    round, result = evaluate(folder, round, imported_parts(parse(load_run(folder)), without=UNUSED))
     if json:
         print_json({"folder": folder, "round": round, **result._asdict(), "model": folder / "model"})
         return

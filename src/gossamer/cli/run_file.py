@@ -55,13 +55,14 @@ def run_and_folder(
     return config, folder, AUTO if str(resume) == AUTO else True
 
 
-def imported_parts(config: "RunConfig", told: Collection[str] = ()) -> "Parts":
-    """The user's own parts of a run; prints a line for each piece of code that was imported, but for those told already."""
+def imported_parts(config: "RunConfig", told: Collection[str] = (), without: Collection[str] = ()) -> "Parts":
+    """The user's own parts of a run, without some kinds; prints a line for each that was imported, but for those told already."""
+    from gossamer.record.progress import say
     from gossamer.run.parts import own_parts
 
-    parts = own_parts(config)
+    parts = own_parts(config, without)
     for code in (code for code in parts.codes if code.name not in told):
-        print(f"imported {code.name} from {code.path or 'no file'} (sha256 {code.sha256[:12]})")
+        say(f"imported {code.name} from {code.path or 'no file'} (sha256 {code.sha256[:12]})")
     return parts
 
 

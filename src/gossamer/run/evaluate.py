@@ -25,6 +25,7 @@ from gossamer.run.parts import OURS, Parts
 from gossamer.run.task import Task, buffers_of, moved, task_of
 
 __all__ = [
+    "UNUSED",
     "Assessment",
     "Probe",
     "Result",
@@ -37,6 +38,10 @@ __all__ = [
     "model_with",
     "publish",
 ]
+
+
+UNUSED = ("rule", "topology", "codec", "server", "pair", "optimizer")
+"""The parts of a run that its evaluation does not need."""
 
 
 class Assessment(NamedTuple):

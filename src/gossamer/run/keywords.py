@@ -87,11 +87,12 @@ def resolved(run: Run, given: Keywords) -> tuple[RunConfig, Parts]:
     document = with_settings(_document(run), changes)
     if run is None:
         document = with_settings({"record": _QUIET, "run": {"eval_every": 1}}, {**flat(document)})
-    if "topology" not in document and "rule" in document and "method" not in given:
-        document["topology"] = {"name": FITTING[_needs(document["rule"]["name"], given)]}
-    if "rounds" in given or ("local_steps" in given and "steps" not in document["run"]):
-        steps = document["run"].get("local_steps", LoopSettings().local_steps)
-        document["run"]["steps"] = given.get("rounds", _ROUNDS) * (steps if isinstance(steps, int) else max(steps))
+    if "topology" not in document and isinstance(rule := given.get("rule"), Rule | str) and "rule" in document:
+        document["topology"] = {"name": FITTING[_needs(rule)]}
+    length = document.setdefault("run", {})
+    if "rounds" in given or ("local_steps" in given and "steps" not in length):
+        steps = length.get("local_steps", LoopSettings().local_steps)
+        length["steps"] = given.get("rounds", _ROUNDS) * (steps if isinstance(steps, int) else max(steps))
     if "network" in given:
         document["network"] = {name: to_options(network) for name, network in _networks(given["network"]).items()}
     if "data" in own and "data.seq_len" not in changes:
@@ -146,7 +147,8 @@ def _function(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict
         )
     own[kind] = value
     found = {KEYS[kind]: _name(value)}
-    if kind == "optimizer":  # the user's learning rate stays as it is, as in the user's own loop
+    if kind == "optimizer":  # the user's learning rate stays as it is, as in the user's own loop: no setting is passed
+        found[KEYS[kind]] = _given(value)
         found |= {"inner.schedule": "constant", "inner.warmup_steps": 0, "inner.clip": None}
     return {key: setting for key, setting in found.items() if setting is not None}
 
@@ -158,9 +160,13 @@ def _name(value: object) -> str:
     found: Any = None if module == "__main__" else sys.modules.get(module)
     for part in attribute.split("."):
         found = getattr(found, part, None)
-    if found is value and is_code(name):
-        return name
-    return GIVEN + (attribute if is_code(GIVEN + attribute) else type(value).__name__)
+    return name if found is value and is_code(name) else _given(value)
+
+
+def _given(value: object) -> str:
+    """The name of an object that no run file can name."""
+    name = GIVEN + name_of(value).partition(":")[2]
+    return name if is_code(name) else GIVEN + type(value).__name__
 
 
 def _combination(given: Keywords, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
@@ -205,12 +211,11 @@ def _lengths(given: Keywords) -> dict[str, Any]:
     return found
 
 
-def _needs(name: str, given: Keywords) -> Needs:
+def _needs(rule: Rule | str) -> Needs:
     """What a rule needs of its topology; of code that is not imported yet, that workers are connected."""
-    rule = given.get("rule")
     if isinstance(rule, Rule):
         return rule.needs
-    return RULES[name]().needs if name in RULES else "connected"
+    return RULES[rule]().needs if rule in RULES else "connected"
 
 
 def _networks(given: Network | str | Path | Mapping[str, Network]) -> dict[str, Network]:

@@ -15,7 +15,7 @@ from gossamer.rules import WRAPPERS, Rule, make_rule, wrapped
 from gossamer.run.config import RunConfig
 from gossamer.topologies import Topology, make_topology
 
-__all__ = ["GIVEN", "KEYS", "OURS", "Parts", "call", "make", "named", "own_parts"]
+__all__ = ["GIVEN", "KEYS", "OURS", "Parts", "caller", "make", "named", "own_parts"]
 
 KEYS = {
     "rule": "rule.name", "topology": "topology.name", "codec": "codec.name", "server": "server.name", "pair": "pair.name",
@@ -58,13 +58,14 @@ def named(config: RunConfig) -> dict[str, str]:
     return {kind: name for kind, name in names.items() if isinstance(name, str) and is_code(name)}
 
 
-def own_parts(config: RunConfig, given: Collection[str] = ()) -> Parts:
+def own_parts(config: RunConfig, without: Collection[str] = ()) -> Parts:
     """Imports the code that a run names; nothing without any.
 
-    Args: `given` are the kinds that are here already.
+    Args: `without` are kinds that are here already, or are not needed.
+
     Raises: ConfigError and UserCodeError, as `gossamer.code.imported`.
     """
-    found = {kind: _imported(kind, name) for kind, name in named(config).items() if kind not in given}
+    found = {kind: _imported(kind, name) for kind, name in named(config).items() if kind not in without}
     return Parts({kind: code.object for kind, code in found.items()}, tuple(dict.fromkeys(found.values())))
 
 
@@ -77,25 +78,33 @@ def _imported(kind: str, name: str) -> Code:
     return imported(KEYS[kind], name)
 
 
-def call(parts: Parts, kind: str, name: str, *given: Any, **options: Any) -> Any:
-    """What the user's own factory of this kind returns, of the type that the kind has.
+def caller(parts: Parts, kind: str, name: str) -> Callable[..., Any]:
+    """The user's own function of this kind, whose arguments are checked at its first call, and its result at each.
 
-    Raises: ConfigError when it is not here, does not take these options or returns something else; UserCodeError when it fails.
+    Raises: ConfigError when it is not here; when called, ConfigError if it does not take its arguments or returns something of
+        another type than the kind has, and UserCodeError when it fails.
     """
     function, said = parts.own.get(kind), f"{KEYS[kind]} is '{name}'"
     if function is None:
         raise ConfigError(
             f"{said}, which is Python code and is not imported here; simulate, train, compare and evaluate import it"
         )
-    _must_take(said, function, given, options)
-    made = calling(KEYS[kind], function)(*given, **options)
-    kind_of = _KINDS.get(kind)
-    if kind_of is not None and not isinstance(made, kind_of):
-        raise ConfigError(
-            f"{said}, which returned a {type(made).__name__} where a {kind_of.__name__} is needed; return one, or name the "
-            f"function that does"
-        )
-    return made
+    guarded, kind_of, fits = calling(KEYS[kind], function), _KINDS.get(kind, object), False
+
+    def call(*given: Any, **options: Any) -> Any:
+        nonlocal fits
+        if not fits:
+            _must_take(said, function, given, options)
+            fits = True
+        made = guarded(*given, **options)
+        if not isinstance(made, kind_of):
+            raise ConfigError(
+                f"{said}, which returned a {type(made).__name__} where a {kind_of.__name__} is needed; return one, or name the "
+                f"function that does"
+            )
+        return made
+
+    return call
 
 
 def _must_take(said: str, function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
@@ -128,10 +137,8 @@ def make(parts: Parts, kind: str, config: RunConfig) -> Any:
     around = {key: options.pop(key) for key in [*options] if kind == "rule" and key in WRAPPERS}
     back = options.pop("back", None) if kind == "codec" else None
     given = (config.workers,) if kind == "topology" else ()
-    if kind == "topology" and "seed" in inspect.signature(parts.own.get(kind, make_topology)).parameters:
-        made = call(parts, kind, name, *given, seed=config.seed, **options)
-    else:
-        made = call(parts, kind, name, *given, **options)
+    seeded = kind == "topology" and "seed" in inspect.signature(parts.own.get(kind, make_topology)).parameters
+    made = caller(parts, kind, name)(*given, **({"seed": config.seed} if seeded else {}), **options)
     if not name.startswith(GIVEN):  # so that two rules of different modules differ in reports
         made = made._replace(name=name, options=options)
     if kind == "codec":

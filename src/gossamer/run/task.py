@@ -18,7 +18,7 @@ from gossamer.models.llama import build_model
 from gossamer.models.llama import loss as next_token_loss
 from gossamer.optimizers.inner import OptimizerFactory
 from gossamer.run.config import RunConfig
-from gossamer.run.parts import GIVEN, KEYS, OURS, Parts, call
+from gossamer.run.parts import GIVEN, KEYS, OURS, Parts, caller
 
 __all__ = ["OwnBatches", "Task", "buffers_of", "found_by_each", "moved", "task_of"]
 
@@ -68,7 +68,7 @@ def _own_model(config: RunConfig, parts: Parts) -> nn.Module:
     """The user's model, made right after `torch.manual_seed(seed)`; torch's generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(config.seed)
-        model = call(parts, "model", config.model.size, **(config.model.options or {}))
+        model = caller(parts, "model", config.model.size)(**(config.model.options or {}))
     must_be_trainable(model, "the run")
     return model
 
@@ -76,10 +76,10 @@ def _own_model(config: RunConfig, parts: Parts) -> nn.Module:
 def _loss(config: RunConfig, parts: Parts) -> Loss:
     if config.model.loss is None:
         return next_token_loss
-    name = config.model.loss
+    name, own = config.model.loss, caller(parts, "loss", config.model.loss)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        value = call(parts, "loss", name, model, batch)
+        value = own(model, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shown = (
                 f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -103,7 +103,7 @@ def _optimizer(config: RunConfig, parts: Parts) -> OptimizerFactory:
         options = {name: getattr(config.inner, name) for name in _OF_INNER if name in takes} | options
 
     def optimizer(parameters: list[nn.Parameter]) -> Any:
-        made = call(parts, "optimizer", config.inner.optimizer, parameters, **options)
+        made = caller(parts, "optimizer", config.inner.optimizer)(parameters, **options)
         if not all(
             hasattr(made, name) for name in ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
         ):
@@ -132,26 +132,29 @@ class OwnBatches:
     """
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
-        self._config, self._parts, self._checked = config, parts, set[int]()
+        self._config, self._checked = config, set[int]()
+        self._batch = partial(caller(parts, "data", str(config.data.source)), **(config.data.options or {}))
+        name = config.data.validation
+        self._validation = None if name is None else caller(parts, "validation", name)
 
     def batch(self, worker: int, step: int) -> Any:
         """See `Batches.batch`. Raises: ConfigError when it differs from one call to the next."""
-        config, options = self._config.data, self._config.data.options or {}
-        batch = call(self._parts, "data", str(config.source), worker, step, **options)
+        batch = self._batch(worker, step)
         if worker not in self._checked:
             self._checked.add(worker)
-            if not _equal(batch, call(self._parts, "data", str(config.source), worker, step, **options)):
+            if not _equal(batch, self._batch(worker, step)):
                 raise ConfigError(
-                    f"{KEYS['data']} is '{config.source}', which returned different batches for worker {worker} and step {step} "
-                    "when called twice; make the batch depend on these two alone, with a torch.Generator seeded from them"
+                    f"{KEYS['data']} is '{self._config.data.source}', which returned different batches for worker {worker} and "
+                    f"step {step} when called twice; make the batch depend on these two alone, with a torch.Generator seeded "
+                    "from them"
                 )
         return batch
 
     def validation(self, num_batches: int) -> list[Any]:
         """See `Batches.validation`: the user's own, or what would come after the last inner step."""
         config, n = self._config, self._config.workers
-        if config.data.validation is not None:
-            return [call(self._parts, "validation", config.data.validation, k) for k in range(num_batches)]
+        if self._validation is not None:
+            return [self._validation(k) for k in range(num_batches)]
         last = config.run.steps * config.data.accumulate
         return [self.batch(k % n, last + k // n) for k in range(num_batches)]
 
