@@ -187,10 +187,13 @@ def test_a_shell_gets_a_script_that_knows_every_verb(shell: str, capsys: pytest.
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
-PAGES = [
-    path for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
-    if ".venv" not in path.parts
-]  # fmt: skip
+DOCS = ROOT / "docs"
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+GENERATED = (
+    "methods/", "reference/", "adr/index.md", "results/index.md", "results/paper/index.md", "topologies.md", "codecs.md",
+    "contributing.md", "changelog.md",
+)  # fmt: skip
+"""Pages that only the site has; its strict build finds links to what is not there."""
 
 
 def anchors(page: Path) -> Iterator[str]:
@@ -208,5 +211,7 @@ def test_no_link_of_a_page_is_broken(page: Path) -> None:
             continue
         file, _, anchor = target.partition("#")
         there = (page.parent / file).resolve() if file else page
+        if there.is_relative_to(DOCS) and str(there.relative_to(DOCS)).startswith(GENERATED):
+            continue
         assert there.exists(), f"{page}: {target}"
         assert not anchor or anchor in anchors(there), f"{page}: {target} names no heading"

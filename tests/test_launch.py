@@ -231,7 +231,7 @@ def test_workers_get_an_environment_and_their_lines_get_a_number(
 def one_fails(argv: Sequence[str]) -> int:
     if os.environ["RANK"] == "1":
         return 7
-    time.sleep(0.5)
+    time.sleep(2.0)  # long after the other, however slowly that one started
     print("noticed")
     return 2
 

@@ -61,8 +61,8 @@ class TransformersCallback(TrainerCallback):
         must_be_alone(max(args.world_size, args.n_gpu), "the Trainer")
         if args.auto_find_batch_size:
             raise ConfigError(
-                "auto_find_batch_size starts training again on one worker only, while its peers wait; set it to False and choose "
-                "per_device_train_batch_size"
+                f"auto_find_batch_size = {args.auto_find_batch_size} starts training again on one worker only, while its peers "
+                "wait; set it to False and choose per_device_train_batch_size"
             )
         model: nn.Module = kwargs["model"]
         self._seconds = 0.0
