@@ -30,6 +30,7 @@ __all__ = [
     "check_option",
     "checked",
     "factory",
+    "in_short",
     "like",
     "listed",
     "options_of",
@@ -216,6 +217,16 @@ def listed(factory: Callable[..., Any]) -> str:
     'one_in=64, scaled=False, values=same'
     """
     return ", ".join(o.name if o.needed else f"{o.name}={o.default}" for o in options_of(factory))
+
+
+def in_short(made: _Named) -> str:
+    """A result of a factory in short: its name with its options.
+
+    >>> from gossamer.topologies import random
+    >>> random(8, peers=2)
+    random(peers=2)
+    """
+    return f"{made.name or type(made).__name__}({', '.join(f'{key}={value}' for key, value in made.options.items())})"
 
 
 def table(*factories: Callable[..., R]) -> dict[str, Callable[..., R]]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.layout import Layout
+from gossamer.options import in_short
 from gossamer.tree import Tree
 
 __all__ = ["PairRule", "PushInfo", "ServerRule", "Slack", "Window"]
@@ -75,6 +76,9 @@ class ServerRule(NamedTuple):
     state_copies: int = 1
     """Tensors of the size of `x` that the server holds, its model included."""
 
+    def __repr__(self) -> str:
+        return in_short(self)
+
 
 class PairRule(NamedTuple):
     """The updates of one worker as time passes, after a local phase, and when it meets another.
@@ -102,3 +106,6 @@ class PairRule(NamedTuple):
     """Returns the rule with the options it computes from χ₁ and χ₂ of the meetings; None where it computes none."""
     any_phase: bool = True
     """Whether a local phase may be any training; False where it must be exactly one gradient step."""
+
+    def __repr__(self) -> str:
+        return in_short(self)

@@ -40,17 +40,18 @@ def lines(one: "Examined") -> list[str]:
     unknown = "unknown, as Python code decides it" if one.code else "unknown without the tokenizer"
 
     def megabytes(size: float | None) -> str:
-        return unknown if size is None else f"{size / 1e6:,.4g} MB"
+        return "" if size is None else f"{size / 1e6:,.4g} MB"
 
     phase = "round" if one.kind == "rounds" else "local phase"
     gap = "" if one.spectral_gap is None else f", spectral gap {one.spectral_gap:.4g}"
+    sent, most = megabytes(one.sent_bytes), megabytes(one.most_bytes)
     rows = [
         ("method", f"{one.method}, {_KINDS[one.kind]}, {one.workers} workers"),
         *([("topology", one.topology + gap)] if one.topology is not None else []),
         ("parameters", unknown if one.parameters is None else f"{one.parameters:,} (vocabulary of {one.vocabulary:,})"),
-        ("sends", f"{megabytes(one.sent_bytes)} per worker and {phase}, at most {megabytes(one.most_bytes)}"),
+        ("sends", unknown if one.sent_bytes is None else f"{sent} per worker and {phase}, at most {most}"),
         *((f"keeps {kept.what}", f"{kept.copies:.3g} models, {megabytes(kept.bytes)}") for kept in one.kept),
-        ("memory", f"{megabytes(one.worker_bytes if one.kept else None)} per worker, without activations"),
+        ("memory", f"{megabytes(one.worker_bytes)} per worker, without activations" if one.kept else unknown),
         *((f"on {network.name}", _seconds(network)) for network in one.networks),
         *([("disagreement", f"x {one.disagreement:.3f} per round, predicted")] if one.disagreement is not None else []),
         ("length", f"{one.rounds:,} rounds, {one.tokens:,} tokens"),

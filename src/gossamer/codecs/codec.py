@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.layout import Layout
+from gossamer.options import in_short
 from gossamer.tree import Tree
 
 __all__ = ["Codec", "both_ways", "fitted"]
@@ -48,6 +49,9 @@ class Codec(NamedTuple):
     encodes a flat vector as one tensor. None for all others."""
     back: "Codec | None" = None
     """The codec of the second leg of an all-to-all mean; None where every worker receives all payloads whole, see `both_ways`."""
+
+    def __repr__(self) -> str:
+        return in_short(self)
 
 
 def fitted(codec: Codec, layout: Layout) -> Codec:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.layout import Layout, Leaf
+from gossamer.options import in_short
 from gossamer.topologies.mixing import Hear, mean
 from gossamer.tree import Tree, leaves
 
@@ -111,6 +112,9 @@ class Rule(NamedTuple):
     """`reset(x, s) -> s` forgets the outer momentum after a round that ended at `x`; None for rules without one."""
     start: Callable[[Tree], Tensor] | None = None
     """`start(s)` is where the round began, a tensor of the state; None for rules that do not keep it."""
+
+    def __repr__(self) -> str:
+        return in_short(self)
 
     @property
     def averages(self) -> bool:

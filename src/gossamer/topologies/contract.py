@@ -5,7 +5,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from gossamer.options import Count, Given
+from gossamer.options import Count, Given, in_short
 from gossamer.topologies.mixing import Mixing, from_edges
 
 __all__ = ["Edge", "Plan", "Seed", "Topology", "Workers", "chosen", "over_alive", "planned_topology"]
@@ -53,6 +53,9 @@ class Topology(NamedTuple):
     has the same own weights and the same peer weights, in some order."""
     exact_rounds: int | None = None
     """Rounds, from round zero on, after which everyone holds the exact mean; None if that takes forever."""
+
+    def __repr__(self) -> str:
+        return in_short(self)
 
 
 def planned_topology(n: int, build: Callable[[int, Sequence[int]], Mixing], **tags: Any) -> Topology:
