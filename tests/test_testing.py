@@ -139,6 +139,9 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
     "decay": ("equal_workers_that_stand_still_stay", with_recv(lambda x, heard, ctx: 0.999 * x + heard), "moved by up to 0.0"),
     "gossip that claims to be identical": (
         "replicas_that_receive_from_everyone_stay_bitwise_equal", PLAIN._replace(identical=True), "set identical = False"),
+    "a start that nobody leaves": (
+        "replicas_that_receive_from_everyone_stay_bitwise_equal",
+        diloco()._replace(name="wrong", recv=lambda x, s, told, heard, ctx: (s.anchor + 0, s)), "left 3 workers"),
     "relayed sums that claim to be identical": (
         "replicas_that_receive_from_everyone_stay_bitwise_equal",
         relaysum()._replace(identical=True), "needs = 'tree' rules that out"),

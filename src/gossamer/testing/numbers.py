@@ -61,8 +61,7 @@ def saved_and_resumed_it_goes_on_with_the_same_bits(rule: Rule, graphs: Sequence
     different = _different(whole, again)
     assert not different, (
         f"workers {different} of {topology.n}, saved after 3 rounds and resumed, have other numbers after 6 than those that went "
-        "on; "
-        "keep everything that recv() needs in the state that it returns"
+        "on; keep everything that recv() needs in the state that it returns"
     )
 
 
@@ -74,8 +73,7 @@ def chunks_and_shards_give_the_same_bits(rule: Rule, graphs: Sequence[Topology])
     different = _different(whole, cut)
     assert not different, (
         f"workers {different} of {topology.n} have other numbers where the outer update is made on 3 elements at a time; let "
-        "each "
-        "element depend on its own numbers and on single-element tensors only, or set elementwise = False"
+        "each element depend on its own numbers and on single-element tensors only, or set elementwise = False"
     )
 
 
@@ -90,8 +88,7 @@ def vectors_of_one_element_work(rule: Rule, graphs: Sequence[Topology]) -> None:
             wrong = start
         assert not wrong, (
             f"workers with {numel} parameters come to numbers that are not finite within 3 rounds; divide by nothing that is "
-            "zero for "
-            "few elements, such as a deviation from their mean"
+            "zero for few elements, such as a deviation from their mean"
         )
 
 
@@ -123,14 +120,13 @@ def half_precision_follows_full_precision(rule: Rule, graphs: Sequence[Topology]
     off = float((middle - wanted).abs().max())
     assert off <= 0.6 * gain * spacing, (  # rounding once is 0.5
         f"the mean of {topology.n} workers in bf16 is up to {off / spacing:.3g} spacings of bf16 away from that in fp32 after "
-        f"{rounds} "
-        f"rounds, and {0.6 * gain:.3g} are allowed; add to x only what was computed from x, told and heard in their own dtype"
+        f"{rounds} rounds, and {0.6 * gain:.3g} are allowed; add to x only what was computed from x, told and heard in their own "
+        "dtype"
     )
     apart = max(float((a - b).abs().max()) for a, b in zip(half, wide, strict=True))
     assert apart <= 3 * gain * spacing, (  # what is sent is rounded, so workers that mix differ a little more
         f"a worker in bf16 is up to {apart / spacing:.3g} spacings of bf16 away from its counterpart in fp32 after {rounds} "
-        "rounds, "
-        f"and {3 * gain:.3g} are allowed; send what is as small as what was trained, or mix towards the mean"
+        f"rounds, and {3 * gain:.3g} are allowed; send what is as small as what was trained, or mix towards the mean"
     )
     return float((wanted - x).abs().mean()) / SPACING
 
@@ -166,9 +162,8 @@ def changes_as_little_as_said(facts: Facts) -> None:
     limit, found = (2e-6, moved(facts, start[:HALF])) if share is None else (share, moved(facts, start))
     assert found <= limit, (
         f"codec '{facts.codec.name}' on topology '{facts.topology.name}' moved workers that agree and stand still by {found:.3g} "
-        "of the "
-        f"norm of their parameters in one exchange, and at most {limit:.3g} are said; use told for this worker's own message in "
-        "recv()"
+        f"of the norm of their parameters in one exchange, and at most {limit:.3g} are said; use told for this worker's own "
+        "message in recv()"
     )
 
 

@@ -107,8 +107,7 @@ def _must_fork() -> None:
     if torch.cuda.is_initialized():
         raise ConfigError(
             "check_parity forks this process, and CUDA, which is in use here, does not survive that; call it in a process that "
-            "has "
-            "not used the GPU, such as that of a test file of its own"
+            "has not used the GPU, such as that of a test file of its own"
         )
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(
@@ -229,10 +228,9 @@ def _compare(run: _Run, real: Sequence[Trail], simulated: Sequence[Trail]) -> No
                 count, size = int((a != b).sum()), float((a - b).abs().max())
                 raise AssertionError(
                     f"{_name(run)}: in round {t}, {count} of {a.numel()} numbers of worker {worker} ({what}) are up to "
-                    f"{size:.3g} apart "
-                    "between its own process and the simulator; let the rule depend on its arguments only: no Python variable "
-                    "that "
-                    "outlives a call, no global random numbers (gossamer.rng.torch_rng draws by worker and round), no clock"
+                    f"{size:.3g} apart between its own process and the simulator; let the rule depend on its arguments only: no "
+                    "Python variable that outlives a call, no global random numbers (gossamer.rng.torch_rng draws by worker and "
+                    "round), no clock"
                 )
 
 

@@ -17,7 +17,7 @@ from gossamer.rules.contract import OuterSGD
 from gossamer.testing.crew import Crew, Drift, random_drift, random_vectors, simulated
 from gossamer.testing.functions import P
 from gossamer.topologies import Topology, make_topology
-from gossamer.topologies.mixing import pull
+from gossamer.topologies.mixing import mean
 from gossamer.tree import leaves, map_leaves
 
 __all__ = [
@@ -71,14 +71,12 @@ def torch_outer(start: Tensor, pseudo_gradients: Iterable[Tensor], **options: An
 
 
 def equal_workers_that_stand_still_stay(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """Consensus is a fixed point to the last bit; within rounding for a mean whose weights are no powers of two.
+    """Consensus is a fixed point to the last bit; within rounding for a mean whose weights are not exact in binary.
 
     Vectors are short and long, as the forms of messages are found with numbers for some, and without data for others.
     """
-    topology = next((one for one in graphs if one.doubly_stochastic), graphs[0])
-    weights = {abs(w) for t in range(5) for row in topology.mixing(t).rows for _, w in row}
-    binary = all(math.frexp(w)[0] in (0.0, 0.5) for w in weights)
-    allowed = 0.0 if topology.doubly_stochastic and (rule.hear is pull or binary) else 1e-5
+    topology = next((one for one in graphs if one.doubly_stochastic and _binary(one)), graphs[0])
+    allowed = 1e-5 if rule.hear is mean and not (topology.doubly_stochastic and _binary(topology)) else 0.0
     for numel in (1, P, (1 << 14) + 1):
         x = random_vectors(1, numel, dtype=torch.float32)[0]
         on_gradients = rule.site == "gradients"
@@ -87,26 +85,34 @@ def equal_workers_that_stand_still_stay(rule: Rule, graphs: Sequence[Topology]) 
         wanted = torch.ones_like(x) if on_gradients else x
         moved = max(float((y - wanted).abs().max()) for y in xs)
         assert moved <= allowed, (
-            f"{topology.n} workers that all began at the same {numel} parameters and did not train moved by up to {moved:.3g} in "
-            "5 "
-            f"rounds on topology '{topology.name}'; let recv() return x where heard and told say that nobody moved"
+            f"{topology.n} workers that all began at the same {numel} parameters and did not train moved by up to {moved:.3g} "
+            f"in 5 rounds on topology '{topology.name}'; let recv() return x where heard and told say that nobody moved"
         )
 
 
+def _binary(topology: Topology) -> bool:
+    """Whether all weights are powers of two, with which products are exact."""
+    weights = {w for t in range(5) for row in topology.mixing(t).rows for _, w in row}
+    return all(math.frexp(w)[0] in (0.0, 0.5) for w in weights)
+
+
 def replicas_that_receive_from_everyone_stay_bitwise_equal(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """The tag `identical`, over 200 rounds with unequal starts and uneven local steps."""
+    """The tag `identical`, over 200 rounds with uneven local steps, in which they move."""
     if not rule.identical:
         return
     assert rule.needs != "tree", (
         "identical = True is about workers that receive from everyone, and needs = 'tree' rules that out; remove the tag"
     )
-    start, drift = [3 * x for x in random_vectors(3, P, dtype=torch.float32)], random_drift(P, dtype=torch.float32)
+    start, drift = random_vectors(1, P, dtype=torch.float32)[0], random_drift(P, dtype=torch.float32)
     steps = [1, 2, 3] if rule.site == "parameters" else 1
-    xs = played(rule, make_topology("complete", 3), [start[0]] * 3, 200, drift, steps=steps).xs
+    xs = played(rule, make_topology("complete", 3), [start] * 3, 200, drift, steps=steps).xs
     apart = max(float((x - xs[0]).abs().max()) for x in xs)
     assert all(torch.equal(xs[0], x) for x in xs), (
         f"identical = True, and after 200 rounds on the complete graph the workers differ by up to {apart:.3g}; compute x from "
         "what all workers have in common (the mean that `hear` makes, and the state), or set identical = False"
+    )
+    assert not torch.equal(xs[0], start), (
+        "200 rounds of training left 3 workers at the parameters that they began with; let recv() apply what was trained"
     )
 
 
@@ -124,9 +130,9 @@ def keeps_the_mean(
     exactly = start if drift is None else played(rule, topology, start, rounds, drift, steps=steps).xs
     moved = float((total(xs) - total(exactly)).abs().max()) / topology.n
     assert moved <= ROUNDING * max(1.0, spread(xs)), (
-        f"mean_preserving = True, and codec '{codec.name}' moved the mean of {topology.n} workers by {moved:.3g} in {rounds} "
-        "rounds "
-        f"on topology '{topology.name}'; use what others decoded (told) for this worker's own message in recv(), or set "
+        f"mean_preserving = True, and codec '{codec.name}' moved the mean of {topology.n} workers by {moved:.3g} in "
+        f"{rounds} rounds on topology '{topology.name}'; use what others decoded (told) for this worker's own message in recv(), "
+        "or set "
         "mean_preserving = False"
     )
 
@@ -167,9 +173,9 @@ def disagreement_follows_the_declared_recursion(rule: Rule, graphs: Sequence[Top
             if t >= 2:  # two rounds before it, all stood still
                 off = max(off, *(float((a - b).abs().max()) for a, b in zip(crew.xs, wanted, strict=True)))
         assert off <= 1e-9 * max(1.0, spread(xs)), (
-            f"consensus = {rule.consensus} takes {topology.n} workers that stand still on topology '{topology.name}' elsewhere "
-            "than "
-            f"they are, by up to {off:.3g} in a round; correct the tag, from which stability is computed, or set consensus = None"
+            f"consensus = {rule.consensus} takes {topology.n} workers that stand still on topology '{topology.name}' "
+            f"elsewhere than they are, by up to {off:.3g} in a round; correct the tag, from which stability is computed, or set "
+            "consensus = None"
         )
 
 
@@ -189,8 +195,7 @@ def one_worker_is_the_declared_limit(rule: Rule, graphs: Sequence[Topology]) -> 
     off = float((x - wanted).abs().max())
     assert off <= 1e-7 * max(1.0, float(wanted.abs().max())), (
         f"n1_limit = {rule.n1_limit!r}, and one worker alone is {off:.3g} away from that after {rounds} rounds; correct the tag, "
-        "or "
-        "set n1_limit = 'outer optimizer'"
+        "or set n1_limit = 'outer optimizer'"
     )
 
 
@@ -224,6 +229,5 @@ def the_declared_start_is_where_the_round_began(rule: Rule, graphs: Sequence[Top
         off = float((kept - x).abs().max())
         assert off == 0.0, (
             f"start(s) is {off:.3g} away from the parameters that the outer update of this round returned; keep those in the "
-            "state "
-            "that recv() returns, or set start = None"
+            "state that recv() returns, or set start = None"
         )
