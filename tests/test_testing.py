@@ -127,6 +127,11 @@ WRONG = {  # the promise, a rule that breaks it, and what the sentence says
     "a mean over elements": (
         "halves_updated_one_by_one_equal_the_whole_to_the_last_bit",
         with_recv(lambda x, heard, ctx: x + heard - heard.mean()), "elements 0 to 3 of 7.*set elementwise = False"),
+    "a product that is fused": (
+        "compiled_code_has_the_same_bits",
+        with_recv(lambda x, heard, ctx: torch.lerp(x, x + heard, 0.5)), r"recv\(\) used lerp.*a \+ w \* b"),
+    "a factor of a sum": (
+        "compiled_code_has_the_same_bits", with_recv(lambda x, heard, ctx: x.add(heard, alpha=0.5)), r"used add\(alpha=...\)"),
     "a mean over elements in the exchange": (
         "chunks_and_shards_give_the_same_bits",
         with_recv(lambda x, heard, ctx: x + heard - heard.mean()), r"workers \[0, 1, 2, 3\] of 4.*elementwise = False"),
@@ -218,6 +223,8 @@ def test_it_is_checked_on_the_topology_that_is_given():
     check_rule(sgp(), topology=gossamer.topologies.random_push(5))
     with pytest.raises(PairingError, match="'local_sgd' needs every worker"):
         check_rule(local_sgd(), topology="ring")
+    with pytest.raises(ConfigError, match="'wrong' has alpha = 'auto'"):
+        check_rule(gasloc(alpha="auto")._replace(name="wrong"))
 
 
 @pytest.mark.parametrize("check", [check_rule, check_parity])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from gossamer.rounds.exchange import with_mixing
 from gossamer.rules import Context, Rule
@@ -20,6 +21,7 @@ __all__ = [
     "SomeRound",
     "arguments_are_never_written_into",
     "as_many_copies_are_kept_as_the_tags_say",
+    "compiled_code_has_the_same_bits",
     "halves_updated_one_by_one_equal_the_whole_to_the_last_bit",
     "some_round",
     "the_same_call_gives_the_same_bits",
@@ -191,6 +193,38 @@ def halves_updated_one_by_one_equal_the_whole_to_the_last_bit(rule: Rule, graphs
             f"recv() on elements {cut.start} to {cut.stop} of {P} gives other bits than on all of them in {off} of {len(part)} "
             "tensors, and the rule says elementwise = True; set elementwise = False"
         )
+
+
+def compiled_code_has_the_same_bits(rule: Rule, graphs: Sequence[Topology]) -> None:
+    """An update that may be compiled uses no operation that is fused by a compiler and not without it, or the reverse."""
+    if not (rule.elementwise and rule.compiles):
+        return
+    r = some_round(rule, graphs[0])
+    with _Fused() as fused:
+        r.recv()
+    assert not fused.found, (
+        f"recv() used {', '.join(sorted(fused.found))}, which rounds otherwise when it is compiled; write products as a + w * b, "
+        "or set "
+        "compiles = False"
+    )
+
+
+class _Fused(TorchFunctionMode):
+    """Notes operations that round once where their parts would round twice, and sums whose order is not given."""
+
+    NAMES = frozenset(
+        ["lerp", "addcmul", "addcdiv", "addr", "addmv", "addmm", "matmul", "mm", "mv", "dot", "inner", "einsum"]
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "").strip("_")
+        self.found |= {name} if name in self.NAMES else set()
+        self.found |= {f"{name}(alpha=...)"} if (kwargs or {}).get("alpha", 1) != 1 else set()
+        return func(*args, **(kwargs or {}))
 
 
 def _form(tree: Tree) -> Any:

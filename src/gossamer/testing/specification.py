@@ -24,6 +24,7 @@ PROMISES: tuple[Promise, ...] = (
     functions.the_same_call_gives_the_same_bits,
     functions.as_many_copies_are_kept_as_the_tags_say,
     functions.halves_updated_one_by_one_equal_the_whole_to_the_last_bit,
+    functions.compiled_code_has_the_same_bits,
     numbers.chunks_and_shards_give_the_same_bits,
     numbers.vectors_of_one_element_work,
     tags.equal_workers_that_stand_still_stay,
@@ -82,7 +83,7 @@ def keep(promise: Promise, rule: Rule, graphs: Sequence[Topology]) -> None:
 def fitting(rule: Rule, topology: str | Topology | None = None, workers: int = 4) -> list[Topology]:
     """The topologies that a rule may run on: the one that is given, or all of `TOPOLOGIES`, the default one first.
 
-    Raises: PairingError for one that is given and does not fit.
+    Raises: PairingError for one that is given and does not fit, or where none does.
     """
     if topology is not None:
         given = make_topology(topology, workers) if isinstance(topology, str) else topology
@@ -90,10 +91,15 @@ def fitting(rule: Rule, topology: str | Topology | None = None, workers: int = 4
             raise PairingError(sentence)
         return [given]
     names = [FITTING[rule.needs], *(name for name in TOPOLOGIES if name != FITTING[rule.needs])]
-    found: list[Topology] = []
+    made: list[Topology] = []
     for name in names:
         with contextlib.suppress(ConfigError):  # some are for certain numbers of workers only
-            found += [one for one in [make_topology(name, workers)] if not _faults(rule, one)]
+            made.append(make_topology(name, workers))
+    found = [one for one in made if not _faults(rule, one)]
+    if not found:
+        raise PairingError(
+            f"rule '{rule.name}' runs on no topology with {workers} workers: {_faults(rule, made[0])[0]}"
+        )
     return found
 
 
