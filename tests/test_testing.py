@@ -211,7 +211,17 @@ def test_check_rule_names_the_first_promise_that_is_broken(name):
 
 @pytest.mark.parametrize(
     "rule",
-    [gasloc(lr=0.5), gasloc(alpha="auto"), eager(), sgp(), relaysum(), data_parallel(), sparseloco(lr=0.5)],
+    [
+        gasloc(lr=0.5),
+        gasloc(alpha="auto"),
+        gasloc(alpha=1.9),
+        diloco(2.0, 0.9, "heavy_ball"),
+        eager(),
+        sgp(),
+        relaysum(),
+        data_parallel(),
+        sparseloco(lr=0.5),
+    ],
     ids=lambda rule: rule.name,
 )
 def test_a_rule_that_keeps_all_promises_passes(rule):

@@ -13,6 +13,7 @@ from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.method import Method
 from gossamer.rounds.pairing import faults
 from gossamer.rounds.schedule import Schedule
+from gossamer.rounds.stability import stability
 from gossamer.rules import Rule
 from gossamer.testing.crew import Crew, Drift, random_drift, random_vectors, simulated
 from gossamer.testing.functions import P
@@ -102,31 +103,38 @@ def quarter_spacings(worker: int, step: int, x: Tensor) -> Tensor:
 def half_precision_follows_full_precision(rule: Rule, graphs: Sequence[Topology]) -> float | None:
     """bf16 parameters, with their master in fp32, follow those in fp32 within the rounding of bf16.
 
+    For 30 rounds, or as long as all parameters stay between 1 and 2, where the spacing of bf16 is one number.
+
     Returns: how far the parameters moved on average, in the spacing of bf16; None for a rule on gradients.
     """
     if rule.site == "gradients":
         return None
-    topology, rounds, draw = graphs[0], 30, torch.Generator().manual_seed(0)
-    x = 1.5 + SPACING * torch.randint(-5, 6, (HALF,), generator=draw).float()
-    wide = played(rule, topology, [x] * topology.n, rounds, quarter_spacings).xs
-    half = played(rule, topology, [x.bfloat16()] * topology.n, rounds, quarter_spacings).xs
-    wrong = {got.dtype for got in half} - {torch.bfloat16}
+    topology, draw = graphs[0], torch.Generator().manual_seed(0)
+    n, x = topology.n, 1.5 + SPACING * torch.randint(-5, 6, (HALF,), generator=draw).float()
+    method = Method(rule, topology, exact(), Schedule(), PLAIN)
+    wide, half = simulated(method, [x] * n), simulated(method, [x.bfloat16()] * n)
+    wides, halves, rounds = wide.xs, half.xs, 0
+    for t in range(30):
+        for crew in (wide, half):
+            crew.train(range(t, t + 1), quarter_spacings)
+        if not all(1.0 < float(y.min()) <= float(y.max()) < 2.0 for y in wide.xs):
+            break
+        wides, halves, rounds = [y.clone() for y in wide.xs], [y.clone() for y in half.xs], t + 1
+    wrong = {y.dtype for y in half.xs} - {torch.bfloat16}
     assert not wrong, f"parameters in bfloat16 became {wrong}; return x in its own dtype"
-    middle, wanted = (total(got.float() for got in some) / topology.n for some in (half, wide))
-    path = float((wanted - x).abs().max())
-    # What is sent is rounded, and an outer step may be larger than the drift: beyond one, in proportion.
-    gain = max(1.0, path / (rounds * SPACING / 2))
-    spacing = SPACING * max(1.0, 2.0 ** float(wanted.abs().max().log2().floor()))
-    off = float((middle - wanted).abs().max())
-    assert off <= 0.6 * gain * spacing, (  # rounding once is 0.5
-        f"the mean of {topology.n} workers in bf16 is up to {off / spacing:.3g} spacings of bf16 away from that in fp32 after "
-        f"{rounds} rounds, and {0.6 * gain:.3g} are allowed; add to x only what was computed from x, told and heard in their own "
-        "dtype"
+    middle, wanted = (total(y.float() for y in some) / n for some in (halves, wides))
+    # What is sent is rounded, and outer steps may be larger than the drift: beyond that of plain averaging, in proportion.
+    gain = max(1.0, float((wanted - x).abs().max()) / (max(rounds, 1) * SPACING / 2))
+    off = float((middle - wanted).abs().max()) / SPACING
+    assert off <= 0.6 * gain, (  # rounding once is 0.5
+        f"the mean of {n} workers in bf16 is up to {off:.3g} spacings of bf16 away from that in fp32 after {rounds} rounds, and "
+        f"{0.6 * gain:.3g} are allowed; add to x only what was computed from x, told and heard in their own dtype"
     )
-    apart = max(float((a - b).abs().max()) for a, b in zip(half, wide, strict=True))
-    assert apart <= 3 * gain * spacing, (  # what is sent is rounded, so workers that mix differ a little more
-        f"a worker in bf16 is up to {apart / spacing:.3g} spacings of bf16 away from its counterpart in fp32 after {rounds} "
-        f"rounds, and {3 * gain:.3g} are allowed; send what is as small as what was trained, or mix towards the mean"
+    apart = max(float((a - b).abs().max()) for a, b in zip(halves, wides, strict=True)) / SPACING
+    unstable = rule.consensus is not None and stability(rule.consensus, topology).radius >= 1.0
+    assert unstable or apart <= 3 * gain, (  # unstable gossip drives apart what rounding left between workers
+        f"a worker in bf16 is up to {apart:.3g} spacings of bf16 away from its counterpart in fp32 after {rounds} rounds, and "
+        f"{3 * gain:.3g} are allowed; send what is as small as what was trained, or mix towards the mean"
     )
     return float((wanted - x).abs().mean()) / SPACING
 
