@@ -259,8 +259,8 @@ def test_a_directed_round_needs_no_answer_from_whoever_was_told():
     assert [x[0].item() for x in xs] == [0.0, 0.5, 1.5]
 
 
-CALLERS = {  # who calls which functions of rules and codecs; those that wrap another one, or analyse it, call it too
-    r"rule\.(send|hear|recv)": ("rules", "rounds.exchange", "rounds.kernel", "rounds.recursion"),
+CALLERS = {  # who calls which functions of rules and codecs; those that wrap another one, or analyse or test it, call it too
+    r"rule\.(send|hear|recv)": ("rules", "rounds.exchange", "rounds.kernel", "rounds.recursion", "testing.functions"),
     r"codec\.(encode|decode)": ("codecs",),
 }
 

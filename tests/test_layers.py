@@ -32,6 +32,7 @@ LAYERS = (  # a room (a module, or a package of modules) imports from the rooms 
     "rounds report",
     "library clock",
     "run integrations",
+    "testing",
     "cli",
     "__main__",
 )

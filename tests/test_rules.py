@@ -1,6 +1,7 @@
 """The specification of rules: what every row of the table must satisfy, and the identities between rows."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -39,9 +40,14 @@ from gossamer.rules import (
     sparta,
     weighted,
 )
+from gossamer.testing.numbers import (
+    allowed_codecs_change_equal_workers_as_little_as_said,
+    half_precision_follows_full_precision,
+)
+from gossamer.testing.specification import PROMISES, fitting, keep
+from gossamer.testing.tags import keeps_the_mean, spread, torch_outer
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import matrix, pull
-from gossamer.tree import leaves, map_leaves
 from rounds import layout, play, random_drift, random_vectors
 
 ROWS = {
@@ -74,14 +80,24 @@ def context(n=4, worker=0, round=0):
     return Context(worker, n, round, 1, 0.5, layout(P), peers=(1,))
 
 
-def some_round(rule, dtype):
-    """The arguments of `recv` in some round: x, s, told, heard, context."""
-    x, other = random_vectors(2, P, dtype=dtype)
-    s = rule.init(x + 1, context())
-    told = rule.send(x, s, context())
-    theirs = rule.send(other, s, context())
-    heard = map_leaves(lambda t: t.to(dtype), rule.hear(told, {1: theirs}, 0, ((0, 0.5), (1, 0.5))))
-    return x, s, map_leaves(torch.clone, told), heard, context()
+@functools.cache
+def graphs(name):
+    return fitting(ROWS[name])
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "promise",
+    [
+        one
+        for one in PROMISES
+        if one not in (half_precision_follows_full_precision, allowed_codecs_change_equal_workers_as_little_as_said)
+    ],
+    ids=lambda promise: promise.__name__,
+)
+def test_every_rule_keeps_the_promise_that(promise, name):
+    """`test_master` and `test_coding` run the two promises that are not here."""
+    keep(promise, ROWS[name], graphs(name))
 
 
 def allowed(rule, topology):
@@ -96,41 +112,11 @@ def allowed(rule, topology):
     return holds[rule.needs] and (topology.doubly_stochastic or rule.needs == "push")
 
 
-def torch_outer(start, pseudo_gradients, **options):
-    """The iterates of torch.optim.SGD fed with pseudo-gradients."""
-    x = torch.nn.Parameter(start.clone())
-    optimizer = torch.optim.SGD([x], **options)
-    for gradient in pseudo_gradients:
-        x.grad = gradient.clone()
-        optimizer.step()
-    return x.detach()
-
-
 TORCH = {
     "nesterov": {"momentum": 0.7, "nesterov": True},
     "heavy_ball": {"momentum": 0.7},
     "sgd": {},
 }
-
-
-@every_rule
-@pytest.mark.parametrize("numel", [P, (1 << 14) + 1])  # forms of messages are found with numbers, and without
-def test_consensus_is_a_fixed_point_to_the_last_bit(rule, numel):
-    x = random_vectors(1, numel, dtype=torch.float32)[0]
-    still = (lambda i, t, x: torch.ones_like(x)) if rule.site == "gradients" else None
-    topologies = (make_topology(name, 4) for name in ("random", "complete", "star"))
-    topology = next(topology for topology in topologies if allowed(rule, topology))
-    xs, _ = play(rule, topology, [x] * 4, 5, still)  # 1/4 is exact in binary, so a mean of equals is exact too
-    expected = torch.ones_like(x) if rule.site == "gradients" else x
-    assert all(torch.equal(y, expected) for y in xs)
-
-
-@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.identical])
-def test_replicas_that_hear_everyone_stay_bitwise_equal_for_100_rounds(name):
-    start = random_vectors(1, P, dtype=torch.float32) * 3
-    xs, _ = play(ROWS[name], make_topology("complete", 3), start, 100, random_drift(P, dtype=torch.float32))
-    assert all(torch.equal(xs[0], x) for x in xs)
-    assert not torch.equal(xs[0], start[0])
 
 
 @every_gossip_rule
@@ -150,51 +136,6 @@ def test_workers_that_stand_still_agree_or_part_at_the_predicted_rate_and_keep_t
     torch.testing.assert_close(sum(xs), sum(start), rtol=0, atol=1e-12 * max(1.0, spread(xs)))
 
 
-def spread(xs):
-    middle = sum(xs) / len(xs)
-    return float(sum(((x - middle) ** 2).sum() for x in xs) ** 0.5)
-
-
-@every_rule
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_rule_keeps_dtype_and_never_writes_into_what_it_is_given(rule, dtype):
-    x, s, told, heard, ctx = some_round(rule, dtype)
-    assert not {leaf.data_ptr() for leaf in leaves(rule.init(x, ctx))} & {x.data_ptr()}
-    inputs = [x, *leaves(s), *leaves(told), *leaves(heard)]
-    before, versions = [t.clone() for t in inputs], [t._version for t in inputs]
-    message = rule.send(x, s, ctx)
-    y, new = rule.recv(x, s, told, heard, ctx)
-    forgotten = () if rule.reset is None else rule.reset(y, new)
-    assert all(map(torch.equal, inputs, before)) and versions == [t._version for t in inputs]
-    assert {t.dtype for t in [y, *leaves((message, new, forgotten))] if t.numel() == P} == {dtype}
-    assert [t.shape for t in leaves(new)] == [t.shape for t in leaves(s)]
-    assert sum(t.numel() == P for t in leaves(s)) == rule.state_copies + len(ctx.peers) * rule.copies_per_peer
-
-
-@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.elementwise])
-def test_halves_updated_one_by_one_equal_the_whole_to_the_last_bit(name):
-    rule = ROWS[name]
-    *trees, ctx = some_round(rule, torch.float32)
-    whole = rule.recv(*trees, ctx)
-    for cut in (slice(0, 3), slice(3, P)):
-        part = rule.recv(*(map_leaves(lambda t, c=cut: t[c], tree) for tree in trees), ctx)
-        assert all(torch.equal(a[cut], b) for a, b in zip(leaves(whole), leaves(part), strict=True))
-
-
-@pytest.mark.parametrize("name", [name for name, rule in ROWS.items() if rule.n1_limit != "outer optimizer"])
-def test_with_one_worker_a_rule_is_its_declared_limit(name):
-    rule = ROWS[name]
-    start, drift = random_vectors(1, P), random_drift(P)
-    xs, _ = play(rule, make_topology("complete", 1), start, 6, drift)
-    if rule.site == "gradients":
-        torch.testing.assert_close(xs[0], drift(0, 5, start[0]))
-    elif rule.n1_limit == "inner":
-        torch.testing.assert_close(xs[0], start[0] + sum(drift(0, t, start[0]) for t in range(6)))
-    else:
-        expected = torch_outer(start[0], [-drift(0, t, start[0]) for t in range(6)], **rule.n1_limit._asdict())
-        torch.testing.assert_close(xs[0], expected)
-
-
 KEEPS_MEAN = [name for name, rule in ROWS.items() if rule.mean_preserving and rule.site == "parameters"]
 
 
@@ -203,30 +144,6 @@ def topologies_of(n):
     for name in TOPOLOGIES:
         with contextlib.suppress(ConfigError):
             yield make_topology(name, n)
-
-
-def mean_of(rule, topology, codec, rounds, **options):
-    """The mean of workers that begin apart, and what it should be: what it is with exact messages.
-
-    Gossip takes in drifts; rules on a mean of all stand still, since what a codec drops of a pseudo-gradient is not in the
-    mean, and is not meant to be.
-    """
-    n = topology.n
-    drift = None if rule.needs == "everyone" else random_drift(P)
-    start = random_vectors(n, P)
-    xs, _ = play(rule, topology, start, rounds, drift, codec=codec, **options)
-    exactly = sum(start) if drift is None else sum(play(rule, topology, start, rounds, drift, **options)[0])
-    return sum(xs) / n, exactly / n, 1e-12 * max(1.0, spread(xs))
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("name", KEEPS_MEAN)
-def test_no_codec_moves_the_mean_of_a_rule_that_keeps_it(name, codec):
-    """fp64, within 1e-12. The topology goes round, so that every rule also meets every topology."""
-    rule, place = ROWS[name], [*CODECS].index(codec) + KEEPS_MEAN.index(name)
-    fitting = [one for one in topologies_of(4) if allowed(rule, one) and one.doubly_stochastic]
-    got, expected, atol = mean_of(rule, fitting[place % len(fitting)], CODECS[codec](), 2)
-    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
 def test_there_are_enough_codecs_for_every_rule_to_meet_every_topology():
@@ -248,20 +165,7 @@ def test_the_mean_survives_any_codec_odd_numbers_missing_peers_and_uneven_local_
         topology = topology._replace(mixing=lambda round, alive=None: plan(round, present[round % len(present)]))
     codec = CODECS[data.draw(st.sampled_from([*CODECS]), "codec")]()
     steps = data.draw(st.lists(st.integers(1, 3), min_size=n, max_size=n), "local steps")
-    got, expected, atol = mean_of(rule, topology, codec, 3, steps=steps)
-    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [n for n, r in ROWS.items() if r.reset is not None and r.n1_limit != "outer optimizer" and not r.delay_rounds],
-)
-def test_after_a_reset_the_outer_optimizer_begins_afresh(name):
-    rule, drift, alone = ROWS[name], random_drift(P), make_topology("complete", 1)
-    (x,), (s,) = play(rule, alone, random_vectors(1, P), 5, drift)
-    forgotten = map_leaves(torch.clone, rule.reset(x, s))
-    xs, _ = play(rule, alone, [x], 3, drift, states=[forgotten], first=5)
-    torch.testing.assert_close(xs[0], torch_outer(x, [-drift(0, t, x) for t in (5, 6, 7)], **rule.n1_limit._asdict()))
+    keeps_the_mean(rule, topology, codec, 3, steps=steps)
 
 
 @pytest.mark.parametrize("kind", TORCH)

@@ -32,6 +32,7 @@ _errors: int = gossamer.errors  # pyright: ignore[reportAssignmentType]
 _models: int = gossamer.models  # pyright: ignore[reportAssignmentType]
 _optimizers: int = gossamer.optimizers  # pyright: ignore[reportAssignmentType]
 _rules: int = gossamer.rules  # pyright: ignore[reportAssignmentType]
+_testing: int = gossamer.testing  # pyright: ignore[reportAssignmentType]
 _topologies: int = gossamer.topologies  # pyright: ignore[reportAssignmentType]
 
 # Options are checked by name and by type.
@@ -46,6 +47,12 @@ gossamer.topologies.ring(8, edge_weight=0.5)
 gossamer.topologies.ring("eight")  # pyright: ignore[reportArgumentType]
 gossamer.asynchronous.heloco()
 gossamer.nothing()  # pyright: ignore[reportAttributeAccessIssue]
+
+# Tests of rules.
+gossamer.testing.check_rule(gossamer.gasloc(lr=0.5), topology="ring", workers=3)
+gossamer.testing.check_rule(gossamer.gasloc)  # pyright: ignore[reportArgumentType]
+gossamer.testing.check_parity(gossamer.gasloc(lr=0.5), "random", codec="int8", schedule=gossamer.Schedule(fragments=2))
+gossamer.testing.check_parity(gossamer.gasloc(lr=0.5), worker=2)  # pyright: ignore[reportCallIssue]
 
 # The outer loop.
 outer = gossamer.Outer(nn.Linear(2, 1), gossamer.gasloc(), topology="random", local_steps=30)

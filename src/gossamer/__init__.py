@@ -1,7 +1,7 @@
 """Pretrain language models over slow, uneven networks: gossip, local steps and an outer optimizer.
 
 What most programs need is here; everything else is in the namespaces `rules`, `topologies`, `codecs`, `asynchronous`,
-`optimizers`, `models` and `errors`, such as `gossamer.rules.slowmo` and `gossamer.codecs.int8`.
+`optimizers`, `models`, `testing` and `errors`, such as `gossamer.rules.slowmo` and `gossamer.codecs.int8`.
 """
 
 import importlib
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gossamer import models as models
     from gossamer import optimizers as optimizers
     from gossamer import rules as rules
+    from gossamer import testing as testing
     from gossamer import topologies as topologies
     from gossamer.library import Outer as Outer
     from gossamer.network.links import Network as Network
@@ -53,6 +54,7 @@ _HOMES = {  # as above, for who runs the program
     "rules": "",
     "simulate": "gossamer.run.simulate",
     "sweep": "gossamer.run.sweep",
+    "testing": "",
     "topologies": "",
 }
 """The module that defines each public name; none for a namespace."""

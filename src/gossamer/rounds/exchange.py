@@ -14,7 +14,8 @@ before they wait for anything that i sends later; by induction over what was sen
 
 Who calls the functions of a rule: `init` and `send` are called in this module only, `hear` and `recv` in
 `gossamer.rounds.kernel` only, except that a mean which the chunk owners sum is combined here, one chunk by each owner. Codecs are
-called in `gossamer.codecs.message` only. A rule or a codec that wraps another calls the one it wraps.
+called in `gossamer.codecs.message` only. A rule or a codec that wraps another calls the one it wraps, and `gossamer.testing`
+the rule that it checks.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ from gossamer.transport.launch import available_cores
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 from gossamer.transport.store import Entries, hosted_store, report_fallen, shared_part
 
-__all__ = ["LISTENER", "run_local", "run_served"]
+__all__ = ["LISTENER", "loopback", "run_local", "run_served"]
 
 LISTENER = "GOSSAMER_LISTENER"
 """The environment variable with the file descriptor of the listening socket that a server inherits."""
@@ -55,7 +55,7 @@ def run_local(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0)
         "WORLD_SIZE": str(n),
         "LOCAL_WORLD_SIZE": str(n),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": _loopback(),
+        "GLOO_SOCKET_IFNAME": loopback(),
     }
     with _children(n, work, secret) as start:
         workers = [start(argv, f"[{i}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(n)]
@@ -216,6 +216,6 @@ def _forward(source: Connection, sink: TextIO, prefix: str) -> threading.Thread:
     return thread
 
 
-def _loopback() -> str:
+def loopback() -> str:
     """The name of the loopback interface: lo on Linux, lo0 on macOS."""
     return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -1,0 +1,233 @@
+"""What the tags of a rule promise of its workers, played through the real exchange."""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.codecs import CODECS, Codec, exact
+from gossamer.rounds.kernel import PLAIN, Kernel
+from gossamer.rounds.method import Method
+from gossamer.rounds.schedule import Schedule
+from gossamer.rules import Rule
+from gossamer.rules.contract import OuterSGD
+from gossamer.testing.crew import Crew, Drift, random_drift, random_vectors, simulated
+from gossamer.testing.functions import P
+from gossamer.topologies import Topology, make_topology
+from gossamer.topologies.mixing import mean
+from gossamer.tree import leaves, map_leaves
+
+__all__ = [
+    "after_a_reset_the_outer_optimizer_begins_afresh",
+    "disagreement_follows_the_declared_recursion",
+    "equal_workers_that_stand_still_stay",
+    "keeps_the_mean",
+    "no_codec_moves_the_mean_of_a_rule_that_keeps_it",
+    "one_worker_is_the_declared_limit",
+    "played",
+    "replicas_that_receive_from_everyone_stay_bitwise_equal",
+    "spread",
+    "the_declared_start_is_where_the_round_began",
+    "torch_outer",
+    "total",
+]
+
+ROUNDING = 1e-12  # of sums in fp64
+
+
+def played(
+    rule: Rule, topology: Topology, start: Sequence[Tensor], rounds: int, drift: Drift | None = None, *,
+    codec: Codec | None = None, steps: int | Sequence[int] = 1, kernel: Kernel = PLAIN,
+) -> Crew:  # fmt: skip
+    """The workers after some rounds."""
+    crew = simulated(Method(rule, topology, codec or exact(), Schedule(), kernel), start, steps=steps)
+    crew.train(range(rounds), drift)
+    crew.finish()
+    return crew
+
+
+def spread(xs: Sequence[Tensor]) -> float:
+    """The distance of all workers from their mean."""
+    middle = total(xs) / len(xs)
+    return float(total((x - middle).square().sum() for x in xs).sqrt())
+
+
+def total(xs: Iterable[Tensor]) -> Tensor:
+    """The sum of some tensors, one after the other."""
+    return functools.reduce(torch.add, xs)
+
+
+def torch_outer(start: Tensor, pseudo_gradients: Iterable[Tensor], **options: Any) -> Tensor:
+    """The last iterate of torch.optim.SGD fed with pseudo-gradients."""
+    x = torch.nn.Parameter(start.clone())
+    outer = torch.optim.SGD([x], **options)
+    for gradient in pseudo_gradients:
+        x.grad = gradient.clone()
+        outer.step()
+    return x.detach()
+
+
+def equal_workers_that_stand_still_stay(rule: Rule, graphs: Sequence[Topology]) -> None:
+    """Consensus is a fixed point to the last bit; within rounding for a mean whose weights are not exact in binary.
+
+    Vectors are short and long, as the forms of messages are found with numbers for some, and without data for others.
+    """
+    topology = next((one for one in graphs if one.doubly_stochastic and _binary(one)), graphs[0])
+    allowed = 1e-5 if rule.hear is mean and not (topology.doubly_stochastic and _binary(topology)) else 0.0
+    for numel in (1, P, (1 << 14) + 1):
+        x = random_vectors(1, numel, dtype=torch.float32)[0]
+        on_gradients = rule.site == "gradients"
+        still: Drift | None = (lambda i, t, x: torch.ones_like(x)) if on_gradients else None
+        xs = played(rule, topology, [x] * topology.n, 5, still).xs
+        wanted = torch.ones_like(x) if on_gradients else x
+        moved = max(float((y - wanted).abs().max()) for y in xs)
+        assert moved <= allowed, (
+            f"{topology.n} workers that all began at the same {numel} parameters and did not train moved by up to {moved:.3g} "
+            f"in 5 rounds on topology '{topology.name}'; let recv() return x where heard and told say that nobody moved"
+        )
+
+
+def _binary(topology: Topology) -> bool:
+    """Whether all weights are powers of two, with which products are exact."""
+    weights = {w for t in range(5) for row in topology.mixing(t).rows for _, w in row}
+    return all(math.frexp(w)[0] in (0.0, 0.5) for w in weights)
+
+
+def replicas_that_receive_from_everyone_stay_bitwise_equal(rule: Rule, graphs: Sequence[Topology]) -> None:
+    """The tag `identical`, over 200 rounds with uneven local steps, in which they move."""
+    if not rule.identical:
+        return
+    assert rule.needs != "tree", (
+        "identical = True is about workers that receive from everyone, and needs = 'tree' rules that out; remove the tag"
+    )
+    start, drift = random_vectors(1, P, dtype=torch.float32)[0], random_drift(P, dtype=torch.float32)
+    steps = [1, 2, 3] if rule.site == "parameters" else 1
+    xs = played(rule, make_topology("complete", 3), [start] * 3, 200, drift, steps=steps).xs
+    apart = max(float((x - xs[0]).abs().max()) for x in xs)
+    assert all(torch.equal(xs[0], x) for x in xs), (
+        f"identical = True, and after 200 rounds on the complete graph the workers differ by up to {apart:.3g}; compute x from "
+        "what all workers have in common (the mean that `hear` makes, and the state), or set identical = False"
+    )
+    assert not torch.equal(xs[0], start), (
+        "200 rounds of training left 3 workers at the parameters that they began with; let recv() apply what was trained"
+    )
+
+
+def keeps_the_mean(
+    rule: Rule, topology: Topology, codec: Codec, rounds: int, *, steps: int | Sequence[int] = 1
+) -> None:
+    """Workers that begin apart have the mean that they have with exact messages, in fp64 within 1e-12.
+
+    Gossip takes in drifts; rules on a mean of all stand still, since what a codec drops of a pseudo-gradient is not in the
+    mean, and is not meant to be.
+    """
+    drift = None if rule.needs == "everyone" else random_drift(P)
+    start = random_vectors(topology.n, P)
+    xs = played(rule, topology, start, rounds, drift, codec=codec, steps=steps).xs
+    exactly = start if drift is None else played(rule, topology, start, rounds, drift, steps=steps).xs
+    moved = float((total(xs) - total(exactly)).abs().max()) / topology.n
+    assert moved <= ROUNDING * max(1.0, spread(xs)), (
+        f"mean_preserving = True, and codec '{codec.name}' moved the mean of {topology.n} workers by {moved:.3g} in "
+        f"{rounds} rounds on topology '{topology.name}'; use what others decoded (told) for this worker's own message in recv(), "
+        "or set "
+        "mean_preserving = False"
+    )
+
+
+def no_codec_moves_the_mean_of_a_rule_that_keeps_it(rule: Rule, graphs: Sequence[Topology]) -> None:
+    """The tag `mean_preserving`: every codec, and in turn every topology; and the mean of workers that stand still."""
+    if not rule.mean_preserving or rule.site == "gradients":
+        return
+    graphs = [topology for topology in graphs if topology.doubly_stochastic]
+    for place, make in enumerate(CODECS.values() if graphs else ()):
+        keeps_the_mean(rule, graphs[(place + len(rule.name)) % len(graphs)], make(), 2)
+    for topology in graphs:
+        start = random_vectors(topology.n, P)
+        xs = played(rule, topology, start, 3).xs
+        moved = float((total(xs) - total(start)).abs().max()) / topology.n
+        assert moved <= ROUNDING * max(1.0, spread(xs)), (
+            f"mean_preserving = True, and the mean of {topology.n} workers that stood still moved by {moved:.3g} in 3 rounds on "
+            f"topology '{topology.name}'; make the changes of all workers sum to zero, as `pull` does, or set mean_preserving = "
+            "False"
+        )
+
+
+def disagreement_follows_the_declared_recursion(rule: Rule, graphs: Sequence[Topology]) -> None:
+    """The tag `consensus`: without drift, the workers are where z = θ + α·pull(θ) and its momentum take them."""
+    if rule.consensus is None:
+        return
+    alpha, gamma, site = rule.consensus
+    for topology in (topology for topology in graphs if topology.doubly_stochastic):
+        crew = simulated(Method(rule, topology, exact(), Schedule(), PLAIN), [random_vectors(1, P)[0]] * topology.n)
+        xs, zs, off = crew.xs, crew.xs, 0.0
+        for t in range(6):
+            before, z_before = xs, zs
+            xs, rows = [x.clone() for x in crew.xs], topology.mixing(t).rows
+            zs = [x + alpha * total(w * (xs[j] - x) for j, w in row) for x, row in zip(xs, rows, strict=True)]
+            crew.train(range(t, t + 1), random_drift(P) if t == 0 else None)  # they begin alike, part, and stand still
+            now, then = (zs, z_before) if site == "post" else (xs, before)
+            wanted = [z + gamma * (a - b) for z, a, b in zip(zs, now, then, strict=True)]
+            if t >= 2:  # two rounds before it, all stood still
+                off = max(off, *(float((a - b).abs().max()) for a, b in zip(crew.xs, wanted, strict=True)))
+        assert off <= 1e-9 * max(1.0, spread(xs)), (
+            f"consensus = {rule.consensus} takes {topology.n} workers that stand still on topology '{topology.name}' "
+            f"elsewhere than they are, by up to {off:.3g} in a round; correct the tag, from which stability is computed, or set "
+            "consensus = None"
+        )
+
+
+def one_worker_is_the_declared_limit(rule: Rule, graphs: Sequence[Topology]) -> None:
+    """The tag `n1_limit`: the plain inner optimizer, or torch's SGD around it."""
+    if rule.n1_limit == "outer optimizer":
+        return
+    (start,), drift, rounds = random_vectors(1, P), random_drift(P), 6
+    x = played(rule, make_topology("complete", 1), [start], rounds, drift).xs[0]
+    moves = [drift(0, t, start) for t in range(rounds)]
+    if rule.site == "gradients":
+        wanted = moves[-1]
+    elif rule.n1_limit == "inner":
+        wanted = start + total(moves)
+    else:
+        wanted = torch_outer(start, [-move for move in moves], **rule.n1_limit._asdict())
+    off = float((x - wanted).abs().max())
+    assert off <= 1e-7 * max(1.0, float(wanted.abs().max())), (
+        f"n1_limit = {rule.n1_limit!r}, and one worker alone is {off:.3g} away from that after {rounds} rounds; correct the tag, "
+        "or set n1_limit = 'outer optimizer'"
+    )
+
+
+def after_a_reset_the_outer_optimizer_begins_afresh(rule: Rule, graphs: Sequence[Topology]) -> None:
+    """The tag `reset`: what follows is that of a new outer optimizer."""
+    if rule.reset is None or rule.delay_rounds or not isinstance(rule.n1_limit, OuterSGD):
+        return
+    drift, alone = random_drift(P), make_topology("complete", 1)
+    crew = played(rule, alone, random_vectors(1, P), 5, drift)
+    x, part = crew.xs[0].clone(), crew.loops[0].fragments[0].part
+    forgotten = leaves(map_leaves(torch.clone, rule.reset(x, part.s)))
+    for own, new in zip(leaves(part.s), forgotten, strict=True):
+        own.copy_(new)
+    crew.train(range(5, 8), drift)
+    wanted = torch_outer(x, [-drift(0, t, x) for t in range(5, 8)], **rule.n1_limit._asdict())
+    off = float((crew.xs[0] - wanted).abs().max())
+    assert off <= 1e-7 * max(1.0, float(wanted.abs().max())), (
+        f"three rounds after reset() a worker is {off:.3g} away from where a new outer optimizer ({rule.n1_limit}) takes it; let "
+        "reset(x, s) return the state that init() would make at x"
+    )
+
+
+def the_declared_start_is_where_the_round_began(rule: Rule, graphs: Sequence[Topology]) -> None:
+    """The tag `start`: a tensor of the state that holds the parameters with which training went on."""
+    if rule.start is None:
+        return
+    crew = played(rule, graphs[0], [random_vectors(1, P)[0]] * graphs[0].n, 4, random_drift(P))
+    for x, (s,) in zip(crew.xs, crew.states, strict=True):
+        kept = rule.start(s)
+        assert any(kept is leaf for leaf in leaves(s)), "start(s) returned a new tensor; return the one in the state"
+        off = float((kept - x).abs().max())
+        assert off == 0.0, (
+            f"start(s) is {off:.3g} away from the parameters that the outer update of this round returned; keep those in the "
+            "state that recv() returns, or set start = None"
+        )
