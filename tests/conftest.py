@@ -17,8 +17,8 @@ settings.register_profile("repeatable", derandomize=True)
 
 LONGEST = (
     "parity", "rules", "methods", "adapt", "train", "resume", "simulate", "check", "serve", "launch", "cli", "guard", "topology",
-    "exchange", "library", "integrations", "docs", "simulation", "own_parts", "transport", "first_hour", "plan", "replay",
-    "contributing", "slow_links", "virtual", "averaging", "report", "events",
+    "exchange", "testing", "library", "integrations", "docs", "simulation", "own_parts", "transport", "first_hour", "plan",
+    "replay", "contributing", "slow_links", "virtual", "averaging", "report", "events",
 )  # fmt: skip
 """The files that take longest. They come first: each is run by one process (`--dist loadfile`), and none shall be waited for."""
 
