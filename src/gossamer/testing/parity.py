@@ -106,13 +106,13 @@ def _must_fork() -> None:
         )
     if torch.cuda.is_initialized():
         raise ConfigError(
-            "check_parity forks this process, and CUDA, which is in use here, does not survive that; call it in a process that "
-            "has not used the GPU, such as that of a test file of its own"
+            f"check_parity forks this process, and CUDA {torch.version.cuda}, which is in use here, does not survive that; call "
+            "it in a process that has not used the GPU, such as that of a test file of its own"
         )
     if dist.is_available() and dist.is_initialized():
         raise ConfigError(
-            "check_parity makes a process group of its own, and this process is in one already; call destroy_process_group() "
-            "first"
+            f"check_parity makes a process group of its own, and this process is in one of {dist.get_world_size()} already; call "
+            "destroy_process_group() first"
         )
 
 
