@@ -55,8 +55,9 @@ def command(
     from gossamer.run.settle import settle
 
     config, folder, resumed = run_and_folder(file, overrides, out, resume)
-    parts = imported_parts(config) if local is not None else own_parts(config)
-    settle(config, parts, real=True)  # before processes are started
+    # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
+    tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
+    settle(config, imported_parts(config) if tells else own_parts(config), real=True)  # before processes are started
     if served.secret is not None:
         from gossamer.transport.secret import SECRET, read_secret
 
