@@ -314,7 +314,7 @@ def test_what_cannot_run_together_is_refused_before_any_process_starts():
 def test_where_a_process_cannot_be_forked_that_is_said(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ConfigError, match="already in one, of 1; call destroy_process_group"):
+        with pytest.raises(ConfigError, match="in one of 1 already; call destroy_process_group"):
             check_parity(gossip())
     finally:
         dist.destroy_process_group()
