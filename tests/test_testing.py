@@ -319,7 +319,7 @@ def test_where_a_process_cannot_be_forked_that_is_said(monkeypatch):
     finally:
         dist.destroy_process_group()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="CUDA .*, which is in use here"):
+    with pytest.raises(ConfigError, match=r"CUDA .*, which is in use here"):
         check_parity(gossip())
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match=r"on darwin .*run it on Linux"):
