@@ -121,7 +121,7 @@ def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
 
 COMPARISON = load(ROOT / "src" / "gossamer" / "configs" / "methods.toml")
 TINY = {
-    "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64, "model.layers": 2,
+    "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64,
     "data.source": str(TEXT), "data.seq_len": 16, "data.batch_size": 2, "run.steps": 15, "run.local_steps": 5,
     "run.eval_every": 0, "run.eval_batches": 2, "run.threads": 1,
 }  # fmt: skip
