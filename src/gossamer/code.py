@@ -59,9 +59,8 @@ def imported(key: str, name: str) -> Code:
     module, _, attribute = name.partition(":")
     said = f"{key} is '{name}'"
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(
-            0, str(Path.cwd())
-        )  # as `python -m` has it; a console script has the folder of the script instead
+        # As `python -m` has it; a console script has the folder of the script instead.
+        sys.path.insert(0, str(Path.cwd()))
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -91,7 +91,7 @@ def examine(config: RunConfig) -> Examined:
     """
     settled = settle(config)
     vocab_size = vocabulary(config.data.tokenizer)
-    layout = None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
+    layout = _layout(config, vocab_size)
     m, topology = None, None
     if isinstance(settled, InPairs):
         topology = settled.topology
@@ -120,12 +120,17 @@ def examine(config: RunConfig) -> Examined:
     )
 
 
+def _layout(config: RunConfig, vocab_size: int | None) -> Layout | None:
+    """The layout of the model; None where it is not known without its tokenizer, or is made by code of the user's."""
+    return None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
+
+
 def _known_of(config: RunConfig) -> Examined:
     """What is known of a run whose method is code of the user's: its length, and the size of its model."""
     names, vocab_size = named(config), vocabulary(config.data.tokenizer)
     kind = "server" if config.server is not None else "pair" if config.pair is not None else "rule"
     method, topology = getattr(config, kind), None if kind == "server" else config.topology.name
-    layout = None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
+    layout = _layout(config, vocab_size)
     return Examined(
         name=config.name, kind=config.kind, method=f"{method.name}, codec {config.codec.name}", workers=config.workers,
         topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,

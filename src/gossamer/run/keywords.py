@@ -146,11 +146,9 @@ def _function(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict
             + (" that returns a new model, such as a lambda, as each worker needs its own" if kind == "model" else "")
         )
     own[kind] = value
-    found = {KEYS[kind]: _name(value)}
     if kind == "optimizer":  # the user's learning rate stays as it is, as in the user's own loop: no setting is passed
-        found[KEYS[kind]] = _given(value)
-        found |= {"inner.schedule": "constant", "inner.warmup_steps": 0, "inner.clip": None}
-    return {key: setting for key, setting in found.items() if setting is not None}
+        return {KEYS[kind]: _given(value), "inner.schedule": "constant", "inner.warmup_steps": 0}
+    return {KEYS[kind]: _name(value)}
 
 
 def _name(value: object) -> str:

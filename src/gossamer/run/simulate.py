@@ -6,7 +6,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Unpack
 
-import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError
@@ -68,17 +67,11 @@ def simulate(
     """
     config, parts = resolved(run, given)
     folder = Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
-    shown = None
-    if progress is True:
-        shown = Progress(config.rounds, config.record.print_every)
-    elif progress:
-        shown = progress
-    engine = _engine(config, folder, parts, resume=resume, progress=shown)
-    simulation = Simulation(engine, temporary=out is None)
-    if progress is True and shown is not None:
-        with shown:
-            return simulation.go_on(until)
-    return simulation.go_on(until)
+    own = Progress(config.rounds, config.record.print_every) if progress is True else None
+    shown = progress if isinstance(progress, Progress) else own
+    simulation = Simulation(_engine(config, folder, parts, resume=resume, progress=shown), temporary=out is None)
+    with own or nullcontext():
+        return simulation.go_on(until)
 
 
 def _engine(config: RunConfig, folder: Path, parts: Parts, *, resume: Resume, progress: Progress | None) -> Engine:
@@ -118,8 +111,7 @@ class _Ended:
     def models(self) -> list[Tensor]:
         """The parameters of each worker, or of the server."""
         store, line = self.folder / "checkpoints", checkpoint.Lineage(digest(self.config))
-        with torch.no_grad():
-            return [checkpoint.load(store, self.finished, owner, line)["x"] for owner in self.config.owners]
+        return [checkpoint.load(store, self.finished, owner, line)["x"] for owner in self.config.owners]
 
     def buffers(self) -> list[list[Tensor]]:
         """None, as its checkpoints hold none."""

@@ -122,7 +122,4 @@ def _label(at: Mapping[str, Any], seed: int) -> str:
 
 def _word(value: Any) -> Any:
     """A value as it stands in a table: of a rule, a topology or a codec its name with its options."""
-    if not hasattr(value, "name"):
-        return value if isinstance(value, bool | int | float | str) else str(value)
-    options = ", ".join(f"{key}={option}" for key, option in getattr(value, "options", {}).items())
-    return f"{value.name}({options})"
+    return value if isinstance(value, bool | int | float | str) else str(value)
