@@ -32,8 +32,9 @@ bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer;
 methods: .venv/.installed  ## write docs/methods.md from the code
 	$(BIN)/gossamer list --markdown > docs/methods.md
 
-results: .venv/.installed  ## write the results that are computed, not measured: docs/results/utilisation.md and its figure
+results: .venv/.installed  ## write the results that are computed, not measured: docs/results/utilisation.md and goodput.md with their figures
 	$(BIN)/python benchmarks/utilisation.py
+	$(BIN)/python benchmarks/goodput.py
 
 docs: .venv/.installed  ## build the site strictly into site/
 	$(BIN)/python docs/generate.py build/docs

@@ -144,6 +144,7 @@ def words_of(verb: str, folder: Path, out: Path) -> list[object]:
         "price": [run, network],
         "plan": [network, "--workers", 2, "--local-steps", 15, "--method", "diloco"],
         "utilisation": [],
+        "goodput": ["--set", "interruptions=100"],
         "report": [run, "--out", out],
         "list": [],
         "init": [out],

@@ -70,6 +70,7 @@ LIGHT = [  # work without torch
     "network.wall_clock",
     "network.straggler",
     "network.published",
+    "network.goodput",
     "report.runs",
     "report.table",
     "report.charts",

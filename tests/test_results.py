@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,16 +12,34 @@ from gossamer.run.document import load
 from gossamer.run.experiment import points
 
 ROOT = Path(__file__).parent.parent
-spec = importlib.util.spec_from_file_location("utilisation_page", ROOT / "benchmarks" / "utilisation.py")
-assert spec is not None and spec.loader is not None
-utilisation_page = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(utilisation_page)
+
+
+def program(name: str) -> Any:
+    """The benchmark of this name, as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_page", ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 COMMITTED = (ROOT / "docs" / "results" / "utilisation.md").read_text(encoding="utf-8")
+utilisation_page = program("utilisation")
 
 
-def test_the_page_on_utilisation_is_what_the_code_computes() -> None:
-    assert utilisation_page.page() == COMMITTED, "run make results"
+@pytest.mark.parametrize("name", ["utilisation", "goodput"])
+def test_the_page_is_what_the_code_computes(name: str) -> None:
+    committed = (ROOT / "docs" / "results" / f"{name}.md").read_text(encoding="utf-8")
+    assert program(name).page() == committed, "run make results"
+
+
+def test_the_figure_of_goodput_is_what_the_code_draws(tmp_path: Path) -> None:
+    program("goodput").draw(tmp_path / "goodput.svg")
+    drawn = (tmp_path / "goodput.svg").read_text(encoding="utf-8")
+    labels = [re.findall(r"<text [^>]*>([^<]+)</text>", text) for text in (
+        drawn, (ROOT / "docs" / "results" / "goodput.svg").read_text(encoding="utf-8"),
+    )]  # fmt: skip
+    assert labels[0] == labels[1] and "gossip" in labels[0] and "<dc:date>" not in drawn
 
 
 def test_it_has_all_75_bandwidths_and_the_published_one_wherever_ours_differs() -> None:

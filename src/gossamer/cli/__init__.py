@@ -46,6 +46,7 @@ VERBS = {
     "price": "Price a recorded run on a network, without training it again.",
     "plan": "Price every method on a network, and write a run file for one.",
     "utilisation": "Show compute utilisation as a function of bandwidth.",
+    "goodput": "Show what failures of chips cost with all-reduce, elastic and decoupled learners, and gossip.",
     "report": "Write one page with the table and the curves of several runs.",
     "completion": "Print a script that completes verbs and options in a shell.",
     "list": "List methods, rules, topologies, codecs, servers and pairs.",

@@ -288,10 +288,18 @@ def assumed(model: str, method: str, setting: Setting) -> str:
     )
 
 
-def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], file: Path) -> None:
+def plot_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], file: Path, *, x_label: str = "bandwidth (Gbit/s)",
+    y_label: str = "share of the time spent computing", unit: float = 1e9,
+    marks: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+) -> None:  # fmt: skip
     """Draws points (bandwidth in bits per second, utilisation) of each curve into a file, PNG or SVG by its name.
 
     An SVG carries no date, so equal curves give equal files.
+
+    Args:
+        unit: what the first numbers are divided by.
+        marks: further points of some of the curves, drawn as dots in their colours.
     Raises: ConfigError for another kind of file, or one that cannot be written; MissingPackageError without matplotlib.
     """
     require("matplotlib.figure", "plots", f"the plot '{file}'", "remove --plot")
@@ -303,11 +311,14 @@ def plot_curves(curves: Mapping[str, Sequence[tuple[float, float]]], file: Path)
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.add_subplot()
     for label, points in curves.items():
-        axes.plot([bandwidth / 1e9 for bandwidth, _ in points], [share for _, share in points], label=label)
+        (line,) = axes.plot([x / unit for x, _ in points], [share for _, share in points], label=label)
+        if marks is not None and label in marks:
+            dots = marks[label]
+            axes.plot([x / unit for x, _ in dots], [share for _, share in dots], "o", color=line.get_color())
     axes.set_xscale("log")
     axes.set_ylim(0, 1)
-    axes.set_xlabel("bandwidth (Gbit/s)")
-    axes.set_ylabel("share of the time spent computing")
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.grid(which="both", linewidth=0.4)
     axes.legend()
     try:

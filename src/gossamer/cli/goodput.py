@@ -1,0 +1,84 @@
+"""`gossamer goodput`: what failures of chips cost."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from gossamer.cli.output import Json, print_json
+from gossamer.cli.tables import print_table
+from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gossamer.network.goodput import GoodputOptions
+
+__all__ = ["command"]
+
+
+def command(
+    *, overrides: Annotated[tuple[str, ...], Parameter(name="--set", metavar="KEY=VALUE")] = (),
+    published: bool = False, plot: Annotated[Path | None, Parameter(metavar="FILE")] = None, json: Json = False,
+) -> None:  # fmt: skip
+    """Prints the share of all chip time whose training steps count when chips fail, by formula and simulated.
+
+    Args:
+        overrides: an option, such as chips=150000, learners=4 or checkpoint_s=20; may be repeated
+        published: the published goodputs of Decoupled DiLoCo beside ours instead; of the options only restart_s and downtime_s
+        plot: draw goodput against the number of chips (.png or .svg)
+    """
+    from gossamer.network.goodput import GoodputOptions, goodput_curves
+    from gossamer.network.limits import build_settings
+    from gossamer.network.utilisation import plot_curves
+
+    given: dict[str, Any] = {}
+    if overrides:
+        from gossamer.run.document import settings
+
+        given = settings([*overrides])
+    options = build_settings(GoodputOptions, given, "option of goodput")
+    if published and (others := given.keys() - {"restart_s", "downtime_s"}):
+        raise ConfigError(
+            f"--published was given with {', '.join(sorted(others))}, but its cells differ in restart_s and downtime_s only; "
+            "remove the others"
+        )
+    if published:
+        _print_published(options, json)
+    else:
+        _print_goodput(options, json)
+    if plot is not None:
+        plot_curves(goodput_curves(options), plot, x_label="chips", y_label="goodput", unit=1.0)
+        if not json:
+            print(f"plot: {plot}")
+
+
+def _print_goodput(options: "GoodputOptions", json: bool) -> None:
+    from gossamer.network.goodput import GOODPUT_HEADINGS, goodput_rows, goodput_table
+
+    made = goodput_table(options)
+    if json:
+        print_json(made)
+        return
+    print_table(GOODPUT_HEADINGS, goodput_rows(made))
+    for sentence in made.assumptions:
+        print(f"assumed: {sentence}")
+
+
+def _print_published(options: "GoodputOptions", json: bool) -> None:
+    from gossamer.network.published import published_goodput
+
+    cells = published_goodput(options.restart_s, options.downtime_s)
+    assumptions = [
+        f"an interruption costs all-reduce {options.restart_s:g} s and an elastic learner {options.downtime_s:g} s, and no step "
+        "is lost",
+        "each chip fails once a year; the published goodputs are from digests of arXiv 2604.21428",
+    ]
+    if json:
+        print_json({"rows": cells, "assumptions": assumptions})
+        return
+    rows = [
+        (cell.method, str(cell.learners), str(cell.chips), f"{cell.published:.0%}", f"{cell.goodput:.1%}")
+        for cell in cells
+    ]
+    print_table(("method", "learners", "chips", "published", "ours"), rows)
+    for sentence in assumptions:
+        print(f"assumed: {sentence}")
