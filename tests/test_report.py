@@ -17,7 +17,9 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network
 from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.trace import Entry, Operation
+from gossamer.report.charts import charts_of
 from gossamer.report.page import pictures, write_report
+from gossamer.report.runs import read_runs
 from gossamer.report.table import MANY, markdown_table, render_table, summary_rows
 
 PLAIN = RecordConfig(tensorboard=False)
@@ -120,6 +122,16 @@ def test_the_page_shows_table_charts_configuration_and_sample(tmp_path: Path) ->
     assert "once <upon> a time" in outline.texts
     assert re.search(r'<td class="best">1\.2000</td>', page), "the best loss is marked"
     assert page.count('class="best"') == 1
+
+
+def test_how_far_predictions_are_apart_is_a_column_and_a_chart_where_it_was_measured(tmp_path: Path) -> None:
+    runs = {"with": make_run(tmp_path / "with", js_divergence=0.0125), "without": make_run(tmp_path / "without")}
+    rows = summary_rows(runs, {})
+    assert [row["js_divergence"] for row in rows] == [0.0125, None]
+    assert "| of predictions |" in markdown_table(rows) and "| 0.0125 |" in markdown_table(rows)
+    assert "of predictions" not in markdown_table(rows[1:])
+    (chart,) = [chart for chart in charts_of(read_runs(runs, {}), {}) if "predictions" in chart.title]
+    assert chart.curves == [([-1.0, 0.0, 1.0, 2.0, 3.0], [0.0125] * 5), ([], [])]
 
 
 def test_the_charts_are_pictures_without_foreign_parts(tmp_path: Path) -> None:

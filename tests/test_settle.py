@@ -110,6 +110,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "asynchronous with codec.back": (SERVER._replace(codec=both_ways(int8(), int8())), ["codec.back", "asynchronous"]),
     "server and meetings": (SERVER._replace(meetings=2.0), ["'heloco'", "events.meetings = 2.0"]),
     "server and waiting": (SERVER._replace(wait=False), ["'heloco'", "run.wait = false"]),
+    "server and predictions of workers": (SERVER._replace(eval_js=True), ["'heloco'", "run.eval_js = true"]),
     "no waiting and meetings": (GOSSIP._replace(meetings=2.0), ["'gasloc'", "events.meetings = 2.0", "[pair]"]),
     "fragments without a server": (PAIR._replace(fragments=2), ["'a2cid2'", "events.fragments = 2"]),
     "overlap of one fragment": (SERVER._replace(overlap=True), ["events.overlap is True", "events.fragments = 1"]),

@@ -73,7 +73,7 @@ def parameters(folder, config):
 def finished(tmp_path_factory):
     """One real run that went well, and the simulation of it."""
     root = tmp_path_factory.mktemp("train")
-    config = tiny(run__steps=8, run__timeout_s=60)
+    config = tiny(run__steps=8, run__timeout_s=60, run__eval_js=True)
     code, output = run(*words_of(config, root / "real"))
     assert code == 0, output
     simulate(config, root / "simulated")
@@ -104,6 +104,7 @@ def test_evaluate_forms_the_mean_model_that_the_simulator_scored(finished):
     assert round == config.rounds
     assert (result.loss, list(result.worker_losses)) == (scored["loss"], scored["worker_losses"])
     assert result.disagreement == scored["disagreement"]
+    assert result.js_divergence == scored["js_divergence"] > 0
     assert (root / "real" / "model" / "config.json").exists()
     evaluate(root / "real")
     assert sum(line["kind"] == "eval" for line in read_metrics(root / "real")) == 1

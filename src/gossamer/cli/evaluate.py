@@ -29,5 +29,6 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | N
     print(
         f"round {round}: mean model {result.loss:.4f} nats, worst worker {max(result.worker_losses):.4f}, "
         f"disagreement {result.disagreement:.3g}"
+        + ("" if result.js_divergence is None else f", of predictions {result.js_divergence:.3g} nats")
     )
     print(f"mean model: {folder / 'model'}")

@@ -155,6 +155,10 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
     Shapes: `batch` is int64 `[B, S + 1]`, the first S being inputs and the last S targets; the result is a scalar.
     """
+    return F.cross_entropy(logits_of(model, batch).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """The fp32 logits `[B, S, V]` of each next token, for int64 `[B, S + 1]`, of which the last column is a target only."""
     output = model(batch[:, :-1])
-    logits = getattr(output, "logits", output).float()  # [B, S, V]; models of `transformers` return them in an object
-    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+    return getattr(output, "logits", output).float()  # models of `transformers` return them in an object

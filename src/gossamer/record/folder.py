@@ -15,7 +15,8 @@ before training has round -1. A number that is not finite is written as null.
   steps and tokens that this worker has behind it.
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
   the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
-  `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters.
+  `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; with `run.eval_js` also `"js_divergence":j`, how far their
+  predictions are apart, in nats.
 """
 
 import math

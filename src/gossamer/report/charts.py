@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gossamer.report.runs import Curve, RunData, disagreement_curve, loss_curves, priced_curve, training_curve
+from gossamer.report.runs import (
+    Curve,
+    RunData,
+    disagreement_curve,
+    divergence_curve,
+    loss_curves,
+    priced_curve,
+    training_curve,
+)
 from gossamer.report.table import DAY, HOUR, MINUTE
 
 __all__ = ["FAINT", "INK", "Chart", "charts_of", "draw_chart", "drawing", "line_style", "plain_axes", "png", "svg"]
@@ -27,7 +35,7 @@ class Chart(NamedTuple):
 
 
 def charts_of(runs: Sequence[RunData], networks: Iterable[str]) -> list[Chart]:
-    """All charts of the runs: loss against progress and against the wall-clock of each network, disagreement, training loss."""
+    """All charts of the runs: loss against progress and the wall-clock of each network, disagreements, training loss."""
     loss = "Validation loss of the mean model"
     charts = [Chart(loss, *loss_curves(runs))]
     for name in networks:
@@ -38,6 +46,8 @@ def charts_of(runs: Sequence[RunData], networks: Iterable[str]) -> list[Chart]:
         )
     disagreement = [disagreement_curve(run) for run in runs]
     charts.append(Chart("Disagreement of the workers (rms)", "round", disagreement, log=True))
+    divergence = [divergence_curve(run) for run in runs]
+    charts.append(Chart("Disagreement of their predictions (Jensen-Shannon, nats)", "round", divergence, log=True))
     charts.append(Chart("Training loss, mean over workers", "round", [training_curve(run) for run in runs]))
     return charts
 

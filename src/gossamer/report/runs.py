@@ -20,6 +20,7 @@ __all__ = [
     "Curve",
     "RunData",
     "disagreement_curve",
+    "divergence_curve",
     "loss_curves",
     "priced_curve",
     "read_runs",
@@ -126,6 +127,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
         # max() would lose a NaN among finite losses.
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
         "disagreement": _number(last, "disagreement"),
+        "js_divergence": _number(last, "js_divergence"),
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
@@ -159,6 +161,11 @@ def priced_curve(run: RunData, network: str, unit_s: float) -> Curve:
 def disagreement_curve(run: RunData) -> Curve:
     """Disagreement of the workers against the round."""
     return _curve((float(e["round"]), _number(e, "disagreement")) for e in run.evals)
+
+
+def divergence_curve(run: RunData) -> Curve:
+    """Divergence of the workers' predictions against the round; empty where it was not measured."""
+    return _curve((float(e["round"]), _number(e, "js_divergence")) for e in run.evals)
 
 
 def training_curve(run: RunData) -> Curve:

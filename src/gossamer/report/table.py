@@ -42,9 +42,10 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[dict[str, Any]]:
     """One row per run: its last losses, the bytes it sent and the time it takes on each network.
 
-    Keys: `method`; `loss`, `worst_loss` and `disagreement` of the last evaluation; `sent_bytes`, the mean over the workers;
-    `wall_s` and `utilisation`, each by name of network; `loss_at_s`, by name of network pairs of the seconds when the last
-    worker ended an evaluated round, and the loss then. A value is None where it is missing, and NaN where it was not finite.
+    Keys: `method`; `loss`, `worst_loss`, `disagreement` and `js_divergence` of the last evaluation; `sent_bytes`, the mean over
+    the workers; `wall_s` and `utilisation`, each by name of network; `loss_at_s`, by name of network pairs of the seconds when
+    the last worker ended an evaluated round, and the loss then. A value is None where it is missing, and NaN where it was not
+    finite.
 
     Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
     """
@@ -126,17 +127,20 @@ def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The headings and the cells of each row, as the page and the terminal show them."""
     networks = list(dict.fromkeys(name for row in rows for name in row["wall_s"]))
-    headings = ["method", "val loss", "worst worker", "disagreement", "sent per worker"]
-    return headings + [f"time on {name} (computing)" for name in networks], [_line(row, networks) for row in rows]
+    compared = any(row.get("js_divergence") is not None for row in rows)
+    headings = ["method", "val loss", "worst worker", "disagreement", *["of predictions"] * compared, "sent per worker"]
+    headings += [f"time on {name} (computing)" for name in networks]
+    return headings, [_line(row, networks, compared) for row in rows]
 
 
-def _line(row: Mapping[str, Any], networks: Sequence[str]) -> list[str]:
+def _line(row: Mapping[str, Any], networks: Sequence[str], compared: bool) -> list[str]:
     wall_s, utilisation = row["wall_s"], row["utilisation"]
     return [
         row["method"],
         number_text(row["loss"], ".4f"),
         number_text(row["worst_loss"], ".4f"),
         number_text(row["disagreement"], ".3g"),
+        *([number_text(row.get("js_divergence"), ".3g")] if compared else []),
         DASH if row["sent_bytes"] is None else _bytes_text(row["sent_bytes"]),
         *(
             f"{_seconds_text(wall_s[name])} ({100 * utilisation[name]:.0f} %)" if name in wall_s else DASH

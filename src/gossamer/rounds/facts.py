@@ -47,6 +47,7 @@ class Facts(NamedTuple):
     """As in `inner.averaging`."""
     adapt: bool | str = False
     weigh_steps: bool = False
+    eval_js: bool = False
     reduction: str = "ordered"
     fragments: int = 1
     """Of a server, as in `events.fragments`; those of rounds are the schedule's."""

@@ -333,6 +333,14 @@ _ASYNCHRONOUS = (
         ),
     ),
     Pairing(
+        "server and predictions of workers",
+        lambda f: f.kind == "server" and f.eval_js,
+        lambda f: (
+            f"{f.who} got run.eval_js = true, which compares the models of workers, but with a server only its own model is "
+            "validated; remove run.eval_js"
+        ),
+    ),
+    Pairing(
         "no waiting and meetings",
         lambda f: f.kind == "no waiting" and f.meetings is not None,
         lambda f: (

@@ -54,6 +54,10 @@ class LoopSettings:
     """Inner steps between two validations, each at the end of the round that reaches them; 0 validates only at the end."""
     eval_batches: Annotated[AtLeastOne, NEUTRAL] = 8
     """Validation batches of `data.batch_size` sequences."""
+    eval_js: Annotated[bool, NEUTRAL] = False
+    """Whether a validation also measures how far the workers' predictions are apart: the mean Jensen-Shannon divergence to their
+    mean, on the first validation batch. It costs one more forward pass of each worker, and their logits of one sequence in
+    memory. Of a real run, `gossamer evaluate` measures it."""
     checkpoint_every: Annotated[AtLeastZero, NEUTRAL] = 150
     """Inner steps between two checkpoints; the last round always writes one, and 0 writes only that one."""
     device: Annotated[Literal["auto", "cpu", "cuda"], NEUTRAL] = "auto"
@@ -120,6 +124,11 @@ class RunConfig:
                 raise ConfigError(
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
+        if self.run.eval_js and (self.data.own or self.model.loss is not None):
+            own = f"data.source is {self.data.source!r:.60}" if self.data.own else f"model.loss is '{self.model.loss}'"
+            raise ConfigError(
+                f"run.eval_js is true and {own}, but only predictions of the next token can be compared; remove run.eval_js"
+            )
 
     def local_steps_of(self, worker: int) -> int:
         """Inner steps per round of one worker (H_i); those it begins with if they adapt."""

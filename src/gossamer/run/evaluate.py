@@ -1,9 +1,10 @@
-"""Evaluation of a run: the loss of the mean model, the loss of each worker, and their disagreement."""
+"""Evaluation of a run: the loss of the mean model and of each worker, and how far parameters and predictions differ."""
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 from gossamer.errors import CheckpointError
 from gossamer.layout import Layout, arrange, attach, layout_of, views
 from gossamer.models.export import export, export_state
-from gossamer.models.llama import Llama
+from gossamer.models.llama import Llama, logits_of
 from gossamer.models.sample import sample
 from gossamer.record import checkpoint
 from gossamer.record.files import Appender, atomic_write
 from gossamer.record.folder import metrics_line, read_metrics
+from gossamer.rounds.exchange import Each
 from gossamer.rounds.mean_model import mean_of
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
@@ -28,11 +30,13 @@ __all__ = [
     "UNUSED",
     "Assessment",
     "Probe",
+    "Probes",
     "Result",
     "Weights",
     "assess",
     "disagreement",
     "evaluate",
+    "js_divergence",
     "mean_buffers",
     "mean_of",
     "model_with",
@@ -52,6 +56,12 @@ class Assessment(NamedTuple):
     worker_losses: tuple[float, ...]
     disagreement: float
     """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
+    js_divergence: float | None = None
+    """As the function of this name has it; None unless `run.eval_js` asks for it."""
+
+    def figures(self) -> dict[str, Any]:
+        """What a line of the metrics says of it."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 class Result(NamedTuple):
@@ -79,13 +89,25 @@ class Probe:
 
     def loss(self, x: Tensor, buffers: Sequence[Tensor] = ()) -> float:
         """Mean loss of the model with parameters `x`, and these buffers if it has any, over the validation batches."""
+        with self._holding(x, buffers):
+            return math.fsum(self.task.loss(self.model, batch).item() for batch in self.batches) / len(self.batches)
+
+    def log_probabilities(self, x: Tensor, buffers: Sequence[Tensor], sequence: int) -> Tensor:
+        """The predictions `[S, V]` of that model for each next token of one sequence of the first validation batch."""
+        with self._holding(x, buffers):
+            (logits,) = logits_of(self.model, self.batches[0][sequence : sequence + 1])
+        return logits.log_softmax(-1)
+
+    @contextlib.contextmanager
+    def _holding(self, x: Tensor, buffers: Sequence[Tensor]) -> Iterator[None]:
+        """The model has these parameters and buffers, and computes as in the run, without gradients."""
         self.x.copy_(x)
         for own, given in zip(self.buffers, buffers, strict=False):
             own.copy_(given)
         self.model.eval()
         bf16 = self.config.inner.autocast == "bf16"
         with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-            return math.fsum(self.task.loss(self.model, batch).item() for batch in self.batches) / len(self.batches)
+            yield
 
 
 def _layout(model: nn.Module, config: RunConfig) -> Layout:
@@ -99,15 +121,76 @@ def disagreement(vectors: Sequence[Tensor], mean: Tensor) -> float:
     return math.sqrt(math.fsum(squares) / len(vectors) / mean.numel())
 
 
+def js_divergence(predictions: Sequence[Tensor]) -> float:
+    """How far n workers' predictions are apart: `(1/n) Σ_i JS(p_i ‖ p̄)` in nats, mean over tokens; p̄ is the mean prediction.
+
+    `JS(p ‖ q) = (KL(p ‖ m) + KL(q ‖ m))/2` with `m = (p + q)/2`. Equal predictions give exactly 0, and the bound ln 2 is not
+    reached: workers of which no two consider the same token possible give `ln 2 - ((1 + 1/n) ln(1 + 1/n) + (ln n)/n)/2`, which
+    is 0.216 for two and tends to ln 2. Unlike the distance of parameters, it ignores what changes no prediction.
+
+    Shapes: of each worker log-probabilities `[T, V]` of the same tokens.
+    Cost: all predictions in fp64 at once.
+    Source: Factored Gossip DiLoCo, arXiv 2606.22768, by a secondary account of its metric.
+    """
+    p = [one.double().exp() for one in predictions]
+    mean = mean_of(p)
+    divergences = [(_from_middle(one, mean) + _from_middle(mean, one)).clamp(min=0).item() / 2 for one in p]
+    return math.fsum(divergences) / len(p) / len(mean)
+
+
+def _from_middle(p: Tensor, q: Tensor) -> Tensor:
+    """The sum over tokens of `KL(p ‖ (p + q)/2)`, where 0 ln 0 = 0."""
+    return (torch.xlogy(p, p) - torch.xlogy(p, (p + q) / 2)).sum()
+
+
 Weights = tuple[Tensor, Sequence[Tensor]]
 """The parameters of a model, and its buffers."""
 
 
-def assess(
-    vectors: Sequence[Tensor],
-    score: Callable[[Iterable[Weights]], Iterable[float]],
-    buffers: Sequence[Sequence[Tensor]] = (),
-) -> Assessment:
+class Probes:
+    """Evaluates several models at a time: each thread borrows a probe.
+
+    Args:
+        probes: as many as there are threads.
+        each: the results of a function for all items, in their order; one after the other by default.
+    """
+
+    def __init__(self, probes: Sequence[Probe], each: Each | None = None) -> None:
+        self._each: Each = _in_turn if each is None else each
+        self._idle: SimpleQueue[Probe] = SimpleQueue()
+        for probe in probes:
+            self._idle.put(probe)
+        self.compares = probes[0].config.run.eval_js
+        self._sequences = len(probes[0].batches[0]) if self.compares else 0
+
+    def losses(self, models: Iterable[Weights]) -> list[float]:
+        """The validation loss of each model."""
+        return self._borrowed(lambda probe, weights: probe.loss(*weights), models)
+
+    def divergence(self, models: Sequence[Weights]) -> float:
+        """`js_divergence` of the models on the first validation batch, a sequence at a time, which bounds the memory."""
+        found = [
+            js_divergence(self._borrowed(lambda probe, weights, k=k: probe.log_probabilities(*weights, k), models))
+            for k in range(self._sequences)
+        ]
+        return math.fsum(found) / len(found)
+
+    def _borrowed(self, compute: Callable[[Probe, Weights], Any], models: Iterable[Weights]) -> list[Any]:
+        def one(weights: Weights) -> Any:
+            probe = self._idle.get()
+            try:
+                return compute(probe, weights)
+            finally:
+                self._idle.put(probe)
+
+        return self._each(one, models)
+
+
+def _in_turn(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    return [function(item) for item in items]
+
+
+def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence[Tensor]] = ()) -> Assessment:
     """Scores the mean model and each worker's; workers that are bitwise equal are scored once.
 
     Args: `buffers` are each worker's own, if the model has any.
@@ -116,10 +199,11 @@ def assess(
     mean, between = mean_of(vectors), mean_buffers(buffers)
     apart = disagreement(vectors, mean)
     if not between and all(torch.equal(mean, x) for x in vectors):
-        (value,) = score([(mean, ())])
-        return Assessment(value, (value,) * len(vectors), apart)
-    value, *each = score([(mean, between), *zip(vectors, buffers, strict=True)])
-    return Assessment(value, tuple(each), apart)
+        (value,) = probes.losses([(mean, ())])
+        return Assessment(value, (value,) * len(vectors), apart, 0.0 if probes.compares else None)
+    workers = [*zip(vectors, buffers, strict=True)]
+    value, *each = probes.losses([(mean, between), *workers])
+    return Assessment(value, tuple(each), apart, probes.divergence(workers) if probes.compares else None)
 
 
 def mean_buffers(buffers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -169,7 +253,7 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> tup
     buffers = [state.get("buffers", ()) for state in states]
     task = task_of(config, parts)
     probe = Probe(config, task, torch.device("cpu"))
-    result = assess(vectors, lambda models: [probe.loss(*weights) for weights in models], buffers)
+    result = assess(vectors, Probes([probe]), buffers)
     _note(config, folder, finished, states, result)
     publish(config, task, mean_of(vectors), folder, mean_buffers(buffers))
     return finished, result
@@ -211,7 +295,7 @@ def _note(
     per_round = sum(map(config.local_steps_of, range(config.workers)))
     steps = finished * per_round if config.event_driven else sum(state["steps_taken"] for state in states)
     line = metrics_line(
-        "eval", round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result._asdict()
+        "eval", round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result.figures()
     )  # fmt: skip
     with contextlib.closing(Appender(folder / "metrics-evaluated.jsonl")) as file:
         file.write(line)

@@ -25,7 +25,7 @@ def is_finished(config: RunConfig, folder: Path) -> bool:
     if not (folder / "run.toml").exists():
         return False
     there = parse(load(folder / "run.toml"))
-    measured = [(run.eval_every, run.eval_batches, run.pace_s) for run in (there.run, config.run)]
+    measured = [(run.eval_every, run.eval_batches, run.eval_js, run.pace_s) for run in (there.run, config.run)]
     if digest(there) != digest(config) or measured[0] != measured[1]:
         raise ConfigError(
             f"'{folder}' holds a run with other settings than the file's; name another folder with --out, or remove it"

@@ -112,7 +112,8 @@ class RecordedRun:
 
     @property
     def validation(self) -> Columns:
-        """A row for each validation: round, step, tokens, loss (of the mean model), worker_losses, disagreement."""
+        """A row for each validation: round, step, tokens, loss (of the mean model), worker_losses, disagreement, and
+        js_divergence where run.eval_js is true."""
         return self._lines("eval")
 
     @property

@@ -8,10 +8,9 @@ each worker computes exactly what its own process would.
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from gossamer.record.progress import Progress, say
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.run.config import RunConfig, digest, dump
-from gossamer.run.evaluate import Assessment, Probe, Result, Weights, assess, mean_buffers, mean_of, publish
+from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, mean_of, publish
 from gossamer.run.history import Resume, history
 from gossamer.run.journal import Journal
 from gossamer.run.lanes import Lanes
@@ -73,9 +72,9 @@ class Rounds:
         self._cut = self.finished if resume else None
         self._lanes = Lanes(device, config, alone=bool(parts.own))
         probes = [probe, *(Probe(config, self.task, device) for _ in range(self._lanes.count - 1))]
-        self._score = _Scores(probes, self._lanes.each)
+        self._probes = Probes(probes, self._lanes.each)
         self._journal = Journal(
-            config, lambda: self._record, lambda: self._assessed()._asdict(),
+            config, lambda: self._record, lambda: self._assessed().figures(),
             lambda finished: _save(self.workers, folder, finished, line, self._lanes.each), progress,
         )  # fmt: skip
         self._before, self._busy_s = _tokens(self.workers), 0.0
@@ -128,7 +127,7 @@ class Rounds:
         return [worker.replica.buffers for worker in self.workers]
 
     def _assessed(self) -> Assessment:
-        return assess(self.models(), self._score, self.buffers())
+        return assess(self.models(), self._probes, self.buffers())
 
 
 def _tokens(workers: Sequence[Worker]) -> int:
@@ -183,26 +182,6 @@ def _settle_rest(workers: Sequence[Worker], each: Each) -> None:
     for due in zip(*(worker.loop.pop_rest() for worker in workers), strict=True):
         finish_all(due, each)
     each(lambda worker: worker.replica.recompute(), workers)
-
-
-class _Scores:
-    """Validation losses of models, several at a time: each thread borrows a probe."""
-
-    def __init__(self, probes: Sequence[Probe], each: Each) -> None:
-        self._each = each
-        self._idle: SimpleQueue[Probe] = SimpleQueue()
-        for probe in probes:
-            self._idle.put(probe)
-
-    def __call__(self, models: Iterable[Weights]) -> list[float]:
-        return self._each(self._score, models)
-
-    def _score(self, weights: Weights) -> float:
-        probe = self._idle.get()
-        try:
-            return probe.loss(*weights)
-        finally:
-            self._idle.put(probe)
 
 
 def _record_seconds(record: RunFolder, config: RunConfig) -> dict[str, float]:

@@ -22,7 +22,7 @@ from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress
 from gossamer.run.config import RunConfig, digest, dump
-from gossamer.run.evaluate import Probe, Result, assess, mean_buffers, mean_of, publish
+from gossamer.run.evaluate import Probe, Probes, Result, assess, mean_buffers, mean_of, publish
 from gossamer.run.journal import EventJournal, Journal, saver
 from gossamer.run.lanes import Lanes
 from gossamer.run.parts import OURS, Parts
@@ -121,7 +121,7 @@ class Events:
         run, buffers = self._run, self.buffers()
         if isinstance(run, ServerRun):
             return {"loss": probe.loss(run.model(), mean_buffers(buffers))}
-        return assess(run.models(), lambda models: [probe.loss(*weights) for weights in models], buffers)._asdict()
+        return assess(run.models(), Probes([probe]), buffers).figures()
 
 
 _Loop = ServerRun | PairRun | GossipRun
