@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gossamer import rng
 from gossamer.models.sizes import ModelConfig, Shape
 
-__all__ = ["MLP", "Attention", "Decoder", "Layer", "Llama", "RMSNorm", "build_model", "loss", "rotary"]
+__all__ = ["MLP", "Attention", "Decoder", "Layer", "Llama", "RMSNorm", "build_model", "logits_of", "loss", "rotary"]
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
