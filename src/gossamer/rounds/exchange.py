@@ -33,7 +33,7 @@ from gossamer.layout import Layout
 from gossamer.record.trace import Operation
 from gossamer.rounds.kernel import PLAIN, Decoded, Kernel
 from gossamer.rules import Context, Rule
-from gossamer.topologies.mixing import Mixing, Row, pull, widen
+from gossamer.topologies.mixing import Mixing, Row, pull, widen, without
 from gossamer.transport import Reduce, Ticket, Transport
 from gossamer.tree import Tree, leaves, map_leaves, must_fit, nbytes, refill, shares_storage
 
@@ -268,6 +268,9 @@ def _with_peers(job: _Job) -> _Legs:
     yield ticket
 
     arrived = {j: refill(payload, frames) for j, frames in transport.collect(ticket).items()}
+    # In an elastic run some exchanges may have failed, at both ends.
+    lost = [j for j in sources if j not in arrived]
+    sources = [j for j in sources if j in arrived]
     own = decode(codec, payload, sent.message)
     received = [decode(codec, arrived[j], sent.message) for j in sources]
     _must_be_finite(ctx, "message", dict(zip(sources, received, strict=True)) | ({} if codec.exact else {i: own}))
@@ -277,8 +280,8 @@ def _with_peers(job: _Job) -> _Legs:
 
     # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
     # one row per number of peers.
-    order = [i, *sources] if rule.hear is pull else [j for j, _ in mixing.rows[i]]
-    weights = dict(mixing.rows[i])
+    full = without(mixing.rows[i], i, lost)
+    order, weights = [i, *sources] if rule.hear is pull else [j for j, _ in full], dict(full)
     row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
     with _merging(job, sent.x):
         for a, b in _spans(rule, kernel.chunk_on(part.x.device), 0, part.x.numel()):

@@ -78,6 +78,8 @@ class OuterLoop:
             self.fragments.append(setup._replace(part=part._replace(s=s)))
         self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
         """As in `Setup`, for the exchanges that are announced from now on."""
+        self.alive: Callable[[int], frozenset[int] | None] = lambda round: None
+        """Who takes part in a round, in this worker's view; None is everyone. The same for each call of a round."""
         self.under_way: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment, oldest first."""
 
@@ -85,9 +87,13 @@ class OuterLoop:
         """The stops of this round."""
         return self.method.schedule.stops(round, self.full_steps, self.method.rule.delay_rounds)
 
+    def mixing(self, round: int) -> Mixing:
+        """The peers and weights of a round, among those that take part in it."""
+        return self.method.topology.mixing(round, self.alive(round))
+
     def announce(self, round: int, stop: Stop) -> None:
         """Announces what will be received in answer to what the coming stop sends; best called before training up to it."""
-        mixing = self.method.topology.mixing(round)
+        mixing = self.mixing(round)
         for p in stop.sends:
             self.under_way[round, p] = self._begin(round, p, mixing)
 
@@ -114,7 +120,7 @@ class OuterLoop:
     def update_from_zeros(self, round: int, stop: Stop) -> None:
         """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
         for sent_round, p in self._received(round, stop):
-            setup, mixing = self.fragments[p], self.method.topology.mixing(round)
+            setup, mixing = self.fragments[p], self.mixing(round)
             if sent_round < 0 and setup.rule.delay_rounds:
                 update_from_zeros(setup, mixing, self._context(round, setup.part, mixing))
 
@@ -168,7 +174,7 @@ class OuterLoop:
             round, p, tensors = int(one["round"]), int(one["fragment"]), list(one["sent"])
             if not 0 <= p < len(self.fragments) or round < 0 or (round, p) in self.under_way:
                 raise ValueError(f"an exchange of fragment {p} in round {round} is under way")
-            mixing, local_steps = self.method.topology.mixing(round), int(one.get("local_steps", self.local_steps))
+            mixing, local_steps = self.mixing(round), int(one.get("local_steps", self.local_steps))
             if not 1 <= local_steps <= self.full_steps:
                 raise ValueError(f"an exchange after {local_steps} of {self.full_steps} local steps is under way")
             setup = self.fragments[p]
