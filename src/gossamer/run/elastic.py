@@ -127,26 +127,29 @@ class _Participant:
 
     def _begin(self) -> Begun:
         """Takes over the state that this process begins with, and tells the others from which round on it takes part."""
-        seat, own = self._seat, self._seat.members.own
-        begun = seat.begun
-        if seat.state is not None:
-            begun = self._adopt(unpacked(seat.state), begun)
-        elif begun.after:
+        begun, members, transport = self._seat.begun, self._seat.members, self._transport
+        joins = members.own.standing == Standing.JOINING
+        if joins:
+            newest = transport.first_round(self.config.run.timeout_s) - 1
+            begun = begun._replace(round=newest + 1)
+            if begun.after == 0 or newest - begun.after > self.config.run.rejoin_rounds:
+                begun = self._fetched(begun)
+        if begun.after and begun.donor == self.slot:
             try:
                 self._worker.restore(checkpoint.load(self._store, begun.after, self.slot, self._line))
             except CheckpointError as error:
                 log.warning("worker %d takes another's state: %s", self.slot, error)
                 begun = self._fetched(begun)
-        if own.standing == Standing.JOINING:
-            round = self._transport.first_round(self.config.run.timeout_s)
-            begun = begun._replace(round=max(round, begun.after))
-            self._transport.declare(Standing.ALIVE, begun.round)
-            say(
-                f"worker {self.slot} joins at round {begun.round} with the state of worker {begun.donor} after {begun.after}"
-            )
-        self._replica.steps_taken = max(self._replica.steps_taken, seat.members.own.steps)
+        elif begun.after and not joins:
+            begun = self._fetched(begun)
+        self._replica.steps_taken = max(self._replica.steps_taken, members.own.steps)
         self._keep(begun.after)
         self._ready.set()
+        if joins:
+            begun = begun._replace(round=max(begun.round, transport.newest_round + 1))
+            transport.declare(Standing.ALIVE, begun.round)
+            whose = "its own checkpoint" if begun.donor == self.slot else f"the state of worker {begun.donor}"
+            say(f"worker {self.slot} joins at round {begun.round} with {whose} after round {begun.after}")
         return begun._replace(steps=self._replica.steps_taken)
 
     def _rounds(self, begun: Begun, log: OutcomeWriter, record: RunFolder) -> None:
@@ -234,7 +237,7 @@ class _Participant:
         return begun
 
     def _fetched(self, begun: Begun) -> Begun:
-        """Takes the state of the first worker that gives it."""
+        """Takes the state of the first worker that gives it; raises PeerError when nobody does."""
         members, station = self._transport.members, self._seat.station
         why = "nobody else is alive"
         for entry in members.of_standing(Standing.ALIVE):

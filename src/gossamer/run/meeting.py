@@ -29,9 +29,8 @@ class Seat(NamedTuple):
     members: Members
     station: Station
     begun: Begun
-    state: bytes | None = None
-    """The state of a donor; None to begin as `begun` says."""
     resumes: bool = False
+    """Whether files of this slot may be there already."""
 
 
 def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: bool) -> Seat:
@@ -58,11 +57,11 @@ def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: bo
     station = Station(listener, run, member.secret, wait_s, config.run.round_deadline_s)
     members = Members(config.workers, me, [entry._replace(round=after, since=after) for entry in entries])
     _write_address(folder, me, address)
-    return Seat(members, station, begun, None, resume and after > 0)
+    return Seat(members, station, begun, resume and after > 0)
 
 
 def joined(config: RunConfig, folder: Path, run: int, nonce: int, where: str) -> Seat:
-    """Gets a slot of a run that is under way, and a state unless this slot's own checkpoint here is new enough.
+    """Gets a slot of a run that is under way. The state comes later, when this process is ready to train.
 
     Args: `where` is the address of any worker, or "auto" for those in the run folder.
     Raises: PeerError when nobody answers or all slots are filled.
@@ -80,29 +79,18 @@ def joined(config: RunConfig, folder: Path, run: int, nonce: int, where: str) ->
         except OSError as error:
             why = f"{address}: {error}"
             continue
-        rounds: list[int] = []
-
-        def wants(slot: int, after: int, rounds: list[int] = rounds) -> bool:
-            kept = checkpoint.rounds(folder / "checkpoints", slot, _line(config))
-            rounds += [r for r in kept[-1:] if after - r <= config.run.rejoin_rounds]
-            return not rounds
-
         try:
-            offer = ask(
-                address, secret, Place(nonce, own), run=run, slots=config.workers, timeout_s=wait_s, wants=wants
-            )
+            place = Place(nonce, own)
+            offer = ask(address, secret, place, run=run, slots=config.workers, timeout_s=wait_s, wants=_nothing)
         except (OSError, GossamerError) as error:
             listener.close()
             why = f"{address}: {first_line(error)}"
             continue
-        members = Members(config.workers, offer.slot, offer.entries)
-        own_state = offer.raw is None
-        after, donor = (rounds[-1], offer.slot) if own_state else (offer.after, offer.donor)
-        begun = Begun(after, after, donor, 0, members.own.incarnation, "" if own_state else offer.sha256)
-        _write_address(folder, offer.slot, own)
-        return Seat(
-            members, Station(listener, run, secret, wait_s, config.run.round_deadline_s), begun, offer.raw, True
-        )
+        members, slot = Members(config.workers, offer.slot, offer.entries), offer.slot
+        kept = checkpoint.rounds(folder / "checkpoints", slot, _line(config))
+        begun = Begun(0, kept[-1] if kept else 0, slot, 0, members.own.incarnation)
+        _write_address(folder, slot, own)
+        return Seat(members, Station(listener, run, secret, wait_s, config.run.round_deadline_s), begun, True)
     raise PeerError(
         f"no worker of the run could be joined ({why}); look whether it runs, with gossamer status {folder}"
     )
@@ -156,6 +144,11 @@ def _listening(towards: str) -> tuple[socket.socket, str]:
     listener = socket.create_server((here, 0), family=family, backlog=128)
     shown = f"[{here}]" if ":" in here else here
     return listener, f"{shown}:{listener.getsockname()[1]}"
+
+
+def _nothing(slot: int, after: int) -> bool:
+    """Takes a slot without a state."""
+    return False
 
 
 def _line(config: RunConfig) -> Lineage:

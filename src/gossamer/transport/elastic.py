@@ -176,6 +176,12 @@ class ElasticTransport:
                 raise PeerError(f"nobody of the run answered worker {self.worker} for {timeout_s:g} s; join again")
             return self.members.newest_round + 1
 
+    @property
+    def newest_round(self) -> int:
+        """The newest round that a worker is known to be in."""
+        with self.changed:
+            return self.members.newest_round
+
     def next_round(self) -> int:
         """The round to go on with."""
         with self.changed:
