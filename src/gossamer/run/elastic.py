@@ -35,6 +35,7 @@ from gossamer.run.settle import in_rounds
 from gossamer.run.task import Task, task_of
 from gossamer.run.train import train_round
 from gossamer.run.worker import Worker
+from gossamer.transport.closing import LeftOutError
 from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.elastic_core import Outcome
 from gossamer.transport.launch import device_of
@@ -100,9 +101,16 @@ class _Participant:
         device = device_of(config.run.device)
         self._replica = Replica(self.slot, config, task, device)
         self._probe = Probe(config, task, device)
-        self._transport = ElasticTransport(seat.members, seat.station, host=self._host, device=device)
+        self._closes = m.rule.needs == "everyone"
+        # A message has at most four tensors of the size of x; what is larger is no payload.
+        limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None
+        self._transport = ElasticTransport(
+            seat.members, seat.station, host=self._host, device=device, limit_bytes=limit_bytes
+        )
+        self._transport.stop = asked.is_set
         self._worker = Worker(self._replica, m, self._transport)
         self._worker.loop.alive = lambda round: self._alive
+        self._worker.loop.closes = self if self._closes else None
         self._alive: frozenset[int] = frozenset()
         self._fresh = task.data.state()
         self._kept, self._ready = Boundary.of(0, b""), threading.Event()
@@ -131,8 +139,8 @@ class _Participant:
         joins = members.own.standing == Standing.JOINING
         if joins:
             newest = transport.first_round(self.config.run.timeout_s) - 1
-            begun = begun._replace(round=newest + 1)
-            if begun.after == 0 or newest - begun.after > self.config.run.rejoin_rounds:
+            begun = begun._replace(round=0 if self._closes else newest + 1)
+            if self._closes or begun.after == 0 or newest - begun.after > self.config.run.rejoin_rounds:
                 begun = self._fetched(begun)
         if begun.after and begun.donor == self.slot:
             try:
@@ -146,7 +154,8 @@ class _Participant:
         self._keep(begun.after)
         self._ready.set()
         if joins:
-            begun = begun._replace(round=max(begun.round, transport.newest_round + 1))
+            if not self._closes:
+                begun = begun._replace(round=max(begun.round, transport.newest_round + 1))
             transport.declare(Standing.ALIVE, begun.round)
             whose = "its own checkpoint" if begun.donor == self.slot else f"the state of worker {begun.donor}"
             say(f"worker {self.slot} joins at round {begun.round} with {whose} after round {begun.after}")
@@ -163,8 +172,16 @@ class _Participant:
         round, finished = begun.round, begun.after
         while round < config.rounds and not self._asked.is_set():
             self._tell(round)
-            self._alive = transport.enter(round, self._peers(round), replica.steps_taken + replica.local_steps)
-            report = train_round(worker, round, config)
+            before = replica.steps_taken
+            self._alive = transport.enter(round, self._peers(round), before + replica.local_steps)
+            try:
+                report = train_round(worker, round, config)
+            except LeftOutError as error:
+                replica.steps_taken = before  # nobody has what they have led to: they are taken again
+                if self._asked.is_set():
+                    break
+                round = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log, error.source)
+                continue
             finished, whole = round + 1, report.whole
             log.round(self._outcome(round))
             self._keep(finished)
@@ -183,10 +200,28 @@ class _Participant:
             record.log_seconds(stopwatch.round(round))
             round = transport.next_round()
             if round > finished + config.run.rejoin_rounds and round < config.rounds:
-                adopted = self._fetched(Begun(round, finished, self.slot, 0, transport.members.own.incarnation))
-                round = adopted.round
-                log.begin(adopted._replace(steps=replica.steps_taken))
+                round = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log)
         self._end(min(round, config.rounds), finished, log)
+
+    @property
+    def _incarnation(self) -> int:
+        return self._transport.members.own.incarnation
+
+    def _go_on(self, begun: Begun, log: OutcomeWriter, source: int | None = None) -> int:
+        """Goes on with another worker's state; returns the round to go on with."""
+        begun = self._fetched(begun, source)
+        self._keep(begun.after)
+        log.begin(begun._replace(steps=self._replica.steps_taken))
+        return begun.round
+
+    def named(self, round: int) -> tuple[int, frozenset[int]]:
+        """See `gossamer.transport.Closes`."""
+        attempt, self._alive = self._transport.named(round)
+        return attempt, self._alive
+
+    def concluded(self, attempt: int, *, whole: bool) -> bool:
+        """See `gossamer.transport.Closes`."""
+        return self._transport.concluded(attempt, whole=whole)
 
     def _end(self, round: int, finished: int, log: OutcomeWriter) -> None:
         """Saves and says goodbye."""
@@ -204,7 +239,9 @@ class _Participant:
         """What became of the exchanges of the round that is over."""
         found: dict[Outcome, set[int]] = {outcome: set() for outcome in Outcome}
         for (number, _, _), outcomes in self._transport.outcomes().items():
-            assert number == round, (number, round)
+            assert number == round or self._closes, (number, round)
+            if self._closes:
+                continue  # what failed was tried again; a round that is closed has everything
             for peer, outcome in outcomes.items():
                 found[outcome].add(peer)
         everyone = len(self._alive) == self.config.workers
@@ -228,19 +265,22 @@ class _Participant:
 
     def _keep(self, after: int) -> None:
         """Keeps the present state for newcomers. Cost: one copy of the model, its outer and its inner state."""
-        self._kept = Boundary.of(after, packed(self._worker.state()))
+        self._kept = Boundary.of(after, packed({**self._worker.state(), "line": self._transport.line}))
 
     def _adopt(self, state: dict[str, Any], begun: Begun) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
         steps = max(self._transport.members.own.steps, self._replica.steps_taken)
         self._worker.restore({**state, "data": self._fresh, "steps_taken": steps})
+        if self._closes:
+            begun = begun._replace(round=begun.after)
+            self._transport.go_on_from(begun.after, int(state["line"]))
         return begun
 
-    def _fetched(self, begun: Begun) -> Begun:
+    def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
         """Takes the state of the first worker that gives it; raises PeerError when nobody does."""
         members, station = self._transport.members, self._seat.station
         why = "nobody else is alive"
-        for entry in members.of_standing(Standing.ALIVE):
+        for entry in sorted(members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != source):
             place = Place(members.own.nonce, members.own.address, self.slot)
             try:
                 offer = ask(

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gossamer.errors import PeerError
 from gossamer.transport import Delivery, Ticket, Wait, wire
-from gossamer.transport.elastic_core import ElasticCore, Outcome
+from gossamer.transport.closing import Closing, LeftOutError
+from gossamer.transport.elastic_core import ElasticCore, Outcome, Send
 from gossamer.transport.handshake import HalfOpen, prove_to_worker
 from gossamer.transport.letter import Kind, Letter, body_of
 from gossamer.transport.link import Link, Listener, Owner, dial
@@ -50,6 +51,8 @@ class ElasticTransport:
         members: this worker's view at the start; everybody in it listens already, or is not alive.
         host: called in a thread of its own with each connection of a process that asks to join.
         device: where the collected frames shall be.
+        limit_bytes: the most bytes of a payload, for a rule that needs everyone, whose rounds are closed over those that are
+            ready (`gossamer.transport.closing`); None for gossip.
 
     Cost: one copy of each payload that is sent, as the sender may go on while a slow peer still reads; two threads per peer.
     """
@@ -58,7 +61,7 @@ class ElasticTransport:
 
     def __init__(
         self, members: Members, station: Station, *, host: Callable[[socket.socket], None] | None = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None, limit_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self.worker, self._station, self._host = members.me, station, host
         self._device = device or torch.device("cpu")
@@ -66,6 +69,11 @@ class ElasticTransport:
         self.core = ElasticCore(
             members, timeout_s=station.timeout_s, deadline_s=station.deadline_s, beat_s=self._beat_s
         )
+        self.core.limit_bytes = limit_bytes
+        limit_s = min(station.timeout_s, station.deadline_s or station.timeout_s)
+        self.closing = Closing(members, limit_s=limit_s, beat_s=self._beat_s) if limit_bytes is not None else None
+        self.stop: Callable[[], bool] = lambda: False
+        """Whether a wait for a majority shall end."""
         self._owner = Owner(station.run, station.timeout_s, self._accepts, self._heard, self._lost)
         self._links: dict[int, list[Link]] = {}
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
@@ -76,7 +84,7 @@ class ElasticTransport:
         self._strangers = HalfOpen()
         self.changed = threading.Condition(threading.RLock())
         """Held by whoever uses the core; notified whenever a letter has come."""
-        self._closed = False
+        self._closed, self._tried = False, -1
         self._listener = Listener(station.listener, self._taken)
         threading.Thread(target=self._keep_house, daemon=True, name="gossamer house").start()
 
@@ -101,9 +109,59 @@ class ElasticTransport:
                 )
             alive = self.members.alive(round) | {self.worker}
             self.core.steps = steps
-            self.core.enter(round, alive, peers(alive))
+            if self.closing is None:
+                self.core.enter(round, alive, peers(alive))
+            else:
+                self.core.enter(round, alive, range(self.members.slots))
+                self.closing.enter(round)
+                self._tried = -1
             self._flush()
         return alive
+
+    def named(self, round: int) -> tuple[int, frozenset[int]]:
+        """See `gossamer.transport.Closes`. Raises: LeftOutError."""
+        with self.changed:
+            closing, before = self._closes(), self._tried
+            closing.ready(time.monotonic())
+            self._until(lambda: closing.named is not None and closing.named.attempt != before)
+            assert closing.named is not None
+            self._tried = closing.named.attempt
+            self.core.plan(closing.named.workers)
+            return closing.named
+
+    def concluded(self, attempt: int, *, whole: bool) -> bool:
+        """See `gossamer.transport.Closes`. Raises: LeftOutError."""
+        with self.changed:
+            closing = self._closes()
+            if whole:
+                closing.hold(attempt, time.monotonic())
+            self._until(lambda: closing.closed or closing.named is None or closing.named.attempt != attempt)
+            if closing.closed:
+                closing.advance()
+                self.core.count_steps()
+            return closing.round > self.core.round
+
+    def _closes(self) -> Closing:
+        assert self.closing is not None
+        return self.closing
+
+    def _alone(self) -> bool:
+        """Whether there is nobody left to close a round with, nor anybody who may come back."""
+        others = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT, Standing.JOINING)
+        return not others and self.members.slots > 1
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Waits for the leader, or for being it."""
+        closing, start_s = self._closes(), time.perf_counter()
+        while not done():
+            if closing.left_out or self.stop() or self._alone():
+                raise LeftOutError(self.worker, self.core.round, closing.source)
+            self._flush()
+            self.changed.wait(self._beat_s)
+            closing.tick(time.monotonic())
+            self.core.tick(time.monotonic())
+        self._flush()
+        self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
         """Announces the exchange with a peer."""
@@ -185,7 +243,19 @@ class ElasticTransport:
     def next_round(self) -> int:
         """The round to go on with."""
         with self.changed:
-            return self.core.next_round()
+            return self.core.next_round() if self.closing is None else self.closing.round
+
+    def go_on_from(self, round: int, line: int) -> None:
+        """Takes part again with another worker's state, for a rule that needs everyone."""
+        with self.changed:
+            if self.closing is not None:
+                self.closing.enter(round, line)
+
+    @property
+    def line(self) -> int:
+        """The hash of the rounds that were closed, which goes with a state; 0 for gossip."""
+        with self.changed:
+            return 0 if self.closing is None else self.closing.line
 
     def declare(self, standing: Standing, since: int | None = None) -> None:
         """Tells everybody what this worker says of itself."""
@@ -218,7 +288,10 @@ class ElasticTransport:
 
     def _flush(self) -> None:
         """Hands what the core wants to send to the links, and opens those that are missing."""
-        outbox, self.core.outbox = self.core.outbox, []
+        outbox, self.core.outbox = [*self.core.outbox], []
+        if self.closing is not None:
+            outbox += [Send(peer, letter) for peer, letter in self.closing.outbox]
+            self.closing.outbox.clear()
         for peer, letter in outbox:
             entry = self.members.entries.get(peer)
             if self._closed or entry is None:
@@ -275,6 +348,8 @@ class ElasticTransport:
             if letter.kind == Kind.PAYLOAD:
                 size, came_s = letter.body.numel(), time.perf_counter()
                 self._deliveries.append(Delivery(letter.ticket, letter.sender, size, 0.0, came_s))
+            if letter.kind in (Kind.REPORT, Kind.NAME, Kind.CLOSED) and self.closing is not None:
+                self.closing.heard(letter, time.monotonic())
             self.core.heard(letter, time.monotonic())
             entry = self.members.entries.get(link.peer)
             if letter.kind == Kind.NEWS and entry is not None:
@@ -303,6 +378,8 @@ class ElasticTransport:
             with self.changed:
                 now = time.monotonic()
                 self.core.tick(now)
+                if self.closing is not None:
+                    self.closing.tick(now)
                 for entry in self.members.of_standing(Standing.SUSPECT):
                     waited_s = now - self._dialled_s.get(entry.slot, -1e9)
                     if entry.address and not self._links.get(entry.slot) and waited_s >= 2 * self._beat_s:

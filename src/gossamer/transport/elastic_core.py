@@ -27,7 +27,7 @@ from gossamer.transport.members import Members, Standing, news, read_news
 
 __all__ = ["ElasticCore", "Outcome", "Send", "hash_of"]
 
-MOST_EARLY = 4
+MOST_EARLY = 8
 """Most payloads of one peer that are kept for rounds this worker has not reached; later ones are declined."""
 
 
@@ -86,6 +86,8 @@ class ElasticCore:
         self, members: Members, *, timeout_s: float, deadline_s: float | None = None, beat_s: float = 0.5
     ) -> None:  # fmt: skip
         self.members, self.me = members, members.me
+        self.limit_bytes: int | None = None
+        """The most bytes of a payload, where their sizes depend on who takes part; None where each ticket has its size."""
         self.outbox: list[Send] = []
         self.round, self.steps = -1, 0
         """The round that this worker is in, and the inner steps of its slot behind it."""
@@ -101,6 +103,7 @@ class ElasticCore:
         self._asked_s: dict[int, float] = {}
         self._told: dict[int, int] = {}
         self._sizes: dict[tuple[int, int], int] = {}
+        self._held_steps: dict[int, int] = {}
 
     def enter(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
         """Begins a round, in which it exchanges with these peers: its topology over `alive` says so."""
@@ -108,11 +111,16 @@ class ElasticCore:
         self.round, self.passed = round, False
         self._planned, self._view = frozenset(peers), hash_of(alive)
         self._over.clear()
+        self._held_steps.clear()
         self.members.progress(self.me, round)
         for ticket, peer in [*self._early]:
             if not self._may_come(ticket, peer):
                 del self._early[ticket, peer]
                 self._decline(ticket, peer)
+
+    def plan(self, workers: frozenset[int]) -> None:
+        """Fixes with whom the mean of this round is taken, once that is known."""
+        self._view = hash_of(workers)
 
     def expect(self, ticket: Ticket, peer: int, size: int) -> None:
         """Announces an exchange with a peer whose payload has this many bytes."""
@@ -134,12 +142,14 @@ class ElasticCore:
 
     def knows(self, ticket: Ticket) -> bool:
         """Whether it is known how large the payloads of such a ticket are."""
-        return (ticket.fragment, ticket.leg) in self._sizes
+        return self.limit_bytes is not None or (ticket.fragment, ticket.leg) in self._sizes
 
     def accepts(self, letter: Letter, size: int) -> bool:
         """Whether a body of this size may follow such a header; if not, its sender does not keep to the protocol."""
         if letter.kind != Kind.PAYLOAD:
             return size <= NEWS_BYTES
+        if self.limit_bytes is not None:
+            return size <= self.limit_bytes
         return size == self._sizes.get((letter.ticket.fragment, letter.ticket.leg))
 
     def heard(self, letter: Letter, now: float) -> None:
@@ -209,9 +219,18 @@ class ElasticCore:
             if pact.outcome is Outcome.MADE:
                 assert pact.theirs is not None
                 payloads[peer] = pact.theirs.body
-                self.members.progress(peer, 0, pact.theirs.steps)
-                self.members.progress(self.me, 0, self.steps)
+                self._held_steps[peer] = pact.theirs.steps
+        if self.limit_bytes is None:
+            self.count_steps()
         return payloads, outcomes
+
+    def count_steps(self) -> None:
+        """The steps that came with payloads since the last call are now part of this worker's parameters."""
+        for peer, steps in self._held_steps.items():
+            self.members.progress(peer, 0, steps)
+        if self._held_steps:
+            self.members.progress(self.me, 0, self.steps)
+        self._held_steps.clear()
 
     def next_round(self) -> int:
         """The round to go on with: the next one, or a later one where the others are.

@@ -46,8 +46,10 @@ class Kind(IntEnum):
     """The slot, the sender's view, and how large the state is that follows."""
     CHUNK = 8
     """A part of a state."""
-    NAME = 9
-    """The workers that a round's mean is taken over, as the worker that leads the round says."""
+    REPORT = 9
+    """How far its sender is with the mean of its round, see `gossamer.transport.closing`."""
+    NAME = 10
+    CLOSED = 11
 
 
 class Letter(NamedTuple):
