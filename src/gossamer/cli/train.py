@@ -49,8 +49,8 @@ def command(
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
         local: start this many worker processes on this machine
-        join: take a free slot of the elastic run (run.elastic) that a worker at this address trains; auto: of one whose run folder
-            is here
+        join: take a free slot of the elastic run (run.elastic) of the worker at this address; auto: of one whose run folder is
+            here
     """
     if local is not None:
         import_early()

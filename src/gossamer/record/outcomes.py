@@ -1,7 +1,7 @@
 """The log of outcomes: what decided the numbers of an elastic run besides its run file. `outcomes-003.jsonl` is that of slot 3.
 
-Which exchanges were made, who was alive in whose view, and where a newcomer got its state from follow from deaths and seconds, which
-no seed repeats. With these files a run can be computed again, bit for bit (`gossamer.run.replay`).
+Which exchanges were made, who was alive in whose view, and where a newcomer got its state from follow from deaths and seconds,
+which no seed repeats. With these files a run can be computed again, bit for bit (`gossamer.run.replay`).
 
 * `{"event":"begin","round":r,"after":q,"donor":j,"steps":s,"incarnation":k,"sha256":h,"time_s":t}`: a process begins to train
   at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q rounds (donor j is the
@@ -114,8 +114,8 @@ class Life(NamedTuple):
 class OutcomeWriter:
     """Appends to the log of one slot.
 
-    Args: `first_round` is the first round that will be written: what is there of it and of later ones is void, as all workers went
-        back behind them. None begins a new log.
+    Args: `first_round` is the first round that will be written: what is there of it and of later ones is void, as all workers
+        went back behind them. None begins a new log.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())

@@ -47,6 +47,8 @@ class Facts(NamedTuple):
     """As in `inner.averaging`."""
     adapt: bool | str = False
     weigh_steps: bool = False
+    elastic: bool = False
+    """As in `run.elastic`."""
     reduction: str = "ordered"
     fragments: int = 1
     """Of a server, as in `events.fragments`; those of rounds are the schedule's."""

@@ -108,7 +108,7 @@ class OuterLoop:
         return [self.under_way[round, p].post() for p in stop.sends]
 
     def _close(self, closes: Closes, round: int, stop: Stop) -> list[Operation]:
-        """Exchanges with those that a leader names, again with fewer when one of them fails, until all of them have everything."""
+        """Exchanges with those that a leader names, and again with fewer when one of them fails, until all have everything."""
         while True:
             attempt, workers = closes.named(round)
             mixing = self.method.topology.mixing(round, workers)

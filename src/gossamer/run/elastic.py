@@ -1,8 +1,8 @@
 """One worker of an elastic run: it trains on when peers die or hang, takes newcomers in, and may itself join a running run.
 
 A worker fills a slot. What it does in a round depends on what it knows of the others; the log of outcomes
-(`gossamer.record.outcomes`) keeps that, and with it the run can be computed again. There is no place that all depend on: after the
-start the workers know each other's addresses, and any of them takes a newcomer in.
+(`gossamer.record.outcomes`) keeps that, and with it the run can be computed again. There is no place that all depend on: after
+the start the workers know each other's addresses, and any of them takes a newcomer in.
 """
 
 import logging
@@ -58,8 +58,8 @@ def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, r
             start with all others.
         resume: whether a run that starts goes on from its checkpoints. The newest round counts that most workers have; those
             without it take the state of one that has it.
-    Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when no worker can be reached to join, or when another
-        process has taken the slot.
+    Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when no worker can be reached to join, or when
+        another process has taken the slot.
     """
     parts = own_parts(config)
     use_threads(config)
@@ -68,10 +68,8 @@ def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, r
         log.warning(sentence)
     task = task_of(config, parts)
     key, nonce = run_key(config, task, parts), secrets.randbits(61)
-    if join is None:
-        seat = started(config, folder, key, nonce, resume=resume)
-    else:
-        seat = joined(config, folder, key, nonce, join)
+    starts = join is None
+    seat = started(config, folder, key, nonce, resume=resume) if starts else joined(config, folder, key, nonce, join)
     with _leaving() as asked:
         _Participant(config, folder, m, task, seat, asked).train()
 

@@ -65,7 +65,7 @@ class Closes(Protocol):
         ...
 
     def concluded(self, attempt: int, *, whole: bool) -> bool:
-        """Whether all of them have got everything, as this worker has if `whole`; if not, there will be another attempt. Blocks."""
+        """Whether all of them have got everything, as this worker has if `whole`; if not, it is tried again. Blocks."""
         ...
 
 

@@ -16,13 +16,13 @@ Sockets drive it in `gossamer.transport.elastic`, and a network with faults over
 
 import hashlib
 from collections.abc import Iterable
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from torch import Tensor
 
 from gossamer.transport import Ticket
-from gossamer.transport.letter import NEWS_BYTES, Kind, Letter, body_of
+from gossamer.transport.letter import NEWS_BYTES, NO_TICKET, Kind, Letter, body_of
 from gossamer.transport.members import Members, Standing, news, read_news
 
 __all__ = ["ElasticCore", "Outcome", "Send", "hash_of"]
@@ -31,7 +31,7 @@ MOST_EARLY = 8
 """Most payloads of one peer that are kept for rounds this worker has not reached; later ones are declined."""
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """What became of an exchange with one peer, as one end knows it."""
 
     MADE = "made"
@@ -329,6 +329,6 @@ class ElasticCore:
         self._send(peer, Kind.DECLINE, ticket)
         self.tell(peer)
 
-    def _send(self, peer: int, kind: Kind, ticket: Ticket = Ticket(0), body: Tensor | None = None) -> None:
+    def _send(self, peer: int, kind: Kind, ticket: Ticket = NO_TICKET, body: Tensor | None = None) -> None:
         letter = Letter(kind, self.me, ticket, self._view, max(self.round, 0), self.steps)
         self.outbox.append(Send(peer, letter if body is None else letter._replace(body=body)))

@@ -16,13 +16,15 @@ from torch import Tensor
 from gossamer.errors import PeerError, TransportError
 from gossamer.transport import Ticket, wire
 
-__all__ = ["HEADER_BYTES", "NEWS_BYTES", "Kind", "Letter", "body_of", "decode", "encode"]
+__all__ = ["HEADER_BYTES", "NEWS_BYTES", "NO_TICKET", "Kind", "Letter", "body_of", "decode", "encode"]
 
 MAGIC, VERSION = b"GOSL", 1
 _LAYOUT = struct.Struct("<4sHHQIIIIQQQQQ")
 HEADER_BYTES = _LAYOUT.size
 NEWS_BYTES = 1 << 20
 """Most bytes of the body of a letter that is no payload."""
+NO_TICKET = Ticket(0)
+"""Of a letter that belongs to no exchange."""
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
@@ -57,7 +59,7 @@ class Letter(NamedTuple):
 
     kind: Kind
     sender: int
-    ticket: Ticket = Ticket(0)
+    ticket: Ticket = NO_TICKET
     view: int = 0
     """Which workers are alive in the sender's view, as a hash; both ends of an exchange must agree."""
     round: int = 0

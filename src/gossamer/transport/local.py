@@ -48,7 +48,8 @@ def run_local(
         argv: its arguments, such as `["train", "run.toml"]`.
         elastic: whether the others go on without a worker that fails.
         secret: of the run; a new one if empty.
-    Returns: 0 where all workers have ended well, or with `elastic` any; else the exit code of the worker that failed first (128 + k if signal k ended it).
+    Returns: 0 where all workers have ended well, or with `elastic` any; else the exit code of the worker that failed first
+        (128 + k if signal k ended it), or with `elastic` last.
     """
     secret = environment_secret() or secret or new_secret().encode()
     store = hosted_store("127.0.0.1", 0)

@@ -5,7 +5,8 @@
     newcomer -> worker   ASK    whether it wants the state; its own may be new enough
     worker -> newcomer   CHUNK  the state, in parts that each have a checksum
 
-The state is that of the worker at the end of its last round. It is kept as bytes, so that giving it away never stops the training.
+The state is that of the worker at the end of its last round. It is kept as bytes, so that giving it away never stops the
+training.
 """
 
 import hashlib
@@ -149,8 +150,8 @@ def _offer(letter: Letter, slots: int, address: str) -> tuple[Offer, int]:
         } if letter.kind == Kind.OFFER:  # fmt: skip
             if slot is None:
                 raise PeerError(
-                    f"all {slots} slots of the run are filled, as worker {donor} at {address} says; wait until a worker has left, or "
-                    "start a run with more workers"
+                    f"all {slots} slots of the run are filled, as worker {donor} at {address} says; wait until a worker has left, "
+                    "or start a run with more workers"
                 )
             entries = read_news(text.encode(), slots)
             sound = 0 <= slot < slots and 0 <= donor < slots and 0 <= after < 1 << 31 and 0 <= size < LIMIT_BYTES
