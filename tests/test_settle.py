@@ -13,11 +13,11 @@ from gossamer.rounds.facts import Facts
 from gossamer.rounds.method import FITTING
 from gossamer.rounds.pairing import PAIRINGS, check, faults
 from gossamer.rounds.schedule import Schedule
-from gossamer.rules import RULES, data_parallel, diloco, eager, easgd, gasloc, relaysum, sgp
+from gossamer.rules import RULES, data_parallel, diloco, eager, easgd, gasloc, relaysum, sgp, sparseloco
 from gossamer.run.methods import missing
 from gossamer.run.settle import InPairs, InRounds, WithoutWaiting, WithServer, in_rounds, settle
 from gossamer.run.settle import faults as faults_of
-from gossamer.topologies import complete, make_topology, random, random_push, ring
+from gossamer.topologies import complete, exponential, make_topology, random, random_push, ring, tree
 from test_virtual import UNEVEN, timed
 from tiny import tiny
 
@@ -123,6 +123,32 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "unknown clock": (SERVER._replace(clock="b"), ["'b'", "Allowed: a"]),
     "dylu and local steps": (SERVER._replace(dylu=True, local_steps=(2, 1)), ["events.dylu", "[2, 1]"]),
     "real processes without rounds or server": (PAIR._replace(driver="train"), ["'a2cid2'", "gossamer simulate"]),
+    "elastic and asynchronous": (PAIR._replace(elastic=True), ["run.elastic", "'a2cid2'", "(pair)"]),
+    "elastic and rule": (
+        Facts(elastic=True, rule=relaysum(), topology=tree(3)),
+        ["run.elastic", "'relaysum'", "'gasloc'"],
+    ),
+    "elastic and site": (
+        Facts(elastic=True, rule=data_parallel(), topology=complete(3)),
+        ["'data_parallel'", "gradients"],
+    ),
+    "elastic and error feedback": (
+        Facts(elastic=True, rule=sparseloco(), topology=complete(3)),
+        ["'sparseloco'", "a second time"],
+    ),
+    "elastic and topology": (
+        Facts(elastic=True, rule=gasloc(), topology=exponential(5)),
+        ["'exponential'", "symmetric"],
+    ),
+    "elastic and schedule": (
+        Facts(elastic=True, rule=gasloc(), topology=random(4), schedule=Schedule(fragments=2)),
+        ["'gasloc'", "fragments=2", "in flight"],
+    ),
+    "elastic and adapt": (Facts(elastic=True, rule=gasloc(), topology=random(4), adapt=True), ["run.adapt is True"]),
+    "elastic and all-reduce": (
+        Facts(elastic=True, rule=diloco(), topology=complete(4), reduction="all_reduce"),
+        ["run.reduction is 'all_reduce'", "'ordered'"],
+    ),
     "real processes and virtual time": (SERVER._replace(driver="train", absences=2), ["2 events.absences"]),
 }
 

@@ -39,7 +39,8 @@ _NO_SERVER = ServerOptions()
 
 def command(
     file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
-    local: int | None = None, served: ServerOptions = _NO_SERVER, output: Output = PLAIN,
+    local: int | None = None, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
+    served: ServerOptions = _NO_SERVER, output: Output = PLAIN,
 ) -> int:  # fmt: skip
     """Trains as one worker of a run, as the server of one, or starts all workers on this machine.
 
@@ -48,6 +49,8 @@ def command(
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
         local: start this many worker processes on this machine
+        join: take a free slot of the elastic run (run.elastic) of the worker at this address; auto: of one whose run folder is
+            here
     """
     if local is not None:
         import_early()
@@ -72,6 +75,14 @@ def command(
             words += ["--resume", resumed] if resumed == AUTO else []
             words += ["--quiet"] if output.quiet else []
             code = _start_workers(config, folder, local, [*words, *sets], resume=resumed)
+        elif config.run.elastic:
+            from gossamer.run.elastic import train_elastic
+
+            train_elastic(config, folder, join=join, resume=resumed is not False)
+        elif join is not None:
+            raise ConfigError(
+                f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true"
+            )
         elif config.server is not None:
             _train_served(config, folder, served.server, served.worker, resume=resumed)
         elif served.server is not None or served.worker is not None:
@@ -99,8 +110,8 @@ def _result(config: "RunConfig", folder: Path, local: int | None, served: Server
     lines = read_metrics(folder)
     found = {line["worker"]: line["loss"] for line in lines if line["kind"] == "validation" and "worker" in line}
     if local is None:
-        me = served.worker if config.server is not None else int(os.environ["RANK"])
-        found = {worker: loss for worker, loss in found.items() if worker == me}
+        me = served.worker if config.server is not None else int(os.environ.get("RANK", "-1"))
+        found = {worker: loss for worker, loss in found.items() if me in (worker, -1)}
     scored = [line["loss"] for line in lines if line["kind"] == "eval"]
     return {
         "folder": folder, "name": config.name, "workers": config.workers, "rounds": config.rounds,
@@ -114,7 +125,7 @@ def import_early() -> None:
     torch imports its compiler in the first step of any optimizer, which takes as long as importing the rest.
     """
     if sys.platform == "linux":
-        work = ["gossamer.run.train", "gossamer.run.serve", "gossamer.run.serve_worker"]
+        work = ["gossamer.run.train", "gossamer.run.elastic", "gossamer.run.serve", "gossamer.run.serve_worker"]
         multiprocessing.set_forkserver_preload(["gossamer.transport.local", "torch._dynamo", *work])
         forkserver.ensure_running()
 
@@ -136,6 +147,8 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         return 0
     if config.server is not None:
         return run_served(n, main, words, folder_secret(folder, make=True))
+    if config.run.elastic:
+        return run_local(n, main, words, elastic=True, secret=folder_secret(folder, make=True))
     return run_local(n, main, words)
 
 

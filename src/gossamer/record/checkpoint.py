@@ -33,7 +33,10 @@ from gossamer.schema import RECORD, Records
 
 __all__ = [
     "Lineage",
+    "check_finite",
     "common",
+    "decoded",
+    "encoded",
     "ended",
     "fault",
     "load",
@@ -68,7 +71,7 @@ class _Manifest(TypedDict):
     bytes: int
     sha256: str
     state: Any
-    """JSON for all but the tensors, as `_encode` makes it."""
+    """JSON for all but the tensors, as `encoded` makes it."""
 
 
 _MANIFEST = Records[_Manifest](_Manifest)
@@ -112,8 +115,8 @@ def save(
     """
     assert keep >= 1, keep
     tensors: dict[str, Tensor] = {}
-    tree = _encode(state, "state", tensors, set())
-    _must_be_finite(tensors, f"worker {worker} after round {round}")
+    tree = encoded(state, "state", tensors, set())
+    check_finite(tensors, f"worker {worker} after round {round}")
     manifest, tensor_file = _paths(folder, round, worker)
     # A folder, as safetensors writes a scratch file next to its own.
     workshop = folder / f".worker{worker_suffix(worker)}"
@@ -175,8 +178,8 @@ def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
         )
     try:
         tensors = load_file(tensor_file)
-        _must_be_finite(tensors, where)
-        return _decode(content["state"], tensors)
+        check_finite(tensors, where)
+        return decoded(content["state"], tensors)
     except TrainingError as error:
         raise CheckpointError(f"{error}; {instead}") from None
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
@@ -288,7 +291,7 @@ def rewind(folder: Path, round: int, worker: int) -> None:
     _forget(folder, worker, [r for r in _rounds(folder) if r > round])
 
 
-def _must_be_finite(tensors: Mapping[str, Tensor], whose: str) -> None:
+def check_finite(tensors: Mapping[str, Tensor], whose: str) -> None:
     """Raises TrainingError for parameters, outer state or messages that would poison whoever continues from them.
 
     An infinite second moment of an inner optimizer is no poison: it only stops a parameter.
@@ -389,7 +392,7 @@ def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None)
     return content
 
 
-def _encode(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int]) -> Any:
+def encoded(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int]) -> Any:
     """JSON for one part of a state; its tensors are put into `tensors` under the names the JSON refers to."""
     match value:
         case None | bool() | int() | str():
@@ -406,9 +409,9 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int
             tensors[name] = tensor
             return {"tensor": name}
         case dict() if all(type(key) in (str, int) for key in value):
-            return {"dict": [[key, _encode(part, f"{path}.{key}", tensors, storages)] for key, part in value.items()]}
+            return {"dict": [[key, encoded(part, f"{path}.{key}", tensors, storages)] for key, part in value.items()]}
         case list() | tuple() if type(value) in (list, tuple):
-            parts = [_encode(part, f"{path}.{place}", tensors, storages) for place, part in enumerate(value)]
+            parts = [encoded(part, f"{path}.{place}", tensors, storages) for place, part in enumerate(value)]
             return parts if type(value) is list else {"tuple": parts}
     kind = f"{value.layout} tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
     raise CheckpointError(
@@ -417,13 +420,13 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int
     )
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
+def decoded(value: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
     """The part of a state that this JSON stands for; raises KeyError, TypeError or ValueError when there is none."""
     if depth > MAX_DEPTH:  # a bound of our own: other libraries move the interpreter's
         raise ValueError(f"JSON nested more than {MAX_DEPTH} deep")
 
     def inner(part: Any) -> Any:
-        return _decode(part, tensors, depth + 1)
+        return decoded(part, tensors, depth + 1)
 
     match value:
         case None | bool() | int() | str() | float():

@@ -33,8 +33,8 @@ from gossamer.layout import Layout
 from gossamer.record.trace import Operation
 from gossamer.rounds.kernel import PLAIN, Decoded, Kernel
 from gossamer.rules import Context, Rule
-from gossamer.topologies.mixing import Mixing, Row, pull, widen
-from gossamer.transport import Reduce, Ticket, Transport
+from gossamer.topologies.mixing import Mixing, Row, pull, widen, without
+from gossamer.transport import IncompleteError, Reduce, Ticket, Transport
 from gossamer.tree import Tree, leaves, map_leaves, must_fit, nbytes, refill, shares_storage
 
 __all__ = [
@@ -84,6 +84,8 @@ class Setup(NamedTuple):
     """Inner steps that x takes between `post` and `finish`; noted in the trace."""
     merge: Literal["keep"] | float = "keep"
     """How the update is merged with those steps, as in `Schedule.merge`."""
+    attempt: int = 0
+    """Of an elastic run, which tries the mean of a round again over fewer workers when one of them fails."""
     compare: Callable[[Tree, Sequence[Tree]], None] | None = None
     """Is shown each own message and those received, or the mean of all, as they were decoded; it only reads them."""
 
@@ -211,7 +213,7 @@ def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) 
     codec = setup.codec
     job = _Job(setup, mixing, with_mixing(ctx, mixing), sent)
     owned = codec.exact or codec.back is not None
-    if not setup.rule.averages or not owned or ctx.n == 1:
+    if not setup.rule.averages or not owned or len(mixing.rows[ctx.worker]) == 1:
         legs = _with_peers(job)
     elif setup.reduce is None or codec.back is not None:
         legs = _through_owners(job)
@@ -251,7 +253,7 @@ def finish_all(exchanges: Sequence[Exchange], each: Each) -> None:
 def _with_peers(job: _Job) -> _Legs:
     """Every receiver gets the whole payload."""
     (rule, codec, transport, part, seed, kernel, *_), mixing, ctx, _ = job
-    i, ticket = ctx.worker, Ticket(ctx.round, part.fragment)
+    i, ticket = ctx.worker, Ticket(ctx.round, part.fragment, 2 * job.setup.attempt)
     sources, targets = mixing.hears_from(i), mixing.sends_to(i)
     template = encode(codec, _message_template(rule, part, ctx), 0)
     for j in sources:
@@ -268,6 +270,11 @@ def _with_peers(job: _Job) -> _Legs:
     yield ticket
 
     arrived = {j: refill(payload, frames) for j, frames in transport.collect(ticket).items()}
+    # In an elastic run some exchanges may have failed, at both ends.
+    lost = [j for j in sources if j not in arrived]
+    if rule.needs == "everyone":
+        _must_be_whole(ctx, sources, arrived)
+    sources = [j for j in sources if j in arrived]
     own = decode(codec, payload, sent.message)
     received = [decode(codec, arrived[j], sent.message) for j in sources]
     _must_be_finite(ctx, "message", dict(zip(sources, received, strict=True)) | ({} if codec.exact else {i: own}))
@@ -277,8 +284,8 @@ def _with_peers(job: _Job) -> _Legs:
 
     # Renumbered by place, and with the worker itself first where its place does not matter, so that a compiled kernel meets
     # one row per number of peers.
-    order = [i, *sources] if rule.hear is pull else [j for j, _ in mixing.rows[i]]
-    weights = dict(mixing.rows[i])
+    full = without(mixing.rows[i], i, lost)
+    order, weights = [i, *sources] if rule.hear is pull else [j for j, _ in full], dict(full)
     row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
     with _merging(job, sent.x):
         for a, b in _spans(rule, kernel.chunk_on(part.x.device), 0, part.x.numel()):
@@ -292,15 +299,16 @@ def _through_owners(job: _Job) -> _Legs:
     Both ways have a codec, exact or not; whoever made a payload also uses what decodes from it, so that all get the same.
     """
     (rule, codec, transport, part, seed, *_), mixing, ctx, _ = job
-    i, n, back = ctx.worker, ctx.n, codec.back or exact()
-    there, gather = Ticket(ctx.round, part.fragment, 0), Ticket(ctx.round, part.fragment, 1)
+    i, back, leg = ctx.worker, codec.back or exact(), 2 * job.setup.attempt
+    there, gather = Ticket(ctx.round, part.fragment, leg), Ticket(ctx.round, part.fragment, leg + 1)
+    owners, others = [j for j, _ in mixing.rows[i]], mixing.hears_from(i)  # all workers that take part
+    n, place = len(owners), {j: k for k, j in enumerate(owners)}
     template = _chunks(_message_template(rule, part, ctx), n, codec)
-    share = encode(codec, template[i], 0)
+    share = encode(codec, template[place[i]], 0)
     sums = [encode(back, map_leaves(widen, chunk), 0) for chunk in template]
-    others = mixing.hears_from(i)
     for j in others:
         transport.expect(there, j, leaves(share))
-        transport.expect(gather, j, leaves(sums[j]))
+        transport.expect(gather, j, leaves(sums[place[j]]))
     yield None
 
     sent = _sent(job)
@@ -308,25 +316,28 @@ def _through_owners(job: _Job) -> _Legs:
     keys = [rng.key(seed, i, ctx.round, part.fragment, "codec", k) for k in range(n)]
     payloads = [encode(codec, chunk, key) for chunk, key in zip(message, keys, strict=True)]
     for j in others:
-        transport.post(there, j, leaves(payloads[j]))
-    sends = tuple((j, nbytes(payloads[j]) + nbytes(sums[i])) for j in others)
-    receives = tuple((j, nbytes(share) + nbytes(sums[j])) for j in others)
+        transport.post(there, j, leaves(payloads[place[j]]))
+    sends = tuple((j, nbytes(payloads[place[j]]) + nbytes(sums[place[i]])) for j in others)
+    receives = tuple((j, nbytes(share) + nbytes(sums[place[j]])) for j in others)
     yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.setup.overlap_steps))
     yield there
 
     own = [decode(codec, payload, chunk) for payload, chunk in zip(payloads, message, strict=True)]
-    arrived = {j: decode(codec, refill(share, frames), message[i]) for j, frames in transport.collect(there).items()}
+    mine = message[place[i]]
+    arrived = {j: decode(codec, refill(share, frames), mine) for j, frames in transport.collect(there).items()}
+    _must_be_whole(ctx, others, arrived)
     _must_be_finite(ctx, "message", arrived | ({} if codec.exact else {i: tuple(own)}))
-    total = rule.hear(own[i], arrived, i, mixing.rows[i])
+    total = rule.hear(own[place[i]], arrived, i, mixing.rows[i])
     del arrived
     mine = encode(back, total, rng.key(seed, i, ctx.round, part.fragment, "back"))
     for j in others:
         transport.post(gather, j, leaves(mine))
     yield gather
 
-    arrived = {j: refill(sums[j], frames) for j, frames in transport.collect(gather).items()} | {i: mine}
-    pieces = [leaves(decode(back, arrived[j], map_leaves(widen, message[j]))) for j in range(n)]
-    _must_be_finite(ctx, "sum", {j: tuple(piece) for j, piece in enumerate(pieces)})
+    arrived = {j: refill(sums[place[j]], frames) for j, frames in transport.collect(gather).items()} | {i: mine}
+    _must_be_whole(ctx, others, arrived)
+    pieces = [leaves(decode(back, arrived[j], map_leaves(widen, message[k]))) for k, j in enumerate(owners)]
+    _must_be_finite(ctx, "sum", {j: tuple(piece) for j, piece in zip(owners, pieces, strict=True)})
     whole = sent.message if codec.exact else refill(sent.message, map(torch.cat, zip(*map(leaves, own), strict=True)))
     if job.setup.compare is not None:
         for mine, piece in zip(own, pieces, strict=True):
@@ -353,6 +364,14 @@ def _reduced(job: _Job, reduce: Reduce) -> _Legs:
         job.setup.compare(sent.message, [tuple(total)])
     with _merging(job, sent.x):
         _update_with_mean(job.setup, sent.message, [total], ctx)
+
+
+def _must_be_whole(ctx: Context, needed: Iterable[int], arrived: Mapping[int, Tree]) -> None:
+    """Raises IncompleteError unless the messages of all that are needed have come."""
+    if missing := [j for j in needed if j not in arrived]:
+        raise IncompleteError(
+            f"worker {ctx.worker} lacks the messages of workers {missing} in round {ctx.round}; try it again"
+        )
 
 
 def _must_be_finite(ctx: Context, what: str, parts: Mapping[int, Tree]) -> None:

@@ -48,6 +48,8 @@ class Facts(NamedTuple):
     adapt: bool | str = False
     weigh_steps: bool = False
     eval_js: bool = False
+    elastic: bool = False
+    """As in `run.elastic`."""
     reduction: str = "ordered"
     fragments: int = 1
     """Of a server, as in `events.fragments`; those of rounds are the schedule's."""

@@ -28,7 +28,7 @@ from gossamer.rounds.schedule import Stop
 from gossamer.rules import Context, gossip, local_sgd
 from gossamer.rules.master import HALVES, with_master
 from gossamer.topologies.mixing import Mixing
-from gossamer.transport import Reduce, Transport
+from gossamer.transport import Closes, IncompleteError, Reduce, Transport
 from gossamer.tree import Tree, leaves
 
 __all__ = ["OuterLoop", "UnderWay"]
@@ -78,6 +78,10 @@ class OuterLoop:
             self.fragments.append(setup._replace(part=part._replace(s=s)))
         self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
         """As in `Setup`, for the exchanges that are announced from now on."""
+        self.alive: Callable[[int], frozenset[int] | None] = lambda round: None
+        """Who takes part in a round, in this worker's view; None is everyone. The same for each call of a round."""
+        self.closes: Closes | None = None
+        """Decides over whom the mean of a round is taken, in an elastic run of a rule that needs everyone."""
         self.under_way: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment, oldest first."""
 
@@ -85,15 +89,40 @@ class OuterLoop:
         """The stops of this round."""
         return self.method.schedule.stops(round, self.full_steps, self.method.rule.delay_rounds)
 
+    def mixing(self, round: int) -> Mixing:
+        """The peers and weights of a round, among those that take part in it."""
+        return self.method.topology.mixing(round, self.alive(round))
+
     def announce(self, round: int, stop: Stop) -> None:
         """Announces what will be received in answer to what the coming stop sends; best called before training up to it."""
-        mixing = self.method.topology.mixing(round)
+        if self.closes is not None:
+            return  # with whom is known only when the local phase is over
+        mixing = self.mixing(round)
         for p in stop.sends:
             self.under_way[round, p] = self._begin(round, p, mixing)
 
     def post(self, round: int, stop: Stop) -> list[Operation]:
         """Sends what is due at this stop."""
+        if self.closes is not None and stop.sends:
+            return self._close(self.closes, round, stop)
         return [self.under_way[round, p].post() for p in stop.sends]
+
+    def _close(self, closes: Closes, round: int, stop: Stop) -> list[Operation]:
+        """Exchanges with those that a leader names, and again with fewer when one of them fails, until all have everything."""
+        while True:
+            attempt, workers = closes.named(round)
+            mixing = self.method.topology.mixing(round, workers)
+            exchanges = {(round, p): self._begin(round, p, mixing, attempt=attempt) for p in stop.sends}
+            operations = [exchange.post() for exchange in exchanges.values()]
+            whole = True
+            try:
+                for exchange in exchanges.values():
+                    exchange.receive()
+            except IncompleteError:
+                whole = False
+            if closes.concluded(attempt, whole=whole):
+                self.under_way.update(exchanges)
+                return operations
 
     def advance(self) -> None:
         """Continues every exchange under way as far as it goes without waiting; cheap, and never an update."""
@@ -114,7 +143,7 @@ class OuterLoop:
     def update_from_zeros(self, round: int, stop: Stop) -> None:
         """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
         for sent_round, p in self._received(round, stop):
-            setup, mixing = self.fragments[p], self.method.topology.mixing(round)
+            setup, mixing = self.fragments[p], self.mixing(round)
             if sent_round < 0 and setup.rule.delay_rounds:
                 update_from_zeros(setup, mixing, self._context(round, setup.part, mixing))
 
@@ -168,7 +197,7 @@ class OuterLoop:
             round, p, tensors = int(one["round"]), int(one["fragment"]), list(one["sent"])
             if not 0 <= p < len(self.fragments) or round < 0 or (round, p) in self.under_way:
                 raise ValueError(f"an exchange of fragment {p} in round {round} is under way")
-            mixing, local_steps = self.method.topology.mixing(round), int(one.get("local_steps", self.local_steps))
+            mixing, local_steps = self.mixing(round), int(one.get("local_steps", self.local_steps))
             if not 1 <= local_steps <= self.full_steps:
                 raise ValueError(f"an exchange after {local_steps} of {self.full_steps} local steps is under way")
             setup = self.fragments[p]
@@ -186,7 +215,13 @@ class OuterLoop:
         return Context(i, mixing.n, round, steps, mixing.weight(i), part.layout, self.full_steps)
 
     def _begin(
-        self, round: int, p: int, mixing: Mixing, sent: Sent | None = None, local_steps: int | None = None
+        self,
+        round: int,
+        p: int,
+        mixing: Mixing,
+        sent: Sent | None = None,
+        local_steps: int | None = None,
+        attempt: int = 0,
     ) -> Exchange:
-        setup = self.fragments[p]._replace(compare=self.compare)
+        setup = self.fragments[p]._replace(compare=self.compare, attempt=attempt)
         return begin(setup, mixing, self._context(round, setup.part, mixing, local_steps), sent)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from gossamer.errors import PairingError, choose
 from gossamer.rounds import coding
+from gossamer.rounds.elastic import ELASTIC
 from gossamer.rounds.facts import INSTEAD, Facts, Pairing
 from gossamer.rounds.own_loop import OWN_LOOP
 from gossamer.topologies.mixing import pull
@@ -421,5 +422,5 @@ _ASYNCHRONOUS = (
     ),
 )
 
-PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *_SCHEDULE, *_RULES)
+PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *_SCHEDULE, *_RULES)
 """Every combination that cannot work; if several apply, the first is reported."""

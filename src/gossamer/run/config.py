@@ -73,6 +73,13 @@ class LoopSettings:
     """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
     timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S), NEUTRAL] = 300.0
     """How long a worker waits for a peer before it gives up."""
+    elastic: Annotated[bool, NEUTRAL] = False
+    """Whether a real run goes on when workers die, hang, leave and join; with the same bits as without as long as nothing fails.
+    For rules that gossip on parameters over a symmetric topology."""
+    round_deadline_s: Annotated[float | None, Field(gt=0, le=_LONGEST_S), NEUTRAL] = None
+    """How long an elastic worker waits in a round for peers that live but have not answered; `timeout_s` if not set."""
+    rejoin_rounds: Annotated[AtLeastZero, NEUTRAL] = 2
+    """A worker that comes back goes on from its own state if that is at most so many rounds old, else from another worker's."""
     pace_s: Annotated[_Pace | Annotated[tuple[_Pace, ...], Field(min_length=1)], NEUTRAL] = 0.0
     """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
     stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""

@@ -37,7 +37,7 @@ from gossamer.transport.group import GroupTransport, all_reduce
 from gossamer.transport.launch import agree, join, leave
 from gossamer.transport.member import Member
 
-__all__ = ["train", "train_member"]
+__all__ = ["train", "train_member", "train_round"]
 
 log = logging.getLogger("gossamer")
 
@@ -110,7 +110,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
         )  # fmt: skip
         stopwatch.start()
         for round in range(newest or 0, config.rounds):
-            report = _train_round(worker, round, config)
+            report = train_round(worker, round, config)
             deliveries = transport.deliveries()
             stopwatch.phase(report.whole.compute_s)
             stopwatch.waited(transport.waits(), deliveries)
@@ -158,7 +158,7 @@ def _restore(worker: Worker, past: History, folder: Path, round: int) -> Lineage
     return past.go_on(folder, round)
 
 
-def _train_round(worker: Worker, round: int, config: RunConfig) -> RoundReport:
+def train_round(worker: Worker, round: int, config: RunConfig) -> RoundReport:
     """One round of this worker; after the last one, nothing is in flight."""
     loop = worker.loop
     overlaps = config.schedule.overlap_steps or loop.method.rule.delay_rounds

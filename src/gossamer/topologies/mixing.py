@@ -6,7 +6,7 @@ Neither is computed as a matrix product: `W @ X` differs from a real exchange in
 matrix units in more than that.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "pull",
     "spectral_gap",
     "widen",
+    "without",
 ]
 
 Row = tuple[tuple[int, float], ...]
@@ -107,6 +108,20 @@ def metropolis(n: int, links: Iterable[tuple[int, int]]) -> list[tuple[int, int,
             linked[i].add(j)
             linked[j].add(i)
     return [(i, j, 1.0 / (1 + max(len(linked[i]), len(linked[j])))) for i in range(n) for j in sorted(linked[i])]
+
+
+def without(row: Row, i: int, lost: Collection[int]) -> Row:
+    """The row of worker i when its exchanges with these peers failed: their weight goes to its own message.
+
+    If the other ends do the same, symmetric weights stay symmetric and the mean is kept.
+
+    >>> without(((0, 0.5), (1, 0.25), (2, 0.25)), 0, [2])
+    ((0, 0.75), (1, 0.25))
+    """
+    if not lost:
+        return row
+    more = sum(w for j, w in row if j in lost)
+    return tuple((j, w + more if j == i else w) for j, w in row if j not in lost)
 
 
 def matrix(mixing: Mixing) -> NDArray[np.float64]:

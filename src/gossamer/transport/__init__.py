@@ -8,7 +8,13 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-__all__ = ["Delivery", "Reduce", "Ticket", "Transport", "Turn", "Wait"]
+from gossamer.errors import TransportError
+
+__all__ = ["Closes", "Delivery", "IncompleteError", "Reduce", "Ticket", "Transport", "Turn", "Wait"]
+
+
+class IncompleteError(TransportError):
+    """Messages that a mean over everyone needs have not come; in an elastic run its round is tried again over fewer workers."""
 
 
 class Ticket(NamedTuple):
@@ -17,8 +23,8 @@ class Ticket(NamedTuple):
     round: int
     fragment: int = 0
     leg: int = 0
-    """0 for a plain exchange and for the way to the chunk owners of a mean, 1 for the way back; a probe of the links counts
-    the messages of its round."""
+    """0 for a plain exchange and for the way to the chunk owners of a mean, 1 for the way back, two more for each attempt that
+    has failed in an elastic run; a probe of the links counts the messages of its round."""
 
 
 class Turn(NamedTuple):
@@ -49,6 +55,18 @@ class Wait(NamedTuple):
     ticket: Ticket
     start_s: float
     end_s: float
+
+
+class Closes(Protocol):
+    """How the workers of an elastic run agree over whom the mean of a round is taken (`gossamer.transport.closing`)."""
+
+    def named(self, round: int) -> tuple[int, frozenset[int]]:
+        """The next attempt of the round, and the workers over whom the mean is taken. Blocks until it is known."""
+        ...
+
+    def concluded(self, attempt: int, *, whole: bool) -> bool:
+        """Whether all of them have got everything, as this worker has if `whole`; if not, it is tried again. Blocks."""
+        ...
 
 
 Reduce = Callable[[Sequence[Tensor], Ticket], None]

@@ -30,7 +30,8 @@ __all__ = [
 
 
 def join(
-    workers: int, *, parts: int = 1, backend: str = "auto", device: str = "auto", threads: int = 0, timeout_s: float = 300.0
+    workers: int, *, parts: int = 1, backend: str = "auto", device: str = "auto", threads: int = 0, timeout_s: float = 300.0,
+    group: bool = True,
 ) -> Member:  # fmt: skip
     """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) names.
 
@@ -41,6 +42,7 @@ def join(
         device: "cpu", "cuda" (the GPU of this process's LOCAL_RANK), or "auto": a GPU if there is one.
         threads: intra-op threads of torch; 0 takes an equal share of the cores, or OMP_NUM_THREADS if that is set.
         timeout_s: how long to wait for the others.
+        group: whether to make a process group; the workers of an elastic run only meet at the store.
     Raises: ConfigError when the environment does not fit, PeerError when workers do not come, TransportError when the
         store cannot be reached.
     """
@@ -52,7 +54,9 @@ def join(
     if where.type == "cuda":
         torch.cuda.set_device(where)
     member = Member.at(rank, workers, where, _store(rank, timeout_s), parts, environment_secret())
-    _assemble(member, backend, timeout_s)
+    _assemble(member, backend if group else "elastic", timeout_s)
+    if not group:
+        return member
     # Otherwise torch ends the process on an NCCL error or timeout, before we can say which worker failed.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 
@@ -33,7 +33,9 @@ Work = Callable[[Sequence[str]], int]
 log = logging.getLogger("gossamer")
 
 
-def run_local(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0) -> int:
+def run_local(
+    n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0, elastic: bool = False, secret: bytes = b""
+) -> int:  # fmt: skip
     """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
 
     The store lives here, so it outlives every worker, and its entries carry the code of a secret that only they get. When a
@@ -44,9 +46,12 @@ def run_local(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0)
     Args:
         work: what each worker does, such as `gossamer.cli.main`.
         argv: its arguments, such as `["train", "run.toml"]`.
-    Returns: 0, or the exit code of the worker that failed first (128 + k if signal k ended it).
+        elastic: whether the others go on without a worker that fails.
+        secret: of the run; a new one if empty.
+    Returns: 0 where all workers have ended well, or with `elastic` any; else the exit code of the worker that failed first
+        (128 + k if signal k ended it), or with `elastic` last.
     """
-    secret = environment_secret() or new_secret().encode()
+    secret = environment_secret() or secret or new_secret().encode()
     store = hosted_store("127.0.0.1", 0)
     entries = Entries(shared_part(store), secret)
     common = {
@@ -59,7 +64,8 @@ def run_local(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0)
     }
     with _children(n, work, secret) as start:
         workers = [start(argv, f"[{i}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(n)]
-        return _outcome(workers, grace_s, lambda worker, code: report_fallen(entries, worker, code))
+        report = _Report(entries)
+        return _survived(workers, report) if elastic else _outcome(workers, grace_s, report)
 
 
 def run_served(n: int, work: Work, argv: Sequence[str], secret: bytes, *, grace_s: float = 10.0) -> int:
@@ -168,6 +174,35 @@ def _enter(
         stream.reconfigure(line_buffering=True)  # the launcher forwards lines as they come
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which was read when torch was imported
     sys.exit(work(argv))
+
+
+class _Report(NamedTuple):
+    """Tells those that still wait for others to start that a worker has ended."""
+
+    entries: Entries
+
+    def __call__(self, worker: int, code: int) -> None:
+        report_fallen(self.entries, worker, code)
+
+
+def _survived(workers: Sequence[BaseProcess], report: Callable[[int, int], None]) -> int:
+    """0 once all workers have ended and one of them well; else the exit code of the one that ended last."""
+    fallen: dict[int, int] = {}
+    while True:
+        codes = [worker.exitcode for worker in workers]
+        for worker, code in enumerate(codes):
+            if code and worker not in fallen:
+                fallen[worker] = code if code > 0 else 128 - code
+                report(worker, fallen[worker])
+                left = sum(one is None for one in codes)
+                log.warning("worker %d ended with code %d; %d others go on", worker, fallen[worker], left)
+        if None not in codes:
+            if fallen:
+                log.warning(
+                    "ended on the way: %s", ", ".join(f"worker {i} (code {code})" for i, code in fallen.items())
+                )
+            return 0 if 0 in codes else [*fallen.values()][-1]
+        time.sleep(0.05)
 
 
 def _outcome(workers: Sequence[BaseProcess], patience_s: float, report: Callable[[int, int], None]) -> int:

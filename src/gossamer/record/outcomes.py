@@ -1,0 +1,223 @@
+"""The log of outcomes: what decided the numbers of an elastic run besides its run file. `outcomes-003.jsonl` is that of slot 3.
+
+Which exchanges were made, who was alive in whose view, and where a newcomer got its state from follow from deaths and seconds,
+which no seed repeats. With these files a run can be computed again, bit for bit (`gossamer.run.replay`).
+
+* `{"event":"begin","round":r,"after":q,"donor":j,"steps":s,"incarnation":k,"sha256":h,"time_s":t}`: a process begins to train
+  at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q rounds (donor j is the
+  slot itself), or that of worker j after q rounds, with the inner steps s of its own slot behind it. `sha256` is that of the
+  state, empty at the start.
+* `{"event":"round","round":r,"alive":[...],"missed":[...],"unsure":[...],"steps":s,"time_s":t}`: a round that ended with s steps
+  behind it. `alive` are the slots over which its topology was drawn, null for all; of the peers that this gives, `missed` and
+  `unsure` have not been counted at this end, and the other end may have counted those that are unsure.
+* `{"event":"end","round":r,"why":"finished" | "left","time_s":t}`: the process ended before round r.
+
+Lines are appended when their round is over; `time_s` is Unix time, for people only.
+"""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import DataError
+from gossamer.fields import AtLeastZero
+from gossamer.record.files import Appender, make_folder, worker_suffix, writing
+from gossamer.record.jsonl import json_line, records
+from gossamer.schema import RECORD, Records
+
+__all__ = ["Begun", "Ended", "Life", "OutcomeWriter", "RoundOutcome", "read_outcomes"]
+
+_Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Hash = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
+
+
+@with_config(RECORD)
+class _Begin(TypedDict):
+    event: Literal["begin"]
+    round: _Whole
+    after: _Whole
+    donor: _Whole
+    steps: AtLeastZero
+    incarnation: AtLeastZero
+    sha256: _Hash
+    time_s: float
+
+
+@with_config(RECORD)
+class _Round(TypedDict):
+    event: Literal["round"]
+    round: _Whole
+    alive: list[_Whole] | None
+    missed: list[_Whole]
+    unsure: list[_Whole]
+    steps: AtLeastZero
+    time_s: float
+
+
+@with_config(RECORD)
+class _End(TypedDict):
+    event: Literal["end"]
+    round: _Whole
+    why: Literal["finished", "left"]
+    time_s: float
+
+
+_LINES = Records[_Begin | _Round | _End](Annotated[_Begin | _Round | _End, Field(discriminator="event")])
+
+
+class Begun(NamedTuple):
+    """How a process began."""
+
+    round: int
+    after: int
+    donor: int
+    steps: int
+    incarnation: int
+    sha256: str = ""
+
+
+class RoundOutcome(NamedTuple):
+    """What became of one round of one worker."""
+
+    round: int
+    alive: frozenset[int] | None
+    """None for everyone."""
+    missed: frozenset[int]
+    unsure: frozenset[int]
+    steps: int
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The peers whose messages this worker did not count."""
+        return self.missed | self.unsure
+
+
+class Ended(NamedTuple):
+    """How a process ended that was not killed."""
+
+    round: int
+    why: Literal["finished", "left"]
+
+
+class Life(NamedTuple):
+    """One process in a slot, or one that went on with another's state."""
+
+    begun: Begun
+    rounds: tuple[RoundOutcome, ...]
+    ended: Ended | None
+
+
+class OutcomeWriter:
+    """Appends to the log of one slot.
+
+    Args: `first_round` is the first round that will be written: what is there of it and of later ones is void, as all workers
+        went back behind them. None begins a new log.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with OutcomeWriter(folder, 3) as log:
+    ...     log.begin(Begun(0, 0, 3, 0, 0))
+    ...     log.round(RoundOutcome(0, None, frozenset({1}), frozenset(), 15))
+    >>> [life.rounds[0].missed for life in read_outcomes(folder)[3]]
+    [frozenset({1})]
+    """
+
+    def __init__(self, folder: Path, slot: int, first_round: int | None = None) -> None:
+        make_folder(folder)
+        path = _file(folder, slot)
+        with writing(path):
+            if first_round is None:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                _cut(path, first_round)
+        self._file = Appender(path)
+
+    def __enter__(self) -> "OutcomeWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def begin(self, begun: Begun) -> None:
+        """A process begins to train."""
+        self._write("begin", **begun._asdict())
+
+    def round(self, outcome: RoundOutcome) -> None:
+        """A round is over."""
+        fields = outcome._asdict()
+        for name in ("alive", "missed", "unsure"):
+            fields[name] = None if fields[name] is None else sorted(fields[name])
+        self._write("round", **fields)
+
+    def end(self, ended: Ended) -> None:
+        """The process ends on purpose."""
+        self._write("end", **ended._asdict())
+
+    def _write(self, event: str, **fields: object) -> None:
+        self._file.write(json_line({"event": event, **fields, "time_s": round(time.time(), 3)}))
+
+
+def read_outcomes(run_folder: Path) -> dict[int, list[Life]]:
+    """The lives in each slot of an elastic run, in their order; empty for a run without such a log.
+
+    Raises: DataError for a line that is none, or that cannot follow the one before it.
+    """
+    found: dict[int, list[Life]] = {}
+    for path in sorted(Path(run_folder).glob("outcomes-*.jsonl")):
+        number = path.stem.removeprefix("outcomes-")
+        if number.isascii() and number.isdigit():
+            found[int(number)] = _lives(path)
+    return found
+
+
+def _lives(path: Path) -> list[Life]:
+    lives: list[Life] = []
+    for where, line in records(path, _LINES):
+        if line["event"] == "begin":
+            begun = Begun(*(line[name] for name in Begun._fields))
+            if lives and begun.round < _next(lives[-1]):
+                raise _impossible(where, f"a process begins at round {begun.round} that an earlier one has behind it")
+            lives.append(Life(begun, (), None))
+            continue
+        if not lives or lives[-1].ended is not None or line["round"] < _next(lives[-1]):
+            raise _impossible(where, f"round {line['round']} does not follow what is above it")
+        life = lives[-1]
+        if line["event"] == "end":
+            lives[-1] = life._replace(ended=Ended(line["round"], line["why"]))
+        else:
+            lives[-1] = life._replace(rounds=(*life.rounds, _outcome(line)))
+    return lives
+
+
+def _outcome(line: _Round) -> RoundOutcome:
+    alive = None if line["alive"] is None else frozenset(line["alive"])
+    return RoundOutcome(line["round"], alive, frozenset(line["missed"]), frozenset(line["unsure"]), line["steps"])
+
+
+def _next(life: Life) -> int:
+    return life.rounds[-1].round + 1 if life.rounds else life.begun.round
+
+
+def _impossible(where: str, why: str) -> DataError:
+    return DataError(f"{where}: {why}; restore the log as the run wrote it")
+
+
+def _file(folder: Path, slot: int) -> Path:
+    return Path(folder) / f"outcomes{worker_suffix(slot)}.jsonl"
+
+
+def _cut(path: Path, first_round: int) -> None:
+    """Keeps the lines before a round; a last line that a killed process left half-written goes too."""
+    kept, size = 0, 0
+    for raw in path.read_bytes().splitlines(keepends=True):
+        size += len(raw)
+        if raw.endswith(b"\n") and _LINES.parse(raw, str(path))["round"] < first_round:
+            kept = size
+    with path.open("r+b") as file:
+        file.truncate(kept)

@@ -1,0 +1,73 @@
+"""What an elastic run cannot be combined with: rows for the table."""
+
+from gossamer.rounds.facts import Pairing
+
+__all__ = ["ELASTIC"]
+
+ELASTIC = (
+    Pairing(
+        "elastic and asynchronous",
+        lambda f: f.elastic and f.asynchronous,
+        lambda f: (
+            f"run.elastic is true and {f.who} runs asynchronously ({f.kind}); remove run.elastic: the workers of a server come "
+            "and go without it"
+        ),
+    ),
+    Pairing(
+        "elastic and rule",
+        lambda f: f.elastic and (f.rule.needs not in ("connected", "everyone") or f.rule.copies_per_peer > 0),
+        lambda f: (
+            f"run.elastic is true, and rule '{f.rule.name}' keeps something of each peer or sums over fixed neighbours, which a "
+            "worker that dies would spoil; use a rule that gossips on parameters such as 'gasloc', or a mean over everyone such as "
+            "'diloco'"
+        ),
+    ),
+    Pairing(
+        "elastic and site",
+        lambda f: f.elastic and f.rule.site == "gradients",
+        lambda f: (
+            f"run.elastic is true, and rule '{f.rule.name}' exchanges gradients in every inner step; use a rule with a local "
+            "phase such as 'diloco'"
+        ),
+    ),
+    Pairing(
+        "elastic and error feedback",
+        lambda f: f.elastic and f.rule.feeds_back,
+        lambda f: (
+            f"run.elastic is true, and rule '{f.rule.name}' keeps the error of what it has sent, which a newcomer with another "
+            "worker's state would send a second time; use one without error feedback, such as 'diloco' or 'gasloc'"
+        ),
+    ),
+    Pairing(
+        "elastic and topology",
+        lambda f: f.elastic and not f.topology.symmetric,
+        lambda f: (
+            f"run.elastic is true, and the weights of topology '{f.topology.name}' are not symmetric: both ends of an exchange "
+            "that fails must keep the same weight; use a symmetric topology such as 'random'"
+        ),
+    ),
+    Pairing(
+        "elastic and schedule",
+        lambda f: f.elastic and (not f.schedule.plain or f.rule.delay_rounds > 0),
+        lambda f: (
+            f"run.elastic is true, and rule '{f.rule.name}' with {f.schedule} has messages in flight between two rounds, which a "
+            "newcomer cannot take over; remove [schedule], and use a rule without delay such as 'gasloc'"
+        ),
+    ),
+    Pairing(
+        "elastic and adapt",
+        lambda f: f.elastic and bool(f.adapt),
+        lambda f: (
+            f"run.elastic is true and run.adapt is {f.adapt!r}, for which all workers publish their pace; remove one of the two"
+        ),
+    ),
+    Pairing(
+        "elastic and all-reduce",
+        lambda f: f.elastic and f.reduction == "all_reduce",
+        lambda f: (
+            f"run.elastic is true and run.reduction is '{f.reduction}', a barrier that ends with the first worker that dies; set "
+            "it to 'ordered'"
+        ),
+    ),
+)
+"""Conditions of `run.elastic`."""

@@ -1,0 +1,309 @@
+"""One worker of an elastic run: it trains on when peers die or hang, takes newcomers in, and may itself join a running run.
+
+A worker fills a slot. What it does in a round depends on what it knows of the others; the log of outcomes
+(`gossamer.record.outcomes`) keeps that, and with it the run can be computed again. There is no place that all depend on: after
+the start the workers know each other's addresses, and any of them takes a newcomer in.
+"""
+
+import logging
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gossamer.errors import CheckpointError, GossamerError, PeerError, first_line
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import RunFolder
+from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
+from gossamer.record.packed import packed, unpacked
+from gossamer.record.progress import say
+from gossamer.rounds.method import Method
+from gossamer.run.config import RunConfig, digest, dump
+from gossamer.run.evaluate import Probe
+from gossamer.run.journal import Journal
+from gossamer.run.meeting import Seat, joined, started
+from gossamer.run.parts import own_parts
+from gossamer.run.replica import Replica
+from gossamer.run.seconds import Stopwatch, recorded_s
+from gossamer.run.serve_protocol import run_key, use_threads
+from gossamer.run.settle import in_rounds
+from gossamer.run.task import Task, task_of
+from gossamer.run.train import train_round
+from gossamer.run.worker import Worker
+from gossamer.transport.closing import LeftOutError
+from gossamer.transport.elastic import ElasticTransport
+from gossamer.transport.elastic_core import Outcome
+from gossamer.transport.launch import device_of
+from gossamer.transport.members import Standing
+from gossamer.transport.newcomer import Boundary, Place, ask, host
+
+__all__ = ["train_elastic"]
+
+log = logging.getLogger("gossamer")
+
+KEPT = 4
+"""Checkpoints that a worker keeps: gossip lets workers run ahead, and nobody knows what a worker that is gone has owned."""
+
+
+def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, resume: bool = False) -> None:
+    """Trains one worker of an elastic run to the end, or until it is asked to leave by SIGTERM.
+
+    Args:
+        join: the address of any worker of a running run, "auto" for one that has written its address into `folder`; None to
+            start with all others.
+        resume: whether a run that starts goes on from its checkpoints. The newest round counts that most workers have; those
+            without it take the state of one that has it.
+    Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when no worker can be reached to join, or when
+        another process has taken the slot.
+    """
+    parts = own_parts(config)
+    use_threads(config)
+    m, _, warnings = in_rounds(config, parts, real=True)
+    for sentence in warnings:
+        log.warning(sentence)
+    task = task_of(config, parts)
+    key, nonce = run_key(config, task, parts), secrets.randbits(61)
+    starts = join is None
+    seat = started(config, folder, key, nonce, resume=resume) if starts else joined(config, folder, key, nonce, join)
+    with _leaving() as asked:
+        _Participant(config, folder, m, task, seat, asked).train()
+
+
+@contextmanager
+def _leaving() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, as long as this lasts."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Participant:
+    """One process in its slot."""
+
+    def __init__(
+        self, config: RunConfig, folder: Path, m: Method, task: Task, seat: Seat, asked: threading.Event
+    ) -> None:
+        self.config, self.folder, self._method, self._seat, self._asked = config, folder, m, seat, asked
+        self.slot, self._store, self._line = seat.members.me, folder / "checkpoints", Lineage(digest(config))
+        device = device_of(config.run.device)
+        self._replica = Replica(self.slot, config, task, device)
+        self._probe = Probe(config, task, device)
+        self._closes = m.rule.needs == "everyone"
+        # A message has at most four tensors of the size of x; what is larger is no payload.
+        limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None
+        self._transport = ElasticTransport(
+            seat.members, seat.station, host=self._host, device=device, limit_bytes=limit_bytes
+        )
+        self._transport.stop = asked.is_set
+        self._worker = Worker(self._replica, m, self._transport)
+        self._worker.loop.alive = lambda round: self._alive
+        self._worker.loop.closes = self if self._closes else None
+        self._alive: frozenset[int] = frozenset()
+        self._fresh = task.data.state()
+        self._kept, self._ready = Boundary.of(0, b""), threading.Event()
+        self._known: dict[int, Standing] = {}
+
+    def train(self) -> None:
+        """Trains until the end of the run, or until it is asked to leave."""
+        try:
+            begun = self._begin()
+            fresh = begun.round == 0 and not self._seat.resumes
+            with (
+                OutcomeWriter(self.folder, self.slot, None if fresh else begun.round) as log,
+                RunFolder(
+                    self.folder, dump(self.config), self.config.record, worker=self.slot,
+                    resume_round=None if fresh else begun.round, traced_per_round=self.config.schedule.fragments,
+                ) as record,
+            ):  # fmt: skip
+                log.begin(begun)
+                self._rounds(begun, log, record)
+        finally:
+            self._transport.close()
+
+    def _begin(self) -> Begun:
+        """Takes over the state that this process begins with, and tells the others from which round on it takes part."""
+        begun, members, transport = self._seat.begun, self._seat.members, self._transport
+        joins = members.own.standing == Standing.JOINING
+        if joins:
+            newest = transport.first_round(self.config.run.timeout_s) - 1
+            begun = begun._replace(round=0 if self._closes else newest + 1)
+            if self._closes or begun.after == 0 or newest - begun.after > self.config.run.rejoin_rounds:
+                begun = self._fetched(begun)
+        if begun.after and begun.donor == self.slot:
+            try:
+                self._worker.restore(checkpoint.load(self._store, begun.after, self.slot, self._line))
+            except CheckpointError as error:
+                log.warning("worker %d takes another's state: %s", self.slot, error)
+                begun = self._fetched(begun)
+        elif begun.after and not joins:
+            begun = self._fetched(begun)
+        self._replica.steps_taken = max(self._replica.steps_taken, members.own.steps)
+        self._keep(begun.after)
+        self._ready.set()
+        if joins:
+            if not self._closes:
+                begun = begun._replace(round=max(begun.round, transport.newest_round + 1))
+            transport.declare(Standing.ALIVE, begun.round)
+            whose = "its own checkpoint" if begun.donor == self.slot else f"the state of worker {begun.donor}"
+            say(f"worker {self.slot} joins at round {begun.round} with {whose} after round {begun.after}")
+        return begun._replace(steps=self._replica.steps_taken)
+
+    def _rounds(self, begun: Begun, log: OutcomeWriter, record: RunFolder) -> None:
+        config, worker, transport, replica = self.config, self._worker, self._transport, self._replica
+        journal = Journal(
+            config, lambda: record, lambda: {"loss": self._probe.loss(replica.evaluated, replica.buffers)}, self._save,
+            kind="validation",
+        )  # fmt: skip
+        stopwatch = Stopwatch(self.slot, recorded_s(self.folder, self.slot, begun.round))
+        stopwatch.start()
+        round, finished = begun.round, begun.after
+        while round < config.rounds and not self._asked.is_set():
+            self._tell(round)
+            before = replica.steps_taken
+            self._alive = transport.enter(round, self._peers(round), before + replica.local_steps)
+            try:
+                report = train_round(worker, round, config)
+            except LeftOutError as error:
+                replica.steps_taken = before  # nobody has what they have led to: they are taken again
+                if self._asked.is_set():
+                    break
+                round = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log, error.source)
+                continue
+            finished, whole = round + 1, report.whole
+            log.round(self._outcome(round))
+            self._keep(finished)
+            stopwatch.phase(whole.compute_s)
+            stopwatch.waited(transport.waits(), transport.deliveries())
+            journal.enter(worker, round, report)
+            behind = {
+                "worker": self.slot,
+                "step": replica.steps_taken,
+                "tokens": replica.steps_taken * config.step_tokens,
+            }
+            journal.end_round(finished, whole.losses, **behind)
+            if config.due(config.run.eval_every, finished):
+                scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
+                say(f"round {finished} of {config.rounds}: {scored}")
+            record.log_seconds(stopwatch.round(round))
+            round = transport.next_round()
+            if round > finished + config.run.rejoin_rounds and round < config.rounds:
+                round = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log)
+        self._end(min(round, config.rounds), finished, log)
+
+    @property
+    def _incarnation(self) -> int:
+        return self._transport.members.own.incarnation
+
+    def _go_on(self, begun: Begun, log: OutcomeWriter, source: int | None = None) -> int:
+        """Goes on with another worker's state; returns the round to go on with."""
+        begun = self._fetched(begun, source)
+        self._keep(begun.after)
+        log.begin(begun._replace(steps=self._replica.steps_taken))
+        return begun.round
+
+    def named(self, round: int) -> tuple[int, frozenset[int]]:
+        """See `gossamer.transport.Closes`."""
+        attempt, self._alive = self._transport.named(round)
+        return attempt, self._alive
+
+    def concluded(self, attempt: int, *, whole: bool) -> bool:
+        """See `gossamer.transport.Closes`."""
+        return self._transport.concluded(attempt, whole=whole)
+
+    def _end(self, round: int, finished: int, log: OutcomeWriter) -> None:
+        """Saves and says goodbye."""
+        left = self._asked.is_set() and round < self.config.rounds
+        if finished < self.config.rounds:
+            self._save(finished if left else self.config.rounds)
+        log.end(Ended(round, "left" if left else "finished"))
+        if left:
+            say(f"worker {self.slot} leaves before round {round}, as it was asked to, and has saved its state")
+
+    def _peers(self, round: int) -> Callable[[frozenset[int]], tuple[int, ...]]:
+        return lambda alive: self._method.topology.mixing(round, alive).hears_from(self.slot)
+
+    def _outcome(self, round: int) -> RoundOutcome:
+        """What became of the exchanges of the round that is over."""
+        found: dict[Outcome, set[int]] = {outcome: set() for outcome in Outcome}
+        for (number, _, _), outcomes in self._transport.outcomes().items():
+            assert number == round or self._closes, (number, round)
+            if self._closes:
+                continue  # what failed was tried again; a round that is closed has everything
+            for peer, outcome in outcomes.items():
+                found[outcome].add(peer)
+        everyone = len(self._alive) == self.config.workers
+        missed, unsure = frozenset(found[Outcome.MISSED]), frozenset(found[Outcome.UNSURE])
+        if missed or unsure:
+            which = ", ".join(map(str, sorted(missed | unsure)))
+            say(f"round {round + 1}: worker {self.slot} did not exchange with worker {which}; its weight stays here")
+        return RoundOutcome(round, None if everyone else self._alive, missed, unsure, self._replica.steps_taken)
+
+    def _tell(self, round: int) -> None:
+        """One line for each worker whose standing has changed."""
+        now = {entry.slot: entry.standing for entry in self._transport.members.of_standing(*Standing)}
+        words = {Standing.ALIVE: "is here", Standing.SUSPECT: "is suspected to be gone", Standing.LEFT: "has left"}
+        for slot, standing in now.items():
+            if self._known.get(slot, Standing.ALIVE) != standing and standing in words:
+                say(f"round {round}: worker {slot} {words[standing]}")
+        self._known = now
+
+    def _save(self, finished: int) -> None:
+        checkpoint.save(self._store, finished, self.slot, self._worker.state(), digest=self._line, keep=KEPT)
+
+    def _keep(self, after: int) -> None:
+        """Keeps the present state for newcomers. Cost: one copy of the model, its outer and its inner state."""
+        self._kept = Boundary.of(after, packed({**self._worker.state(), "line": self._transport.line}))
+
+    def _adopt(self, state: dict[str, Any], begun: Begun) -> Begun:
+        """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
+        steps = max(self._transport.members.own.steps, self._replica.steps_taken)
+        self._worker.restore({**state, "data": self._fresh, "steps_taken": steps})
+        if self._closes:
+            begun = begun._replace(round=begun.after)
+            self._transport.go_on_from(begun.after, int(state["line"]))
+        return begun
+
+    def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
+        """Takes the state of the first worker that gives it; raises PeerError when nobody does."""
+        members, station = self._transport.members, self._seat.station
+        why = "nobody else is alive"
+        for entry in sorted(members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != source):
+            place = Place(members.own.nonce, members.own.address, self.slot)
+            try:
+                offer = ask(
+                    entry.address, station.secret, place, run=station.run, slots=members.slots, timeout_s=station.timeout_s
+                )  # fmt: skip
+            except (OSError, GossamerError) as error:
+                why = first_line(error)
+                continue
+            assert offer.raw is not None
+            say(f"worker {self.slot} takes the state of worker {offer.donor} after round {offer.after}")
+            round = max(begun.round, offer.after)
+            adopted = begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
+            return self._adopt(unpacked(offer.raw), adopted)
+        raise PeerError(
+            f"worker {self.slot} is {begun.after} rounds along and found nobody to take a state from: {why}; join again"
+        )
+
+    def _host(self, sock: socket.socket) -> None:
+        transport = self._transport
+        self._ready.wait(self._seat.station.timeout_s)
+        try:
+            host(
+                sock, self._seat.station.run, self.slot, boundary=lambda: self._kept,
+                give_slot=lambda place: transport.give_slot(place.nonce, place.address),
+                entries=lambda: dict(transport.members.entries),
+            )  # fmt: skip
+        except (OSError, GossamerError) as error:
+            log.info("worker %d stopped serving a newcomer: %s", self.slot, error)

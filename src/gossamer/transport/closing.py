@@ -1,0 +1,250 @@
+"""How the workers of an elastic run agree over whom the mean of a round is taken: without any I/O, like `elastic_core`.
+
+Workers whose replicas are identical must all make the same update, or none. The lowest slot that is alive leads:
+
+    everybody -> leader      REPORT  it is ready in this round; which attempt's mean it holds completely
+    leader    -> everybody   NAME    the attempt and the set over which the mean is taken: those that are ready
+    leader    -> everybody   CLOSED  all of the set hold this attempt's mean: make the update
+
+If a worker of the set fails on the way, the leader names the rest in a new attempt; if the leader fails, the next slot leads. A
+set is more than half of all slots, so at most one half of a partition goes on. `line` is a hash of all rounds that were closed:
+reports with another line do not count, so that a worker whose last round closed otherwise takes another's state first.
+
+A worker that learns that its round was closed without it (it was late, or cut off) is left out: it takes another's state.
+Whoever has made the update says so in its reports, so a leader that failed amid its CLOSED letters leaves no doubt.
+"""
+
+import hashlib
+import json
+from typing import NamedTuple
+
+from gossamer.errors import TransportError
+from gossamer.transport.letter import Kind, Letter, body_of
+from gossamer.transport.members import Members
+
+__all__ = ["Closing", "LeftOutError", "Named"]
+
+_LIMIT = 1 << 64
+
+
+class LeftOutError(TransportError):
+    """This worker's round was closed without it; it goes on with the state of another worker, `source` if that is known."""
+
+    def __init__(self, worker: int, round: int, source: int | None) -> None:
+        super().__init__(f"round {round} was closed without worker {worker}; it takes another worker's state")
+        self.source = source
+
+
+class Named(NamedTuple):
+    """An attempt to take a round's mean."""
+
+    attempt: int
+    workers: frozenset[int]
+
+
+class _Closed(NamedTuple):
+    """A round that was closed."""
+
+    round: int
+    line: int
+    """Before it."""
+    attempt: int
+
+
+class _Report(NamedTuple):
+    """What a worker says of itself."""
+
+    round: int
+    line: int
+    ready: bool
+    held: int
+    """The attempt whose mean it holds completely; -1 for none."""
+    last: _Closed | None
+
+
+class Closing:
+    """One worker's part in closing rounds. Whoever calls it then sends what lies in `outbox`.
+
+    Args:
+        limit_s: how long the leader waits for workers that are alive and not ready, or have not completed an attempt.
+        beat_s: how often reports are repeated; letters may be lost with a connection.
+    """
+
+    def __init__(self, members: Members, *, limit_s: float, beat_s: float) -> None:
+        self.members, self._limit_s, self._beat_s = members, limit_s, beat_s
+        self.outbox: list[tuple[int, Letter]] = []
+        self.round, self.line = -1, 0
+        self.named: Named | None = None
+        self.closed = self.left_out = False
+        """Whether the round of this worker has been closed with it, or without it."""
+        self.source: int | None = None
+        """A worker whose state one that is left out may take."""
+        self._held, self._attempt = -1, -1
+        self._ready_s: float | None = None
+        self._named_s = self._said_s = -1e9
+        self._last: _Closed | None = None
+        self._reports: dict[int, _Report] = {}
+
+    def enter(self, round: int, line: int | None = None) -> None:
+        """Begins a round; `line` is that of another worker's state, if this worker has just taken one."""
+        if line is not None:
+            self.line, self._last = line, None
+        self.round, self.named, self._ready_s = round, None, None
+        self.closed = self.left_out = False
+        self._held = self._attempt = -1
+
+    def ready(self, now: float) -> None:
+        """The local phase is over."""
+        self._ready_s = now if self._ready_s is None else self._ready_s
+        self.tick(now, again=True)
+
+    def hold(self, attempt: int, now: float) -> None:
+        """The mean of this attempt is complete here."""
+        if self.named is not None and self.named.attempt == attempt:
+            self._held = attempt
+            self.tick(now, again=True)
+
+    def advance(self) -> None:
+        """The update of a closed round is made."""
+        assert self.closed and self.named is not None
+        self._last = _Closed(self.round, self.line, self.named.attempt)
+        text = f"{self.line} {self.round} {self.named.attempt} {sorted(self.named.workers)}"
+        self.line = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        self.enter(self.round + 1)
+
+    def heard(self, letter: Letter, now: float) -> None:
+        """Takes a letter in; one that says anything impossible is ignored."""
+        try:
+            values = json.loads(letter.body.numpy().tobytes())
+        except (ValueError, RecursionError):
+            return
+        if letter.kind == Kind.REPORT and (report := _report(values)) is not None:
+            self._heard_report(letter.sender, report, now)
+        elif letter.kind == Kind.NAME:
+            self._heard_name(letter.sender, values, now)
+        elif letter.kind == Kind.CLOSED and _are_whole(values, 3):
+            self._heard_closed(letter.sender, _Closed(*values))
+
+    def tick(self, now: float, *, again: bool = False) -> None:
+        """Repeats its report, and leads if it is the one to lead."""
+        alive = self.members.alive(self.round) | {self.members.me}
+        leader = min(alive)
+        if again or now - self._said_s >= self._beat_s:
+            self._said_s = now
+            if leader != self.members.me:
+                self._say(leader, Kind.REPORT, _plain(self._own))
+        if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
+            self._reports[self.members.me] = self._own
+            self._lead(alive, now)
+
+    @property
+    def _own(self) -> _Report:
+        return _Report(self.round, self.line, self._ready_s is not None, self._held, self._last)
+
+    def _lead(self, alive: frozenset[int], now: float) -> None:
+        assert self._ready_s is not None
+        reports = {
+            j: report for j, report in self._reports.items()
+            if j in alive and report.ready and (report.round, report.line) == (self.round, self.line)
+        }  # fmt: skip
+        if (named := self.named) is not None:
+            if all(j in reports and reports[j].held == named.attempt for j in named.workers):
+                self._tell_all(Kind.CLOSED, [self.round, self.line, named.attempt])
+                self.closed = True
+                return
+            if named.workers <= alive and now < self._named_s + self._limit_s:
+                if now - self._said_s >= self._beat_s or self._said_s == now:
+                    self._tell_all(Kind.NAME, self._name(named))
+                return
+        since_s = max(self._ready_s, self._named_s)
+        if all(j in self._reports and self._reports[j].round == self.round for j in alive):
+            self._settle_line(alive)
+        if self.left_out:
+            return
+        if 2 * len(reports) > self.members.slots and (reports.keys() >= alive or now >= since_s + self._limit_s):
+            slots = self.members.slots
+            self._attempt = (
+                self._attempt // slots + 1
+            ) * slots + self.members.me  # no two leaders give the same number
+            self._held, self._named_s = -1, now
+            self.named = Named(self._attempt, frozenset(reports))
+            self._reports[self.members.me] = self._own
+            self._tell_all(Kind.NAME, self._name(self.named))
+
+    def _settle_line(self, alive: frozenset[int]) -> None:
+        """Where those alive have closed an earlier round differently, the line of most of them counts."""
+        lines = [self._reports[j].line for j in sorted(alive)]
+        line = max(lines, key=lambda one: (lines.count(one), one))
+        for j in sorted(alive):
+            if self._reports[j].line != line == self.line:
+                self._say(j, Kind.NAME, [self.round, self.line, max(self._attempt, 0), []])
+            elif self.line != line == self._reports[j].line:
+                self._leave_out(j)
+
+    def _leave_out(self, source: int) -> None:
+        self.left_out, self.source = True, source
+
+    def _name(self, named: Named) -> list[object]:
+        return [self.round, self.line, named.attempt, sorted(named.workers)]
+
+    def _heard_report(self, sender: int, report: _Report, now: float) -> None:
+        self._reports[sender] = report
+        if report.round > self.round:
+            if report.last is not None and report.last[:2] == (self.round, self.line):
+                self._heard_closed(sender, report.last)
+            else:
+                self._leave_out(sender)
+        elif report.round < self.round:
+            self._say(sender, Kind.REPORT, _plain(self._own))
+        self.tick(now)
+
+    def _heard_name(self, sender: int, values: object, now: float) -> None:
+        match values:
+            case [int(round), int(line), int(attempt), [*workers]] if _are_whole([round, line, attempt, *workers]):
+                pass
+            case _:
+                return
+        if round < self.round:
+            self._say(sender, Kind.REPORT, _plain(self._own))  # which tells it how its round was closed
+        elif (round, line) != (self.round, self.line):
+            if self._ready_s is not None or round > self.round + 1:
+                self._leave_out(sender)
+        elif attempt > self._attempt and not self.closed:
+            self._attempt, self._held, self._named_s = attempt, -1, now
+            mine = self.members.me in workers and self._ready_s is not None
+            self.named = Named(attempt, frozenset(workers)) if mine else None
+
+    def _heard_closed(self, sender: int, closed: _Closed) -> None:
+        if closed[:2] != (self.round, self.line) or self.closed:
+            return
+        if self.named is not None and self._held == self.named.attempt == closed.attempt:
+            self.closed = True
+        else:
+            self._leave_out(sender)
+
+    def _tell_all(self, kind: Kind, values: object) -> None:
+        for j in sorted(self.members.alive(self.round) - {self.members.me}):
+            self._say(j, kind, values)
+
+    def _say(self, peer: int, kind: Kind, values: object) -> None:
+        body = body_of(json.dumps(values).encode())
+        self.outbox.append((peer, Letter(kind, self.members.me, round=max(self.round, 0), body=body)))
+
+
+def _plain(report: _Report) -> list[object]:
+    return [*report[:4], None if report.last is None else list(report.last)]
+
+
+def _report(values: object) -> _Report | None:
+    match values:
+        case [int(round), int(line), bool(ready), int(held), last] if _are_whole([round, line]) and held >= -1:
+            if last is None or _are_whole(last, 3):
+                return _Report(round, line, ready, held, None if last is None else _Closed(*last))
+    return None
+
+
+def _are_whole(values: object, count: int | None = None) -> bool:
+    """Whether these are whole numbers within bounds."""
+    if not isinstance(values, list) or (count is not None and len(values) != count):
+        return False
+    return all(type(value) is int and 0 <= value < _LIMIT for value in values)

@@ -1,0 +1,391 @@
+"""The transport of a worker of an elastic run: sockets around `gossamer.transport.elastic_core`.
+
+Each worker listens on a port of its own, and two workers that exchange keep one connection. So the loss of a worker is noticed by
+everybody who is connected with it at once, a worker that hangs costs those that wait for it their deadline, and nobody else
+anything. A connection carries payloads, the news of the members and the questions whether a peer lives.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import PeerError
+from gossamer.transport import Delivery, Ticket, Wait, wire
+from gossamer.transport.closing import Closing, LeftOutError
+from gossamer.transport.elastic_core import ElasticCore, Outcome, Send
+from gossamer.transport.handshake import HalfOpen, prove_to_worker
+from gossamer.transport.letter import Kind, Letter, body_of
+from gossamer.transport.link import Link, Listener, Owner, dial
+from gossamer.transport.members import Entry, Members, Standing, news
+
+__all__ = ["NEWCOMER", "ElasticTransport", "Station"]
+
+NEWCOMER = (1 << 32) - 1
+"""The number with which a process that has no slot yet opens a connection."""
+
+log = logging.getLogger("gossamer")
+
+
+class Station(NamedTuple):
+    """Where a worker listens, and what it proves itself with."""
+
+    listener: socket.socket
+    run: int
+    secret: bytes
+    timeout_s: float
+    deadline_s: float | None = None
+
+
+class ElasticTransport:
+    """One worker's connections; see `gossamer.transport.Transport`. It never raises PeerError for a peer: an exchange that
+    fails is not among what `collect` returns, and `outcomes` says what became of it.
+
+    Args:
+        members: this worker's view at the start; everybody in it listens already, or is not alive.
+        host: called in a thread of its own with each connection of a process that asks to join.
+        device: where the collected frames shall be.
+        limit_bytes: the most bytes of a payload, for a rule that needs everyone, whose rounds are closed over those that are
+            ready (`gossamer.transport.closing`); None for gossip.
+
+    Cost: one copy of each payload that is sent, as the sender may go on while a slow peer still reads; two threads per peer.
+    """
+
+    keeps_frames = False
+
+    def __init__(
+        self, members: Members, station: Station, *, host: Callable[[socket.socket], None] | None = None,
+        device: torch.device | None = None, limit_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.worker, self._station, self._host = members.me, station, host
+        self._device = device or torch.device("cpu")
+        self._beat_s = min(1.0, station.timeout_s / 8)
+        self.core = ElasticCore(
+            members, timeout_s=station.timeout_s, deadline_s=station.deadline_s, beat_s=self._beat_s
+        )
+        self.core.limit_bytes = limit_bytes
+        limit_s = min(station.timeout_s, station.deadline_s or station.timeout_s)
+        self.closing = Closing(members, limit_s=limit_s, beat_s=self._beat_s) if limit_bytes is not None else None
+        self.stop: Callable[[], bool] = lambda: False
+        """Whether a wait for a majority shall end."""
+        self._owner = Owner(station.run, station.timeout_s, self._accepts, self._heard, self._lost)
+        self._links: dict[int, list[Link]] = {}
+        self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
+        self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
+        self._dialled_s: dict[int, float] = {}
+        self._waits: deque[Wait] = deque(maxlen=1 << 14)
+        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
+        self._strangers = HalfOpen()
+        self.changed = threading.Condition(threading.RLock())
+        """Held by whoever uses the core; notified whenever a letter has come."""
+        self._closed, self._tried = False, -1
+        self._listener = Listener(station.listener, self._taken)
+        threading.Thread(target=self._keep_house, daemon=True, name="gossamer house").start()
+
+    @property
+    def members(self) -> Members:
+        """This worker's view."""
+        return self.core.members
+
+    def enter(self, round: int, peers: Callable[[frozenset[int]], Sequence[int]], steps: int) -> frozenset[int]:
+        """Begins a round: returns who takes part in it in this worker's view, which stays fixed for the round.
+
+        Args:
+            peers: whom this worker exchanges with, given who takes part.
+            steps: inner steps that the slot will have behind it at the end of the round.
+        Raises: PeerError when another process has taken this worker's slot.
+        """
+        with self.changed:
+            if self.members.replaced:
+                raise PeerError(
+                    f"another process fills slot {self.worker} now, as this one did not answer for {self._station.timeout_s:g} s; start "
+                    "it again to join with a free slot"
+                )
+            alive = self.members.alive(round) | {self.worker}
+            self.core.steps = steps
+            if self.closing is None:
+                self.core.enter(round, alive, peers(alive))
+            else:
+                self.core.enter(round, alive, range(self.members.slots))
+                self.closing.enter(round)
+                self._tried = -1
+            self._flush()
+        return alive
+
+    def named(self, round: int) -> tuple[int, frozenset[int]]:
+        """See `gossamer.transport.Closes`. Raises: LeftOutError."""
+        with self.changed:
+            closing, before = self._closes(), self._tried
+            closing.ready(time.monotonic())
+            self._until(lambda: closing.named is not None and closing.named.attempt != before)
+            assert closing.named is not None
+            self._tried = closing.named.attempt
+            self.core.plan(closing.named.workers)
+            return closing.named
+
+    def concluded(self, attempt: int, *, whole: bool) -> bool:
+        """See `gossamer.transport.Closes`. Raises: LeftOutError."""
+        with self.changed:
+            closing = self._closes()
+            if whole:
+                closing.hold(attempt, time.monotonic())
+            self._until(lambda: closing.closed or closing.named is None or closing.named.attempt != attempt)
+            if closing.closed:
+                closing.advance()
+                self.core.count_steps()
+            return closing.round > self.core.round
+
+    def _closes(self) -> Closing:
+        assert self.closing is not None
+        return self.closing
+
+    def _alone(self) -> bool:
+        """Whether there is nobody left to close a round with, nor anybody who may come back."""
+        others = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT, Standing.JOINING)
+        return not others and self.members.slots > 1
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Waits for the leader, or for being it."""
+        closing, start_s = self._closes(), time.perf_counter()
+        while not done():
+            if closing.left_out or self.stop() or self._alone():
+                raise LeftOutError(self.worker, self.core.round, closing.source)
+            self._flush()
+            self.changed.wait(self._beat_s)
+            closing.tick(time.monotonic())
+            self.core.tick(time.monotonic())
+        self._flush()
+        self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
+
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+        """Announces the exchange with a peer."""
+        with self.changed:
+            self._like[ticket, peer] = list(like)
+            self.core.expect(ticket, peer, wire.frames_bytes(like))
+            self._flush()
+            self.changed.notify_all()
+
+    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
+        """Queues this worker's payload."""
+        payload = wire.pack_frames(frames).cpu()
+        if len(frames) == 1:
+            payload = payload.clone()
+        with self.changed:
+            self.core.post(ticket, peer, payload, time.monotonic())
+            self._flush()
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether the exchanges of the ticket have all been made, or have failed."""
+        with self.changed:
+            return self.core.settled(ticket)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Returns once `ready(ticket)`, after `timeout_s` at most."""
+        start_s = time.perf_counter()
+        with self.changed:
+            while not self.core.settled(ticket):
+                self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
+                self.core.tick(time.monotonic())
+                self._flush()
+        self._waits.append(Wait(ticket, start_s, time.perf_counter()))
+
+    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
+        """The frames of the exchanges that were made, by peer; forgets the ticket."""
+        with self.changed:
+            payloads, outcomes = self.core.collect(ticket)
+        self._outcomes[ticket] = outcomes
+        likes = {peer: self._like.pop((ticket, peer)) for peer in outcomes}
+        return {peer: wire.unpack_frames(payload.to(self._device), likes[peer]) for peer, payload in payloads.items()}
+
+    def outcomes(self) -> dict[Ticket, dict[int, Outcome]]:
+        """What became of the exchanges that were collected since the last call."""
+        taken, self._outcomes = self._outcomes, {}
+        return taken
+
+    def waits(self) -> list[Wait]:
+        """The times that `wait` blocked its caller since the last call."""
+        waited = list(self._waits)
+        self._waits.clear()
+        return waited
+
+    def deliveries(self) -> list[Delivery]:
+        """The payloads that came since the last call."""
+        with self.changed:
+            came = list(self._deliveries)
+            self._deliveries.clear()
+        return came
+
+    def first_round(self, timeout_s: float) -> int:
+        """The round after the newest that others say they are in: asks all that are alive, and waits until one has answered.
+
+        Raises: PeerError when nobody answers in time.
+        """
+        with self.changed:
+            self.core.spread(ask=True)
+            self._flush()
+            answered = self.changed.wait_for(lambda: self.core.was_heard, timeout_s)
+            if not answered:
+                raise PeerError(f"nobody of the run answered worker {self.worker} for {timeout_s:g} s; join again")
+            return self.members.newest_round + 1
+
+    @property
+    def newest_round(self) -> int:
+        """The newest round that a worker is known to be in."""
+        with self.changed:
+            return self.members.newest_round
+
+    def next_round(self) -> int:
+        """The round to go on with."""
+        with self.changed:
+            return self.core.next_round() if self.closing is None else self.closing.round
+
+    def go_on_from(self, round: int, line: int) -> None:
+        """Takes part again with another worker's state, for a rule that needs everyone."""
+        with self.changed:
+            if self.closing is not None:
+                self.closing.enter(round, line)
+
+    @property
+    def line(self) -> int:
+        """The hash of the rounds that were closed, which goes with a state; 0 for gossip."""
+        with self.changed:
+            return 0 if self.closing is None else self.closing.line
+
+    def declare(self, standing: Standing, since: int | None = None) -> None:
+        """Tells everybody what this worker says of itself."""
+        with self.changed:
+            self.members.declare(standing, since)
+            self.core.spread()
+            self._flush()
+
+    def give_slot(self, nonce: int, address: str) -> Entry | None:
+        """Gives a newcomer a slot, and tells everybody; None when all are filled."""
+        with self.changed:
+            entry = self.members.give_slot(nonce, address)
+            self.core.spread()
+            self._flush()
+        return entry
+
+    def close(self) -> None:
+        """Says goodbye, sends what is queued and ends all connections."""
+        self.declare(Standing.LEFT)
+        with self.changed:
+            self._closed = True
+            links = [link for several in self._links.values() for link in several]
+        self._listener.close()
+        self._strangers.close()
+        enders = [threading.Thread(target=link.finish, args=(min(5.0, self._station.timeout_s),)) for link in links]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+
+    def _flush(self) -> None:
+        """Hands what the core wants to send to the links, and opens those that are missing."""
+        outbox, self.core.outbox = [*self.core.outbox], []
+        if self.closing is not None:
+            outbox += [Send(peer, letter) for peer, letter in self.closing.outbox]
+            self.closing.outbox.clear()
+        for peer, letter in outbox:
+            entry = self.members.entries.get(peer)
+            if self._closed or entry is None:
+                continue
+            links = self._links.get(peer) or ([self._open(entry)] if entry.address else [])
+            if links:
+                links[0].send(letter)
+
+    def _open(self, entry: Entry) -> Link:
+        station, me = self._station, self.worker
+        self._dialled_s[entry.slot] = time.monotonic()
+
+        def opened() -> socket.socket:
+            limit_s = min(10.0, station.timeout_s)
+            return dial(entry.address, station.secret, run=station.run, me=me, timeout_s=limit_s)
+
+        return self._add(entry.slot, opened)
+
+    def _add(self, peer: int, opened: Callable[[], socket.socket]) -> Link:
+        first = Letter(Kind.NEWS, self.worker, round=max(self.core.round, 0), body=body_of(news(self.members.entries)))
+        link = Link(peer, self._owner, opened, first)
+        self._links.setdefault(peer, []).append(link)
+        return link
+
+    def _taken(self, sock: socket.socket, address: str) -> None:
+        """A stranger has connected: it proves that it knows the secret, and is a peer or a newcomer then."""
+        self._strangers.admit(sock, address)
+        try:
+            peer, same = prove_to_worker(sock, self._station.secret, run=self._station.run)
+        except (PeerError, OSError) as error:
+            log.info("worker %d refused a connection from %s: %s", self.worker, address, error)
+            sock.close()
+            return
+        finally:
+            self._strangers.settle(sock)
+        sock.settimeout(self._station.timeout_s)
+        if same and peer == NEWCOMER and self._host is not None:
+            with sock:
+                self._host(sock)
+        elif same and peer < self.members.slots and peer != self.worker:
+            with self.changed:
+                self._add(peer, lambda: sock)
+        else:
+            sock.close()
+
+    def _accepts(self, letter: Letter, size: int) -> bool:
+        with self.changed:
+            if letter.kind == Kind.PAYLOAD:  # how large they are is known once this worker has begun its first round
+                self.changed.wait_for(lambda: self._closed or self.core.knows(letter.ticket), self._station.timeout_s)
+            return self.core.accepts(letter, size)
+
+    def _heard(self, link: Link, letter: Letter) -> None:
+        with self.changed:
+            if letter.kind == Kind.PAYLOAD:
+                size, came_s = letter.body.numel(), time.perf_counter()
+                self._deliveries.append(Delivery(letter.ticket, letter.sender, size, 0.0, came_s))
+            if letter.kind in (Kind.REPORT, Kind.NAME, Kind.CLOSED) and self.closing is not None:
+                self.closing.heard(letter, time.monotonic())
+            self.core.heard(letter, time.monotonic())
+            entry = self.members.entries.get(link.peer)
+            if letter.kind == Kind.NEWS and entry is not None:
+                link.nonce = entry.nonce
+            self._flush()
+            self.changed.notify_all()
+
+    def _lost(self, link: Link, why: str) -> None:
+        with self.changed:
+            links = self._links.get(link.peer, [])
+            if link in links:
+                links.remove(link)
+            entry = self.members.entries.get(link.peer)
+            current = entry is not None and link.nonce in (None, entry.nonce)
+            if not self._closed and current and not links:
+                if entry is not None and entry.standing == Standing.ALIVE:
+                    log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
+                self.core.lost(link.peer)
+                self._flush()
+            self.changed.notify_all()
+
+    def _keep_house(self) -> None:
+        """Looks at the time, and again and again for those that are suspected: they may have come back."""
+        while not self._closed:
+            time.sleep(self._beat_s)
+            with self.changed:
+                now = time.monotonic()
+                self.core.tick(now)
+                if self.closing is not None:
+                    self.closing.tick(now)
+                for entry in self.members.of_standing(Standing.SUSPECT):
+                    waited_s = now - self._dialled_s.get(entry.slot, -1e9)
+                    if entry.address and not self._links.get(entry.slot) and waited_s >= 2 * self._beat_s:
+                        self._open(entry)
+                    elif self._links.get(entry.slot):
+                        self.core.tell(entry.slot)
+                if not self._closed:
+                    self._flush()
+                self.changed.notify_all()

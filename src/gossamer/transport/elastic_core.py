@@ -1,0 +1,334 @@
+"""The exchanges of one worker of an elastic run, without any I/O: what it hears and the time in, letters to send out.
+
+An exchange with a peer counts only when both ends have both payloads and know it of each other:
+
+    expected and posted       ->  send PAYLOAD
+    its payload is here too   ->  send COMMIT
+    its COMMIT is here too    ->  the exchange is made
+
+Whatever goes wrong before an end has sent its COMMIT, the exchange is missed at both ends: the other one cannot count it without
+that letter. Once it has sent it and has not heard the other's, it cannot know: the outcome is unsure, this end does not count
+the exchange and the other may. No protocol over a link that may fail can do without such a case (two generals); here it takes
+the loss of one small letter at the right moment, and moves the mean of all by one pull.
+
+Sockets drive it in `gossamer.transport.elastic`, and a network with faults over virtual time in `gossamer.testing.faults`.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gossamer.transport import Ticket
+from gossamer.transport.letter import NEWS_BYTES, NO_TICKET, Kind, Letter, body_of
+from gossamer.transport.members import Members, Standing, news, read_news
+
+__all__ = ["ElasticCore", "Outcome", "Send", "hash_of"]
+
+MOST_EARLY = 8
+"""Most payloads of one peer that are kept for rounds this worker has not reached; later ones are declined."""
+
+
+class Outcome(StrEnum):
+    """What became of an exchange with one peer, as one end knows it."""
+
+    MADE = "made"
+    MISSED = "missed"
+    """Neither end counts it."""
+    UNSURE = "unsure"
+    """This end does not count it; the other one may."""
+
+
+class Send(NamedTuple):
+    """A letter that shall go to a peer."""
+
+    peer: int
+    letter: Letter
+
+
+class _Pact:
+    """An exchange with one peer under one ticket, from this end."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.posted_s: float | None = None
+        self.theirs: Letter | None = None
+        self.committed = False
+        self.confirmed = False
+        self.outcome: Outcome | None = None
+
+    def close(self) -> None:
+        """Ends it, if it has not ended, without counting it."""
+        if self.outcome is None:
+            self.outcome = Outcome.UNSURE if self.committed else Outcome.MISSED
+            self.theirs = None
+
+
+def hash_of(alive: Iterable[int]) -> int:
+    """A set of workers as 64 bits."""
+    text = ",".join(map(str, sorted(alive)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+class ElasticCore:
+    """The exchanges of one worker and its view of the members. Whoever calls it then sends what lies in `outbox`.
+
+    Args:
+        members: its view, its own entry included.
+        timeout_s: how long an exchange may take from the moment its payload was posted, and how long a peer may be silent.
+        deadline_s: how long a round waits for those that have not answered, whether they live or not; `timeout_s` if None.
+        beat_s: how often a peer that is waited for is asked whether it lives.
+    """
+
+    def __init__(
+        self, members: Members, *, timeout_s: float, deadline_s: float | None = None, beat_s: float = 0.5
+    ) -> None:  # fmt: skip
+        self.members, self.me = members, members.me
+        self.limit_bytes: int | None = None
+        """The most bytes of a payload, where their sizes depend on who takes part; None where each ticket has its size."""
+        self.outbox: list[Send] = []
+        self.round, self.steps = -1, 0
+        """The round that this worker is in, and the inner steps of its slot behind it."""
+        self.passed = False
+        """Whether a peer has declined because it is in a later round already."""
+        self._timeout_s, self._limit_s, self._beat_s = timeout_s, min(timeout_s, deadline_s or timeout_s), beat_s
+        self._pacts: dict[tuple[Ticket, int], _Pact] = {}
+        self._early: dict[tuple[Ticket, int], Letter] = {}
+        self._over: set[tuple[Ticket, int]] = set()
+        self._planned: frozenset[int] = frozenset()
+        self._view = 0
+        self._heard_s: dict[int, float] = {}
+        self._asked_s: dict[int, float] = {}
+        self._told: dict[int, int] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
+        self._held_steps: dict[int, int] = {}
+
+    def enter(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
+        """Begins a round, in which it exchanges with these peers: its topology over `alive` says so."""
+        assert round > self.round, (round, self.round)
+        self.round, self.passed = round, False
+        self._planned, self._view = frozenset(peers), hash_of(alive)
+        self._over.clear()
+        self._held_steps.clear()
+        self.members.progress(self.me, round)
+        for ticket, peer in [*self._early]:
+            if not self._may_come(ticket, peer):
+                del self._early[ticket, peer]
+                self._decline(ticket, peer)
+
+    def plan(self, workers: frozenset[int]) -> None:
+        """Fixes with whom the mean of this round is taken, once that is known."""
+        self._view = hash_of(workers)
+
+    def expect(self, ticket: Ticket, peer: int, size: int) -> None:
+        """Announces an exchange with a peer whose payload has this many bytes."""
+        pact = self._pacts[ticket, peer] = _Pact(size)
+        self._sizes[ticket.fragment, ticket.leg] = size
+        entry = self.members.entries.get(peer)
+        if entry is None or entry.standing != Standing.ALIVE:
+            pact.close()  # it was lost between the drawing of the round and now
+        elif (letter := self._early.pop((ticket, peer), None)) is not None:
+            self._payload(letter)
+
+    def post(self, ticket: Ticket, peer: int, payload: Tensor, now: float) -> None:
+        """Sends this worker's payload, unless the exchange has failed already."""
+        pact = self._pacts[ticket, peer]
+        pact.posted_s = now
+        if pact.outcome is None:
+            self._send(peer, Kind.PAYLOAD, ticket, payload)
+            self._commit(ticket, peer, pact)
+
+    def knows(self, ticket: Ticket) -> bool:
+        """Whether it is known how large the payloads of such a ticket are."""
+        return self.limit_bytes is not None or (ticket.fragment, ticket.leg) in self._sizes
+
+    def accepts(self, letter: Letter, size: int) -> bool:
+        """Whether a body of this size may follow such a header; if not, its sender does not keep to the protocol."""
+        if letter.kind != Kind.PAYLOAD:
+            return size <= NEWS_BYTES
+        if self.limit_bytes is not None:
+            return size <= self.limit_bytes
+        return size == self._sizes.get((letter.ticket.fragment, letter.ticket.leg))
+
+    def heard(self, letter: Letter, now: float) -> None:
+        """Takes a letter in."""
+        peer = letter.sender
+        self._heard_s[peer] = now
+        self.members.progress(peer, letter.round)
+        if letter.kind == Kind.NEWS:
+            self._news(letter)
+        elif letter.kind == Kind.PAYLOAD:
+            self._payload(letter)
+        elif letter.kind == Kind.PING:
+            self._send(peer, Kind.PONG)
+        elif letter.kind in (Kind.COMMIT, Kind.DECLINE):
+            self._answer(letter)
+
+    def lost(self, peer: int) -> None:
+        """Notes that the connection with a peer is gone: its exchanges fail, and it is suspected."""
+        for (_, other), pact in self._pacts.items():
+            if other == peer:
+                pact.close()
+        for key in [key for key in self._early if key[1] == peer]:
+            del self._early[key]
+        self._told.pop(peer, None)
+        if self.members.suspect(peer):
+            self.spread()
+
+    def tick(self, now: float) -> None:
+        """Closes what has taken too long, asks peers that are waited for whether they live, and suspects the silent."""
+        waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None and pact.posted_s is not None}
+        for peer in sorted(waits):
+            if now - max(self._heard_s.get(peer, -1e9), self._asked_s.get(peer, -1e9)) >= self._beat_s:
+                self._asked_s[peer] = now
+                self._send(peer, Kind.PING)
+        for (ticket, peer), pact in self._pacts.items():
+            if pact.outcome is None and pact.posted_s is not None and now >= pact.posted_s + self._limit_s:
+                pact.close()
+                self._decline(ticket, peer)
+                silent_s = now - max(self._heard_s.get(peer, -1e9), pact.posted_s)
+                if silent_s >= min(self._timeout_s, max(4 * self._beat_s, self._limit_s)) and self.members.suspect(
+                    peer
+                ):
+                    self.spread()
+
+    def deadline(self) -> float:
+        """When `tick` would close the first exchange that is waited for; infinite when none is."""
+        posted = (pact.posted_s for pact in self._pacts.values() if pact.outcome is None and pact.posted_s is not None)
+        return min(posted, default=float("inf")) + self._limit_s
+
+    def settled(self, ticket: Ticket) -> bool:
+        """Whether the exchanges of a ticket have all ended, one way or the other."""
+        return all(pact.outcome is not None for (other, _), pact in self._pacts.items() if other == ticket)
+
+    def waits_for(self, ticket: Ticket) -> list[int]:
+        """The peers whose exchange has not ended."""
+        return [peer for (other, peer), pact in self._pacts.items() if other == ticket and pact.outcome is None]
+
+    def collect(self, ticket: Ticket) -> tuple[dict[int, Tensor], dict[int, Outcome]]:
+        """The payloads of the exchanges that were made, by peer, and the outcome of each; forgets the ticket."""
+        payloads: dict[int, Tensor] = {}
+        outcomes: dict[int, Outcome] = {}
+        for peer in sorted(peer for other, peer in self._pacts if other == ticket):
+            pact = self._pacts.pop((ticket, peer))
+            assert pact.outcome is not None, (ticket, peer)
+            self._over.add((ticket, peer))
+            outcomes[peer] = pact.outcome
+            if pact.outcome is Outcome.MADE:
+                assert pact.theirs is not None
+                payloads[peer] = pact.theirs.body
+                self._held_steps[peer] = pact.theirs.steps
+        if self.limit_bytes is None:
+            self.count_steps()
+        return payloads, outcomes
+
+    def count_steps(self) -> None:
+        """The steps that came with payloads since the last call are now part of this worker's parameters."""
+        for peer, steps in self._held_steps.items():
+            self.members.progress(peer, 0, steps)
+        if self._held_steps:
+            self.members.progress(self.me, 0, self.steps)
+        self._held_steps.clear()
+
+    def next_round(self) -> int:
+        """The round to go on with: the next one, or a later one where the others are.
+
+        A worker that was suspected takes part again from the round that it has told the others. One that is too late for its
+        peers goes where they are.
+        """
+        late = self.members.newest_round if self.passed else 0
+        return max(self.round + 1, self.members.own.since, late)
+
+    @property
+    def was_heard(self) -> bool:
+        """Whether anybody has said anything to this worker."""
+        return bool(self._heard_s)
+
+    def spread(self, *, ask: bool = False) -> None:
+        """Sends this worker's view to everybody that it knows to live; with `ask` they shall answer."""
+        for entry in self.members.of_standing(Standing.ALIVE):
+            self.tell(entry.slot)
+            if ask:
+                self._send(entry.slot, Kind.PING)
+
+    def tell(self, peer: int) -> None:
+        """Sends this worker's view to one peer, unless the peer has it."""
+        if self._told.get(peer) != self.members.version:
+            self._told[peer] = self.members.version
+            self._send(peer, Kind.NEWS, body=body_of(news(self.members.entries)))
+
+    def _news(self, letter: Letter) -> None:
+        entries = read_news(letter.body.numpy().tobytes(), self.members.slots)
+        if entries is None:
+            return
+        version = self.members.version
+        for before, after in self.members.merge(entries):
+            if before is not None and (after.nonce != before.nonce or after.standing == Standing.LEFT):
+                self._give_up(after.slot)
+        if self.members.version != version:
+            self.spread()
+            self.tell(letter.sender)
+
+    def _give_up(self, peer: int) -> None:
+        """Closes what can only fail: the peer has left, or another process fills its slot."""
+        for (ticket, other), pact in self._pacts.items():
+            if other == peer and pact.outcome is None:
+                pact.close()
+                self._decline(ticket, peer)
+
+    def _payload(self, letter: Letter) -> None:
+        ticket, peer = letter.ticket, letter.sender
+        pact = self._pacts.get((ticket, peer))
+        if pact is None:
+            kept = sum(other == peer for _, other in self._early)
+            if self._may_come(ticket, peer) and kept < MOST_EARLY:
+                self._early[ticket, peer] = letter
+            else:
+                self._decline(ticket, peer)
+        elif pact.outcome is not None:
+            self._decline(ticket, peer)
+        elif letter.view != self._view or letter.body.numel() != pact.size:
+            pact.close()
+            self._decline(ticket, peer)
+        else:
+            pact.theirs = letter
+            self._commit(ticket, peer, pact)
+
+    def _may_come(self, ticket: Ticket, peer: int) -> bool:
+        """Whether an exchange that is not announced may still be."""
+        if ticket.round != self.round:
+            return ticket.round > self.round
+        return peer in self._planned and (ticket, peer) not in self._over
+
+    def _answer(self, letter: Letter) -> None:
+        pact = self._pacts.get((letter.ticket, letter.sender))
+        if letter.kind == Kind.DECLINE and letter.ticket.round == self.round and letter.round > self.round:
+            self.passed = True
+        if pact is None or pact.outcome is not None:
+            return
+        if letter.kind == Kind.DECLINE:
+            pact.close()
+        else:
+            pact.confirmed = True
+            self._conclude(pact)
+
+    def _commit(self, ticket: Ticket, peer: int, pact: _Pact) -> None:
+        """Sends the commit once both payloads are under way and here."""
+        if pact.posted_s is not None and pact.theirs is not None and not pact.committed:
+            pact.committed = True
+            self._send(peer, Kind.COMMIT, ticket)
+            self._conclude(pact)
+
+    def _conclude(self, pact: _Pact) -> None:
+        if pact.committed and pact.confirmed:
+            pact.outcome = Outcome.MADE
+
+    def _decline(self, ticket: Ticket, peer: int) -> None:
+        self._send(peer, Kind.DECLINE, ticket)
+        self.tell(peer)
+
+    def _send(self, peer: int, kind: Kind, ticket: Ticket = NO_TICKET, body: Tensor | None = None) -> None:
+        letter = Letter(kind, self.me, ticket, self._view, max(self.round, 0), self.steps)
+        self.outbox.append(Send(peer, letter if body is None else letter._replace(body=body)))

@@ -1,0 +1,162 @@
+"""How a process gets a slot of a running run, and a state to train from, from any worker of it.
+
+    newcomer -> worker   ASK    who it is and where it listens; its slot, if it has one and wants a state alone
+    worker -> newcomer   OFFER  the slot, the worker's view, the state's round, size and hash
+    newcomer -> worker   ASK    whether it wants the state; its own may be new enough
+    worker -> newcomer   CHUNK  the state, in parts that each have a checksum
+
+The state is that of the worker at the end of its last round. It is kept as bytes, so that giving it away never stops the
+training.
+"""
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gossamer.errors import PeerError
+from gossamer.transport.elastic import NEWCOMER
+from gossamer.transport.letter import NEWS_BYTES, Kind, Letter, body_of
+from gossamer.transport.link import dial, receive_letter, send_letter
+from gossamer.transport.members import Entry, Standing, news, read_news
+
+__all__ = ["Boundary", "Offer", "Place", "ask", "host"]
+
+CHUNK_BYTES = 1 << 20
+LIMIT_BYTES = 1 << 38
+_LIMIT = 1 << 62
+
+
+class Boundary(NamedTuple):
+    """The state of a worker between two rounds."""
+
+    after: int
+    """Rounds of the run that it has behind it."""
+    raw: bytes
+    sha256: str
+
+    @classmethod
+    def of(cls, after: int, raw: bytes) -> "Boundary":
+        """The state with its hash."""
+        return cls(after, raw, hashlib.sha256(raw).hexdigest())
+
+
+class Place(NamedTuple):
+    """Who asks."""
+
+    nonce: int
+    address: str
+    """Where it listens."""
+    slot: int | None = None
+    """The slot that it has already."""
+
+
+class Offer(NamedTuple):
+    """What a newcomer got."""
+
+    slot: int
+    entries: list[Entry]
+    """The donor's view, the newcomer's entry in it."""
+    donor: int
+    after: int
+    """Rounds that the state has behind it."""
+    sha256: str
+    raw: bytes | None
+    """The state; None where the newcomer wanted none."""
+
+
+def host(
+    sock: socket.socket, run: int, me: int, *, give_slot: Callable[[Place], Entry | None],
+    entries: Callable[[], dict[int, Entry]], boundary: Callable[[], Boundary],
+) -> None:  # fmt: skip
+    """Serves one newcomer. Raises: OSError, PeerError, TransportError when it is lost or says something else."""
+    place = _place(receive_letter(sock, run, _small))
+    if place is None:
+        raise PeerError(
+            f"a newcomer asked worker {me} for nothing that can be given; install the same gossamer version"
+        )
+    own = give_slot(place) if place.slot is None else entries().get(place.slot)
+    kept = boundary()
+    known = entries()
+    offer = {
+        "slot": None if own is None else own.slot, "donor": me, "after": kept.after, "bytes": len(kept.raw),
+        "sha256": kept.sha256, "entries": news(known).decode(),
+    }  # fmt: skip
+    send_letter(sock, Letter(Kind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
+    wants = receive_letter(sock, run, _small)
+    if own is None or wants.body.numpy().tobytes() != b"yes":
+        return
+    for start in range(0, len(kept.raw), CHUNK_BYTES):
+        part = kept.raw[start : start + CHUNK_BYTES]
+        send_letter(sock, Letter(Kind.CHUNK, me, steps=start, body=body_of(part)), run)
+
+
+def ask(
+    address: str, secret: bytes, place: Place, *, run: int, slots: int, timeout_s: float,
+    wants: Callable[[int, int], bool] = lambda slot, after: True,
+) -> Offer:  # fmt: skip
+    """A slot, and a state, from the worker that listens at `address`.
+
+    Args: `wants` decides, given the slot and the rounds that the donor has behind it, whether its state is needed.
+    Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
+    """
+    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s) as sock:
+        request = {"nonce": place.nonce, "address": place.address, "slot": place.slot}
+        send_letter(sock, Letter(Kind.ASK, NEWCOMER, body=body_of(json.dumps(request).encode())), run)
+        offer, size = _offer(receive_letter(sock, run, _small), slots, address)
+        wanted = wants(offer.slot, offer.after)
+        send_letter(sock, Letter(Kind.ASK, NEWCOMER, body=body_of(b"yes" if wanted else b"no")), run)
+        if not wanted:
+            return offer
+        raw = bytearray()
+        while len(raw) < size:
+            part = receive_letter(sock, run, _small)
+            if part.kind != Kind.CHUNK or part.steps != len(raw) or not 0 < part.body.numel() <= size - len(raw):
+                raise PeerError(f"worker {offer.donor} sent a part of its state that does not follow the last one")
+            raw += part.body.numpy().tobytes()
+    if hashlib.sha256(raw).hexdigest() != offer.sha256:
+        raise PeerError(
+            f"the state of worker {offer.donor} arrived with another hash than {offer.sha256[:12]}; join through another worker"
+        )
+    return offer._replace(raw=bytes(raw))
+
+
+def _small(letter: Letter, size: int) -> bool:
+    return size <= (CHUNK_BYTES if letter.kind == Kind.CHUNK else NEWS_BYTES)
+
+
+def _json(letter: Letter) -> object:
+    try:
+        return json.loads(letter.body.numpy().tobytes())
+    except (ValueError, RecursionError):
+        return None
+
+
+def _place(letter: Letter) -> Place | None:
+    match _json(letter):
+        case {"nonce": int(nonce), "address": str(address), "slot": None | int() as slot} if 0 <= nonce < _LIMIT:
+            entry = Entry(0, 0, nonce, Standing.JOINING, 0, address)
+            sound = letter.kind == Kind.ASK and read_news(news({0: entry}), slots=1) is not None
+            return Place(nonce, address, slot) if sound else None
+    return None
+
+
+def _offer(letter: Letter, slots: int, address: str) -> tuple[Offer, int]:
+    match _json(letter):
+        case {
+            "slot": int() | None as slot, "donor": int(donor), "after": int(after), "bytes": int(size),
+            "sha256": str(sha256), "entries": str(text),
+        } if letter.kind == Kind.OFFER:  # fmt: skip
+            if slot is None:
+                raise PeerError(
+                    f"all {slots} slots of the run are filled, as worker {donor} at {address} says; wait until a worker has left, "
+                    "or start a run with more workers"
+                )
+            entries = read_news(text.encode(), slots)
+            sound = 0 <= slot < slots and 0 <= donor < slots and 0 <= after < 1 << 31 and 0 <= size < LIMIT_BYTES
+            if entries is not None and sound and len(sha256) == 64:
+                return Offer(slot, entries, donor, after, sha256, None), size
+    raise PeerError(
+        f"the worker at {address} answered with no offer; install the same gossamer version on all machines"
+    )

@@ -1,0 +1,135 @@
+"""Closing a round over those that are ready: whatever is cut off and whenever, all workers end with one history."""
+
+import random
+from collections import defaultdict
+
+import pytest
+
+from gossamer.transport.closing import Closing, Named
+from gossamer.transport.letter import Kind, Letter, body_of
+from gossamer.transport.members import Entry, Members, Standing
+
+ROUNDS, STEP_S = 5, 0.1
+
+
+class World:
+    """Workers that close rounds over a virtual network, which falls apart and heals as a seed decides."""
+
+    def __init__(self, seed: int, n: int) -> None:
+        self.draw, self.n, self.now = random.Random(seed), n, 0.0
+        entries = [Entry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(n)]
+        self.workers = [Closing(Members(n, i, entries), limit_s=3.0, beat_s=0.5) for i in range(n)]
+        self.side = [0] * n
+        self.faults = sorted(self.draw.uniform(0.0, 25.0) for _ in range(self.draw.randint(0, 6)))
+        self.left_s = [self.draw.uniform(0.1, 2.0) for _ in range(n)]
+        self.letters: list[tuple[float, int, int, Letter]] = []
+        self.held: dict[int, tuple[int, int]] = {}
+        self.histories: dict[tuple[int, int], set[tuple[int, frozenset[int]]]] = defaultdict(set)
+        for worker in self.workers:
+            worker.enter(0)
+
+    def meet(self, a: int, b: int) -> bool:
+        return self.side[a] == self.side[b]
+
+    def run(self, limit_s: float) -> bool:
+        """Whether all workers got through all rounds."""
+        while self.now < limit_s:
+            self.now += STEP_S
+            self._fall_apart()
+            for i in range(self.n):
+                self._look_around(i)
+                self._act(i, self.workers[i])
+            self._deliver()
+            if all(worker.round >= ROUNDS for worker in self.workers):
+                return True
+        return False
+
+    def _fall_apart(self) -> None:
+        if self.faults and self.now >= self.faults[0]:
+            self.faults.pop(0)
+            whole = len(set(self.side)) == 1
+            self.side = [self.draw.randint(0, 1) for _ in self.side] if whole else [0] * self.n
+        elif not self.faults and self.now > 40.0:
+            self.side = [0] * self.n
+
+    def _look_around(self, i: int) -> None:
+        """Sooner or later a worker suspects those it cannot reach, and hears that others are back."""
+        members = self.workers[i].members
+        for j in set(range(self.n)) - {i}:
+            entry = members.entries[j]
+            if not self.meet(i, j) and self.draw.random() < 0.1:
+                members.suspect(j)
+            elif self.meet(i, j) and entry.standing is Standing.SUSPECT and self.draw.random() < 0.1:
+                members.entries[j] = entry._replace(standing=Standing.ALIVE, incarnation=entry.incarnation + 1)
+
+    def _act(self, i: int, worker: Closing) -> None:
+        self.left_s[i] -= STEP_S
+        if worker.round < ROUNDS and self.left_s[i] <= 0:
+            worker.ready(self.now)
+            if worker.left_out:
+                self._take_state(i, worker)
+            elif worker.closed:
+                assert worker.named is not None
+                self.histories[worker.round, worker.line].add(worker.named)
+                worker.advance()
+                self.left_s[i] = self.draw.uniform(0.1, 2.0)
+            elif worker.named is not None and self.held.get(i) != (worker.round, worker.named.attempt):
+                self._try(i, worker, worker.named)
+        worker.tick(self.now)
+        for peer, letter in worker.outbox:
+            self.letters.append((self.now + self.draw.uniform(0.01, 0.3), i, peer, letter))
+        worker.outbox.clear()
+
+    def _try(self, i: int, worker: Closing, named: Named) -> None:
+        if all(self.meet(i, j) for j in named.workers) and self.draw.random() < 0.3:
+            self.held[i] = worker.round, named.attempt
+            worker.hold(named.attempt, self.now)
+
+    def _take_state(self, i: int, worker: Closing) -> None:
+        source = worker.source
+        if source is not None and self.meet(i, source) and self.draw.random() < 0.2:
+            worker.enter(self.workers[source].round, self.workers[source].line)
+            self.held.pop(i, None)
+            self.left_s[i] = self.draw.uniform(0.1, 2.0)
+
+    def _deliver(self) -> None:
+        due = [letter for letter in self.letters if letter[0] <= self.now]
+        self.letters = [letter for letter in self.letters if letter[0] > self.now]
+        for _, sender, receiver, letter in sorted(due, key=lambda one: one[0]):
+            if self.meet(sender, receiver):
+                self.workers[receiver].heard(letter, self.now)
+
+
+@pytest.mark.parametrize("n", [3, 5])
+def test_all_workers_end_with_one_history_after_any_partitions(n):
+    for seed in range(12):
+        world = World(seed, n)
+        assert world.run(limit_s=120.0), (seed, [worker.round for worker in world.workers])
+        assert len({worker.line for worker in world.workers}) == 1, seed
+
+
+def test_without_faults_every_round_is_closed_over_everyone_at_the_first_attempt():
+    world = World(0, 4)
+    world.faults = []
+    assert world.run(limit_s=60.0)
+    assert {workers for named in world.histories.values() for _, workers in named} == {frozenset(range(4))}
+    assert all(len(named) == 1 for named in world.histories.values())
+
+
+def test_less_than_a_majority_never_closes_a_round():
+    world = World(0, 4)
+    world.faults, world.side = [60.0], [0, 0, 1, 1]
+    assert not world.run(limit_s=39.0)
+    assert all(worker.round == 0 and not worker.closed for worker in world.workers)
+
+
+@pytest.mark.parametrize("kind", [Kind.REPORT, Kind.NAME, Kind.CLOSED])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "[0,0,-1,[9]]", "[0,0,true,-5,null]", "[[[]]]", '{"a":1}', "[1e999,0,0]"]
+)
+def test_letters_that_say_nothing_possible_are_ignored(kind, text):
+    entries = [Entry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(3)]
+    worker = Closing(Members(3, 0, entries), limit_s=3.0, beat_s=0.5)
+    worker.enter(0)
+    worker.heard(Letter(kind, 1, body=body_of(text.encode())), 0.0)
+    assert not worker.closed and not worker.left_out and worker.named is None
