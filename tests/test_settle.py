@@ -122,6 +122,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "unknown clock": (SERVER._replace(clock="b"), ["'b'", "Allowed: a"]),
     "dylu and local steps": (SERVER._replace(dylu=True, local_steps=(2, 1)), ["events.dylu", "[2, 1]"]),
     "real processes without rounds or server": (PAIR._replace(driver="train"), ["'a2cid2'", "gossamer simulate"]),
+    "real processes and regions": (
+        SERVER._replace(driver="train", server="halos", regions=True),
+        ["'halos'", "simulate"],
+    ),
     "real processes and virtual time": (SERVER._replace(driver="train", absences=2), ["2 events.absences"]),
 }
 

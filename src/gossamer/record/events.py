@@ -8,6 +8,7 @@ while the r-th part of the run was under way; a round is as many inner steps of 
 * `{"event":"phase","worker":i,"number":k,"start_s":a,"end_s":b,"steps":h,"tokens":t}`
 * `{"event":"push","source":i,"target":-1,"fragment":p,"bytes":n,"start_s":a,"end_s":b}`, also "fetch" and "meet"; -1 is the
   server.
+* `{"event":"report","region":g,"fragment":p,"bytes":n,"start_s":a,"end_s":b}`, to the global server, and "merge", its answer.
 * `{"event":"update","fragment":p,"workers":[i],"ages":[a],"time_s":t}`
 * `{"event":"leave","worker":i,"time_s":t}`, also "return".
 """
@@ -70,6 +71,17 @@ class _Transfer(TypedDict):
 
 
 @with_config(RECORD)
+class _Relay(TypedDict):
+    event: Literal["report", "merge"]
+    round: _Round
+    region: _Index
+    fragment: int
+    bytes: Annotated[int, Field(ge=0, lt=2**50)]
+    start_s: float
+    end_s: _Seconds
+
+
+@with_config(RECORD)
 class _Update(TypedDict):
     event: Literal["update"]
     round: _Round
@@ -87,8 +99,8 @@ class _Absence(TypedDict):
     time_s: float
 
 
-_Event = Annotated[_Start | _Phase | _Transfer | _Update | _Absence, Field(discriminator="event")]
-_EVENTS = Records[_Start | _Phase | _Transfer | _Update | _Absence](_Event)
+_Event = Annotated[_Start | _Phase | _Transfer | _Relay | _Update | _Absence, Field(discriminator="event")]
+_EVENTS = Records[_Start | _Phase | _Transfer | _Relay | _Update | _Absence](_Event)
 
 
 class EventLog(NamedTuple):
@@ -106,6 +118,8 @@ class EventLog(NamedTuple):
     """Of all messages that a server absorbed, in the order of its updates."""
     absorbed: NDArray[np.int64]
     """Messages of each worker that a server absorbed, `[workers]`."""
+    relayed_bytes: int
+    """Bytes between the servers of regions and a global one, both ways."""
 
 
 class EventWriter:
@@ -169,6 +183,7 @@ def read_events(run_folder: Path) -> EventLog | None:
     sent: list[tuple[int, int]] = []
     ages: list[int] = []
     absorbed: list[int] = []
+    relayed_bytes = 0
     for _, line in (found for path in files for found in records(path, _EVENTS)):
         round = line["round"]
         rounds = max(rounds, round + 1)
@@ -181,6 +196,9 @@ def read_events(run_folder: Path) -> EventLog | None:
             case "push" | "fetch" | "meet":
                 if line["source"] >= 0:
                     sent.append((line["source"], line["bytes"]))
+                ends.append((round, line["end_s"]))
+            case "report" | "merge":
+                relayed_bytes += line["bytes"]
                 ends.append((round, line["end_s"]))
             case "update":
                 ages += line["ages"]
@@ -205,4 +223,4 @@ def read_events(run_folder: Path) -> EventLog | None:
     for source, size in sent:
         sent_bytes[source] += size
     counts = np.bincount(np.array(absorbed, np.int64), minlength=workers)
-    return EventLog(network, compute_s, np.maximum.accumulate(end_s), sent_bytes, tuple(ages), counts)
+    return EventLog(network, compute_s, np.maximum.accumulate(end_s), sent_bytes, tuple(ages), counts, relayed_bytes)
