@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 from gossamer.asynchronous import delayed_nesterov, halos
 from gossamer.clock import Absence, LoopOptions, Phase, Relay, ServerRun, Transfer, Update
 from gossamer.clock.durations import Durations
-from gossamer.clock.server_core import Report, Send, ServerCore
+from gossamer.clock.server_core import RegionReport, Send, ServerCore
 from gossamer.errors import ConfigError, PairingError
-from gossamer.network.links import Network, from_options
+from gossamer.network.links import Network, from_options, read_network
+from gossamer.record.events import read_events
 from gossamer.run.check import examine
+from gossamer.run.document import load
+from gossamer.run.experiment import points
 from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
 from rounds import random_vectors
@@ -24,6 +28,7 @@ from test_events import LAYOUT, P, Walker, at_random, network, of, plain, spans,
 from test_servers import absorbed, close
 from test_virtual import lines, timed
 
+CONFIGS = Path(__file__).parents[1] / "src" / "gossamer" / "configs"
 PLAIN = {"momentum": 0.0, "delay": 1, "local_momentum": 0.0, "local_delay": 1}
 
 
@@ -285,14 +290,14 @@ def test_the_core_reports_after_so_many_updates_since_the_merge_and_not_while_a_
     def push():
         return [type(action) for action in core.push(0, core.counted(0, 0, torch.ones(P), 1), 1.0)]
 
-    answered, reported = [Update, Send], [Update, Send, Report]
+    answered, reported = [Update, Send], [Update, Send, RegionReport]
     assert [push() for _ in range(5)] == [answered, reported, answered, answered, answered]
     core.merge(0, torch.zeros(P))
     assert [push() for _ in range(3)] == [answered, reported, answered]
     core.merge(0, torch.zeros(P))
     assert core.flush(2.0) == [] and push() == answered
     (rest,) = core.flush(3.0)
-    assert isinstance(rest, Report) and core.flush(3.0) == []
+    assert isinstance(rest, RegionReport) and core.flush(3.0) == []
 
 
 # Run files
@@ -313,8 +318,20 @@ def test_a_run_file_with_sites_trains_regions_and_records_what_passed_between_th
     relays = [line for line in log if line["event"] in ("report", "merge")]
     assert {line["region"] for line in relays} == {0, 1}
     assert all(line["bytes"] == next(e["bytes"] for e in log if e["event"] == "push") for line in relays)
+    assert read_events(tmp_path).end_s[-1] == outcome.time_s["clock"] == relays[-1]["end_s"]
     far = [line for line in relays if line["region"] == 1]
     assert all(line["end_s"] - line["start_s"] == pytest.approx(0.05 + 8 * line["bytes"] / 1e7) for line in far)
+
+
+def test_the_links_of_the_example_are_those_of_the_network_file_scaled_to_its_model():
+    theirs = read_network(CONFIGS / "networks" / "halos.toml")
+    assert theirs.step_s[5] == pytest.approx(0.238391 / 0.531, rel=1e-5)
+    for run in points(load(CONFIGS / "halos.toml")):
+        ours = run.config.network["regions"]
+        assert (ours.sites, ours.step_s) == (theirs.sites, theirs.step_s)
+        for one, other in zip(ours.routes, theirs.routes, strict=True):
+            assert one.between == other.between
+            assert one.bandwidth_bps / other.bandwidth_bps == pytest.approx(192_960 / 70e6, rel=1e-3)
 
 
 def test_check_counts_the_servers_of_both_levels_and_says_that_real_processes_have_one():

@@ -57,8 +57,8 @@ def halos(
         alpha: α, the weight of the global model in a merge; 0 leaves the regions independent.
         carry: whether the part of the pushes between report and merge that the merge keeps is in the next report:
             s ← (1 - α) θ_l(at the report) + α Θ.
-    Cost: in a region a push and a fetch of one model per local phase; between regions one model up and one down per K pushes of
-        a region; 4 P at the server of each region, 3 P at the global one.
+    Cost: in a region a push and a fetch of one model per local phase, and between regions one model up and one down per K pushes
+        of a region; models, momenta, sums and s kept (4 P at the server of each region, 3 P at the global one).
     Source: arXiv 2506.04531; equations and defaults as in the authors' code, github.com/utnslab/halos.
     Differs: when the steps of the run are spent, each region reports what it has not reported, so that the global model, which is
         the result, has all work. The authors' command line explains α as the weight of the region's model; their code and

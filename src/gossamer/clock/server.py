@@ -13,7 +13,7 @@ from gossamer.clock.durations import Durations
 from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.global_core import GlobalCore
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
-from gossamer.clock.server_core import WAITS, Push, Report, Send, ServerAction, ServerCore
+from gossamer.clock.server_core import WAITS, Push, RegionReport, Send, ServerAction, ServerCore
 from gossamer.clock.server_worker import ServerWorker
 from gossamer.network.links import Network
 from gossamer.rounds.facts import Facts
@@ -32,7 +32,8 @@ class ServerRun:
 
     With a rule for regions, each site of the network has a server for its own workers, next to them, and a global server in
     the site of worker 0 takes their reports. A report and its answer take the seconds of the route between the two sites, and
-    nobody waits for them. When no worker can push any more, each region reports what it has not yet.
+    nobody waits for them; as of each fragment one is under way at a time, and the routes of two regions differ, a model in one
+    fragment has its route to itself. When no worker can push any more, each region reports what it has not yet.
 
     A worker that leaves loses its current phase; its pushes in flight still count. When it returns it fetches all fragments.
 
@@ -139,7 +140,7 @@ class ServerRun:
                 arrives_s = self.time_s + self._transfer_s(SERVER, action.worker, size)
                 reply = partial(self._receive, self._phases.epoch[action.worker], action, self.time_s)
                 self._agenda.plan(arrives_s, REPLY, action.worker, reply)
-            elif isinstance(action, Report):
+            elif isinstance(action, RegionReport):
                 arrives_s = self.time_s + self._durations.relay_s(region, nbytes(action.message))
                 answer = partial(self._answer, region, action, self.time_s)
                 self._agenda.plan(arrives_s, RELAY, region, answer)
@@ -147,7 +148,7 @@ class ServerRun:
                 self._agenda.plan(action.at_s, DECISION, action.fragment, partial(self._tick, region))
         return [action for action in actions if isinstance(action, Update)]
 
-    def _answer(self, region: int, report: Report, start_s: float) -> list[Record]:
+    def _answer(self, region: int, report: RegionReport, start_s: float) -> list[Record]:
         """The global server absorbs a report, and sends its model to that region."""
         assert self._global is not None
         p, size = report.fragment, nbytes(report.message)

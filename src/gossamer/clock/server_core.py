@@ -12,8 +12,8 @@ run (`gossamer.run.serve_replay`) run the same core, so the same inputs give the
 * When a window closes without its quorum, because no worker can push any more. With a budget the core knows who trains. Over
   virtual time only the agenda knows the messages in flight, so the driver calls `flush`.
 
-Below a global server (`Regions`) each region has a core. It returns a `Report` when one is due, and the driver calls `merge` when
-the global model arrives; of each fragment one report is under way at a time.
+Below a global server (`Regions`) each region has a core. It returns a `RegionReport` when one is due, and the driver calls
+`merge` when the global model arrives; of each fragment one report is under way at a time.
 
 A push that was sent before its worker left still counts, and gets no reply. Connections deliver all messages before they
 report a loss, except a connection that a newer one of the same worker replaces; the driver drops its remaining messages.
@@ -35,7 +35,7 @@ from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import leaves, must_fit, refill
 
-__all__ = ["WAITS", "CloseWindow", "Push", "Report", "Send", "ServerAction", "ServerCore", "StartingPoint"]
+__all__ = ["WAITS", "CloseWindow", "Push", "RegionReport", "Send", "ServerAction", "ServerCore", "StartingPoint"]
 
 
 WAITS = Slack()
@@ -83,14 +83,14 @@ class CloseWindow(NamedTuple):
     at_s: float
 
 
-class Report(NamedTuple):
+class RegionReport(NamedTuple):
     """An action: send the progress of a region's server to the global one, and call `merge` with its answer."""
 
     fragment: int
     message: Tensor
 
 
-ServerAction = Send | Update | CloseWindow | Report
+ServerAction = Send | Update | CloseWindow | RegionReport
 """An action for the driver; it records an `Update`."""
 
 
@@ -153,7 +153,7 @@ class _FragmentState:
         if every == 0 and not message.any():
             return []
         self.state, self.reported = state, True
-        return [Report(p, message)]
+        return [RegionReport(p, message)]
 
 
 @dataclass

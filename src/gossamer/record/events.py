@@ -118,8 +118,6 @@ class EventLog(NamedTuple):
     """Of all messages that a server absorbed, in the order of its updates."""
     absorbed: NDArray[np.int64]
     """Messages of each worker that a server absorbed, `[workers]`."""
-    relayed_bytes: int
-    """Bytes between the servers of regions and a global one, both ways."""
 
 
 class EventWriter:
@@ -183,7 +181,6 @@ def read_events(run_folder: Path) -> EventLog | None:
     sent: list[tuple[int, int]] = []
     ages: list[int] = []
     absorbed: list[int] = []
-    relayed_bytes = 0
     for _, line in (found for path in files for found in records(path, _EVENTS)):
         round = line["round"]
         rounds = max(rounds, round + 1)
@@ -198,7 +195,6 @@ def read_events(run_folder: Path) -> EventLog | None:
                     sent.append((line["source"], line["bytes"]))
                 ends.append((round, line["end_s"]))
             case "report" | "merge":
-                relayed_bytes += line["bytes"]
                 ends.append((round, line["end_s"]))
             case "update":
                 ages += line["ages"]
@@ -223,4 +219,4 @@ def read_events(run_folder: Path) -> EventLog | None:
     for source, size in sent:
         sent_bytes[source] += size
     counts = np.bincount(np.array(absorbed, np.int64), minlength=workers)
-    return EventLog(network, compute_s, np.maximum.accumulate(end_s), sent_bytes, tuple(ages), counts, relayed_bytes)
+    return EventLog(network, compute_s, np.maximum.accumulate(end_s), sent_bytes, tuple(ages), counts)
