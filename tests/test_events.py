@@ -26,7 +26,7 @@ from gossamer.asynchronous import (
     meeting_rates,
 )
 from gossamer.asynchronous.dadao import meetings_per_s
-from gossamer.clock import SERVER, Absence, GossipRun, LoopOptions, PairRun, Phase, ServerRun, Transfer, Update
+from gossamer.clock import SERVER, Absence, GossipRun, LoopOptions, PairRun, Phase, Relay, ServerRun, Transfer, Update
 from gossamer.errors import ConfigError, PairingError
 from gossamer.layout import Layout, Leaf, arrange
 from gossamer.network.links import Network
@@ -154,7 +154,7 @@ def test_a_run_may_be_stopped_anywhere_and_called_again(make):
 @every_run
 def test_records_come_in_the_order_of_time_and_cost_what_the_network_says(make):
     records = list(make(walkers(4)).run(30.0))
-    ends = [record.end_s if isinstance(record, Phase | Transfer) else record.time_s for record in records]
+    ends = [record.end_s if isinstance(record, Phase | Transfer | Relay) else record.time_s for record in records]
     assert ends == sorted(ends) and ends[-1] <= 30.0
     assert of(Transfer, records)
     up = UNEVEN.uplink_bps

@@ -261,7 +261,8 @@ def test_two_workers_stopped_within_a_round_continue_to_the_same_bits(forks):
 
 NOT_HERE = {
     "asynchronously": {
-        "a2cid2", "ad_psgd", "cgad", "decoupled_diloco", "delayed_nesterov", "gasloc_without_waiting", "heloco", "mla", "pa_cgad",
+        "a2cid2", "ad_psgd", "cgad", "decoupled_diloco", "delayed_nesterov", "gasloc_without_waiting", "halos", "heloco", "mla",
+        "pa_cgad",
     },
     "acts on gradients": {"data_parallel", "gpa_data_parallel", "schedule_free"},
     "inner.averaging": {"gpa", "gpa_gossip"},

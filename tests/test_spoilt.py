@@ -84,7 +84,7 @@ def test_a_mutated_run_or_experiment_file_has_faults_and_nothing_else(name: str,
     planned(lambda: parse(changed))
     assert all(faults(changed)) or faults(changed) == []
     planned(lambda: figure(changed))
-    if name != "methods":  # which is 58 runs, described in the same words as the others
+    if name != "methods":  # which is a run of every method, described in the same words as the others
         planned(lambda: points(changed, scale=data.draw(st.sampled_from(["", "tiny"]))))
 
 

@@ -1,7 +1,8 @@
 """The one check for numbers that would poison a run: a NaN or an infinity among parameters, messages or outer states.
 
 It stands at the boundaries, once a round each: what a worker sends (`rounds.exchange`, `clock.phases`, `run.serve_worker`), what
-it receives (the same), the new state of a server (`clock.server_core`), and checkpoints, written and read (`record.checkpoint`).
+it receives (the same), the new state of a server (`clock.server_core`, `clock.global_core`), and checkpoints, written and read
+(`record.checkpoint`).
 """
 
 from collections.abc import Mapping

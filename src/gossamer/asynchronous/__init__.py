@@ -6,11 +6,12 @@ from gossamer.asynchronous.a2cid2 import a2cid2 as a2cid2
 from gossamer.asynchronous.a2cid2 import acceleration as acceleration
 from gossamer.asynchronous.ad_psgd import ad_psgd as ad_psgd
 from gossamer.asynchronous.cgad import cgad as cgad
-from gossamer.asynchronous.contract import PairRule, PushInfo, ServerRule, Slack, Window
+from gossamer.asynchronous.contract import PairRule, PushInfo, Regions, ServerRule, Slack, Window
 from gossamer.asynchronous.dadao import dadao as dadao
 from gossamer.asynchronous.decoupled_diloco import decoupled_diloco as decoupled_diloco
 from gossamer.asynchronous.delayed_nesterov import delayed_nesterov as delayed_nesterov
 from gossamer.asynchronous.delayed_nesterov import dylu_steps as dylu_steps
+from gossamer.asynchronous.halos import halos as halos
 from gossamer.asynchronous.heloco import heloco as heloco
 from gossamer.asynchronous.meetings import Rates, conditions, meeting_rates
 from gossamer.options import table
@@ -21,6 +22,7 @@ __all__ = [
     "PairRule",
     "PushInfo",
     "Rates",
+    "Regions",
     "ServerRule",
     "Slack",
     "Window",
@@ -32,6 +34,7 @@ SERVERS: dict[str, Callable[..., ServerRule]] = table(
     cgad,
     decoupled_diloco,
     delayed_nesterov,
+    halos,
     heloco,
 )
 

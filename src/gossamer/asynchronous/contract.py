@@ -13,7 +13,7 @@ from gossamer.layout import Layout
 from gossamer.options import in_short
 from gossamer.tree import Tree
 
-__all__ = ["PairRule", "PushInfo", "ServerRule", "Slack", "Window"]
+__all__ = ["PairRule", "PushInfo", "Regions", "ServerRule", "Slack", "Window"]
 
 
 class PushInfo(NamedTuple):
@@ -53,6 +53,19 @@ class Window(NamedTuple):
     """Merges the gathered messages, in ascending order of their workers, into one."""
 
 
+class Regions(NamedTuple):
+    """How the servers of regions, each with its own workers, exchange with one global server above them."""
+
+    rule: "ServerRule"
+    """The global server's, which absorbs reports, told no tokens and no steps; `greet` of its state is what it sends back."""
+    every: int
+    """Updates of a region's server after a merge, until it reports."""
+    tell: Callable[[Any], tuple[Any, Tensor]]
+    """`tell(S) -> (S, D)`: the report D of a region's server, in descent sign, and its state from then on."""
+    merge: Callable[[Any, Tensor], Any]
+    """`merge(S, Θ) -> S`: takes in the global model when it arrives."""
+
+
 class ServerRule(NamedTuple):
     """How a server sets the starting points of workers and absorbs their messages.
 
@@ -71,10 +84,12 @@ class ServerRule(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
     window: Window | None = None
     """How messages are gathered; None absorbs each on its own."""
+    regions: Regions | None = None
+    """How this is the rule of a server in each region, below a global one; None for one server."""
     elementwise: bool = True
     """Whether parts of the vector may be updated separately."""
     state_copies: int = 1
-    """Tensors of the size of `x` that the server holds, its model included."""
+    """Tensors of the size of `x` that the server holds, its model included; those of one region's where there are regions."""
 
     def __repr__(self) -> str:
         return in_short(self)

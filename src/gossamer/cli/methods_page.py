@@ -121,8 +121,13 @@ def _row(name: str, recipe: Recipe, layout: Layout) -> MethodRow:
     if counted.flight_copies:
         keeps += f", and {_models(counted.flight_copies)} under way"
     if isinstance(settled, WithServer):
+        regions = settled.rule.regions
         keeps += f", and {_models(settled.rule.state_copies)} at the server"
-        sends, needs = "differences to the server", ["a server"] + ["whole tensors"] * (not settled.rule.elementwise)
+        sends, needs = "differences to the server", ["a server"]
+        if regions is not None:
+            keeps += f" of each region and {_models(regions.rule.state_copies)} at the global one"
+            sends, needs = "differences to the server of its region", ["servers in two levels"]
+        needs += ["whole tensors"] * (not settled.rule.elementwise)
     elif isinstance(settled, InPairs):
         sends, needs = "parameters at each meeting", ["a graph that never changes"]
     else:

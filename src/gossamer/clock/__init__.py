@@ -2,7 +2,8 @@
 
 Three loops share one agenda and `gossamer.clock.phases.Phases`, and differ in whom a worker waits for:
 
-* `ServerRun`: workers push to a server and fetch from it, with any of `gossamer.asynchronous.SERVERS`.
+* `ServerRun`: workers push to a server, or to that of their region, and fetch from it, with any of
+  `gossamer.asynchronous.SERVERS`.
 * `PairRun`: pairs of workers meet at random times, with any of `gossamer.asynchronous.PAIRS`.
 * `GossipRun`: workers gossip by a rule of `gossamer.rules` with the latest messages of their peers, without waiting.
 
@@ -11,7 +12,7 @@ a link do not share its bandwidth. Virtual time affects the result, because it d
 belongs to one network and cannot be priced on another.
 """
 
-from gossamer.clock.events import SERVER, Absence, Phase, Record, Transfer, Update
+from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
 from gossamer.clock.gossip import GossipRun
 from gossamer.clock.pairs import PairRun
 from gossamer.clock.phases import Learner, LoopOptions, Report
@@ -29,6 +30,7 @@ __all__ = [
     "PairRun",
     "Phase",
     "Record",
+    "Relay",
     "Report",
     "ServerRun",
     "Transfer",

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 
 from gossamer.clock.events import Record
 
-__all__ = ["ABSENCE", "ARRIVAL", "DECISION", "PHASE", "REPLY", "Action", "Agenda"]
+__all__ = ["ABSENCE", "ARRIVAL", "DECISION", "PHASE", "RELAY", "REPLY", "Action", "Agenda"]
 
 # The order of events at the same time. Phases end before any message arrives, so that with equal clocks and free links all
-# messages of a round have arrived when the first is handled.
-ABSENCE, PHASE, ARRIVAL, DECISION, REPLY = range(5)
+# messages of a round have arrived when the first is handled. What servers send each other in no time comes before the next
+# push.
+ABSENCE, PHASE, RELAY, ARRIVAL, DECISION, REPLY = range(6)
 
 Action = Callable[[], list[Record]]
 

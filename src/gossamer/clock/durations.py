@@ -10,13 +10,18 @@ __all__ = ["Durations"]
 
 
 class Durations:
-    """Seconds of local phases and messages on a network, where messages do not share the bandwidth of links."""
+    """Seconds of local phases and messages on a network, where messages do not share the bandwidth of links.
+
+    Workers in one site are a region, and without sites all are. A server is in the site of worker 0, unless each region has one.
+    """
 
     def __init__(self, network: Network, workers: int) -> None:
-        if network.sites or network.changes:
+        shared = [name for name, site in network.sites.items() if min(site.uplink_bps, site.downlink_bps) < math.inf]
+        if shared or network.changes:
             raise ConfigError(
-                f"the network has {len(network.sites)} sites and {len(network.changes)} changes, but here each worker has a link "
-                "of its own that stays as it is; give uplink_bps, downlink_bps and latency_s per worker"
+                f"the network has {len(shared)} sites with a shared link and {len(network.changes)} changes, but here messages "
+                "do not share links, which stay as they are; give uplink_bps, downlink_bps and latency_s per worker, and the "
+                "[[routes]] between sites"
             )
         links = links_of(network, workers)
         if links.step_s is None:
@@ -28,6 +33,12 @@ class Durations:
         self._up, self._down = links.uplink_bps.tolist(), links.downlink_bps.tolist()
         self._latency = links.latency_s.tolist()
         self._network, self._workers = network, workers
+        places = list(dict.fromkeys(links.site.tolist()))
+        self.regions: tuple[int, ...] = tuple(places.index(place) for place in links.site.tolist())
+        """The region of each worker; that of worker 0 is number 0, and so on in the order of their smallest workers."""
+        self._route_s, self._route_bps = (
+            option[places][:, places].tolist() for option in (links.route_latency_s, links.route_bps)
+        )
 
     def phase_s(self, worker: int, number: int, steps: int) -> float:
         """Seconds of a worker's phase of this many inner steps, with the jitter of that phase number."""
@@ -36,10 +47,16 @@ class Durations:
             return seconds
         return seconds * float(jitter_factors(self._network, number, self._workers)[worker])
 
-    def transfer_s(self, source: int, target: int, size: int) -> float:
-        """Seconds from leaving to arriving; the server's own link costs nothing."""
+    def transfer_s(self, source: int, target: int, size: int, *, near: bool = False) -> float:
+        """Seconds from leaving to arriving; a server's own link costs nothing, nor does the route where it is `near`."""
         ends = [i for i in (source, target) if i != SERVER]
         rate = min(
             math.inf if source == SERVER else self._up[source], math.inf if target == SERVER else self._down[target]
         )
-        return max(self._latency[i] for i in ends) + 8 * size / rate
+        a, b = (0 if i == SERVER else self.regions[i] for i in (source, target))
+        route_s, route_bps = (0.0, math.inf) if near else (self._route_s[a][b], self._route_bps[a][b])
+        return max(self._latency[i] for i in ends) + route_s + 8 * size / min(rate, route_bps)
+
+    def relay_s(self, region: int, size: int) -> float:
+        """Seconds between the servers of a region and of region 0, where the global one is."""
+        return self._route_s[region][0] + 8 * size / self._route_bps[region][0]

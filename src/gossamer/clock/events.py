@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["SERVER", "Absence", "Phase", "Record", "Transfer", "Update"]
+__all__ = ["SERVER", "Absence", "Phase", "Record", "Relay", "Transfer", "Update"]
 
 SERVER = -1
 """The server's number where a worker's is expected."""
@@ -40,8 +40,19 @@ class Transfer(NamedTuple):
     bytes: int
 
 
+class Relay(NamedTuple):
+    """A message that arrived, between the server of a region and the global one: a report going up, a merge coming down."""
+
+    kind: Literal["report", "merge"]
+    start_s: float
+    end_s: float
+    region: int
+    fragment: int
+    bytes: int
+
+
 class Update(NamedTuple):
-    """The server has absorbed the pushes of these workers."""
+    """A server has absorbed the pushes of these workers."""
 
     time_s: float
     fragment: int
@@ -49,4 +60,4 @@ class Update(NamedTuple):
     ages: tuple[int, ...]
 
 
-Record = Absence | Phase | Transfer | Update
+Record = Absence | Phase | Transfer | Relay | Update

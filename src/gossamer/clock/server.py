@@ -8,11 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.asynchronous import ServerRule, Slack
-from gossamer.clock.agenda import ARRIVAL, DECISION, REPLY, Agenda
+from gossamer.clock.agenda import ARRIVAL, DECISION, RELAY, REPLY, Agenda
 from gossamer.clock.durations import Durations
-from gossamer.clock.events import SERVER, Absence, Phase, Record, Transfer, Update
+from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
+from gossamer.clock.global_core import GlobalCore
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
-from gossamer.clock.server_core import WAITS, Push, Send, ServerAction, ServerCore
+from gossamer.clock.server_core import WAITS, Push, RegionReport, Send, ServerAction, ServerCore
 from gossamer.clock.server_worker import ServerWorker
 from gossamer.network.links import Network
 from gossamer.rounds.facts import Facts
@@ -29,17 +30,22 @@ class ServerRun:
     continues to train, and uses the reply at the end of the phase in which it arrives; its drift of that fragment since the push
     is lost. A server with a window also closes it when no worker can push any more.
 
+    With a rule for regions, each site of the network has a server for its own workers, next to them, and a global server in
+    the site of worker 0 takes their reports. A report and its answer take the seconds of the route between the two sites, and
+    nobody waits for them; as of each fragment one is under way at a time, and the routes of two regions differ, a model in one
+    fragment has its route to itself. When no worker can push any more, each region reports what it has not yet.
+
     A worker that leaves loses its current phase; its pushes in flight still count. When it returns it fetches all fragments.
 
     Args:
         learners: all start from the parameters of the first.
-        network: links of the workers to the server, whose own link has no limit, and seconds of an inner step.
+        network: links of the workers to the server, whose own link has no limit, routes, and seconds of an inner step.
         spans: the fragments, each a slice of the flat vector with its own ages and state; None is the whole vector.
         overlap: whether workers train while a reply is in flight; needs at least two fragments.
-        options: absences, budget and so on; pushes go through the codec, starting points are sent as they are. The run ends
-            when all pushes have been absorbed.
+        options: absences, budget and so on; pushes go through the codec, all else is sent as it is. The run ends when all
+            pushes have been absorbed, and all reports.
     Raises: ConfigError for options that do not fit together.
-    Cost: the rule's state at the server; one starting point per worker in addition to its model.
+    Cost: the rule's state at each server; one starting point per worker in addition to its model.
     """
 
     def __init__(
@@ -51,10 +57,14 @@ class ServerRun:
         check(Facts(kind="server", server=rule.name, fragments=len(self.spans), overlap=overlap))
         self.learners = learners
         self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
-        self._core = ServerCore(rule, x, layout, self.spans, [learner.local_steps for learner in learners])
+        regions = self._durations.regions if rule.regions is not None else (0,) * len(learners)
+        self._region, self._near = regions, rule.regions is not None
+        steps = [learner.local_steps for learner in learners]
+        self._cores = [ServerCore(rule, x, layout, self.spans, steps) for _ in range(max(regions) + 1)]
+        self._global = rule.regions and GlobalCore(rule.regions.rule, x, self.spans, self._cores[0].layouts)
         self._workers: list[ServerWorker] = []
         for i, learner in enumerate(learners):
-            for action in self._core.join(i):
+            for action in self._core(i).join(i):
                 assert isinstance(action, Send)
                 self._workers.append(ServerWorker(learner, self.spans, action.starts, overlap=overlap))
         self._phases = Phases(self._agenda, self._durations, learners, options, self._end_phase, self._change)
@@ -67,16 +77,23 @@ class ServerRun:
         return self._agenda.time_s
 
     def model(self) -> Tensor:
-        """The server's parameters `[P]`."""
-        return self._core.model()
+        """The server's parameters `[P]`; those of the global server where there is one."""
+        return self._cores[0].model() if self._global is None else self._global.model()
 
     def states(self) -> list[Any]:
-        """The state of the rule for each fragment."""
-        return self._core.states()
+        """The state of the rule for each fragment; of all regions in their order, and then of the global server."""
+        local = [state for core in self._cores for state in core.states()]
+        return local if self._global is None else [*local, *self._global.states()]
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
         return self._agenda.run(until_s, self._flush)
+
+    def _core(self, worker: int) -> ServerCore:
+        return self._cores[self._region[worker]]
+
+    def _transfer_s(self, source: int, target: int, size: int) -> float:
+        return self._durations.transfer_s(source, target, size, near=self._near)
 
     def _end_phase(self, i: int, number: int, start_s: float) -> list[Record]:
         worker = self._workers[i]
@@ -84,12 +101,12 @@ class ServerRun:
         if push is not None:
             layout = worker.learner.layout.slice(*self.spans[push.fragment])
             message, size = self._options.transmit(push.message, layout, i, number, push.fragment)
-            push_s = self._durations.transfer_s(i, SERVER, size)
+            push_s = self._transfer_s(i, SERVER, size)
             arrives_s, slack = self.time_s + push_s, WAITS
             if worker.overlap:
                 # The reply is taken in at the end of the next phase, which takes about as long as this one.
                 steps = worker.learner.local_steps
-                reply_s = self._durations.transfer_s(SERVER, i, nbytes(push.message))
+                reply_s = self._transfer_s(SERVER, i, nbytes(push.message))
                 slack = Slack(steps, (self.time_s - start_s) / steps, push_s + reply_s)
             epoch, push = self._phases.epoch[i], push._replace(message=message)
             self._agenda.plan(arrives_s, ARRIVAL, i, partial(self._arrive, i, epoch, push, slack, (size, self.time_s)))
@@ -101,29 +118,48 @@ class ServerRun:
         size, start_s = sent
         arrived = Transfer("push", start_s, self.time_s, i, SERVER, push.fragment, size)
         waits = epoch == self._phases.epoch[i]
-        return [arrived, *self._perform(self._core.push(i, push, self.time_s, reply=waits, slack=slack))]
+        actions = self._core(i).push(i, push, self.time_s, reply=waits, slack=slack)
+        return [arrived, *self._perform(self._region[i], actions)]
 
-    def _tick(self) -> list[Record]:
-        return self._perform(self._core.tick(self.time_s))
+    def _tick(self, region: int) -> list[Record]:
+        return self._perform(region, self._cores[region].tick(self.time_s))
 
     def _flush(self) -> list[Record]:
-        self._core.flush(self.time_s)
         records: list[Record] = []
-        while closed := self._tick():
-            records += closed
+        for region, core in enumerate(self._cores):
+            records += self._perform(region, core.flush(self.time_s))
+            while closed := self._tick(region):
+                records += closed
         return records
 
-    def _perform(self, actions: Sequence[ServerAction]) -> list[Record]:
-        """Plans the core's actions; returns its updates."""
+    def _perform(self, region: int, actions: Sequence[ServerAction]) -> list[Record]:
+        """Plans the actions of a region's core; returns its updates."""
         for action in actions:
             if isinstance(action, Send):
                 size = sum(nbytes(start.x) for start in action.starts.values())
-                arrives_s = self.time_s + self._durations.transfer_s(SERVER, action.worker, size)
+                arrives_s = self.time_s + self._transfer_s(SERVER, action.worker, size)
                 reply = partial(self._receive, self._phases.epoch[action.worker], action, self.time_s)
                 self._agenda.plan(arrives_s, REPLY, action.worker, reply)
+            elif isinstance(action, RegionReport):
+                arrives_s = self.time_s + self._durations.relay_s(region, nbytes(action.message))
+                answer = partial(self._answer, region, action, self.time_s)
+                self._agenda.plan(arrives_s, RELAY, region, answer)
             elif not isinstance(action, Update):
-                self._agenda.plan(action.at_s, DECISION, action.fragment, self._tick)
+                self._agenda.plan(action.at_s, DECISION, action.fragment, partial(self._tick, region))
         return [action for action in actions if isinstance(action, Update)]
+
+    def _answer(self, region: int, report: RegionReport, start_s: float) -> list[Record]:
+        """The global server absorbs a report, and sends its model to that region."""
+        assert self._global is not None
+        p, size = report.fragment, nbytes(report.message)
+        x = self._global.report(region, p, report.message)
+        merge = partial(self._merge, region, p, x, self.time_s)
+        self._agenda.plan(self.time_s + self._durations.relay_s(region, nbytes(x)), RELAY, region, merge)
+        return [Relay("report", start_s, self.time_s, region, p, size)]
+
+    def _merge(self, region: int, p: int, x: Tensor, start_s: float) -> list[Record]:
+        self._cores[region].merge(p, x)
+        return [Relay("merge", start_s, self.time_s, region, p, nbytes(x))]
 
     def _receive(self, epoch: int, sent: Send, start_s: float) -> list[Record]:
         i = sent.worker
@@ -138,4 +174,6 @@ class ServerRun:
     def _change(self, absence: Absence) -> list[Record]:
         i = absence.worker
         self._workers[i].leave()
-        return self._perform(self._core.join(i) if absence.change == "return" else self._core.leave(i, self.time_s))
+        core = self._core(i)
+        actions = core.join(i) if absence.change == "return" else core.leave(i, self.time_s)
+        return self._perform(self._region[i], actions)

@@ -12,6 +12,9 @@ run (`gossamer.run.serve_replay`) run the same core, so the same inputs give the
 * When a window closes without its quorum, because no worker can push any more. With a budget the core knows who trains. Over
   virtual time only the agenda knows the messages in flight, so the driver calls `flush`.
 
+Below a global server (`Regions`) each region has a core. It returns a `RegionReport` when one is due, and the driver calls
+`merge` when the global model arrives; of each fragment one report is under way at a time.
+
 A push that was sent before its worker left still counts, and gets no reply. Connections deliver all messages before they
 report a loss, except a connection that a newer one of the same worker replaces; the driver drops its remaining messages.
 """
@@ -32,7 +35,7 @@ from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import leaves, must_fit, refill
 
-__all__ = ["WAITS", "CloseWindow", "Push", "Send", "ServerAction", "ServerCore", "StartingPoint"]
+__all__ = ["WAITS", "CloseWindow", "Push", "RegionReport", "Send", "ServerAction", "ServerCore", "StartingPoint"]
 
 
 WAITS = Slack()
@@ -80,7 +83,14 @@ class CloseWindow(NamedTuple):
     at_s: float
 
 
-ServerAction = Send | Update | CloseWindow
+class RegionReport(NamedTuple):
+    """An action: send the progress of a region's server to the global one, and call `merge` with its answer."""
+
+    fragment: int
+    message: Tensor
+
+
+ServerAction = Send | Update | CloseWindow | RegionReport
 """An action for the driver; it records an `Update`."""
 
 
@@ -103,6 +113,10 @@ class _FragmentState:
         self.updates = 0
         self.waiting: list[_Waiting] = []
         self.closes_s = math.inf
+        self.merged_updates = 0
+        """Updates up to the last merge."""
+        self.reported = False
+        """Whether a report is under way."""
 
     def start(self) -> StartingPoint:
         """The starting point for a worker now."""
@@ -127,6 +141,19 @@ class _FragmentState:
         self.state = state
         self.updates += 1
         return absorbed, tuple(info.age for info in infos)
+
+    def report(self, p: int, every: int) -> list[ServerAction]:
+        """The report of this fragment, number `p`, if none is under way and there are so many updates since the last merge.
+
+        Args: `every` = 0 reports whatever has not been, and nothing where all has.
+        """
+        if self.rule.regions is None or self.reported or self.updates - self.merged_updates < every:
+            return []
+        state, message = self.rule.regions.tell(self.state)
+        if every == 0 and not message.any():
+            return []
+        self.state, self.reported = state, True
+        return [RegionReport(p, message)]
 
 
 @dataclass
@@ -195,21 +222,32 @@ class ServerCore:
         member.trains = False
         return self._plan(now_s)  # fewer present workers need a smaller quorum
 
+    def merge(self, p: int, x: Tensor) -> None:
+        """The global server has answered the report of a fragment with its model of it."""
+        fragment, regions = self._fragments[p], self._rule.regions
+        assert regions is not None
+        fragment.state = regions.merge(fragment.state, x)
+        fragment.merged_updates, fragment.reported = fragment.updates, False
+
     def tick(self, now_s: float) -> list[ServerAction]:
         """Closes at most one window that is due; call it until it returns nothing."""
         actions = self._plan(now_s)
         if self._budget is not None and not self._expects_pushes(now_s):
-            self.flush(now_s)
+            actions += self.flush(now_s)
         for p, fragment in enumerate(self._fragments):
             if fragment.waiting and now_s >= fragment.closes_s:
                 return [*actions, *self._absorb(p, now_s)]
         return actions
 
-    def flush(self, now_s: float) -> None:
-        """No worker can push any more: the windows that have a push close at the next ticks."""
-        for fragment in self._fragments:
+    def flush(self, now_s: float) -> list[ServerAction]:
+        """No worker can push any more: the windows that have a push close at the next ticks, and the rest is reported."""
+        actions: list[ServerAction] = []
+        for p, fragment in enumerate(self._fragments):
             if fragment.waiting:
                 fragment.closes_s = min(fragment.closes_s, now_s)
+            else:
+                actions += fragment.report(p, 0)
+        return actions
 
     # Queries of drivers
 
@@ -318,10 +356,12 @@ class ServerCore:
         return sum(counts(member) or (starting and i not in self._seen) for i, member in enumerate(self._members))
 
     def _absorb(self, p: int, now_s: float) -> list[ServerAction]:
-        absorbed, ages = self._fragments[p].absorb()
+        fragment, regions = self._fragments[p], self._rule.regions
+        absorbed, ages = fragment.absorb()
         self.absorbed_steps += sum(self._members[one.worker].local_steps for one in absorbed)
         update = Update(now_s, p, tuple(one.worker for one in absorbed), ages)
-        return [update, *(self._send(one.worker, (p,)) for one in absorbed if one.reply)]
+        replies = [self._send(one.worker, (p,)) for one in absorbed if one.reply]
+        return [update, *replies, *([] if regions is None else fragment.report(p, regions.every))]
 
     def _send(self, worker: int, parts: Iterable[int]) -> Send:
         member = self._members[worker]

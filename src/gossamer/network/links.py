@@ -193,7 +193,7 @@ class Network:
     mean: MeanKind = "owners"
     """How a mean is carried: "owners" of chunks as gossamer does, "ring" or "tree"."""
     sites: Mapping[str, Site] = field(default_factory=dict)
-    """Workers in one place by the name of the place; every worker is in one site."""
+    """Workers in one place by the name of the place; every worker is in one site. A server such as halos has one in each."""
     routes: tuple[Route, ...] = ()
     """What lies between two sites; one for each pair, or none at all."""
     changes: tuple[Change, ...] = ()

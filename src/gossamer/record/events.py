@@ -8,6 +8,7 @@ while the r-th part of the run was under way; a round is as many inner steps of 
 * `{"event":"phase","worker":i,"number":k,"start_s":a,"end_s":b,"steps":h,"tokens":t}`
 * `{"event":"push","source":i,"target":-1,"fragment":p,"bytes":n,"start_s":a,"end_s":b}`, also "fetch" and "meet"; -1 is the
   server.
+* `{"event":"report","region":g,"fragment":p,"bytes":n,"start_s":a,"end_s":b}`, to the global server, and "merge", its answer.
 * `{"event":"update","fragment":p,"workers":[i],"ages":[a],"time_s":t}`
 * `{"event":"leave","worker":i,"time_s":t}`, also "return".
 """
@@ -70,6 +71,17 @@ class _Transfer(TypedDict):
 
 
 @with_config(RECORD)
+class _Relay(TypedDict):
+    event: Literal["report", "merge"]
+    round: _Round
+    region: _Index
+    fragment: int
+    bytes: Annotated[int, Field(ge=0, lt=2**50)]
+    start_s: float
+    end_s: _Seconds
+
+
+@with_config(RECORD)
 class _Update(TypedDict):
     event: Literal["update"]
     round: _Round
@@ -87,8 +99,8 @@ class _Absence(TypedDict):
     time_s: float
 
 
-_Event = Annotated[_Start | _Phase | _Transfer | _Update | _Absence, Field(discriminator="event")]
-_EVENTS = Records[_Start | _Phase | _Transfer | _Update | _Absence](_Event)
+_Event = Annotated[_Start | _Phase | _Transfer | _Relay | _Update | _Absence, Field(discriminator="event")]
+_EVENTS = Records[_Start | _Phase | _Transfer | _Relay | _Update | _Absence](_Event)
 
 
 class EventLog(NamedTuple):
@@ -181,6 +193,8 @@ def read_events(run_folder: Path) -> EventLog | None:
             case "push" | "fetch" | "meet":
                 if line["source"] >= 0:
                     sent.append((line["source"], line["bytes"]))
+                ends.append((round, line["end_s"]))
+            case "report" | "merge":
                 ends.append((round, line["end_s"]))
             case "update":
                 ages += line["ages"]

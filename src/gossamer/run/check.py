@@ -244,7 +244,11 @@ def counted(config: RunConfig, settled: Settled, layout: Layout, rounds: int = _
         sent = traffic(config, layout, settled=settled)
         rows += [kept("outer state", sent.state_copies), kept("messages", sent.sent_bytes / size)]
         if isinstance(settled, WithServer):
-            rows.append(kept("server: state", settled.rule.state_copies))
+            regions = settled.rule.regions
+            rows.append(
+                kept("server: state" if regions is None else "server of a region: state", settled.rule.state_copies)
+            )
+            rows += [] if regions is None else [kept("server of all: state", regions.rule.state_copies)]
         priced = _on_a_clock(config, settled, sent.sent_bytes, size)
         return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), (priced,))
     sent, entries = played(config, settled.method, layout, _rounds(config, settled.method, rounds))
@@ -295,9 +299,10 @@ def _on_a_clock(config: RunConfig, settled: Settled, sent_bytes: float, size: in
     compute = [run.local_steps_of(i) * links.step_s[i] for i in range(config.workers)]
     cycles = compute
     if isinstance(settled, WithServer) and not config.events.overlap:
-        push, fetch = round(sent_bytes), size // config.events.fragments
+        push, fetch, near = round(sent_bytes), size // config.events.fragments, settled.rule.regions is not None
         cycles = [
-            s + links.transfer_s(i, SERVER, push) + links.transfer_s(SERVER, i, fetch) for i, s in enumerate(compute)
+            s + links.transfer_s(i, SERVER, push, near=near) + links.transfer_s(SERVER, i, fetch, near=near)
+            for i, s in enumerate(compute)
         ]
         note = "without waiting for a quorum" if settled.rule.window is not None else ""
     steps_per_s = math.fsum(run.local_steps_of(i) / s for i, s in enumerate(cycles))

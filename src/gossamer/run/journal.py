@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossamer.clock import Absence, Phase, Record, Transfer, Update
+from gossamer.clock import Absence, Phase, Record, Relay, Transfer, Update
 from gossamer.errors import TrainingError
 from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
@@ -134,7 +134,7 @@ class EventJournal:
             self._log().write(self.round, event.change, **fields)
             return
         self.time_s = time_s
-        if isinstance(event, Transfer):
+        if isinstance(event, Transfer | Relay):
             self._log().write(self.round, event.kind, **fields)
         elif isinstance(event, Update):
             self._log().write(self.round, "update", **fields)

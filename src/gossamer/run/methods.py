@@ -205,6 +205,7 @@ METHODS: dict[str, Recipe] = {
     ),
     "delayed_nesterov": Recipe({"server.delay": 8, "events.dylu": True}),
     "decoupled_diloco": Recipe({"events.fragments": 3, "events.overlap": True}),
+    "halos": Recipe({"events.dylu": True}),
     "heloco": Recipe({"server.rho": 0.354}),
     "mla": Recipe(
         {"server.name": "heloco", "server.rho": 0.354, "server.c_ok": -1.0},

@@ -171,8 +171,8 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
         absences=len(events.absences), clock=events.network, networks=config.network,
     )  # fmt: skip
     if config.server is not None:
-        attempt(lambda: make(parts, "server", config))
-        return facts, errors
+        server: ServerRule | None = attempt(lambda: make(parts, "server", config))
+        return facts._replace(regions=server is not None and server.regions is not None), errors
     topology = attempt(lambda: make(parts, "topology", config))
     if config.pair is not None:
         pair = attempt(lambda: make(parts, "pair", config))

@@ -1,0 +1,54 @@
+"""The decisions of a global server above those of regions, without input or output."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.asynchronous import PushInfo, ServerRule
+from gossamer.finite import must_be_finite
+from gossamer.layout import Layout
+
+__all__ = ["GlobalCore"]
+
+
+class GlobalCore:
+    """The state of a global server, for each fragment; it answers each report at once.
+
+    Args:
+        rule: its own, of `Regions`.
+        x: the initial parameters `[P]`.
+        spans: the fragments, as slices of x, with their layouts.
+    Cost: the rule's state.
+    """
+
+    def __init__(
+        self, rule: ServerRule, x: Tensor, spans: Sequence[tuple[int, int]], layouts: Sequence[Layout]
+    ) -> None:
+        self._rule, self._layouts = rule, layouts
+        self._states = [rule.init(x[a:b]) for a, b in spans]
+        self._updates = [0] * len(spans)
+        self._sent: dict[tuple[int, int], int] = {}  # region and fragment: the updates when it was answered last
+
+    def report(self, region: int, fragment: int, message: Tensor) -> Tensor:
+        """A region's report of a fragment has arrived; returns the answer to it.
+
+        Raises: TrainingError, and keeps the old state, when the new one is not finite.
+        """
+        age = self._updates[fragment] - self._sent.get((region, fragment), 0)
+        arrival = PushInfo(region, age, 0, 0, self._layouts[fragment])
+        state = self._rule.absorb(self._states[fragment], message, arrival)
+        must_be_finite({f"the state of the global server after the report of region {region}": state})
+        self._states[fragment] = state
+        self._updates[fragment] += 1
+        self._sent[region, fragment] = self._updates[fragment]
+        return self._rule.greet(state)
+
+    def model(self) -> Tensor:
+        """The global parameters `[P]`."""
+        return torch.cat([state.x for state in self._states])
+
+    def states(self) -> list[Any]:
+        """The state of the rule for each fragment."""
+        return self._states
