@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROCESSES ?= 3  # two cores have idle time for a third: tests wait for disks, timeouts and each other
 
+export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
+
 .PHONY: help demo test types tests parity bench methods results docs
 
 help:  ## list the targets

@@ -1,6 +1,7 @@
 """What all tests share: one intra-op thread, the option for the full parity matrix, and markers for what a machine may lack."""
 
 import functools
+import logging
 import os
 import shutil
 import subprocess
@@ -13,6 +14,9 @@ from hypothesis import settings
 from gossamer.cli.train import import_early
 
 torch.set_num_threads(1)  # tests run beside their own worker processes
+for logger in logging.root.manager.loggerDict.values():
+    if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+        logger.propagate = True  # else pytest hangs three handlers into each of some forty loggers, for every test
 settings.register_profile("repeatable", derandomize=True)
 
 LONGEST = (

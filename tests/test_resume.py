@@ -228,7 +228,7 @@ sys.exit(main(["train", *sys.argv[2:]]))
 
 
 def test_torchrun_restarts_a_run_whose_worker_was_killed_to_the_same_bits(tmp_path: Path) -> None:
-    config = tiny(workers=2, topology__name="complete", run__steps=40, run__timeout_s=60)
+    config = tiny(workers=2, topology__name="complete", run__steps=20, run__timeout_s=60)
     (tmp_path / "run.toml").write_text(dump(config))
     (tmp_path / "dies.py").write_text(DIES_ONCE)
     folder = tmp_path / "run"
