@@ -193,6 +193,11 @@ METHODS: dict[str, Recipe] = {
         source="arXiv 2105.09080",
         differs="any gossip rule works on `pga`",
     ),
+    "moshpit": Recipe(
+        {"rule.name": "gossip", "topology.name": "grid"},
+        source="Moshpit SGD, arXiv 2103.03239",
+        differs="parameters are averaged after every local phase, without the authors' search for peers",
+    ),
     "overlap_sgp": Recipe(
         {"rule.name": "sgp", "run.local_steps": 1, "schedule.overlap_steps": 1},
         differs="a message received one step late carries its weight, and both are added together",
