@@ -34,10 +34,12 @@ from gossamer.rules import (
     noloco,
     omr,
     restarted,
+    robust,
     sgp,
     slowmo,
     sparseloco,
     sparta,
+    trusted,
     weighted,
 )
 from gossamer.testing.numbers import (
@@ -65,6 +67,10 @@ ROWS = {
     "cocktail-exact": cocktail(back="exact"),
     "noloco-anchored": anchored(noloco()),
     "gasloc-restarted": restarted(gasloc()),
+    "diloco-trimmed": robust(diloco()),
+    "diloco-krum": robust(error_feedback(diloco()), by="krum"),
+    "diloco-geometric_median": robust(diloco(), by="geometric_median"),
+    "diloco-trusted": trusted(diloco()),
     "sparta-halves": sparta(one_in=2),
     "gasloc-weighted": weighted(gasloc()),
     "sgp-weighted": weighted(sgp()),

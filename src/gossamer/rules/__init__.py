@@ -24,6 +24,8 @@ from gossamer.rules.noloco import noloco as noloco
 from gossamer.rules.relaysum import relaysum as relaysum
 from gossamer.rules.restarted import omr as omr
 from gossamer.rules.restarted import restarted as restarted
+from gossamer.rules.robust import robust as robust
+from gossamer.rules.robust import trusted as trusted
 from gossamer.rules.sgp import sgp as sgp
 from gossamer.rules.slowmo import slowmo as slowmo
 from gossamer.rules.sparta import sparta as sparta
@@ -66,6 +68,8 @@ WRAPPERS: dict[str, Callable[..., Rule]] = table(
     anchored,
     error_feedback,
     restarted,
+    robust,
+    trusted,
 )
 """Functions from rule to rule, for `make_rule`."""
 
