@@ -11,6 +11,7 @@ from gossamer.rules.cocktail import cocktail as cocktail
 from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.data_parallel import data_parallel as data_parallel
 from gossamer.rules.diloco import diloco as diloco
+from gossamer.rules.dilocox import dilocox as dilocox
 from gossamer.rules.eager import eager as eager
 from gossamer.rules.easgd import easgd as easgd
 from gossamer.rules.error_feedback import error_feedback as error_feedback
@@ -48,6 +49,7 @@ RULES: dict[str, Callable[..., Rule]] = table(
     cocktail,
     data_parallel,
     diloco,
+    dilocox,
     eager,
     easgd,
     fedopt,

@@ -58,6 +58,7 @@ METHODS: dict[str, Recipe] = {
     "anchored_gasloc": Recipe({"codec.name": "int4"}),
     "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
     "cocktail": Recipe({"run.local_steps": 1, "codec.name": "cocktail"}),
+    "dilocox": Recipe({"codec.name": "int4"}),
     "relaysum": Recipe({"run.local_steps": 1}),
     "sparseloco": Recipe({"codec.name": "topk2bit"}),
     "sparta": Recipe({"run.local_steps": 1, "rule.one_in": 50}),
