@@ -103,7 +103,7 @@ def test_a_variant_is_labelled_with_its_method():
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapper_stands_in_a_run_file_under_its_name_and_its_options_are_checked(wrapper):
-    inside = {"error_feedback": "diloco"}.get(wrapper, "gasloc")
+    inside = {"anchored": "gasloc", "restarted": "gasloc"}.get(wrapper, "diloco")
     run = tiny(rule={"name": inside, wrapper: {}}, topology__name="complete")
     assert in_rounds(run).method.rule.name == f"{wrapper}_{inside}" == make_rule(inside, **{wrapper: {}}).name
     for wrong, word in ((3, "as a table"), ({"evry": 1}, "evry"), ({"rule": 1}, "rule")):

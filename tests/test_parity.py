@@ -42,6 +42,7 @@ VARIANTS = {  # options beside the defaults that take another path through the u
         {"lr": 1.0, "alpha": 0.5},
         {"optimizer": "heavy_ball", "momentum": 0.3},
     ],
+    "dilocox": [{"rank": 2}, {"rank": 2, "form": "eager"}],
     "diloco": [{}, {"optimizer": "heavy_ball"}, {"optimizer": "sgd"}],
 }
 STEPS = ("even", "uneven", "weighed")

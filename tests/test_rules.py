@@ -25,6 +25,7 @@ from gossamer.rules import (
     choco,
     cocktail,
     diloco,
+    dilocox,
     eager,
     error_feedback,
     fedopt,
@@ -34,10 +35,12 @@ from gossamer.rules import (
     noloco,
     omr,
     restarted,
+    robust,
     sgp,
     slowmo,
     sparseloco,
     sparta,
+    trusted,
     weighted,
 )
 from gossamer.testing.numbers import (
@@ -65,6 +68,12 @@ ROWS = {
     "cocktail-exact": cocktail(back="exact"),
     "noloco-anchored": anchored(noloco()),
     "gasloc-restarted": restarted(gasloc()),
+    "dilocox-eager": dilocox(form="eager"),
+    "dilocox-blocking": dilocox(form="blocking"),
+    "diloco-trimmed": robust(diloco()),
+    "diloco-krum": robust(error_feedback(diloco()), by="krum"),
+    "diloco-geometric_median": robust(diloco(), by="geometric_median"),
+    "diloco-trusted": trusted(diloco()),
     "sparta-halves": sparta(one_in=2),
     "gasloc-weighted": weighted(gasloc()),
     "sgp-weighted": weighted(sgp()),
@@ -144,10 +153,6 @@ def topologies_of(n):
     for name in TOPOLOGIES:
         with contextlib.suppress(ConfigError):
             yield make_topology(name, n)
-
-
-def test_there_are_enough_codecs_for_every_rule_to_meet_every_topology():
-    assert len(CODECS) >= sum(make_topology(one, 4).doubly_stochastic for one in TOPOLOGIES)
 
 
 @settings(max_examples=40, deadline=None)

@@ -130,7 +130,7 @@ def test_the_steady_variance_is_that_of_a_simulation(name: str, consensus: Conse
     assert simulated == pytest.approx(found.variance, rel=0.03)
 
 
-@pytest.mark.parametrize("name", sorted(set(GOSSIPED) - {"random", "complete"}))
+@pytest.mark.parametrize("name", sorted(set(GOSSIPED) - {"random", "groups", "complete"}))
 @pytest.mark.parametrize("consensus", [Consensus(1.0, 0.5, "pre"), Consensus(1.0, 0.9, "post")], ids=str)
 def test_a_deterministic_contraction_is_that_of_a_simulation(name: str, consensus: Consensus) -> None:
     topology = make_topology(name, 8 if name == "hypercube" else 12)

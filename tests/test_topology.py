@@ -9,12 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
+from gossamer.rounds.stability import stability
+from gossamer.rules import Consensus
 from gossamer.topologies import TOPOLOGIES, Topology, make_topology
 from gossamer.topologies.draw import draw_round
 from gossamer.topologies.mixing import Mixing, matrix
 
 OPTIONS: dict[str, list[dict]] = {
     "base": [{}, {"peers": 2}, {"peers": 3}],
+    "grid": [{}, {"dimension": 1}, {"dimension": 3}, {"side": 4, "dimension": 3}],
+    "groups": [{}, {"size": 2}, {"size": 3}],
     "pga": [{}, {"every": 1}, {"every": 3, "graph": "star"}, {"every": 4, "graph": {"name": "base", "peers": 2}}],
     "random": [{}, {"peers": 2}, {"peers": 3}],
     "random_push": [{}, {"peers": 3}],
@@ -112,11 +116,11 @@ def test_the_tags_tell_the_topologies_apart() -> None:
         "random_push",
     }
     assert {t.name for t in eight if t.static} == {"chain", "complete", "exponential", "ring", "star", "torus", "tree"}
-    assert {t.name for t in eight if t.psd} == {"complete", "hypercube", "random", "star"}
+    assert {t.name for t in eight if t.psd} == {"complete", "grid", "groups", "hypercube", "random", "star"}
     assert [t.name for t in eight if t.everyone] == ["complete"]
     assert [t.name for t in eight if t.tree] == ["chain", "star", "tree"]
-    assert {t.name for t in eight if t.exchangeable} == {"random", "random_push"}
-    assert {t.name for t in eight if t.period is None} == {"random", "random_push"}
+    assert {t.name for t in eight if t.exchangeable} == {"groups", "random", "random_push"}
+    assert {t.name for t in eight if t.period is None} == {"groups", "random", "random_push"}
 
 
 @each_topology
@@ -177,6 +181,10 @@ def test_the_finite_time_topologies_are_those_expected() -> None:
     powers = {1, 2, 4, 8, 16, 32, 64}
     assert claims.pop("base") == claims.pop("complete") == claims.pop("pga") == set(range(1, 65))
     assert claims.pop("hypercube") == claims.pop("one_peer_exponential") == powers
+    assert claims.pop("grid") == {
+        n for n in range(1, 65) if n <= 2 or n % max(2, math.ceil(math.sqrt(n))) == 0
+    }  # full rows
+    assert claims.pop("groups") == {1, 2, 3, 4}
     assert all(claim == {1} for claim in claims.values())
 
 
@@ -325,6 +333,71 @@ def test_whom_a_worker_pushes_to_is_uniform_and_whom_it_hears_is_not() -> None:
     assert {len(mixing.hears_from(i)) for mixing in mixings for i in range(6)} >= {0, 1, 2, 3, 4}
 
 
+@given(n=st.integers(1, 40), round=st.integers(0, 10**6), name=st.sampled_from(["grid", "groups"]), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_groups_average_exactly_whoever_is_alive(n: int, round: int, name: str, data: st.DataObject) -> None:
+    options = {"groups": {"size": data.draw(st.integers(2, 9))}, "grid": {"dimension": data.draw(st.integers(1, 4))}}[
+        name
+    ]
+    alive = data.draw(st.frozensets(st.integers(0, n - 1)))
+    w = matrix(make_topology(name, n, **options).mixing(round, alive))
+    assert (w == w.T).all() and abs(w.sum(0) - 1).max() < 1e-14 and abs(w @ w - w).max() < 1e-14
+    assert all(w[i, i] == 1 for i in set(range(n)) - alive)
+    assert all(len(set(row[row > 0])) == 1 for row in w)  # the mean of a group, bitwise with the same weights
+
+
+@pytest.mark.parametrize(("side", "dimension"), [(2, 3), (3, 3), (4, 2), (7, 1)])
+def test_a_full_grid_is_the_exact_mean_after_one_round_along_each_axis(side: int, dimension: int) -> None:
+    n, product = side**dimension, np.eye(side**dimension)
+    topology = make_topology("grid", n, side=side, dimension=dimension)
+    assert topology.exact_rounds == topology.period == dimension
+    for t in range(dimension):
+        assert {len(row) for row in topology.mixing(t).rows} == {side}
+        product = matrix(topology.mixing(t)) @ product
+    assert abs(product - 1 / n).max() < 1e-14
+
+
+@pytest.mark.parametrize("alive", [None, frozenset(range(16)), frozenset({0, 3, 4, 7, 9, 10, 15}), frozenset({5})])
+def test_a_grid_of_side_two_is_the_hypercube_and_of_one_dimension_the_complete_graph(
+    alive: frozenset[int] | None,
+) -> None:
+    for t in range(6):
+        assert make_topology("grid", 16, side=2, dimension=4).mixing(t, alive) == make_topology("hypercube", 16).mixing(
+            t, alive
+        )
+        assert make_topology("grid", 16, dimension=1).mixing(t, alive) == make_topology("complete", 16).mixing(t, alive)
+
+
+def test_groups_of_two_are_random_pairs_and_one_group_is_the_complete_graph() -> None:
+    topology = make_topology("groups", 7, size=2)
+    for t in range(20):
+        assert sorted(len(topology.mixing(t).hears_from(i)) for i in range(7)) == [0, 1, 1, 1, 1, 1, 1]
+        assert make_topology("groups", 7, size=9).mixing(t) == make_topology("complete", 7).mixing(t)
+
+
+@pytest.mark.parametrize(("n", "size"), [(64, 8), (12, 4), (10, 4), (7, 2)])
+def test_random_groups_shrink_the_disagreement_by_the_number_of_groups(n: int, size: int) -> None:
+    """The last two have groups of unequal size; the measured mean is over draws, of one vector."""
+    topology, groups = make_topology("groups", n, seed=1, size=size), -(-n // size)
+    x = np.random.default_rng(0).standard_normal(n)
+    x -= x.mean()
+    shrunk = [float(((matrix(topology.mixing(t)) @ x) ** 2).sum() / (x**2).sum()) for t in range(2000)]
+    error = 4 * np.std(shrunk) / math.sqrt(len(shrunk))
+    assert abs(np.mean(shrunk) - (groups - 1) / (n - 1)) < error < 0.03
+    predicted = stability(Consensus(1.0, 0.0, "pre"), topology)
+    assert predicted.method == "closed form" and predicted.radius**2 == pytest.approx((groups - 1) / (n - 1))
+
+
+def test_a_grid_closes_up_when_workers_are_lost() -> None:
+    alive = frozenset(range(16)) - {1, 6, 7, 12, 13, 14, 15}  # 9 of 16, which stand 3 by 3
+    topology, product = make_topology("grid", 16), np.eye(16)
+    assert [topology.mixing(t, alive).hears_from(5) for t in range(2)] == [(4, 8), (2, 10)]
+    for t in range(2):
+        product = matrix(topology.mixing(t, alive)) @ product
+    workers = sorted(alive)
+    assert abs(product[np.ix_(workers, workers)] - 1 / 9).max() < 1e-14
+
+
 def test_the_ring_of_those_alive_closes_around_the_lost() -> None:
     mixing = make_topology("ring", 6).mixing(0, frozenset({0, 2, 3, 5}))
     assert [mixing.hears_from(i) for i in range(6)] == [(2, 5), (), (0, 3), (2, 5), (), (0, 3)]
@@ -385,6 +458,14 @@ def test_a_corner_of_the_hypercube_without_a_partner_waits() -> None:
         ("base", 4, {"peers": 0}, "got peers = 0; allowed are whole numbers of at least 1"),
         ("base", 4, {"peers": 4}, "got peers = 4; allowed are whole numbers from 1 to 3"),
         ("hypercube", 12, {}, "got n = 12; allowed are powers of two: use 8 or 16 workers, or topology 'base'"),
+        (
+            "grid",
+            30,
+            {"side": 5},
+            "got side = 5 and dimension = 2 for n = 30; allowed are at most 25 workers: raise side to 6",
+        ),
+        ("grid", 4, {"dimension": 0}, "got dimension = 0; allowed are whole numbers of at least 1"),
+        ("groups", 4, {"size": 1}, "got size = 1; allowed are whole numbers of at least 2"),
         ("torus", 7, {}, "got n = 7, a prime; .* use 8 workers, or topology 'ring'"),
         ("torus", 12, {"rows": 5}, "got rows = 5 for n = 12; allowed are 2, 3, 4, 6"),
         ("torus", 12, {"rows": 12}, "got rows = 12 for n = 12; allowed are 2, 3, 4, 6"),

@@ -11,7 +11,7 @@ from gossamer.errors import MissingPackageError, require
 from gossamer.network.links import Network, to_toml
 from gossamer.record.files import atomic_write, make_folder
 from gossamer.report.charts import charts_of, draw_chart, drawing, line_style, png, svg
-from gossamer.report.panels import grid, ranking
+from gossamer.report.panels import ranking, small_charts
 from gossamer.report.runs import RunData, loss_curves, read_runs, summary_row
 from gossamer.report.table import MANY, html_table, loss_rank, markdown_table, summary_rows
 
@@ -98,7 +98,7 @@ def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
     x_label, curves = loss_curves(loaded)
     figures = {
         "ranking.png": ranking([summary_row(run) for run in loaded]),
-        "curves.png": grid([run.label for run in loaded], curves, x_label),
+        "curves.png": small_charts([run.label for run in loaded], curves, x_label),
     }
     return {name: png(figure) for name, figure in figures.items()}
 
@@ -125,7 +125,11 @@ def _html_charts(runs: Sequence[RunData], networks: Mapping[str, Network]) -> li
     if len(runs) < MANY:
         return [_html_picture(c.title, draw_chart(c), f"{c.title}, against {c.x_label}") for c in shown]
     labels, first_of_many = [run.label for run in runs], (charts[0], charts[1 + len(networks)])
-    return [_html_picture(c.title, grid(labels, c.curves, c.x_label, log=c.log)) for c in first_of_many if c in shown]
+    return [
+        _html_picture(c.title, small_charts(labels, c.curves, c.x_label, log=c.log))
+        for c in first_of_many
+        if c in shown
+    ]
 
 
 def _html_picture(title: str, figure: Any, alt: str = "") -> str:

@@ -10,7 +10,7 @@ from gossamer.report.charts import FAINT, INK
 from gossamer.report.runs import Curve
 from gossamer.report.table import number_text
 
-__all__ = ["grid", "ranking"]
+__all__ = ["ranking", "small_charts"]
 
 _BAND, _OWN = "#e7e7e3", "#1f6f9f"
 
@@ -53,7 +53,9 @@ def ranking(rows: Sequence[Mapping[str, Any]]) -> Any:
     return figure
 
 
-def grid(labels: Sequence[str], curves: Sequence[Curve], x_label: str, *, log: bool = False, columns: int = 8) -> Any:
+def small_charts(
+    labels: Sequence[str], curves: Sequence[Curve], x_label: str, *, log: bool = False, columns: int = 8
+) -> Any:
     """A figure with a small chart for each curve on equal axes, each with the middle half of all curves and the best one."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

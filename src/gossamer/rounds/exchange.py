@@ -420,7 +420,7 @@ def _update_with_mean(setup: Setup, message: Tree, pieces: Sequence[list[Tensor]
         pieces = [[torch.cat(parts) for parts in zip(*pieces, strict=True)]]
     start = 0
     for piece in pieces:
-        mean, stop = refill(message, piece), start + piece[0].numel()
+        mean, stop = refill(message, piece), start + piece[0].numel() if rule.elementwise else part.x.numel()
         for a, b in _spans(rule, kernel.chunk_on(part.x.device), start, stop):
             own, summed = _cut(rule, message, a, b), _cut(rule, mean, a - start, b - start)
             messages = Decoded(own, (summed,), 0, ((0, 0.0), (1, 1.0)))

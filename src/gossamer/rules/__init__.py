@@ -11,6 +11,7 @@ from gossamer.rules.cocktail import cocktail as cocktail
 from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
 from gossamer.rules.data_parallel import data_parallel as data_parallel
 from gossamer.rules.diloco import diloco as diloco
+from gossamer.rules.dilocox import dilocox as dilocox
 from gossamer.rules.eager import eager as eager
 from gossamer.rules.easgd import easgd as easgd
 from gossamer.rules.error_feedback import error_feedback as error_feedback
@@ -24,6 +25,8 @@ from gossamer.rules.noloco import noloco as noloco
 from gossamer.rules.relaysum import relaysum as relaysum
 from gossamer.rules.restarted import omr as omr
 from gossamer.rules.restarted import restarted as restarted
+from gossamer.rules.robust import robust as robust
+from gossamer.rules.robust import trusted as trusted
 from gossamer.rules.sgp import sgp as sgp
 from gossamer.rules.slowmo import slowmo as slowmo
 from gossamer.rules.sparta import sparta as sparta
@@ -46,6 +49,7 @@ RULES: dict[str, Callable[..., Rule]] = table(
     cocktail,
     data_parallel,
     diloco,
+    dilocox,
     eager,
     easgd,
     fedopt,
@@ -66,6 +70,8 @@ WRAPPERS: dict[str, Callable[..., Rule]] = table(
     anchored,
     error_feedback,
     restarted,
+    robust,
+    trusted,
 )
 """Functions from rule to rule, for `make_rule`."""
 

@@ -58,6 +58,7 @@ METHODS: dict[str, Recipe] = {
     "anchored_gasloc": Recipe({"codec.name": "int4"}),
     "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
     "cocktail": Recipe({"run.local_steps": 1, "codec.name": "cocktail"}),
+    "dilocox": Recipe({"codec.name": "int4"}),
     "relaysum": Recipe({"run.local_steps": 1}),
     "sparseloco": Recipe({"codec.name": "topk2bit"}),
     "sparta": Recipe({"run.local_steps": 1, "rule.one_in": 50}),
@@ -192,6 +193,11 @@ METHODS: dict[str, Recipe] = {
         {"rule.name": "gossip", "topology.name": "pga", "run.local_steps": 1},
         source="arXiv 2105.09080",
         differs="any gossip rule works on `pga`",
+    ),
+    "moshpit": Recipe(
+        {"rule.name": "gossip", "topology.name": "grid"},
+        source="Moshpit SGD, arXiv 2103.03239",
+        differs="parameters are averaged after every local phase, without the authors' search for peers",
     ),
     "overlap_sgp": Recipe(
         {"rule.name": "sgp", "run.local_steps": 1, "schedule.overlap_steps": 1},

@@ -142,8 +142,9 @@ def no_codec_moves_the_mean_of_a_rule_that_keeps_it(rule: Rule, graphs: Sequence
     if not rule.mean_preserving or rule.site == "gradients":
         return
     graphs = [topology for topology in graphs if topology.doubly_stochastic]
-    for place, make in enumerate(CODECS.values() if graphs else ()):
-        keeps_the_mean(rule, graphs[(place + len(rule.name)) % len(graphs)], make(), 2)
+    codecs = [*CODECS.values()]
+    for place in range(max(len(codecs), len(graphs)) if graphs else 0):
+        keeps_the_mean(rule, graphs[(place + len(rule.name)) % len(graphs)], codecs[place % len(codecs)](), 2)
     for topology in graphs:
         start = random_vectors(topology.n, P)
         xs = played(rule, topology, start, 3).xs

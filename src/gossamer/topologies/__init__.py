@@ -18,6 +18,8 @@ from gossamer.topologies.graphs import ring as ring
 from gossamer.topologies.graphs import star as star
 from gossamer.topologies.graphs import torus as torus
 from gossamer.topologies.graphs import tree as tree
+from gossamer.topologies.groups import grid as grid
+from gossamer.topologies.groups import groups as groups
 from gossamer.topologies.periodic import pga as pga
 from gossamer.topologies.sequences import base as base
 from gossamer.topologies.sequences import hypercube as hypercube
@@ -36,6 +38,8 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = table(
     chain,
     complete,
     exponential,
+    grid,
+    groups,
     hypercube,
     one_peer_exponential,
     pga,

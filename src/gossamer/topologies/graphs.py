@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from gossamer.errors import ConfigError
 from gossamer.options import Count, Share, factory
 from gossamer.topologies.contract import Edge, Seed, Topology, Workers, over_alive, planned_topology
-from gossamer.topologies.mixing import Mixing, from_edges, metropolis
+from gossamer.topologies.mixing import Mixing, from_edges, in_groups, metropolis
 from gossamer.topologies.sequences import powers_of_two
 
 __all__ = ["chain", "complete", "edges_of", "exponential", "graph", "ring", "star", "torus", "tree"]
@@ -23,11 +23,7 @@ def complete(n: Workers, *, seed: Seed = 0) -> Topology:
     """
 
     def build(round: int, workers: Sequence[int]) -> Mixing:
-        # Not from_edges: the own weight 1 - (m-1)/m differs from 1/m in the last bit, and these rows must not differ.
-        row = tuple((j, 1.0 / len(workers)) for j in workers)
-        hearers = {i: tuple(j for j in workers if j != i) for i in workers}
-        rows = tuple(row if i in hearers else ((i, 1.0),) for i in range(n))
-        return Mixing(rows, tuple(hearers.get(i, ()) for i in range(n)))
+        return in_groups(n, [workers])
 
     return planned_topology(
         n, build, everyone=True, tree=n == 2, symmetric=True, doubly_stochastic=True, psd=True, period=1, exact_rounds=1

@@ -6,7 +6,7 @@ Neither is computed as a matrix product: `W @ X` differs from a real exchange in
 matrix units in more than that.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ __all__ = [
     "Mixing",
     "each",
     "from_edges",
+    "in_groups",
     "laplacian_condition",
     "matrix",
     "mean",
@@ -91,6 +92,25 @@ def from_edges(n: int, edges: Iterable[tuple[int, int, float]], sums: Literal["r
         own = [1.0 - sum(heard[i][j] for i in sorted(column)) for j, column in enumerate(hearers)]
     rows = tuple(tuple(sorted({**row, i: own[i]}.items())) for i, row in enumerate(heard))
     return Mixing(rows, tuple(tuple(sorted(column)) for column in hearers))
+
+
+def in_groups(n: int, groups: Iterable[Sequence[int]]) -> Mixing:
+    """The mixing in which the members of each group take their mean; whoever is in none, or alone in one, keeps its own.
+
+    `w_ij = 1 / |group|` within a group, so `W` is a symmetric projection: `W² = W = Wᵀ`. The rows of a group are the same object,
+    which `from_edges` cannot give: the own weight 1 - (m-1)/m differs from 1/m in the last bit.
+
+    >>> in_groups(4, [[3, 1]]).rows
+    (((0, 1.0),), ((1, 0.5), (3, 0.5)), ((2, 1.0),), ((1, 0.5), (3, 0.5)))
+    """
+    rows: list[Row] = [((i, 1.0),) for i in range(n)]
+    columns: list[tuple[int, ...]] = [()] * n
+    for group in groups:
+        members = sorted(group)
+        row = tuple((j, 1.0 / len(members)) for j in members)
+        for i in members:
+            rows[i], columns[i] = row, tuple(j for j in members if j != i)
+    return Mixing(tuple(rows), tuple(columns))
 
 
 def metropolis(n: int, links: Iterable[tuple[int, int]]) -> list[tuple[int, int, float]]:
