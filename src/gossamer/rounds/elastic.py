@@ -18,8 +18,8 @@ ELASTIC = (
         lambda f: f.elastic and (f.rule.needs not in ("connected", "everyone") or f.rule.copies_per_peer > 0),
         lambda f: (
             f"run.elastic is true, and rule '{f.rule.name}' keeps something of each peer or sums over fixed neighbours, which a "
-            "worker that dies would spoil; use a rule that gossips on parameters such as 'gasloc', or a mean over everyone such as "
-            "'diloco'"
+            "worker that dies would spoil; use a rule that gossips on parameters such as 'gasloc', or a mean over everyone such "
+            "as 'diloco'"
         ),
     ),
     Pairing(

@@ -104,8 +104,8 @@ class ElasticTransport:
         with self.changed:
             if self.members.replaced:
                 raise PeerError(
-                    f"another process fills slot {self.worker} now, as this one did not answer for {self._station.timeout_s:g} s; start "
-                    "it again to join with a free slot"
+                    f"another process fills slot {self.worker} now, as this one was silent for {self._station.timeout_s:g} s; "
+                    "start it again to join with a free slot"
                 )
             alive = self.members.alive(round) | {self.worker}
             self.core.steps = steps

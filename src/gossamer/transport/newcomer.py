@@ -150,7 +150,7 @@ def _offer(letter: Letter, slots: int, address: str) -> tuple[Offer, int]:
         } if letter.kind == Kind.OFFER:  # fmt: skip
             if slot is None:
                 raise PeerError(
-                    f"all {slots} slots of the run are filled, as worker {donor} at {address} says; wait until a worker has left, "
+                    f"all {slots} slots of the run are filled, as worker {donor} at {address} says; wait until one has left, "
                     "or start a run with more workers"
                 )
             entries = read_news(text.encode(), slots)
