@@ -39,6 +39,7 @@ VARIANTS = {  # options beside the defaults that take another path through the u
     "gasloc": [
         {},
         {"form": "published", "momentum": 0.3},
+        {"form": "drift"},
         {"lr": 1.0, "alpha": 0.5},
         {"optimizer": "heavy_ball", "momentum": 0.3},
     ],

@@ -17,6 +17,7 @@ from gossamer.errors import ConfigError
 from gossamer.options import Decay, Interval, check_option
 from gossamer.rounds.recursion import Recursion, of_consensus, of_rule
 from gossamer.rules import RULES, Consensus, Rule
+from gossamer.rules.contract import Site
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
 
@@ -35,7 +36,6 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-MomentumSite = Literal["pre", "post"]
 _Analysis = Callable[[Recursion], "Stability"]
 
 
@@ -82,12 +82,13 @@ class Outlook(NamedTuple):
 def stability(consensus: Consensus, topology: Topology) -> Stability:
     """The rms contraction per round and the steady variance of a recursion on a topology, all workers alive.
 
-    With `W_α = (1-α) I + α W`, the pair (θ, θ_prev) at site "pre", and (θ, z_prev) at site "post", is multiplied by
+    With `W_α = (1-α) I + α W`, the pair (θ, θ_prev) at site "pre", (θ, z_prev) at "post" and (θ, m) at "drift" is multiplied by
 
-        pre: [[W_α + γ I, -γ I], [I, 0]]        post: [[(1+γ) W_α, -γ I], [W_α, 0]]
+        pre: [[W_α + γ I, -γ I], [I, 0]]        post: [[(1+γ) W_α, -γ I], [W_α, 0]]        drift: [[W_α, γ W_α], [0, γ I]]
 
     and the radius is that of their product over a period, or of the second moment `S -> E[M S Mᵀ]` of random ones (its
-    square root). Drift enters as noise on θ before the round, so at "pre" the momentum sees it too.
+    square root). Drift enters as noise on θ before the round, so at "pre" the momentum sees it too; at "drift" it enters m as
+    well. There the matrix is triangular: no momentum below one is unstable where gossip is stable without.
 
     Raises: ConfigError when alpha is still "auto".
     Cost: O(n) for exchangeable topologies, O(period · n log n) for circulant ones (ring, exponential), O(period · n³) for
@@ -127,7 +128,7 @@ def stability_of(rule: Rule, topology: Topology, merge: Literal["keep"] | float 
     return _analysis(topology)(of_rule(rule, merge))
 
 
-def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -> float:
+def largest_stable_gamma(alpha: float, site: Site, topology: Topology) -> float:
     """The supremum of the momenta in [0, 1] that are stable with this gossip step; nan if none is.
 
     Smaller momenta are usually stable too, but a gossip step above one may need some.
@@ -151,7 +152,7 @@ def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -
     return low
 
 
-def best_alpha(gamma: float, site: MomentumSite, topology: Topology) -> float:
+def best_alpha(gamma: float, site: Site, topology: Topology) -> float:
     """The gossip step in (0, 2) with the least steady variance at this momentum, to three digits.
 
     Stable whenever a step above 1e-6 is; if none is, the one with the smallest radius.
@@ -247,9 +248,9 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     gap = condition = mean_gap(topology)
     if gap is not None:
         condition = laplacian_condition(_mean_matrix(topology)) if topology.symmetric else None
-    limits: dict[MomentumSite, float] = {site: largest_stable_gamma(alpha, site, topology) for site in ("post", "pre")}
+    limits: dict[Site, float] = {site: largest_stable_gamma(alpha, site, topology) for site in ("post", "pre")}
 
-    def row(site: MomentumSite, momentum: float) -> Gossip:
+    def row(site: Site, momentum: float) -> Gossip:
         consensus = Consensus(alpha, momentum, site)
         found = stability(consensus, topology)
         return Gossip(consensus, found, limits[site], best_alpha(momentum, site, topology))

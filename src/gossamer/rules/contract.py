@@ -12,10 +12,11 @@ from gossamer.options import in_short
 from gossamer.topologies.mixing import Hear, mean
 from gossamer.tree import Tree, leaves
 
-__all__ = ["ActsOn", "Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule", "sends_parameters"]
+__all__ = ["ActsOn", "Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule", "Site", "sends_parameters"]
 
 Needs = Literal["everyone", "connected", "static", "tree", "push"]
 ActsOn = Literal["parameters", "gradients"]
+Site = Literal["pre", "post", "drift"]
 
 
 class OuterSGD(NamedTuple):
@@ -52,12 +53,13 @@ class Context(NamedTuple):
 class Consensus(NamedTuple):
     """The linear recursion of a rule's disagreement when every drift is zero; `stability` reads it.
 
-    With `z = θ + α·pull(θ)`: site "post" is `θ' = z + γ(z - z_prev)`, site "pre" is `θ' = z + γ(θ - θ_prev)`.
+    With `z = y + α·pull(y)` and y = θ: site "post" is `θ' = z + γ(z - z_prev)`, site "pre" is `θ' = z + γ(θ - θ_prev)`. At site
+    "drift" it is `y = θ + γ m`, `θ' = z` and `m ← γ m`, where m is the momentum of drifts, to which no θ contributes.
     """
 
     alpha: float
     gamma: float
-    site: Literal["pre", "post"]
+    site: Site
 
 
 class Rule(NamedTuple):

@@ -65,6 +65,7 @@ METHODS: dict[str, Recipe] = {
     # GASLoC.
     "gasloc_2peer": Recipe({"rule.name": "gasloc", "topology.name": "random", "topology.peers": 2}),
     "gasloc_published": Recipe({"rule.name": "gasloc", "rule.form": "published", "rule.momentum": 0.5}),
+    "gasloc_drift": Recipe({"rule.name": "gasloc", "rule.form": "drift"}, source="ours, after arXiv 2606.11081 and 2606.22768"),
     "gasloc_heavy_ball": Recipe({"rule.name": "gasloc", "rule.optimizer": "heavy_ball", "rule.momentum": 0.5}),
     "gasloc_sgd": Recipe({"rule.name": "gasloc", "rule.optimizer": "sgd"}),
     "gasloc_single_step": Recipe(
