@@ -43,6 +43,7 @@ VARIANTS = {  # options beside the defaults that take another path through the u
         {"lr": 1.0, "alpha": 0.5},
         {"optimizer": "heavy_ball", "momentum": 0.3},
     ],
+    "fgd": [{}, {"mix_updates": "random"}, {"mix_parameters": "global", "mix_updates": "complete"}],
     "diloco": [{}, {"optimizer": "heavy_ball"}, {"optimizer": "sgd"}],
 }
 STEPS = ("even", "uneven", "weighed")

@@ -160,6 +160,8 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
     kinds = {1: "a number", PROBE: "parameters"}
     words = [kinds.get(t.numel(), "some parameters") if t.any() else "differences" for t in probe_message(config, m)]
     what = "gradients" if m.rule.site == "gradients" else " and ".join(words)
+    if m.rule.mixes_updates:
+        what += " ahead, and differences"
     if config.schedule.fragments > 1:
         what += f" in {config.schedule.fragments} parts"
     if config.inner.averaging is not None and m.rule.site == "parameters":

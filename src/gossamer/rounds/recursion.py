@@ -31,7 +31,7 @@ class Recursion(NamedTuple):
 
 
 def of_consensus(consensus: Consensus) -> Recursion:
-    """The recursion on (θ, θ_prev) at site "pre", on (θ, z_prev) at site "post", and on (θ, m) at site "drift".
+    """The recursion on (θ, θ_prev) at site "pre", (θ, z_prev) at "post", (θ, m) at "drift", and (θ, m, drift) at "start".
 
     >>> of_consensus(Consensus(1.0, 0.5, "post")).pulled.tolist()
     [1.5, 1.0]
@@ -39,6 +39,9 @@ def of_consensus(consensus: Consensus) -> Recursion:
     alpha, g, site = consensus
     if site == "drift":
         return Recursion(np.array([[1.0, g], [0.0, g]]), np.array([alpha, 0.0]), np.array([1.0, g]), np.ones(2))
+    if site == "start":  # its drift is added to what was mixed
+        own = np.array([[1.0, g, 1.0], [0.0, g, 0.0], [0.0, 0.0, 0.0]])
+        return Recursion(own, np.array([alpha, 0.0, 0.0]), np.array([1.0, 0.0, 0.0]), np.array([0.0, 1.0, 1.0]))
     own = np.array([[1 + g, -g], [1.0, 0.0]])
     pulled = np.array([alpha, 0.0] if site == "pre" else [alpha * (1 + g), alpha])
     return Recursion(own, pulled, np.array([1.0, 0.0]), np.array([1.0, 0.0]))

@@ -87,6 +87,12 @@ METHODS: dict[str, Recipe] = {
         source="arXiv 2606.11081, figures 2 and 3",
         differs="the number of steps of a straggler is inferred; `run.weigh_steps`, which makes them count fully, is ours",
     ),
+    # Factored Gossip DiLoCo.
+    "fgd_pairs": Recipe({"rule.name": "fgd", "rule.momentum": 0.9, "rule.mix_updates": "random"}),
+    "fgd_global": Recipe({"rule.name": "fgd", "rule.momentum": 0.9, "rule.mix_parameters": "global"}),
+    "fgd_global_pairs": Recipe(
+        {"rule.name": "fgd", "rule.momentum": 0.9, "rule.mix_parameters": "global", "rule.mix_updates": "random"}
+    ),
     # Around DiLoCo.
     "fedavg_momentum": Recipe(
         {"rule.name": "diloco", "rule.lr": 1.0, "rule.momentum": 0.5, "rule.optimizer": "heavy_ball"},

@@ -12,6 +12,7 @@ from gossamer.codecs import CODECS, Codec, exact
 from gossamer.rounds.kernel import PLAIN, Kernel
 from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Schedule
+from gossamer.rounds.updates import topology_of_updates
 from gossamer.rules import Rule
 from gossamer.rules.contract import Consensus, OuterSGD
 from gossamer.testing.crew import Crew, Drift, random_drift, random_vectors, simulated
@@ -159,7 +160,7 @@ def disagreement_follows_the_declared_recursion(rule: Rule, graphs: Sequence[Top
     """The tag `consensus`: without drift, the workers are where z = y + α·pull(y) and its momentum take them."""
     if rule.consensus is None:
         return
-    follow = _with_momentum_of_drifts if rule.consensus.site == "drift" else _with_momentum_of_parameters
+    follow = _with_momentum_of_drifts if rule.consensus.site in ("drift", "start") else _with_momentum_of_parameters
     for topology in (topology for topology in graphs if topology.doubly_stochastic):
         crew = simulated(Method(rule, topology, exact(), Schedule(), PLAIN), [random_vectors(1, P)[0]] * topology.n)
         off = follow(rule.consensus, crew, topology)
@@ -188,17 +189,20 @@ def _with_momentum_of_parameters(consensus: Consensus, crew: Crew, topology: Top
 
 def _with_momentum_of_drifts(consensus: Consensus, crew: Crew, topology: Topology) -> float:
     """The same at the other sites, whose momentum nobody sees: what one drift makes of a worker alone says how large it is."""
-    alpha, gamma, _ = consensus
+    alpha, gamma, site = consensus
     rule, start, drift, off = crew.loops[0].method.rule, crew.xs[0].clone(), random_drift(P), 0.0
     xs, momenta = [start] * topology.n, list[Tensor]()
     for i in range(topology.n):
         alone = played(rule, make_topology("complete", 1), [start], 1, lambda _, t, x, i=i: drift(i, t, x)).xs[0]
         momenta.append((alone - start) / (1 + gamma))
+    if (updates := topology_of_updates(rule, topology.n, seed=0)) is not None:
+        momenta = [e + pulled for e, pulled in zip(momenta, _pulls(momenta, 1.0, updates, 0), strict=True)]
     fresh = momenta
     for t in range(6):
         steps = [e + gamma * m for e, m in zip(fresh, momenta, strict=True)]
         ys = [x + step for x, step in zip(xs, steps, strict=True)]
-        xs = [y + pulled for y, pulled in zip(ys, _pulls(ys, alpha, topology, t), strict=True)]
+        pulls = _pulls(ys if site == "drift" else xs, alpha, topology, t)
+        xs = [y + pulled for y, pulled in zip(ys, pulls, strict=True)]
         crew.train(range(t, t + 1), drift if t == 0 else None)
         off = max(off, _apart(crew.xs, xs))
         fresh, momenta = [torch.zeros_like(start)] * topology.n, [gamma * m for m in momenta]
