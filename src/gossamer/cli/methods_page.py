@@ -141,7 +141,9 @@ def _row(name: str, recipe: Recipe, layout: Layout) -> MethodRow:
 def _needs(m: Method, config: RunConfig) -> list[str]:
     needs = [_NEEDS[m.rule.needs]] if config.workers > 1 else ["nobody"]
     if hidden := config.schedule.overlap_steps + m.rule.delay_rounds * config.full_steps:
-        needs.append(f"{hidden} step{'s' * (hidden > 1)} in which the transfer is hidden")
+        needs.append(
+            f"{hidden} step{'s' * (hidden > 1)} in which the transfer{' of parameters' * bool(m.rule.mixes_updates)} is hidden"
+        )
     if config.schedule.inner_every:
         needs.append("AdamW inside, whose moments are exchanged")
     if not m.rule.elementwise:

@@ -18,7 +18,7 @@ from gossamer.options import Decay, Interval, check_option
 from gossamer.rounds.recursion import Recursion, of_consensus, of_rule
 from gossamer.rounds.updates import left_by_updates
 from gossamer.rules import RULES, Consensus, Rule
-from gossamer.rules.contract import Site
+from gossamer.rules.contract import MomentumSite
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
 
@@ -134,7 +134,7 @@ def stability_of(rule: Rule, topology: Topology, merge: Literal["keep"] | float 
     return _analysis(topology)(of_rule(rule, merge))
 
 
-def largest_stable_gamma(alpha: float, site: Site, topology: Topology) -> float:
+def largest_stable_gamma(alpha: float, site: MomentumSite, topology: Topology) -> float:
     """The supremum of the momenta in [0, 1] that are stable with this gossip step; nan if none is.
 
     Smaller momenta are usually stable too, but a gossip step above one may need some.
@@ -158,7 +158,7 @@ def largest_stable_gamma(alpha: float, site: Site, topology: Topology) -> float:
     return low
 
 
-def best_alpha(gamma: float, site: Site, topology: Topology) -> float:
+def best_alpha(gamma: float, site: MomentumSite, topology: Topology) -> float:
     """The gossip step in (0, 2) with the least steady variance at this momentum, to three digits.
 
     Stable whenever a step above 1e-6 is; if none is, the one with the smallest radius.
@@ -254,9 +254,9 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     gap = condition = mean_gap(topology)
     if gap is not None:
         condition = laplacian_condition(_mean_matrix(topology)) if topology.symmetric else None
-    limits: dict[Site, float] = {site: largest_stable_gamma(alpha, site, topology) for site in ("post", "pre")}
+    limits: dict[MomentumSite, float] = {site: largest_stable_gamma(alpha, site, topology) for site in ("post", "pre")}
 
-    def row(site: Site, momentum: float) -> Gossip:
+    def row(site: MomentumSite, momentum: float) -> Gossip:
         consensus = Consensus(alpha, momentum, site)
         found = stability(consensus, topology)
         return Gossip(consensus, found, limits[site], best_alpha(momentum, site, topology))

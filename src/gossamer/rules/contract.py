@@ -12,11 +12,11 @@ from gossamer.options import in_short
 from gossamer.topologies.mixing import Hear, mean
 from gossamer.tree import Tree, leaves
 
-__all__ = ["ActsOn", "Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule", "Site", "sends_parameters"]
+__all__ = ["ActsOn", "Consensus", "Context", "Limit", "MomentumSite", "Needs", "OuterSGD", "Rule", "sends_parameters"]
 
 Needs = Literal["everyone", "connected", "static", "tree", "push"]
 ActsOn = Literal["parameters", "gradients"]
-Site = Literal["pre", "post", "drift", "start"]
+MomentumSite = Literal["pre", "post", "drift", "start"]
 
 
 class OuterSGD(NamedTuple):
@@ -60,7 +60,7 @@ class Consensus(NamedTuple):
 
     alpha: float
     gamma: float
-    site: Site
+    site: MomentumSite
 
 
 class Rule(NamedTuple):

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from gossamer.options import Decay, Interval, Positive, factory
-from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule, Site
+from gossamer.rules.contract import Consensus, Context, MomentumSite, OuterSGD, Rule
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
 __all__ = ["gasloc"]
 
 
-_SITES: dict[str, Site] = {"post": "post", "published": "pre", "drift": "drift"}
+_SITES: dict[str, MomentumSite] = {"post": "post", "published": "pre", "drift": "drift"}
 
 
 class _State(NamedTuple):
@@ -71,17 +71,13 @@ def gasloc(
     on_drift = nesterov and form == "drift"
     keeps_anchor = eta != 1.0 or optimizer == "heavy_ball" or on_drift
 
-    def remembered(x: Tensor, s: _State) -> Tensor:
-        """The momentum of the drift, with that of this round."""
-        return gamma * s.prev + (x - s.anchor)
-
     def init(x: Tensor, ctx: Context) -> _State:
         prev = torch.zeros_like(x) if on_drift else x.clone()
         return _State(x.clone() if keeps_anchor else (), () if optimizer == "sgd" else prev)
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
         if on_drift:
-            return s.anchor + eta * ((x - s.anchor) + gamma * remembered(x, s))
+            return s.anchor + eta * ((x - s.anchor) + gamma * _remembered(gamma, x, s))
         return x if eta == 1.0 else s.anchor + eta * (x - s.anchor)
 
     def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
@@ -92,7 +88,7 @@ def gasloc(
         elif optimizer == "heavy_ball":
             theta, prev = z + gamma * (s.anchor - s.prev), s.anchor
         elif on_drift:
-            theta, prev = z, remembered(x, s)
+            theta, prev = z, _remembered(gamma, x, s)
         elif form == "published":
             theta, prev = z + gamma * (y - s.prev), y
         else:
@@ -112,3 +108,8 @@ def gasloc(
         reset=None if optimizer == "sgd" else lambda x, s: s._replace(prev=torch.zeros_like(x) if on_drift else x),
         start=(lambda s: s.anchor) if keeps_anchor else None,
     )
+
+
+def _remembered(gamma: float, x: Tensor, s: _State) -> Tensor:
+    """The momentum of the drift, with that of this round."""
+    return gamma * s.prev + (x - s.anchor)
