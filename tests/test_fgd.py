@@ -86,11 +86,8 @@ def test_the_mean_of_the_workers_follows_dilocos_outer_optimizer(name, updates):
 
 
 def test_a_global_mean_leaves_no_disagreement_but_that_of_the_last_outer_steps():
-    xs, states = play(fgd(0.7, 0.9, mix_parameters="global"), complete(5), alike(5), 9, random_drift(P))
-    steps = [x - s.b for x, s in zip(xs, states, strict=True)]
-    still, _ = play(fgd(0.7, 0.9, mix_parameters="global"), complete(5), alike(5), 9, random_drift(P))
-    assert all(map(torch.equal, xs, still)) and not torch.equal(steps[0], steps[1])
     drift = random_drift(P)
+    xs, states = play(fgd(0.7, 0.9, mix_parameters="global"), complete(5), alike(5), 9, drift)
     for a in range(1, 5):
         moved = [-drift(i, 8, xs[i]) for i in (0, a)]
         wanted = -0.7 * ((moved[0] + 0.9 * states[0].b) - (moved[1] + 0.9 * states[a].b))
