@@ -44,8 +44,8 @@ def fgd(
         mix_parameters: "gossip" sends whole parameters to the peers of the topology; "global" takes the mean of all, through the
             owners of chunks, and needs the topology "complete".
         mix_updates: "none", or the name of a topology with its default options; on "complete" the mean of all is taken.
-    Cost: one model to each peer per round, or 2(n-1)/n for a mean, hidden behind the local phase; the same again, while all
-        wait, for `mix_updates`. Start copy and momentum kept, and with `mix_updates` the mixed pseudo-gradient (2 P or 3 P).
+    Cost: one model to each peer per round, or 2(n-1)/n for a mean, hidden behind the local phase, and the same again, while all
+        wait, for `mix_updates`; start copy, momentum and, with `mix_updates`, the mixed pseudo-gradient kept (2 P or 3 P).
     Source: arXiv 2606.22768.
     Differs: the paper's appendix A, with the algorithm, was not readable: the equations are reconstructed from summaries,
         and agree with every property stated there. In the first round all parameters are equal and nothing is sent; what is sent
