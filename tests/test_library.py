@@ -83,6 +83,7 @@ SCHEDULES = {
 RESUMED = {
     **{name: (gossamer.gasloc, schedule) for name, schedule in SCHEDULES.items()},
     "late": (gossamer.rules.eager, None),
+    "ahead": (lambda: gossamer.rules.fgd(mix_updates="ring"), gossamer.Schedule(fragments=2)),
 }
 
 
@@ -181,7 +182,8 @@ def test_a_schedule_divides_the_round_and_what_is_left_at_the_end_is_heard():
 
 
 @pytest.mark.parametrize(
-    ("rule", "schedule"), [*(("gasloc", name) for name in SCHEDULES), ("eager", "plain"), ("eager", "fragments")]
+    ("rule", "schedule"),
+    [*(("gasloc", name) for name in SCHEDULES), ("eager", "plain"), ("eager", "fragments"), ("fgd", "fragments")],
 )
 @pytest.mark.parametrize("steps", [7, 9, 11])
 def test_training_that_ends_within_a_round_can_be_finished_and_goes_on(rule, schedule, steps):
@@ -402,14 +404,14 @@ def test_messages_of_every_rule_are_compared_and_no_bit_changes(rule, topology, 
             for i, x in enumerate(xs)
         ]
         for round in range(3):
-            (stop,) = loops[0].stops(round)
-            for i, loop in enumerate(loops):
-                loop.compare = meters[i].compare if asks else None
-                loop.announce(round, stop)
-                xs[i] += 0.1 * i
-                meters[i].count(loop.post(round, stop))
-            for due in zip(*(loop.pop_due(round, stop) for loop in loops), strict=True):
-                finish_all(due, serially)
+            for place, stop in enumerate(loops[0].stops(round)):
+                for i, loop in enumerate(loops):
+                    loop.compare = meters[i].compare if asks else None
+                    loop.announce(round, stop)
+                    xs[i] += 0.0 if place else 0.1 * i
+                    meters[i].count(loop.post(round, stop))
+                for due in zip(*(loop.pop_due(round, stop) for loop in loops), strict=True):
+                    finish_all(due, serially)
         ends.append(torch.stack(xs))
         read = [meter.read() for meter in meters]
         assert all(one.bytes_sent > 0 and (one.disagreement is not None) == asks for one in read)

@@ -39,10 +39,12 @@ VARIANTS = {  # options beside the defaults that take another path through the u
     "gasloc": [
         {},
         {"form": "published", "momentum": 0.3},
+        {"form": "drift"},
         {"lr": 1.0, "alpha": 0.5},
         {"optimizer": "heavy_ball", "momentum": 0.3},
     ],
     "dilocox": [{"rank": 2}, {"rank": 2, "form": "eager"}],
+    "fgd": [{}, {"mix_updates": "random"}, {"mix_parameters": "global", "mix_updates": "complete"}],
     "diloco": [{}, {"optimizer": "heavy_ball"}, {"optimizer": "sgd"}],
 }
 STEPS = ("even", "uneven", "weighed")

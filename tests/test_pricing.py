@@ -578,6 +578,15 @@ def test_a_worker_with_fewer_steps_waits_after_its_share_of_them() -> None:
     assert rounded.end_s.tolist() == [[10, 10], [30, 30]]
 
 
+def test_what_is_sent_after_another_exchange_goes_with_the_steps_before_both() -> None:
+    # the second entry has no steps of its own; its message of 15 s is waited for after 10 of 10 steps, or 5 of 5
+    network = Network(uplink_bps=math.inf, downlink_bps=math.inf, latency_s=15.0, step_s=(1.0, 2.0))
+    steps = [[10, 5], [0, 0], [10, 5], [10, 5]]
+    late = fragments(steps, 10).messages
+    trace = fragments(steps, 10)._replace(messages=late.span(2, 4))
+    assert price(trace, network).end_s.tolist() == [[10, 10], [10, 10], [25, 25], [35, 35]]
+
+
 def fragments(steps: list[list[int]], overlap_steps: int, size: int = 1000, kind: Kind = "exchange") -> Trace:
     """Two workers that swap one fragment after each part of their rounds."""
 

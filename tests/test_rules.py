@@ -29,6 +29,7 @@ from gossamer.rules import (
     eager,
     error_feedback,
     fedopt,
+    fgd,
     gasloc,
     gossip,
     local_sgd,
@@ -56,9 +57,12 @@ from rounds import layout, play, random_drift, random_vectors
 ROWS = {
     **{name: factory() for name, factory in RULES.items()},
     "gasloc-published": gasloc(form="published", momentum=0.5),
+    "gasloc-drift": gasloc(form="drift"),
     "gasloc-eta1": gasloc(lr=1.0),
     "gasloc-heavy_ball": gasloc(optimizer="heavy_ball", momentum=0.5),
     "gasloc-sgd": gasloc(optimizer="sgd"),
+    "fgd-pairs": fgd(mix_updates="random"),
+    "fgd-global": fgd(mix_parameters="global", mix_updates="complete"),
     "eager-delayed": eager(fresh=False),
     "diloco-heavy_ball": diloco(optimizer="heavy_ball"),
     "diloco-sgd": diloco(optimizer="sgd"),
@@ -182,7 +186,9 @@ def test_diloco_is_torch_sgd_on_the_averaged_pseudo_gradient(kind):
     torch.testing.assert_close(xs[0], torch_outer(start, averaged, lr=0.8, **TORCH[kind]))
 
 
-@pytest.mark.parametrize(("form", "kind"), [("post", k) for k in TORCH] + [("published", k) for k in TORCH])
+@pytest.mark.parametrize(
+    ("form", "kind"), [*((form, k) for form in ("post", "published") for k in TORCH), ("drift", "nesterov")]
+)
 @pytest.mark.parametrize("name", GOSSIPED)
 def test_the_mean_of_gasloc_follows_the_torch_outer_optimizer_on_any_doubly_stochastic_mixing(form, kind, name):
     n, drift = 8, random_drift(P)
@@ -193,11 +199,12 @@ def test_the_mean_of_gasloc_follows_the_torch_outer_optimizer_on_any_doubly_stoc
     torch.testing.assert_close(sum(xs) / n, torch_outer(start[0], averaged, lr=0.6, **TORCH[kind]))
 
 
-def test_an_empty_graph_makes_gasloc_n_independent_outer_loops():
+@pytest.mark.parametrize("form", ["post", "published", "drift"])
+def test_an_empty_graph_makes_gasloc_n_independent_outer_loops(form):
     n, drift, start = 3, random_drift(P), random_vectors(3, P)
     topology = make_topology("ring", n)
     nobody = topology._replace(mixing=lambda round, alive=None: topology.mixing(round, frozenset()))
-    xs, _ = play(gasloc(), nobody, start, 8, drift)
+    xs, _ = play(gasloc(form=form), nobody, start, 8, drift)
     for i in range(n):
         expected = torch_outer(
             start[i], [-drift(i, t, start[i]) for t in range(8)], lr=0.7, momentum=0.7, nesterov=True
@@ -216,6 +223,17 @@ def graph(spec):
 def pairs_of_rules_that_are_equal():
     complete = "complete"
     yield "post GASLoC on the complete graph is DiLoCo", gasloc(0.8, 0.7), diloco(0.8, 0.7), complete, complete, 6
+    drift = gasloc(0.8, 0.7, form="drift")
+    yield (
+        "GASLoC with momentum on the drift is DiLoCo on the complete graph",
+        drift,
+        diloco(0.8, 0.7),
+        complete,
+        complete,
+        6,
+    )
+    alike = gasloc(1.0, 0.0, form="drift")
+    yield "GASLoC with no momentum on the drift is gossip", alike, gossip(), "ring", "ring", 6
     yield (
         "GASLoC without momentum on the complete graph is DiLoCo with outer SGD",
         gasloc(0.8, 0.0),

@@ -235,7 +235,7 @@ def test_a_round_too_short_for_its_schedule_is_refused():
 def test_rules_that_cannot_be_late_are_refused():
     with pytest.raises(PairingError, match="exchanges gradients"):
         pairing.check(Facts(rule=data_parallel(), topology=complete(2), schedule=Schedule(fragments=2)))
-    with pytest.raises(PairingError, match="already applies updates 1 round late"):
+    with pytest.raises(PairingError, match="already receives 1 round late"):
         pairing.check(Facts(rule=eager(), topology=complete(2), schedule=Schedule(overlap_steps=1)))
 
 

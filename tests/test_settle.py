@@ -13,7 +13,7 @@ from gossamer.rounds.facts import Facts
 from gossamer.rounds.method import FITTING
 from gossamer.rounds.pairing import PAIRINGS, check, faults
 from gossamer.rounds.schedule import Schedule
-from gossamer.rules import RULES, data_parallel, diloco, eager, easgd, gasloc, relaysum, sgp, sparseloco
+from gossamer.rules import RULES, data_parallel, diloco, eager, easgd, fgd, gasloc, relaysum, sgp, sparseloco
 from gossamer.run.methods import missing
 from gossamer.run.settle import InPairs, InRounds, WithoutWaiting, WithServer, in_rounds, settle
 from gossamer.run.settle import faults as faults_of
@@ -74,6 +74,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "delayed rule and overlap": (
         Facts(rule=eager(), topology=complete(4), schedule=Schedule(overlap_steps=1)),
         ["'eager'", "1 round late", "schedule.overlap_steps = 1"],
+    ),
+    "adapt and mixed updates": (
+        Facts(rule=fgd(mix_updates="random"), topology=random(4), adapt=True),
+        ["run.adapt", "'fgd'", "mix_updates = 'random'"],
     ),
     "averaging and fragments": (
         Facts(averaging="gpa", schedule=Schedule(fragments=2)),

@@ -72,12 +72,13 @@ def test_dropout_draws_the_same_on_any_number_of_threads_in_each_step_and_after_
         ("gasloc", "random", {"fragments": 2, "overlap_steps": 2}),
         ("eager", "complete", {}),
         ("local_sgd", "complete", {"inner_every": (2, 3)}),
+        ("fgd", "random", {"fragments": 2, "rule__mix_updates": "complete"}),
     ],
 )
 def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_have_been(
     rule, topology, options, tmp_path
 ):
-    schedule = {f"schedule__{name}": value for name, value in options.items()}
+    schedule = {name if "__" in name else f"schedule__{name}": value for name, value in options.items()}
     config = tiny(
         rule__name=rule, topology__name=topology, run__local_steps=[4, 2, 3], run__steps=16, run__checkpoint_every=4,
         **schedule,

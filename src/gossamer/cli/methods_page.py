@@ -146,7 +146,9 @@ def _row(name: str, recipe: Recipe, layout: Layout) -> MethodRow:
 def _needs(m: Method, config: RunConfig) -> list[str]:
     needs = [_NEEDS[m.rule.needs]] if config.workers > 1 else ["nobody"]
     if hidden := config.schedule.overlap_steps + m.rule.delay_rounds * config.full_steps:
-        needs.append(f"{hidden} step{'s' * (hidden > 1)} in which the transfer is hidden")
+        needs.append(
+            f"{hidden} step{'s' * (hidden > 1)} in which the transfer{' of parameters' * bool(m.rule.mixes_updates)} is hidden"
+        )
     if config.schedule.inner_every:
         needs.append("AdamW inside, whose moments are exchanged")
     if not m.rule.elementwise:
@@ -165,6 +167,8 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
     kinds = {1: "a number", PROBE: "parameters"}
     words = [kinds.get(t.numel(), "some parameters") if t.any() else "differences" for t in probe_message(config, m)]
     what = "gradients" if m.rule.site == "gradients" else " and ".join(words)
+    if m.rule.mixes_updates:
+        what += " ahead, and differences"
     if config.schedule.fragments > 1:
         what += f" in {config.schedule.fragments} parts"
     if config.inner.averaging is not None and m.rule.site == "parameters":

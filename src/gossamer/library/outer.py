@@ -249,7 +249,7 @@ class Outer(Generic[M]):
         >>> found.rounds, found.bytes_sent, found.disagreement
         (1, 0, None)
         """
-        self._meter.add_waiting(self._peers.waited_s(len(self._loop.fragments)))
+        self._meter.add_waiting(self._peers.waited_s(self._loop.exchanges))
         self._loop.compare = self._meter.compare
         return self._meter.read()
 
@@ -286,7 +286,7 @@ class Outer(Generic[M]):
         saved = [(t, t.detach().clone()) for t in (self.x, *buffers.values())]
         try:
             means = mean_over_workers(
-                averaged, self._peers.transport, self.n, self.rounds, len(self._loop.fragments)
+                averaged, self._peers.transport, self.n, self.rounds, self._loop.exchanges
             )  # fmt: skip
         except PeerError as error:
             raise PeerError(f"the mean model was not made, as not all workers entered mean_model(): {error}") from error

@@ -170,8 +170,11 @@ class Replay:
         self.next_stage(i)
 
     def own_overlap_steps(self, r: int, i: int, overlap_steps: int) -> int:
-        """Steps of a worker that go with so many of the one that takes most; a round without steps scales nothing."""
-        steps = self.trace.steps[r]
+        """Steps of a worker that go with so many of the one that takes most; without any before, nothing is scaled.
+
+        An entry without steps, of what is sent after an exchange in the same place, goes with the one before it.
+        """
+        steps = next((steps for steps in self.trace.steps[r::-1] if steps.any()), self.trace.steps[r])
         most = int(steps.max())
         return overlap_steps * int(steps[i]) // most if most else overlap_steps
 

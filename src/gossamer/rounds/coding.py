@@ -61,12 +61,14 @@ def change(f: Facts) -> float | None:
     """By how much of their norm an exchange may change parameters although the workers agree; None where codecs do no harm.
 
     ε max(1, α (1 + γ)) for a codec of relative error ε on Gaussian numbers, and gossip with step α and momentum γ.
+    Momentum that remembers drifts alone has no part in it.
     """
     if not _carries_parameters(f):
         return None
-    gain = (
-        1.0 if f.kind == "pair" or f.rule.consensus is None else f.rule.consensus.alpha * (1 + f.rule.consensus.gamma)
-    )
+    gain = 1.0
+    if f.kind != "pair" and f.rule.consensus is not None:
+        alpha, gamma, site = f.rule.consensus
+        gain = alpha * (1 + gamma if site in ("pre", "post") else 1.0)
     return _error(f.codec) * max(1.0, gain)
 
 

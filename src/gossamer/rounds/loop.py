@@ -25,6 +25,7 @@ from gossamer.rounds.exchange import (
 )
 from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Stop
+from gossamer.rounds.updates import MixedUpdate, rule_of_updates, topology_of_updates
 from gossamer.rules import Context, gossip, local_sgd
 from gossamer.rules.master import HALVES, with_master
 from gossamer.topologies.mixing import Mixing
@@ -61,6 +62,7 @@ class OuterLoop:
     ):  # fmt: skip
         self.method, self.worker = m, transport.worker
         self.local_steps, self.full_steps = local_steps, full_steps
+        self._updates = topology_of_updates(m.rule, m.topology.n, seed)
         averaging = local_sgd() if m.topology.everyone else gossip()
         halves = m.rule.site == "parameters" and parts[0][0].dtype in HALVES
         rule = with_master(m.rule) if halves else m.rule
@@ -87,7 +89,9 @@ class OuterLoop:
 
     def stops(self, round: int) -> tuple[Stop, ...]:
         """The stops of this round."""
-        return self.method.schedule.stops(round, self.full_steps, self.method.rule.delay_rounds)
+        rule, schedule = self.method.rule, self.method.schedule
+        late, ahead, updates = rule.delay_rounds, rule.sends_ahead, self._updates is not None
+        return schedule.stops(round, self.full_steps, late, ahead=ahead, updates=updates)
 
     def mixing(self, round: int) -> Mixing:
         """The peers and weights of a round, among those that take part in it."""
@@ -97,9 +101,8 @@ class OuterLoop:
         """Announces what will be received in answer to what the coming stop sends; best called before training up to it."""
         if self.closes is not None:
             return  # with whom is known only when the local phase is over
-        mixing = self.mixing(round)
         for p in stop.sends:
-            self.under_way[round, p] = self._begin(round, p, mixing)
+            self.under_way[round, p] = self._begin(round, p)
 
     def post(self, round: int, stop: Stop) -> list[Operation]:
         """Sends what is due at this stop."""
@@ -110,9 +113,8 @@ class OuterLoop:
     def _close(self, closes: Closes, round: int, stop: Stop) -> list[Operation]:
         """Exchanges with those that a leader names, and again with fewer when one of them fails, until all have everything."""
         while True:
-            attempt, workers = closes.named(round)
-            mixing = self.method.topology.mixing(round, workers)
-            exchanges = {(round, p): self._begin(round, p, mixing, attempt=attempt) for p in stop.sends}
+            attempt, _ = closes.named(round)  # from now on, `alive` says the same
+            exchanges = {(round, p): self._begin(round, p, attempt=attempt) for p in stop.sends}
             operations = [exchange.post() for exchange in exchanges.values()]
             whole = True
             try:
@@ -143,7 +145,7 @@ class OuterLoop:
     def update_from_zeros(self, round: int, stop: Stop) -> None:
         """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
         for sent_round, p in self._received(round, stop):
-            setup, mixing = self.fragments[p], self.mixing(round)
+            setup, mixing = self._setup(p), self.mixing(round)
             if sent_round < 0 and setup.rule.delay_rounds:
                 update_from_zeros(setup, mixing, self._context(round, setup.part, mixing))
 
@@ -171,8 +173,13 @@ class OuterLoop:
 
     def owners_share(self, fragment: int) -> float:
         """Which share of what a worker sends for a mean of this fragment goes to the owners of its chunks."""
-        setup = self.fragments[fragment]
+        setup = self._setup(fragment)
         return owners_share(setup.codec, setup.part.x.numel())
+
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges a round has; their numbers go from zero on."""
+        return len(self.fragments) + (0 if self._updates is None else self.method.schedule.fragments)
 
     @property
     def state(self) -> Tree:
@@ -197,12 +204,13 @@ class OuterLoop:
             round, p, tensors = int(one["round"]), int(one["fragment"]), list(one["sent"])
             if not 0 <= p < len(self.fragments) or round < 0 or (round, p) in self.under_way:
                 raise ValueError(f"an exchange of fragment {p} in round {round} is under way")
-            mixing, local_steps = self.mixing(round), int(one.get("local_steps", self.local_steps))
+            local_steps = int(one.get("local_steps", self.local_steps))
             if not 1 <= local_steps <= self.full_steps:
                 raise ValueError(f"an exchange after {local_steps} of {self.full_steps} local steps is under way")
-            setup = self.fragments[p]
-            sent = sent_again(setup, mixing, self._context(round, setup.part, mixing), tensors)
-            self.under_way[round, p] = self._begin(round, p, mixing, sent, local_steps)
+            mixing, ctx = self._place(round, p)
+            self.under_way[round, p] = self._begin(
+                round, p, sent_again(self.fragments[p], mixing, ctx, tensors), local_steps
+            )
         for exchange in self.under_way.values():
             exchange.post()
 
@@ -214,14 +222,26 @@ class OuterLoop:
         i, steps = self.worker, local_steps or self.local_steps
         return Context(i, mixing.n, round, steps, mixing.weight(i), part.layout, self.full_steps)
 
+    def _place(self, round: int, p: int, local_steps: int | None = None) -> tuple[Mixing, Context]:
+        """The mixing and the context of what is sent in this round, which those that send ahead do for the next one."""
+        ahead = self.method.rule.sends_ahead and p < self.method.schedule.fragments
+        topology = self._updates if p >= len(self.fragments) else self.method.topology
+        assert topology is not None
+        mixing = topology.mixing(round + ahead, self.alive(round + ahead))
+        return mixing, self._context(round + ahead, self._setup(p).part, mixing, local_steps)
+
+    def _setup(self, p: int) -> Setup:
+        """The setup of an exchange; that of updates shares x and what it needs of the state with its fragment."""
+        if p < len(self.fragments):
+            return self.fragments[p]
+        assert self._updates is not None
+        own = self.fragments[p - len(self.fragments)]
+        assert own.rule.start is not None and own.rule.mixed is not None
+        part = own.part._replace(s=MixedUpdate(own.rule.start(own.part.s), own.rule.mixed(own.part.s)), fragment=p)
+        return own._replace(rule=rule_of_updates(self._updates), part=part, overlap_steps=0)
+
     def _begin(
-        self,
-        round: int,
-        p: int,
-        mixing: Mixing,
-        sent: Sent | None = None,
-        local_steps: int | None = None,
-        attempt: int = 0,
+        self, round: int, p: int, sent: Sent | None = None, local_steps: int | None = None, attempt: int = 0
     ) -> Exchange:
-        setup = self.fragments[p]._replace(compare=self.compare, attempt=attempt)
-        return begin(setup, mixing, self._context(round, setup.part, mixing, local_steps), sent)
+        mixing, ctx = self._place(round, p, local_steps)
+        return begin(self._setup(p)._replace(compare=self.compare, attempt=attempt), mixing, ctx, sent)

@@ -9,6 +9,7 @@ from gossamer.rounds.facts import Facts
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled
 from gossamer.rounds.pairing import check
 from gossamer.rounds.schedule import Schedule
+from gossamer.rounds.updates import topology_of_updates
 from gossamer.rules import Rule, weighted
 from gossamer.rules.contract import Needs
 from gossamer.topologies import Topology
@@ -30,13 +31,19 @@ class Method(NamedTuple):
     schedule: Schedule
     kernel: Kernel
 
+    @property
+    def sends_per_round(self) -> int:
+        """How often a worker sends in a round, each of which is an entry of the trace."""
+        return self.schedule.fragments * (2 if self.rule.mixes_updates else 1)
+
 
 def settled_rule(facts: Facts) -> Rule:
     """The rule as it will run: `alpha = "auto"` found for the topology, and drifts weighted by local steps if asked for.
 
-    Raises: ConfigError for a rule that cannot be weighted.
+    Raises: ConfigError for a rule that cannot be weighted, or that mixes updates where that is not possible.
     """
     rule, topology = facts.rule, facts.topology
+    topology_of_updates(rule, topology.n, seed=0)
     if topology.doubly_stochastic:  # on any other, the rule is refused by the table
         rule = stability.resolve_alpha(rule, topology)
     return weighted(rule) if facts.weigh_steps else rule

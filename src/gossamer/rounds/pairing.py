@@ -180,7 +180,12 @@ _RULES = (
         "no waiting",
         lambda f: (
             f.kind == "no waiting"
-            and (f.rule.hear is not pull or f.rule.needs != "connected" or f.rule.site != "parameters")
+            and (
+                f.rule.hear is not pull
+                or f.rule.needs != "connected"
+                or f.rule.site != "parameters"
+                or f.rule.delay_rounds > 0
+            )
         ),
         lambda f: (
             f"rule '{f.rule.name}' cannot run without waiting: it combines messages of one round, and an asynchronous run has "
@@ -211,8 +216,16 @@ _SCHEDULE = (
         "delayed rule and overlap",
         lambda f: f.rule.delay_rounds > 0 and (f.schedule.overlap_steps > 0 or f.schedule.merge != "keep"),
         lambda f: (
-            f"rule '{f.rule.name}' already applies updates {f.rule.delay_rounds} round late, but schedule.overlap_steps = "
+            f"rule '{f.rule.name}' already receives {f.rule.delay_rounds} round late, but schedule.overlap_steps = "
             f"{f.schedule.overlap_steps} and schedule.merge = {f.schedule.merge!r}; remove both"
+        ),
+    ),
+    Pairing(
+        "adapt and mixed updates",
+        lambda f: bool(f.adapt) and bool(f.rule.mixes_updates),
+        lambda f: (
+            f"run.adapt counts on transfers that are hidden, and rule '{f.rule.name}' has mix_updates = "
+            f"'{f.rule.mixes_updates}', for which all wait; remove one of the two"
         ),
     ),
     Pairing(

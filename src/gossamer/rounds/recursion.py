@@ -26,22 +26,25 @@ class Recursion(NamedTuple):
     """`[k]`"""
     sent: Array
     """`[k]`"""
-
-    @property
-    def drift(self) -> Array:
-        """The change of v `[k]` by a drift of θ that changes y by one."""
-        return np.eye(len(self.sent))[0] / self.sent[0]
+    drift: Array
+    """The change of v `[k]` by a drift that, without momentum, changes y by one."""
 
 
 def of_consensus(consensus: Consensus) -> Recursion:
-    """The recursion on (θ, θ_prev) at site "pre", and (θ, z_prev) at site "post".
+    """The recursion on (θ, θ_prev) at site "pre", (θ, z_prev) at "post", (θ, m) at "drift", and (θ, m, drift) at "start".
 
     >>> of_consensus(Consensus(1.0, 0.5, "post")).pulled.tolist()
     [1.5, 1.0]
     """
     alpha, g, site = consensus
+    if site == "drift":
+        return Recursion(np.array([[1.0, g], [0.0, g]]), np.array([alpha, 0.0]), np.array([1.0, g]), np.ones(2))
+    if site == "start":  # its drift is added to what was mixed
+        own = np.array([[1.0, g, 1.0], [0.0, g, 0.0], [0.0, 0.0, 0.0]])
+        return Recursion(own, np.array([alpha, 0.0, 0.0]), np.array([1.0, 0.0, 0.0]), np.array([0.0, 1.0, 1.0]))
     own = np.array([[1 + g, -g], [1.0, 0.0]])
-    return Recursion(own, np.array([alpha, 0.0] if site == "pre" else [alpha * (1 + g), alpha]), np.array([1.0, 0.0]))
+    pulled = np.array([alpha, 0.0] if site == "pre" else [alpha * (1 + g), alpha])
+    return Recursion(own, pulled, np.array([1.0, 0.0]), np.array([1.0, 0.0]))
 
 
 def of_rule(rule: Rule, merge: float) -> Recursion:
@@ -72,4 +75,7 @@ def of_rule(rule: Rule, merge: float) -> Recursion:
     own, pulled = np.array([played(one, 0.0)[1] for one in unit]).T, np.array(played([0.0] * k, 1.0)[1])
     # What no round changes, such as a common anchor, is the same on all workers.
     moves = [j for j in range(k) if j == 0 or pulled[j] or own[j].tolist() != unit[j]]
-    return Recursion(own[np.ix_(moves, moves)], pulled[moves], np.array([sent(one) for one in unit])[moves])
+    y = np.array([sent(one) for one in unit])[moves]
+    # At this site y has the drift itself and, γ times, as part of the momentum.
+    fresh = 1 + rule.consensus.gamma if rule.consensus is not None and rule.consensus.site == "drift" else 1.0
+    return Recursion(own[np.ix_(moves, moves)], pulled[moves], y, np.eye(len(y))[0] * fresh / y[0])

@@ -73,10 +73,16 @@ class Schedule:
         """Share of a round's inner steps during which some fragment is under way, if the fragments follow one another."""
         return min(1.0, self.fragments * self.overlap_steps / full_steps)
 
-    def stops(self, round: int, full_steps: int, delay_rounds: int = 0) -> tuple[Stop, ...]:
+    def stops(
+        self, round: int, full_steps: int, delay_rounds: int = 0, *, ahead: bool = False, updates: bool = False
+    ) -> tuple[Stop, ...]:
         """The stops of a round of `full_steps` inner steps, in their order; the last is its end.
 
-        Args: `delay_rounds` is how many rounds late the rule receives what was sent, as in `Rule.delay_rounds`.
+        Args:
+            delay_rounds: how many rounds late the rule receives what was sent, as in `Rule.delay_rounds`.
+            ahead: whether it sends after it has received, as in `Rule.sends_ahead`.
+            updates: whether the updates of each fragment are mixed first, as in `Rule.mixes_updates`; their numbers follow all
+                others.
 
         >>> for stop in Schedule(fragments=2, overlap_steps=1).stops(3, full_steps=6): print(stop)
         Stop(step=1, sends=(), receives=((1, 1),))
@@ -84,27 +90,29 @@ class Schedule:
         Stop(step=4, sends=(), receives=((0, 0),))
         Stop(step=6, sends=(1,), receives=())
         """
-        sends: dict[int, list[int]] = {}
+        sends: dict[tuple[int, bool], list[int]] = {}
         receives: dict[tuple[int, bool], list[tuple[int, int]]] = {}
 
-        def exchange(fragment: int, sent: int, late: int) -> None:
+        def exchange(fragment: int, sent: int, late: int, first: bool = False) -> None:
             lag, before = divmod(sent + late - 1, full_steps)
-            sends.setdefault(sent, []).append(fragment)
+            sends.setdefault((sent, not first), []).append(fragment)
             # Only a rule that is late by itself sends again before it has received what it sent last.
-            first = late > 0 and before + 1 == sent and not delay_rounds
+            first = first or (late > 0 and before + 1 == sent and (ahead or not delay_rounds))
             receives.setdefault((before + 1, not first), []).append((fragment, lag))
 
         for p in range(self.fragments):
-            exchange(p, (p + 1) * full_steps // self.fragments, self.overlap_steps + delay_rounds * full_steps)
+            sent = (p + 1) * full_steps // self.fragments
+            if updates:
+                exchange(self.fragments + len(self.inner_every) + p, sent, 0, first=True)
+            exchange(p, sent, self.overlap_steps + delay_rounds * full_steps)
         for k, every in enumerate(self.inner_every):
             if every and (round + 1) % every == 0:
                 exchange(self.fragments + k, full_steps, 0)
         stops = []
-        for step in sorted(sends.keys() | {step for step, _ in receives}):
-            if early := receives.get((step, False)):
-                stops.append(Stop(step, (), tuple(early)))
-            if step in sends or (step, True) in receives:
+        for step, again in sorted(sends.keys() | receives.keys()):
+            received = receives.get((step, again), [])
+            if again:
                 # What was sent first is received first: no worker waits for a message that depends on one it has not sent yet.
-                oldest_first = sorted(receives.get((step, True), ()), key=lambda fragment: -fragment[1])
-                stops.append(Stop(step, tuple(sends.get(step, ())), tuple(oldest_first)))
+                received = sorted(received, key=lambda fragment: -fragment[1])
+            stops.append(Stop(step, tuple(sends.get((step, again), ())), tuple(received)))
         return tuple(stops)

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from gossamer.errors import ConfigError
 from gossamer.options import Decay, Interval, check_option
 from gossamer.rounds.recursion import Recursion, of_consensus, of_rule
+from gossamer.rounds.updates import left_by_updates
 from gossamer.rules import RULES, Consensus, Rule
+from gossamer.rules.contract import MomentumSite
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
 
@@ -35,7 +37,6 @@ __all__ = [
 ]
 
 Array = NDArray[Any]
-MomentumSite = Literal["pre", "post"]
 _Analysis = Callable[[Recursion], "Stability"]
 
 
@@ -82,12 +83,16 @@ class Outlook(NamedTuple):
 def stability(consensus: Consensus, topology: Topology) -> Stability:
     """The rms contraction per round and the steady variance of a recursion on a topology, all workers alive.
 
-    With `W_α = (1-α) I + α W`, the pair (θ, θ_prev) at site "pre", and (θ, z_prev) at site "post", is multiplied by
+    With `W_α = (1-α) I + α W`, the pair (θ, θ_prev) at site "pre", (θ, z_prev) at "post", and (θ, m) at "drift" and "start",
+    is multiplied by
 
         pre: [[W_α + γ I, -γ I], [I, 0]]        post: [[(1+γ) W_α, -γ I], [W_α, 0]]
+        drift: [[W_α, γ W_α], [0, γ I]]         start: [[W_α, γ I], [0, γ I]]
 
     and the radius is that of their product over a period, or of the second moment `S -> E[M S Mᵀ]` of random ones (its
-    square root). Drift enters as noise on θ before the round, so at "pre" the momentum sees it too.
+    square root). Drift enters as noise on θ before the round, so at "pre" the momentum sees it too; at "drift" and "start" it
+    enters m as well, and at "start" it is not mixed. There the matrix is triangular: no momentum below one is unstable where
+    gossip is stable without.
 
     Raises: ConfigError when alpha is still "auto".
     Cost: O(n) for exchangeable topologies, O(period · n log n) for circulant ones (ring, exponential), O(period · n³) for
@@ -111,7 +116,8 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
 def stability_of(rule: Rule, topology: Topology, merge: Literal["keep"] | float = "keep") -> Stability | None:
     """The stability of a rule whose result a schedule merges into the parameters (`Schedule.merge`); None without consensus.
 
-    The merge is part of the recursion: it damps fast disagreement, such as that of momentum, and keeps slow disagreement longer.
+    Mixing the updates first (`Rule.mixes_updates`) leaves less of their variance. The merge is part of the recursion: it damps
+    fast disagreement, such as that of momentum, and keeps slow disagreement longer.
 
     Raises and cost: as `stability`.
 
@@ -123,7 +129,8 @@ def stability_of(rule: Rule, topology: Topology, merge: Literal["keep"] | float 
     if rule.consensus is None:
         return None
     if merge == "keep":  # without drift there is nothing to keep
-        return stability(rule.consensus, topology)
+        found = stability(rule.consensus, topology)
+        return found._replace(variance=found.variance * left_by_updates(rule, topology.n))
     return _analysis(topology)(of_rule(rule, merge))
 
 

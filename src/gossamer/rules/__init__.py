@@ -17,6 +17,7 @@ from gossamer.rules.easgd import easgd as easgd
 from gossamer.rules.error_feedback import error_feedback as error_feedback
 from gossamer.rules.error_feedback import sparseloco as sparseloco
 from gossamer.rules.fedopt import fedopt as fedopt
+from gossamer.rules.fgd import fgd as fgd
 from gossamer.rules.gasloc import gasloc as gasloc
 from gossamer.rules.gossip import gossip as gossip
 from gossamer.rules.jacobi import jacobi as jacobi
@@ -53,6 +54,7 @@ RULES: dict[str, Callable[..., Rule]] = table(
     eager,
     easgd,
     fedopt,
+    fgd,
     gasloc,
     gossip,
     jacobi,

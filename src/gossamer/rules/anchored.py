@@ -36,16 +36,16 @@ def anchored(rule: Given[Rule]) -> Rule:
         rule: a gossip rule that sends one tensor of parameters.
     Cost: that of the rule; its state and the anchor kept (1 P more).
     Fails when: workers move far from the anchor: the error of a lossy codec grows with the distance.
-    Raises: ConfigError for rules that do not combine messages by a pull.
+    Raises: ConfigError for rules that do not combine messages by a pull, or do so late.
 
     >>> from gossamer.rules.gossip import gossip
     >>> anchored(gossip()).state_copies
     1
     """
-    if rule.hear is not pull or not rule.elementwise:
+    if rule.hear is not pull or not rule.elementwise or rule.delay_rounds:
         raise ConfigError(
-            f"an anchor cancels in gossip only, and rule '{rule.name}' does not gossip whole parameters; allowed are rules such "
-            "as 'gasloc': for averaged pseudo-gradients use error_feedback"
+            f"an anchor cancels in gossip only, and rule '{rule.name}' does not gossip whole parameters at once; allowed are "
+            "rules such as 'gasloc': for averaged pseudo-gradients use error_feedback"
         )
     reset, start = rule.reset, rule.start
 

@@ -12,10 +12,11 @@ from gossamer.options import in_short
 from gossamer.topologies.mixing import Hear, mean
 from gossamer.tree import Tree, leaves
 
-__all__ = ["ActsOn", "Consensus", "Context", "Limit", "Needs", "OuterSGD", "Rule", "sends_parameters"]
+__all__ = ["ActsOn", "Consensus", "Context", "Limit", "MomentumSite", "Needs", "OuterSGD", "Rule", "sends_parameters"]
 
 Needs = Literal["everyone", "connected", "static", "tree", "push"]
 ActsOn = Literal["parameters", "gradients"]
+MomentumSite = Literal["pre", "post", "drift", "start"]
 
 
 class OuterSGD(NamedTuple):
@@ -52,12 +53,14 @@ class Context(NamedTuple):
 class Consensus(NamedTuple):
     """The linear recursion of a rule's disagreement when every drift is zero; `stability` reads it.
 
-    With `z = θ + α·pull(θ)`: site "post" is `θ' = z + γ(z - z_prev)`, site "pre" is `θ' = z + γ(θ - θ_prev)`.
+    With `z = y + α·pull(y)` and y = θ: site "post" is `θ' = z + γ(z - z_prev)`, site "pre" is `θ' = z + γ(θ - θ_prev)`. At site
+    "drift" it is `y = θ + γ m`, `θ' = z` and `m ← γ m`, where m is the momentum of drifts, to which no θ contributes; at site
+    "start" `θ' = z + γ m`, as neither momentum nor drift are mixed with the parameters.
     """
 
     alpha: float
     gamma: float
-    site: Literal["pre", "post"]
+    site: MomentumSite
 
 
 class Rule(NamedTuple):
@@ -108,6 +111,14 @@ class Rule(NamedTuple):
     delay_rounds: int = 0
     """How many rounds late messages are received: `recv` gets the current `x`, the `told` and `heard` of the earlier round,
     and zeros in the first rounds, when no message has arrived yet."""
+    sends_ahead: bool = False
+    """Whether a worker sends right after its outer update what its next one receives, so that the message travels during the
+    whole local phase and is not stale: only for rules with `delay_rounds` = 1, which otherwise send before they update."""
+    mixes_updates: str = ""
+    """The topology over which the workers mix the pseudo-gradients of a round before the update, while all wait; empty where
+    nothing is mixed. Only for rules that have a `start` and a place for the result (`mixed`)."""
+    mixed: Callable[[Tree], Tensor] | None = None
+    """`mixed(s)` is the tensor of the state that holds the mixed pseudo-gradient when `recv` is called."""
     reset: Callable[[Tensor, Tree], Tree] | None = None
     """`reset(x, s) -> s` forgets the outer momentum after a round that ended at `x`; None for rules without one."""
     start: Callable[[Tree], Tensor] | None = None

@@ -3,18 +3,23 @@
 import math
 from typing import Annotated, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gossamer.options import Decay, Interval, Positive, factory
-from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
+from gossamer.rules.contract import Consensus, Context, MomentumSite, OuterSGD, Rule
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 
 __all__ = ["gasloc"]
 
 
+_SITES: dict[str, MomentumSite] = {"post": "post", "published": "pre", "drift": "drift"}
+
+
 class _State(NamedTuple):
-    """Where the round began (absent where nothing reads it), and the previous point that the momentum refers to."""
+    """Where the round began (absent where nothing reads it), and the previous point that the momentum refers to, or in form
+    "drift" the momentum itself."""
 
     anchor: Tree
     prev: Tree
@@ -25,7 +30,7 @@ def gasloc(
     lr: Positive = 0.7,
     momentum: Decay = 0.7,
     alpha: Annotated[float, Interval("(0, 2)")] | Literal["auto"] = 1.0,
-    form: Literal["post", "published"] = "post",
+    form: Literal["post", "published", "drift"] = "post",
     optimizer: Literal["nesterov", "heavy_ball", "sgd"] = "nesterov",
 ) -> Rule:
     """Each worker scales its drift, gossips the result with a few peers and adds outer momentum, without a global barrier.
@@ -33,9 +38,12 @@ def gasloc(
     y = θ + η (θ_end - θ);   z = y + α Σ_j w_ij (y_j - y_i)  =  y - α Λ y
     θ' = z + γ (z - z_prev)   [form "post", outer Nesterov on the gossiped pseudo-gradient]
     θ' = z + γ (y - y_prev)   [form "published", momentum on y before mixing]
-    θ' = z + γ (θ - θ_prev)   [optimizer "heavy_ball", in both forms]      θ' = z   [optimizer "sgd"]
+    θ' = z + γ (θ - θ_prev)   [optimizer "heavy_ball", in every form]      θ' = z   [optimizer "sgd"]
 
-    with z_prev = y_prev = θ_prev = θ_0 in the first round.
+    with z_prev = y_prev = θ_prev = θ_0 in the first round. Form "drift" has the momentum of the local drift g = θ_end - θ, which
+    nobody else reads, and mixes the step that it makes with the parameters:
+
+    b ← γ b + g;   y = θ + η (g + γ b);   θ' = z
 
     Args:
         lr: outer learning rate η.
@@ -46,10 +54,13 @@ def gasloc(
     Cost: one model to each peer per round; previous point, and start copy if η ≠ 1 or "heavy_ball", kept (up to 2 P).
     Source: Cagnasso, Belilovsky, Oyallon, arXiv 2606.11081.
     Differs: "post" with η = γ = 0.7 is the default: it is exactly DiLoCo, worker by worker, on the complete graph, and its
-        disagreement stays bounded up to a larger γ (0.859 instead of 0.744 for 8 workers in random pairs). In both forms the
-        mean of the workers follows DiLoCo's outer rule for any doubly stochastic mixing. The heavy-ball form is ours.
+        disagreement stays bounded up to a larger γ (0.859 instead of 0.744 for 8 workers in random pairs). In every form the
+        mean of the workers follows DiLoCo's outer rule for any doubly stochastic mixing. The heavy-ball form is ours, and so is
+        "drift", whose momentum remembers no disagreement: its factor per round is max(√a, γ), with a that of gossip alone, so
+        every γ < 1 is stable; on the complete graph it is DiLoCo too, worker by worker.
     Fails when: γ is beyond the stable range of the topology, which `gossamer topology` computes: the disagreement diverges, as it
-        does with γ = 0.9 in random pairs.
+        does with γ = 0.9 in random pairs; in form "drift", γ = 0.9 is stable and the disagreement large, as old drifts are sent
+        again and again.
 
     >>> gasloc(lr=1.0).state_copies, gasloc().state_copies
     (1, 2)
@@ -57,12 +68,16 @@ def gasloc(
     eta, a = lr, math.nan if alpha == "auto" else alpha
     gamma = 0.0 if optimizer == "sgd" else momentum
     nesterov = optimizer == "nesterov"
-    keeps_anchor = eta != 1.0 or optimizer == "heavy_ball"
+    on_drift = nesterov and form == "drift"
+    keeps_anchor = eta != 1.0 or optimizer == "heavy_ball" or on_drift
 
     def init(x: Tensor, ctx: Context) -> _State:
-        return _State(x.clone() if keeps_anchor else (), () if optimizer == "sgd" else x.clone())
+        prev = torch.zeros_like(x) if on_drift else x.clone()
+        return _State(x.clone() if keeps_anchor else (), () if optimizer == "sgd" else prev)
 
     def send(x: Tensor, s: _State, ctx: Context) -> Tree:
+        if on_drift:
+            return s.anchor + eta * ((x - s.anchor) + gamma * _remembered(gamma, x, s))
         return x if eta == 1.0 else s.anchor + eta * (x - s.anchor)
 
     def recv(x: Tensor, s: _State, told: Tree, heard: Tree, ctx: Context) -> tuple[Tensor, _State]:
@@ -72,6 +87,8 @@ def gasloc(
             theta, prev = z, ()
         elif optimizer == "heavy_ball":
             theta, prev = z + gamma * (s.anchor - s.prev), s.anchor
+        elif on_drift:
+            theta, prev = z, _remembered(gamma, x, s)
         elif form == "published":
             theta, prev = z + gamma * (y - s.prev), y
         else:
@@ -86,8 +103,13 @@ def gasloc(
         needs="connected",
         n1_limit="inner" if eta == 1.0 and gamma == 0.0 else OuterSGD(lr, gamma, gamma > 0.0 and nesterov),
         mean_preserving=True,
-        consensus=Consensus(a, gamma, "post" if form == "post" and nesterov else "pre"),
+        consensus=Consensus(a, gamma, _SITES[form] if nesterov else "pre"),
         state_copies=keeps_anchor + (optimizer != "sgd"),
-        reset=None if optimizer == "sgd" else lambda x, s: s._replace(prev=x),
+        reset=None if optimizer == "sgd" else lambda x, s: s._replace(prev=torch.zeros_like(x) if on_drift else x),
         start=(lambda s: s.anchor) if keeps_anchor else None,
     )
+
+
+def _remembered(gamma: float, x: Tensor, s: _State) -> Tensor:
+    """The momentum of the drift, with that of this round."""
+    return gamma * s.prev + (x - s.anchor)

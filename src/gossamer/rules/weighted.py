@@ -36,7 +36,7 @@ def weighted(rule: Given[Rule]) -> Rule:
     Source: ours; akin to the normalised averaging of FedNova (arXiv 2007.07481), with plain sums of steps.
     Fails when: H_i is much smaller than H: the noise of a few steps is multiplied as well. In `gossamer.Outer` every worker
         knows only its own steps, and nothing is scaled.
-    Raises: ConfigError for rules on gradients, and while the rule's gossip step is still "auto".
+    Raises: ConfigError for rules on gradients, or that mix updates, and while the rule's gossip step is still "auto".
 
     >>> from gossamer.rules.gasloc import gasloc
     >>> weighted(gasloc()).state_copies == gasloc().state_copies
@@ -51,6 +51,11 @@ def weighted(rule: Given[Rule]) -> Rule:
         raise ConfigError(
             f"rule '{rule.name}' still has alpha = 'auto'; replace it with "
             "gossamer.rounds.stability.resolve_alpha(rule, topology) first, or give a number"
+        )
+    if rule.mixes_updates:
+        raise ConfigError(
+            f"rule '{rule.name}' mixes pseudo-gradients over '{rule.mixes_updates}' before its update, where nobody knows the "
+            "others' local steps; use it without run.weigh_steps, or with mix_updates = 'none'"
         )
     kept, reset = rule.start, rule.reset
 

@@ -256,7 +256,7 @@ def counted(config: RunConfig, settled: Settled, layout: Layout, rounds: int = _
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
     ]
-    networks = tuple(_priced(config, name, entries) for name in config.network)
+    networks = tuple(_priced(config, name, entries, settled.method) for name in config.network)
     return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks)
 
 
@@ -277,7 +277,7 @@ def _message_bytes(entries: Sequence[Entry]) -> int:
     return max(held)
 
 
-def _priced(config: RunConfig, name: str, entries: Sequence[Entry]) -> OnNetwork:
+def _priced(config: RunConfig, name: str, entries: Sequence[Entry], m: Method) -> OnNetwork:
     """A round on a network, by the trace that the played rounds would leave."""
     network = config.network[name]
     if network.step_s is None:
@@ -287,7 +287,7 @@ def _priced(config: RunConfig, name: str, entries: Sequence[Entry]) -> OnNetwork
         timeline = price(trace, network)
     except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
         return OnNetwork(name, None, None, f"unknown: {error}")
-    rounds = trace.rounds / config.schedule.fragments
+    rounds = trace.rounds / m.sends_per_round
     note = "at the local steps that run.adapt begins with" if config.run.adapt else ""
     return OnNetwork(name, timeline.total_s / rounds, timeline.mean_utilisation, note)
 

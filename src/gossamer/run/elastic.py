@@ -123,7 +123,7 @@ class _Participant:
                 OutcomeWriter(self.folder, self.slot, None if fresh else begun.round) as log,
                 RunFolder(
                     self.folder, dump(self.config), self.config.record, worker=self.slot,
-                    resume_round=None if fresh else begun.round, traced_per_round=self.config.schedule.fragments,
+                    resume_round=None if fresh else begun.round, traced_per_round=self._method.sends_per_round,
                 ) as record,
             ):  # fmt: skip
                 log.begin(begun)

@@ -69,7 +69,7 @@ class Journal:
             "train", round=round, worker=worker.index, step=steps, loss=whole.loss, lr=whole.lr,
             tokens=steps * self.config.step_tokens,
         )  # fmt: skip
-        entry, gathered = round * self.config.schedule.fragments, []
+        entry, gathered = round * worker.loop.method.sends_per_round, []
         for phase, sent in zip(report.phases, report.operations, strict=True):
             gathered.append(phase)
             if sent:

@@ -52,6 +52,12 @@ _MULOCO = {
     "inner.optimizer": "spectral_muon", "inner.lr": 0.02, "inner.nesterov": False, "inner.weight_decay": 0.01,
 }  # fmt: skip
 _OVERLAP = {"schedule.overlap_steps": 5}
+_GLOBAL_FGD = {
+    "rule.name": "fgd", "rule.mix_parameters": "global", "rule.momentum": 0.9, "topology.name": "complete",
+}  # fmt: skip
+_OWN_MOMENTA = (
+    "μ is large: momenta are never mixed, and leave a steady disagreement whose variance is {} with 8 workers."
+)
 _COMBINE_THEN_ADAPT = {"run.local_steps": 1, "schedule.overlap_steps": 1}
 METHODS: dict[str, Recipe] = {
     # The settings of the papers.
@@ -66,6 +72,7 @@ METHODS: dict[str, Recipe] = {
     # GASLoC.
     "gasloc_2peer": Recipe({"rule.name": "gasloc", "topology.name": "random", "topology.peers": 2}),
     "gasloc_published": Recipe({"rule.name": "gasloc", "rule.form": "published", "rule.momentum": 0.5}),
+    "gasloc_drift": Recipe({"rule.name": "gasloc", "rule.form": "drift"}, source="ours, after arXiv 2606.11081 and 2606.22768"),
     "gasloc_heavy_ball": Recipe({"rule.name": "gasloc", "rule.optimizer": "heavy_ball", "rule.momentum": 0.5}),
     "gasloc_sgd": Recipe({"rule.name": "gasloc", "rule.optimizer": "sgd"}),
     "gasloc_single_step": Recipe(
@@ -86,6 +93,12 @@ METHODS: dict[str, Recipe] = {
         {"rule.name": "gasloc", "run.adapt": True},
         source="arXiv 2606.11081, figures 2 and 3",
         differs="the number of steps of a straggler is inferred; `run.weigh_steps`, which makes them count fully, is ours",
+    ),
+    # Factored Gossip DiLoCo.
+    "fgd_pairs": Recipe({"rule.name": "fgd", "rule.momentum": 0.9, "rule.mix_updates": "random"}),
+    "fgd_global": Recipe(_GLOBAL_FGD, fails=_OWN_MOMENTA.format("7.1 times that of the drift")),
+    "fgd_global_pairs": Recipe(
+        {**_GLOBAL_FGD, "rule.mix_updates": "random"}, fails=_OWN_MOMENTA.format("3 times that of the drift")
     ),
     # Around DiLoCo.
     "fedavg_momentum": Recipe(

@@ -66,6 +66,7 @@ class Rounds:
         replicas = [Replica(i, config, self.task, device, x) for i, x in enumerate(stacked)]
         must_start_alike(replicas)
         self.workers = [Worker(replica, m, mailboxes.transport(replica.index)) for replica in replicas]
+        self._sends_per_round = m.sends_per_round
         self.finished, line = 0, Lineage(digest(config))
         if resume:
             self.finished, line = _restore(self.workers, config, folder, auto=resume == "auto")
@@ -86,7 +87,7 @@ class Rounds:
         with (
             RunFolder(
                 self.folder, dump(config), config.record, resume_round=self._cut,
-                traced_per_round=config.schedule.fragments,
+                traced_per_round=self._sends_per_round,
             ) as self._record,
             self._lanes.opened(),
         ):  # fmt: skip
@@ -112,7 +113,7 @@ class Rounds:
     def result(self) -> Result:
         """The figures of the rounds so far; after the last, the mean model is published."""
         loss = self._assessed().loss if math.isnan(self._journal.loss) else self._journal.loss
-        time_s = _record_seconds(self._record, self.config)
+        time_s = _record_seconds(self._record, self.config, self._sends_per_round)
         if self.finished == self.config.rounds and self.config.record.export:
             publish(self.config, self.task, mean_of(self.models()), self.folder, mean_buffers(self.buffers()))
         tokens = _tokens(self.workers)
@@ -184,9 +185,9 @@ def _settle_rest(workers: Sequence[Worker], each: Each) -> None:
     each(lambda worker: worker.replica.recompute(), workers)
 
 
-def _record_seconds(record: RunFolder, config: RunConfig) -> dict[str, float]:
+def _record_seconds(record: RunFolder, config: RunConfig, parts: int) -> dict[str, float]:
     """Prices the run on each of its networks and records where the seconds went; returns how long it takes on each."""
-    trace, parts = read_trace(record.path), config.schedule.fragments
+    trace = read_trace(record.path)
     if not config.network:
         record.write_seconds(priced(trace, None, None, parts))
         return {}

@@ -97,7 +97,7 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
     entries: list[Entry] = []
     flight = 0.0
     for t in range(rounds):
-        done, part = [0] * n, t * schedule.fragments
+        done, part = [0] * n, t * m.sends_per_round
         for stop in loops[0].stops(t):
             for loop in loops:
                 loop.announce(t, stop)

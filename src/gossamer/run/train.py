@@ -101,7 +101,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     board = Board(member.entries, worker.index, member.workers, patience_s=min(2.0, run.timeout_s / 4))
     with RunFolder(
         folder, dump(config), config.record, worker=worker.index, resume_round=newest,
-        traced_per_round=config.schedule.fragments,
+        traced_per_round=m.sends_per_round,
     ) as record:  # fmt: skip
         probe = Probe(config, task, member.device)
         save = _saver(store, line, worker, board, newest or 0)
