@@ -1,6 +1,8 @@
 """Elastic runs computed again from their log of outcomes, to the last bit, and what an audit finds."""
 
+import json
 import os
+import shutil
 import signal
 import time
 
@@ -69,3 +71,33 @@ def test_a_run_with_a_death_and_a_newcomer_is_replayed_to_the_last_bit(churned, 
     for slot in range(WORKERS):
         (here, x), (there, y) = (newest(root / name, config, slot) for name in ("replay", "real"))
         assert here == there == config.rounds and torch.equal(x, y)
+
+
+def test_until_somebody_dies_an_elastic_run_has_the_bits_of_its_simulation(churned, tmp_path):
+    root, config = churned
+    death = min(outcome.round for life in read_outcomes(root / "real")[0] for outcome in life.rounds if outcome.lost)
+    simulate(config, tmp_path, until=death)
+    calm = trained(tmp_path)
+    real = {key: line for key, line in trained(root / "real").items() if key[1] < death}
+    assert death >= 3 and real == calm
+
+
+@pytest.mark.timeout(300)
+def test_the_audit_of_an_elastic_run_agrees_and_finds_a_worker_that_says_something_else(churned, tmp_path):
+    root, config = churned
+    code, output = run("audit", root / "real", "--rounds", f"{config.rounds - 2}..", "--json")
+    found = json.loads(output.splitlines()[-1])
+    assert (code, found["difference"], found["compared"]) == (0, None, 2 * WORKERS)
+    last, lie = config.rounds - 2, tmp_path / "lie"
+    shutil.copytree(root / "real", lie)
+    lines = [json.loads(line) for line in (lie / "metrics-002.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "train" and line["round"] == last:
+            line["hashes"] = [line["hashes"][0][::-1]]
+    (lie / "metrics-002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, output = run("audit", lie, "--rounds", f"{last}..", "--quiet")
+    assert code == 1 and f"round {last}: worker 2 differs in what it sent" in output
+    code, output = run("audit", lie, "--rounds", f"{last}..", "--worker", 3, "--quiet")
+    assert code == 0, output
+    code, output = run("audit", lie, "--rounds", "soon")
+    assert code == 2 and "write the first and the last round" in output

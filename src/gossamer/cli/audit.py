@@ -49,7 +49,9 @@ def _asked(rounds: str | None) -> tuple[int, int | None]:
     if rounds is None:
         return 0, None
     if (match := re.fullmatch(r"(\d{1,9})(\.\.(\d{1,9})?)?", rounds)) is None:
-        raise ConfigError(f"--rounds got '{rounds}'; write the first and the last round as 10..20, or 10.. for all from 10 on")
+        raise ConfigError(
+            f"--rounds got '{rounds}'; write the first and the last round as 10..20, or 10.. for all from 10 on"
+        )
     first, several, last = match.groups()
     if several is None:
         return int(first), int(first)

@@ -1,8 +1,8 @@
 """Looks whether the workers of a recorded run computed what they should have: trains them again, and compares hashes.
 
 With `record.hash` a worker hashes what it is about to send: its parameters, its outer state and its place in the data, before
-anybody has heard of them. So the first hash that differs is that of the worker whose numbers went wrong. What goes wrong after the
-last message of a worker is found in its last checkpoint, if it is kept.
+anybody has heard of them. So the first hash that differs is that of the worker whose numbers went wrong. What goes wrong after
+the last message of a worker is found in its last checkpoint, if it is kept.
 """
 
 import logging
@@ -15,7 +15,7 @@ from gossamer.errors import CheckpointError, ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
-from gossamer.record.machines import Machine, read_machines, this_machine
+from gossamer.record.machines import read_machines, this_machine
 from gossamer.record.outcomes import read_outcomes
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
@@ -84,27 +84,26 @@ def audit(
     first, last = rounds[0], max(recorded) if rounds[1] is None else rounds[1]
     if not 0 <= first <= last <= max(recorded) or not (worker is None or 0 <= worker < config.workers):
         raise ConfigError(
-            f"rounds {first}..{last} of {'all workers' if worker is None else f'worker {worker}'} were asked for, and recorded are "
-            f"rounds 0..{max(recorded)} of workers 0..{config.workers - 1}; name some of these"
+            f"rounds {first}..{last} of {'all workers' if worker is None else f'worker {worker}'} were asked for, and recorded "
+            f"are rounds 0..{max(recorded)} of workers 0..{config.workers - 1}; name some of these"
         )
-    lives = read_outcomes(folder)
-    steps = [config.local_steps_of(i) for i in range(config.workers)]
-    script = script_of(lives, m.topology, config.rounds) if lives else calm(config.workers, max(recorded) + 1, steps)
-    line = lineage(config, folder)
-    task, device = task_of(config, parts), one_device(config.run.device)
-    lanes = Lanes(device, config, alone=bool(parts.own))
-    repeat = Repeat(config, task, m, script, Probe(config, task, device).x, logged=bool(lives))
+    lives, line, device = read_outcomes(folder), lineage(config, folder), one_device(config.run.device)
+    if lives:
+        script = script_of(lives, m.topology, config.rounds, closes=m.rule.needs == "everyone")
+    else:
+        script = calm([config.local_steps_of(i) for i in range(config.workers)], max(recorded) + 1)
     snapshot = next(q for q in _candidates(folder, script, first, line) if _usable(folder, script, q, line))
+    task, lanes = task_of(config, parts), Lanes(device, config, alone=bool(parts.own))
+    repeat = Repeat(config, task, m, script, Probe(config, task, device).x, logged=bool(lives))
     repeat.restore(folder, snapshot, line)
     compared = 0
     with lanes.opened():
         for round in (r for r in sorted(script.turns) if snapshot <= r <= last):
-            repeat.begin(round)
-            workers = [one for one, _ in repeat.train(round, lanes.each)]
+            workers = [one for one, _ in repeat.advance(round, lanes.each)]
             found = {one.index: one.hashes() for one in workers}
+            said = {i: some for i, some in recorded.get(round, {}).items() if i in found and worker in (None, i)}
             if round < first:
                 continue
-            said = {i: some for i, some in recorded.get(round, {}).items() if i in found and worker in (None, i)}
             compared += sum(map(len, said.values()))
             checked = [one for one in workers if worker in (None, one.index)]
             difference = _difference(round, said, found) or _spoilt(round, checked, folder, line)

@@ -6,7 +6,7 @@ the log of outcomes counts, and no others.
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Repeat:
     def __init__(
         self, config: RunConfig, task: Task, m: Method, script: Script, like: Tensor, *, logged: bool
     ) -> None:  # fmt: skip
-        self._config, self._task, self._script = config, task, script
+        self._task, self._script, self._closes = task, script, m.rule.needs == "everyone"
         network = MemoryNetwork(config.workers)
         self._transports = [_LoggedTransport(network.transport(i), script) for i in range(config.workers)]
         transports: Sequence[Transport] = (
@@ -65,37 +65,44 @@ class Repeat:
         self._needed = self._script.taken_over(round)
         for slot, after in self._needed:
             if 0 < after <= round:
-                self._kept[slot, after] = packed(checkpoint.load(store, after, slot, line))
+                self._kept[slot, after] = _packed(checkpoint.load(store, after, slot, line))
         for slot in sorted(self._script.running(round)):
             self.workers[slot].restore(checkpoint.load(store, round, slot, line))
 
-    def begin(self, round: int) -> None:
-        """The states that are taken over before a round, and what those did in it who were lost."""
-        turn = self._script.turns[round]
-        for slot in turn.lost:
-            self._lose(self.workers[slot], round)
-        for slot, several in turn.begins.items():
-            for begun in several:
-                self._take_over(slot, begun)
-
-    def train(self, round: int, each: Each) -> list[tuple[Worker, RoundReport]]:
-        """One round of those that were there at its end.
+    def advance(self, round: int, each: Each) -> list[tuple[Worker, RoundReport]]:
+        """One round, after the states that are taken over before it; returns what those did that were there at its end.
 
         Raises: TrainingError; DataError where the log says that a worker had other inner steps behind it.
         """
-        outcomes = self._script.turns[round].outcomes
-        self._alive = {slot: outcome.alive for slot, outcome in outcomes.items()}
-        workers = [self.workers[slot] for slot in sorted(outcomes)]
-        reports = train_together(workers, round, each)
-        for worker in workers:
-            steps, said = worker.replica.steps_taken, outcomes[worker.index].steps
+        turn = self._script.turns[round]
+        if not self._closes:
+            for slot in turn.lost:
+                self._lose(self.workers[slot], round)
+        # Where a round is closed over all, those that were lost in it take part to its end, and are succeeded afterwards.
+        after = turn.lost.keys() - turn.outcomes.keys() if self._closes else set[int]()
+        self._begin({slot: several for slot, several in turn.begins.items() if slot not in after})
+        self._alive = {slot: outcome.alive for slot, outcome in turn.outcomes.items()}
+        self._alive |= {slot: turn.lost[slot] for slot in after}
+        workers = [self.workers[slot] for slot in sorted(self._alive)]
+        reports = zip(workers, train_together(workers, round, each), strict=True)
+        present = [(worker, report) for worker, report in reports if worker.index in turn.outcomes]
+        for slot in after:
+            self.workers[slot].hashes()
+        self._begin({slot: several for slot, several in turn.begins.items() if slot in after})
+        for worker, _ in present:
+            steps, said = worker.replica.steps_taken, turn.outcomes[worker.index].steps
             if steps != said:
                 raise _impossible(
                     f"worker {worker.index} has {said} inner steps behind it after round {round}, and {steps} follow from how it "
                     "began"
                 )
             self._keep(worker, round + 1)
-        return list(zip(workers, reports, strict=True))
+        return present
+
+    def _begin(self, begins: Mapping[int, Sequence[Begun]]) -> None:
+        for slot, several in begins.items():
+            for begun in several:
+                self._take_over(slot, begun)
 
     def _lose(self, worker: Worker, round: int) -> None:
         """The round of a worker that is killed after it has sent: what it hears no longer matters."""
@@ -120,10 +127,10 @@ class Repeat:
                 "which that one never had"
             )
         named = [raw for raw in found if begun.sha256 in ("", hashlib.sha256(raw).hexdigest())]
-        if not named and "streams" not in self._task.data.state():
+        if not named and not self._closes and "streams" not in self._task.data.state():
             log.warning(
-                "worker %d began at round %d with a state of worker %d that hashes to %s, and here it is another: this is not to the "
-                "last bit what was computed then; use the same processor and version of torch",
+                "worker %d began at round %d with a state of worker %d that hashes to %s, and here it is another: this is not "
+                "what was computed then to the last bit; use the same processor and version of torch",
                 slot, begun.round, begun.donor, begun.sha256[:12],
             )  # fmt: skip
         worker.restore(self._of(unpacked([*named, *found][0]), begun))
@@ -134,7 +141,7 @@ class Repeat:
         for begun, _, _ in self._script.lives.get(slot, ()):
             if begun.after == after and begun.donor != slot and (slot, begun) not in asking:
                 theirs = self._states(begun.donor, after, asking | {(slot, begun)})
-                found += [packed(self._of(unpacked(raw), begun)) for raw in theirs]
+                found += [_packed(self._of(unpacked(raw), begun)) for raw in theirs]
         return found
 
     def _of(self, state: dict[str, Any], begun: Begun) -> dict[str, Any]:
@@ -143,7 +150,7 @@ class Repeat:
 
     def _keep(self, worker: Worker, after: int) -> None:
         if (worker.index, after) in self._needed:
-            self._kept[worker.index, after] = packed(worker.state())
+            self._kept[worker.index, after] = _packed(worker.state())
 
 
 class _LoggedTransport:
@@ -188,8 +195,13 @@ class _LoggedTransport:
         self._inner.close()
 
 
+def _packed(state: Mapping[str, Any]) -> bytes:
+    """A state as a donor packs it, so that it has the same hash: where no rounds are closed, their hash is 0."""
+    return packed({**state, "line": 0})
+
+
 def _impossible(why: str) -> DataError:
     return DataError(
-        f"the log of outcomes contradicts itself: {why}; bring the files outcomes-*.jsonl of all workers together, as the run wrote "
-        "them"
+        f"the log of outcomes contradicts itself: {why}; bring the files outcomes-*.jsonl of all workers together, as the run "
+        "wrote them"
     )

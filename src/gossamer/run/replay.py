@@ -53,11 +53,11 @@ def replay_elastic(config: RunConfig, folder: Path, recorded: Path, *, progress:
     lives = read_outcomes(recorded)
     if not lives:
         raise ConfigError(
-            f"'{recorded}' has no log of outcomes (outcomes-*.jsonl), which real runs with run.elastic = true write; any other run "
-            "in rounds is repeated by gossamer simulate alone"
+            f"'{recorded}' has no log of outcomes (outcomes-*.jsonl), which real runs with run.elastic = true write; any other "
+            "run in rounds is repeated by gossamer simulate alone"
         )
     method, _, _ = in_rounds(config, parts)
-    script = script_of(lives, method.topology, config.rounds)
+    script = script_of(lives, method.topology, config.rounds, closes=method.rule.needs == "everyone")
     replay = _Replay(config, folder, parts, method, script)
     began = time.perf_counter()
     replay.run(progress)
@@ -99,8 +99,7 @@ class _Replay:
 
     def _advance(self, round: int, journal: Journal) -> None:
         config, finished = self._config, round + 1
-        self._repeat.begin(round)
-        reports = self._repeat.train(round, self._lanes.each)
+        reports = self._repeat.advance(round, self._lanes.each)
         for worker, report in reports:
             journal.enter(worker, round, report)
         if reports:
@@ -120,6 +119,4 @@ class _Replay:
 
     def _save(self, worker: Worker, finished: int) -> None:
         line = Lineage(digest(self._config))
-        checkpoint.save(
-            self._folder / "checkpoints", finished, worker.index, worker.state(), digest=line, keep=KEPT
-        )
+        checkpoint.save(self._folder / "checkpoints", finished, worker.index, worker.state(), digest=line, keep=KEPT)

@@ -27,8 +27,9 @@ class Turn(NamedTuple):
     lost: dict[int, frozenset[int] | None]
     """By slot: those that were lost after they had sent, and who took part in their view; None for everyone."""
     heard: set[Pair]
-    """(receiver, sender) of each message that counted and whose sender was there at the end."""
+    """(receiver, sender) of each message that counted; without those of `heard_of_lost`."""
     heard_of_lost: set[Pair]
+    """Of senders that were lost, where a worker need not hear anybody in order to send."""
     ends: dict[int, tuple[Ended, int]]
     """By slot: whose process ends on purpose after this round or before its first, and how many rounds it has behind it."""
 
@@ -66,13 +67,13 @@ class Script(NamedTuple):
         return found
 
 
-def calm(workers: int, rounds: int, local_steps: Sequence[int]) -> Script:
-    """A run in which nothing was missed."""
-    everyone: frozenset[int] = frozenset()
+def calm(local_steps: Sequence[int], rounds: int) -> Script:
+    """A run in which nothing was missed, of as many workers as have local steps."""
+    nobody, workers = frozenset[int](), len(local_steps)
     turns = {
         r: Turn(
             {i: [Begun(0, 0, i, 0, 0)] for i in range(workers)} if r == 0 else {},
-            {i: RoundOutcome(r, None, everyone, everyone, (r + 1) * local_steps[i]) for i in range(workers)},
+            {i: RoundOutcome(r, None, nobody, nobody, (r + 1) * local_steps[i]) for i in range(workers)},
             {}, set(), set(), {},
         )
         for r in range(rounds)
@@ -84,8 +85,12 @@ def calm(workers: int, rounds: int, local_steps: Sequence[int]) -> Script:
     return Script(turns, lives)
 
 
-def script_of(lives: Mapping[int, Sequence[Life]], topology: Topology, rounds: int) -> Script:
-    """The script of a run of at most so many rounds from its log of outcomes. Raises: DataError for a log that contradicts itself."""
+def script_of(lives: Mapping[int, Sequence[Life]], topology: Topology, rounds: int, *, closes: bool) -> Script:
+    """The script of a run of at most so many rounds from its log of outcomes.
+
+    Args: `closes` is for a rule that needs everyone: a round is closed over those alive, who all hear each other.
+    Raises: DataError for a log that contradicts itself.
+    """
     script = Script({}, {slot: [*some] for slot, some in lives.items()})
     for slot, some in script.lives.items():
         if slot >= topology.n:
@@ -102,7 +107,11 @@ def script_of(lives: Mapping[int, Sequence[Life]], topology: Topology, rounds: i
             _must_be_lost(script, i, j, round)
             if turn.lost.setdefault(j, alive) != alive:
                 _impossible(i, round, f"worker {j} was heard by workers in whose view others took part")
-            turn.heard_of_lost.add((i, j))
+            (turn.heard if closes else turn.heard_of_lost).add((i, j))
+        if closes:
+            turn.heard.update(
+                (j, i) for j, alive in turn.lost.items() for i in topology.mixing(round, alive).hears_from(j)
+            )
     return script
 
 
@@ -149,6 +158,6 @@ def _must_be_lost(script: Script, i: int, j: int, round: int) -> None:
 
 def _impossible(slot: int, round: int, why: str) -> NoReturn:
     raise DataError(
-        f"the log of outcomes contradicts itself at worker {slot} in round {round}: {why}; bring the files outcomes-*.jsonl of all "
-        "workers together, as the run wrote them"
+        f"the log of outcomes contradicts itself at worker {slot} in round {round}: {why}; bring the files outcomes-*.jsonl of "
+        "all workers together, as the run wrote them"
     )

@@ -115,7 +115,7 @@ class Worker:
         parts = [self.loop.fragments[p].part for p in stop.sends]
         trained = [] if replica.gradient is None else [replica.x]
         for t in [*trained, *(leaf for part in parts for leaf in (part.x, *leaves(part.s)))]:
-            found.update(memoryview(t.detach().cpu().reshape(-1).view(torch.uint8).numpy()))
+            found.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return found.hexdigest()[:16]
 
     def receive(self, segment: Segment) -> None:
