@@ -41,6 +41,7 @@ VERBS = {
     "train": "Train one real worker per process, under torchrun or with --local N.",
     "compare": "Simulate all variants of an experiment file, and write one report.",
     "evaluate": "Score and export the mean model of a run after one of its rounds.",
+    "audit": "Train the workers of a run again, and find the first that differs.",
     "topology": "Show a topology: graph, spectral gap, chi, and stability of gossip.",
     "probe": "Measure the links between workers, and write a network file.",
     "price": "Price a recorded run on a network, without training it again.",

@@ -5,6 +5,7 @@ run.toml              the resolved configuration
 metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run
 trace[-003].jsonl     see `gossamer.record.trace`
 seconds[-003].jsonl   see `gossamer.record.seconds`
+machines[-003].jsonl  see `gossamer.record.machines`
 tensorboard/          TensorBoard events
 ```
 
@@ -12,7 +13,7 @@ Metrics come in two kinds. Round r counts from 0 and a line of round r is about 
 before training has round -1. A number that is not finite is written as null.
 
 * `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
-  steps and tokens that this worker has behind it.
+  steps and tokens that this worker has behind it. With `record.hash` also `"hashes":[...]`, see there.
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
   the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
   `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; with `run.eval_js` also `"js_divergence":j`, how far their
@@ -22,6 +23,7 @@ before training has round -1. A number that is not finite is written as null.
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any
@@ -33,6 +35,7 @@ from gossamer.errors import ConfigError, require
 from gossamer.fields import AtLeastOne
 from gossamer.record.files import Appender, atomic_write, make_folder, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
+from gossamer.record.machines import machine_line, this_machine
 from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.trace import Entry, line_of
 from gossamer.schema import RECORD, Records, settings
@@ -53,6 +56,10 @@ class RecordConfig:
     keep_checkpoints: bool = True
     """Whether a simulated run that has ended keeps its checkpoints, from which `gossamer evaluate` scores a round and --resume
     goes on for more steps; without them it can be resumed until it ends, and leaves what it exports."""
+    hash: bool = False
+    """Whether each worker of a run in rounds records what it is about to send, as hashes that `gossamer audit` compares: of its
+    parameters, its outer state and its place in the data. It reads these numbers once a round, at 1 GB/s of sha256: 12 ms for a
+    million parameters with two outer vectors; on a GPU they are copied to the CPU first."""
     print_every: AtLeastOne = 10
     """Rounds between two lines of the log where no terminal shows live progress."""
 
@@ -102,6 +109,7 @@ class RunFolder:
         self._metrics_path = self.path / f"metrics{suffix}.jsonl"
         self._trace_path = self.path / f"trace{suffix}.jsonl"
         self._seconds_path = self.path / f"seconds{suffix}.jsonl"
+        self._machines_path = self.path / f"machines{suffix}.jsonl"
         # Workers of one run start at different times, so the files of other workers may be there, those of a simulation not.
         others = "-*" if worker is None else ""
         foreign = [path for kind in ("metrics", "trace") for path in sorted(self.path.glob(f"{kind}{others}.jsonl"))]
@@ -118,6 +126,9 @@ class RunFolder:
         self._tensorboard: Any = None
         self._wandb: Any = None
         self._open(None if resume_round is None else self._cut(resume_round))
+        if self._config.hash:
+            with closing(Appender(self._machines_path)) as machines:
+                machines.write(machine_line(resume_round or 0, this_machine()))
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -163,6 +174,7 @@ class RunFolder:
     def _cut(self, round: int) -> int:
         _cut(self._trace_path, round * self._traced_per_round)
         _cut(self._seconds_path, round)
+        _cut(self._machines_path, round)
         return _cut(self._metrics_path, round)
 
     def write_text(self, name: str, text: str) -> None:

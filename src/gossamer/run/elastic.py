@@ -42,7 +42,7 @@ from gossamer.transport.launch import device_of
 from gossamer.transport.members import Standing
 from gossamer.transport.newcomer import Boundary, Place, ask, host
 
-__all__ = ["train_elastic"]
+__all__ = ["KEPT", "train_elastic"]
 
 log = logging.getLogger("gossamer")
 

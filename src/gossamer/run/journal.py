@@ -65,9 +65,10 @@ class Journal:
         In the trace each fragment has a round of its own, which ends when it is sent.
         """
         whole, steps = report.whole, worker.replica.steps_taken
+        hashes = {"hashes": worker.hashes()} if self.config.record.hash else {}
         self.record.log(
             "train", round=round, worker=worker.index, step=steps, loss=whole.loss, lr=whole.lr,
-            tokens=steps * self.config.step_tokens,
+            tokens=steps * self.config.step_tokens, **hashes,
         )  # fmt: skip
         entry, gathered = round * worker.loop.method.sends_per_round, []
         for phase, sent in zip(report.phases, report.operations, strict=True):

@@ -8,7 +8,7 @@ each worker computes exactly what its own process would.
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.progress import Progress, say
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
+from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, mean_of, publish
 from gossamer.run.history import Resume, history
@@ -32,12 +33,13 @@ from gossamer.run.parts import OURS, Parts
 from gossamer.run.replica import Replica, must_start_alike
 from gossamer.run.seconds import priced
 from gossamer.run.settle import in_rounds
-from gossamer.run.task import task_of
+from gossamer.run.task import Task, task_of
 from gossamer.run.worker import RoundReport, Worker
+from gossamer.transport import Transport
 from gossamer.transport.launch import one_device
 from gossamer.transport.memory import MemoryNetwork
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "crew", "train_together"]
 
 log = logging.getLogger("gossamer")
 
@@ -61,11 +63,7 @@ class Rounds:
         self.config, self.folder, device = config, folder, one_device(config.run.device)
         self.task = task_of(config, parts)
         probe = Probe(config, self.task, device)
-        stacked = torch.empty(config.workers, probe.x.numel(), dtype=probe.x.dtype, device=device)
-        mailboxes = MemoryNetwork(config.workers)
-        replicas = [Replica(i, config, self.task, device, x) for i, x in enumerate(stacked)]
-        must_start_alike(replicas)
-        self.workers = [Worker(replica, m, mailboxes.transport(replica.index)) for replica in replicas]
+        self.workers = crew(config, self.task, m, probe.x, MemoryNetwork(config.workers).transport)
         self._sends_per_round = m.sends_per_round
         self.finished, line = 0, Lineage(digest(config))
         if resume:
@@ -85,11 +83,11 @@ class Rounds:
         """Opens the files of the run and starts the threads."""
         config = self.config
         with (
+            self._lanes.opened(),
             RunFolder(
                 self.folder, dump(config), config.record, resume_round=self._cut,
                 traced_per_round=self._sends_per_round,
             ) as self._record,
-            self._lanes.opened(),
         ):  # fmt: skip
             yield
             self._cut = self.finished
@@ -98,9 +96,7 @@ class Rounds:
         """Trains the next round. Raises TrainingError when a number is not finite."""
         config, workers, round = self.config, self.workers, self.finished
         began, finished = time.perf_counter(), round + 1
-        reports = _train_round(workers, round, self._lanes.each)
-        if finished == config.rounds:
-            _settle_rest(workers, self._lanes.each)
+        reports = train_together(workers, round, self._lanes.each)
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
             self._journal.enter(worker, round, report)
@@ -129,6 +125,22 @@ class Rounds:
 
     def _assessed(self) -> Assessment:
         return assess(self.models(), self._probes, self.buffers())
+
+
+def crew(
+    config: RunConfig, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport]
+) -> list[Worker]:  # fmt: skip
+    """All workers of a run, at its start, with the rows of one matrix as their parameters.
+
+    Args:
+        like: a vector of parameters of the task's model.
+        transport: makes that of the worker with this number.
+    Raises: ConfigError unless they start alike.
+    """
+    stacked = torch.empty(config.workers, like.numel(), dtype=like.dtype, device=like.device)
+    replicas = [Replica(i, config, task, like.device, x) for i, x in enumerate(stacked)]
+    must_start_alike(replicas)
+    return [Worker(replica, m, transport(replica.index)) for replica in replicas]
 
 
 def _tokens(workers: Sequence[Worker]) -> int:
@@ -161,8 +173,8 @@ def _save(workers: Sequence[Worker], folder: Path, finished: int, line: Lineage,
     each(lambda worker: checkpoint.save(store, finished, worker.index, worker.state(), digest=line), workers)
 
 
-def _train_round(workers: Sequence[Worker], round: int, each: Each) -> list[RoundReport]:
-    """One round of all workers: every segment of all of them before the next."""
+def train_together(workers: Sequence[Worker], round: int, each: Each) -> list[RoundReport]:
+    """One round of all workers: every segment of all of them before the next. After the last one, nothing is in flight."""
     reports = [RoundReport([], []) for _ in workers]
     for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
         turns = list(zip(workers, segments, strict=True))
@@ -175,14 +187,11 @@ def _train_round(workers: Sequence[Worker], round: int, each: Each) -> list[Roun
             finish_all(due, each)
         each(lambda turn: turn[0].receive(turn[1]), turns)
     each(lambda worker: worker.replica.step_on_gradient(round), workers)
+    if workers and round + 1 == workers[0].config.rounds:
+        for due in zip(*(worker.loop.pop_rest() for worker in workers), strict=True):
+            finish_all(due, each)
+        each(lambda worker: worker.replica.recompute(), workers)
     return reports
-
-
-def _settle_rest(workers: Sequence[Worker], each: Each) -> None:
-    """After the last round, finishes what all workers still have in flight."""
-    for due in zip(*(worker.loop.pop_rest() for worker in workers), strict=True):
-        finish_all(due, each)
-    each(lambda worker: worker.replica.recompute(), workers)
 
 
 def _record_seconds(record: RunFolder, config: RunConfig, parts: int) -> dict[str, float]:

@@ -1,8 +1,10 @@
 """A worker as a participant of a run in rounds: a replica, its outer loop, and its pacer. All drivers of rounds run these."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gossamer.errors import CheckpointError
@@ -75,6 +77,7 @@ class Worker:
         if self.config.run.adapt:
             hidden = 1.0 if m.rule.delay_rounds else m.schedule.hidden(full_steps)
             self.pacer = Pacer(self.index, replica.local_steps, full_steps, hidden)
+        self._hashes: list[str] = []
 
     def set_local_steps(self, local_steps: int) -> None:
         """The inner steps of each round from the next one on."""
@@ -95,7 +98,25 @@ class Worker:
 
     def send(self, segment: Segment) -> list[Operation]:
         """Sends what is due at the stop of a segment."""
+        if self.config.record.hash and segment.stop.sends:
+            self._hashes.append(self._hash(segment.stop))
         return self.loop.post(segment.round, segment.stop)
+
+    def hashes(self) -> list[str]:
+        """One for each stop since the last call at which something was sent: of that, as it was right before.
+
+        A worker whose numbers go wrong is the first that differs there, as nobody has heard of it yet.
+        """
+        taken, self._hashes = self._hashes, []
+        return taken
+
+    def _hash(self, stop: Stop) -> str:
+        replica, found = self.replica, hashlib.sha256(str(self.replica.steps_taken).encode())
+        parts = [self.loop.fragments[p].part for p in stop.sends]
+        trained = [] if replica.gradient is None else [replica.x]
+        for t in [*trained, *(leaf for part in parts for leaf in (part.x, *leaves(part.s)))]:
+            found.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()[:16]
 
     def receive(self, segment: Segment) -> None:
         """Waits for what is due at the stop of a segment, and makes its outer updates."""

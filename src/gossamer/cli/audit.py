@@ -1,0 +1,58 @@
+"""`gossamer audit`: whether the workers of a run computed what they should have."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from gossamer.cli.output import PLAIN, Output, print_json
+from gossamer.cli.run_file import imported_parts
+from gossamer.errors import ConfigError
+
+__all__ = ["command"]
+
+
+def command(
+    folder: Annotated[Path, Parameter(name="RUN")], /, *, worker: int | None = None,
+    rounds: Annotated[str | None, Parameter(metavar="A..B")] = None, output: Output = PLAIN,
+) -> int:  # fmt: skip
+    """Trains the workers of a run again, and finds the first whose hashes differ (record.hash); the exit code is 1 then.
+
+    Args:
+        worker: compare this worker alone
+        rounds: compare these rounds alone, from 0 (default: all)
+    """
+    asked = _asked(rounds)
+    from gossamer.run.audit import audit
+    from gossamer.run.config import parse
+    from gossamer.run.document import load_run
+
+    with output.silenced():
+        found = audit(folder, worker=worker, rounds=asked, parts=imported_parts(parse(load_run(folder))))
+    differs = found.difference
+    if output.json:
+        print_json({"folder": folder, **found._asdict()})
+    elif differs is not None:
+        print(f"round {differs.round}: worker {differs.worker} differs in {differs.what}, and nothing before it does")
+    else:
+        whose = "all workers" if worker is None else f"worker {worker}"
+        since = f"the checkpoints after {found.snapshot} rounds" if found.snapshot else "the start"
+        print(
+            f"rounds {found.first} to {found.last}: {found.compared} hashes of {whose} agree, computed again from {since}"
+        )
+    return 0 if differs is None else 1
+
+
+def _asked(rounds: str | None) -> tuple[int, int | None]:
+    """The first and the last round of `A..B`, `A..` or `A`. Raises ConfigError for anything else."""
+    if rounds is None:
+        return 0, None
+    if (match := re.fullmatch(r"(\d{1,9})(\.\.(\d{1,9})?)?", rounds)) is None:
+        raise ConfigError(
+            f"--rounds got '{rounds}'; write the first and the last round as 10..20, or 10.. for all from 10 on"
+        )
+    first, several, last = match.groups()
+    if several is None:
+        return int(first), int(first)
+    return int(first), None if last is None else int(last)

@@ -1,0 +1,215 @@
+"""Runs computed again: from logs of outcomes that a test wrote, and by an audit, which finds the worker that went wrong."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+
+from gossamer.errors import ConfigError, DataError
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
+from gossamer.run.audit import audit
+from gossamer.run.config import digest, dump
+from gossamer.run.keywords import resolved
+from gossamer.run.replay import replay_elastic
+from gossamer.run.simulate import simulate
+from gossamer.run.synchronous import Rounds
+from test_serve import served
+from tiny import tiny
+
+NOBODY = frozenset[int]()
+
+
+def batch(worker, step):
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * worker + step))
+
+
+def loss(model, x):
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def small(*, every=0, **settings):
+    """A run of a model of four parameters, and its own parts."""
+    base = {
+        "record": {"hash": True, "export": False},
+        "run": {"threads": 1, "eval_every": 0, "checkpoint_every": every},
+    }
+    given = {"workers": 3, "rounds": 4, "local_steps": 1, "rule": "gasloc", **settings}
+    return resolved(base, {"model": lambda: torch.nn.Linear(3, 1), "data": batch, "loss": loss, **given})
+
+
+def flipped(x, place, bit):
+    x.view(torch.int32)[place] ^= 1 << bit
+
+
+def recorded(folder, config, parts, *, worker, round, change, at="train"):
+    """Records a run up to this round, at the end of whose local phase, or whose outer step, `change` spoils a worker."""
+    rounds = Rounds(config, folder, parts)
+    with rounds.opened():
+        while rounds.finished <= round:
+            if rounds.finished == round:
+                _spoil(rounds.workers[worker].replica, at, change)
+            rounds.advance()
+
+
+def _spoil(replica, at, change):
+    real = getattr(replica, at)
+
+    def spoils(*args):
+        result = real(*args)
+        change(replica.x)
+        return result
+
+    setattr(replica, at, spoils)
+
+
+def test_a_flipped_bit_is_found_at_its_round_and_worker_wherever_it_flips(tmp_path):
+    config, parts = small()
+    draw = random.Random(7)
+    for k in range(100):
+        worker, round, place = draw.randrange(3), draw.randrange(3), draw.randrange(4)
+        bit = draw.randrange(30)  # the highest of the exponent makes the loss infinite, and ends the run by itself
+        folder = tmp_path / str(k)
+        recorded(folder, config, parts, worker=worker, round=round, change=lambda x: flipped(x, place, bit))  # noqa: B023
+        found = audit(folder, parts=parts)
+        assert found.difference == (round, worker, "what it sent"), (k, found)
+
+
+METHODS = {
+    "a mean over all": {"rule": "diloco", "local_steps": 2},
+    "fragments in flight": {"local_steps": 4, "settings": {"schedule.fragments": 2, "schedule.overlap_steps": 1}},
+    "gradients": {"rule": "data_parallel"},
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+def test_an_honest_run_agrees_from_the_start_and_from_its_checkpoints_and_a_spoilt_one_does_not(method, tmp_path):
+    config, parts = small(every=1, **method)
+    recorded(tmp_path / "honest", config, parts, worker=0, round=3, change=lambda x: None)
+    stops = 4 * config.schedule.fragments
+    assert audit(tmp_path / "honest", parts=parts) == (0, 3, 0, 3 * stops, None)
+    assert audit(tmp_path / "honest", parts=parts, rounds=(3, 3)) == (3, 3, 3, 3 * stops // 4, None)
+    assert audit(tmp_path / "honest", parts=parts, rounds=(1, 2), worker=1).compared == stops // 2
+    recorded(tmp_path / "spoilt", config, parts, worker=1, round=2, change=lambda x: flipped(x, 3, 20))
+    assert audit(tmp_path / "spoilt", parts=parts).difference == (2, 1, "what it sent")
+    assert audit(tmp_path / "spoilt", parts=parts, worker=0, rounds=(0, 1)).difference is None
+
+
+def test_what_goes_wrong_after_the_last_message_is_found_in_the_checkpoint(tmp_path):
+    config, parts = small(every=1)
+    recorded(tmp_path, config, parts, worker=2, round=3, change=lambda x: x.fill_(0.5), at="recompute")
+    assert audit(tmp_path, parts=parts).difference == (3, 2, "its checkpoint")
+
+
+def test_a_run_that_cannot_be_repeated_is_refused_with_the_reason(tmp_path):
+    config, parts = small()
+    recorded(tmp_path / "run", config, parts, worker=0, round=0, change=lambda x: None)
+    machines = tmp_path / "run" / "machines.jsonl"
+    line = json.loads(machines.read_text())
+
+    def refusal(**options):
+        with pytest.raises(ConfigError) as caught:
+            audit(tmp_path / "run", parts=parts, **options)
+        return str(caught.value)
+
+    assert "rounds 0..0 of workers 0..2" in refusal(worker=3)
+    assert "rounds 0..0 of workers 0..2" in refusal(rounds=(0, 1))
+    for key, value in {"torch": "1.0", "processor": "an abacus"}.items():
+        machines.write_text(json.dumps({**line, key: value}) + "\n")
+        assert value in refusal() and "where it was computed" in refusal()
+    machines.write_text(json.dumps(line) + "\n" + json.dumps({**line, "threads": 64}) + "\n")
+    assert "different threads (1, 64)" in refusal()
+    machines.write_text(json.dumps(line) + "\n")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps({**one, "hashes": None}) + "\n" for one in read_metrics(tmp_path / "run")))
+    assert "record.hash=true" in refusal()
+    reasons = {
+        "run.adapt": tiny(run__adapt="link", network__link={"step_s": 1.0, "uplink_bps": 1e6, "downlink_bps": 1e6}),
+        "--replay": served(server__name="heloco"),
+        "all_reduce": tiny(run__reduction="all_reduce", rule__name="diloco", topology__name="complete"),
+        "asynchronous": tiny(run__wait=False, network__link={"step_s": 1.0, "uplink_bps": 1e6, "downlink_bps": 1e6}),
+    }
+    for reason, other in reasons.items():
+        (tmp_path / "run" / "run.toml").write_text(dump(other))
+        metrics.rename(metrics := tmp_path / "run" / "metrics-000.jsonl")
+        assert reason in refusal()
+
+
+def logged(folder, config, lives):
+    """A run folder with a log of outcomes: for each slot its lines."""
+    folder.mkdir()
+    (folder / "run.toml").write_text(dump(config))
+    for slot, lines in lives.items():
+        with OutcomeWriter(folder, slot) as log:
+            for line in lines:
+                write = {Begun: log.begin, RoundOutcome: log.round, Ended: log.end}[type(line)]
+                write(line)
+    return folder
+
+
+def lived(slot, rounds, *, missed=(), alive=None, steps=2, end=True):
+    """The lines of a worker that was there from the start; `missed` are (round, peer)."""
+    made = [
+        RoundOutcome(r, alive, frozenset(peer for one, peer in missed if one == r), NOBODY, (r + 1) * steps)
+        for r in range(rounds)
+    ]
+    return [Begun(0, 0, slot, 0, 0), *made, *([Ended(rounds, "finished")] if end else [])]
+
+
+def final(folder, config, slot, round=4):
+    return checkpoint.load(folder / "checkpoints", round, slot, digest(config))["x"]
+
+
+@pytest.mark.parametrize(("rule", "topology"), [("gasloc", "ring"), ("diloco", "complete")])
+def test_a_worker_that_was_killed_after_others_had_counted_its_message_has_sent_it_in_the_replay(
+    rule, topology, tmp_path
+):
+    config = tiny(rule__name=rule, topology__name=topology, run__steps=8)
+    simulate(config, tmp_path / "calm")
+    # Nobody misses worker 1 in the last round, and it has no line of it.
+    lives = {0: lived(0, 4), 1: lived(1, 3, end=False), 2: lived(2, 4)}
+    result = replay_elastic(config, tmp_path / "replay", logged(tmp_path / "log", config, lives))
+    assert math.isfinite(result.loss)
+    for slot in (0, 2):
+        assert torch.equal(final(tmp_path / "replay", config, slot), final(tmp_path / "calm", config, slot))
+    assert checkpoint.rounds(tmp_path / "replay" / "checkpoints", 1) == [1, 2, 3]
+    if rule == "gasloc":
+        lives[0] = lived(0, 4, missed=[(3, 1)])
+        replay_elastic(config, tmp_path / "missed", logged(tmp_path / "other log", config, lives))
+        assert torch.equal(final(tmp_path / "missed", config, 2), final(tmp_path / "calm", config, 2))
+        assert not torch.equal(final(tmp_path / "missed", config, 0), final(tmp_path / "calm", config, 0))
+
+
+def test_a_log_that_contradicts_itself_is_refused_in_a_sentence(tmp_path):
+    config = tiny(topology__name="ring", run__steps=8)
+    calm = {slot: lived(slot, 4) for slot in range(3)}
+    early, late = lived(1, 2, end=False), [Begun(3, 2, 2, 4, 1), RoundOutcome(3, None, NOBODY, NOBODY, 6)]
+    missed = {0: lived(0, 4, missed=[(2, 1)]), 2: lived(2, 4, missed=[(2, 1)])}
+    forged = {
+        "a message of one who had ended": ({**calm, 1: lived(1, 2)}, "counted a message of worker 1"),
+        "a message of one who was never there": ({0: calm[0], 2: calm[2]}, "counted a message of worker 1"),
+        "one end that missed it": ({**calm, 1: lived(1, 4, missed=[(1, 0)])}, "counted a message of worker 1"),
+        "a miss of no peer": ({**calm, 1: lived(1, 4, missed=[(1, 1)])}, "who were no peers"),
+        "two messages after a death": ({0: calm[0], 1: early, 2: calm[2]}, "counted a message of worker 1"),
+        "other steps": ({**calm, 1: lived(1, 4, steps=1)}, "1 inner steps behind it"),
+        "not alive itself": ({**calm, 1: lived(1, 4, alive=frozenset({0, 2}))}, "a worker is alive itself"),
+        "too many rounds": ({**calm, 1: lived(1, 5)}, "the run has 4 rounds"),
+        "too many slots": ({**calm, 3: lived(3, 4)}, "the run has 3 slots"),
+        "a donor that was not so far": ({**missed, 1: [*early, late[0]._replace(after=3, donor=1)]}, "never had"),
+        "a state of later": ({**missed, 1: [*early, late[0]._replace(after=4)]}, "a state after 4"),
+    }
+    for name, (lives, part) in forged.items():
+        with pytest.raises(DataError, match=part):
+            replay_elastic(config, tmp_path / f"replay of {name}", logged(tmp_path / name, config, lives))
+    sound = logged(tmp_path / "sound", config, {**missed, 1: [*early, *late]})
+    replay_elastic(config, tmp_path / "replay", sound)
+    assert len(read_metrics(tmp_path / "replay")) > 11
+    with pytest.raises(ConfigError, match="replay it with its own"):
+        replay_elastic(tiny(seed=1), tmp_path / "a", sound)
+    for path in sound.glob("outcomes*"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="no log of outcomes"):
+        replay_elastic(config, tmp_path / "b", sound)

@@ -1,0 +1,103 @@
+"""Elastic runs computed again from their log of outcomes, to the last bit, and what an audit finds."""
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+from commands import Command, run
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.record.outcomes import read_outcomes
+from gossamer.run.config import digest, dump
+from gossamer.run.simulate import simulate
+from tiny import tiny
+
+WORKERS = 4
+
+
+def trained(folder):
+    """What each worker recorded of each round: losses, inner steps, and hashes of what it sent."""
+    return {
+        (line["worker"], line["round"]): (line["loss"], line["step"], line["hashes"])
+        for line in read_metrics(folder)
+        if line["kind"] == "train"
+    }
+
+
+def newest(folder, config, slot):
+    """The parameters in the newest checkpoint of a slot, and its round."""
+    store = folder / "checkpoints"
+    round = max(checkpoint.rounds(store, slot))
+    return round, checkpoint.load(store, round, slot, digest(config))["x"]
+
+
+@pytest.fixture(scope="module")
+def churned(tmp_path_factory):
+    """An elastic run of real processes in which worker 1 was killed, and another process took its slot."""
+    root = tmp_path_factory.mktemp("churned")
+    config = tiny(
+        workers=WORKERS, topology__peers=2, inner__clip=0.5, run__steps=80, run__eval_every=40, run__checkpoint_every=6,
+        run__pace_s=0.15, run__elastic=True, run__timeout_s=30, record__hash=True, run__rejoin_rounds=0,
+    )  # fmt: skip
+    (root / "run.toml").write_text(dump(config))
+    real = root / "real"
+    launcher = Command("train", root / "run.toml", "--out", real, "--local", WORKERS)
+    pids = launcher.processes(WORKERS)
+    deadline = time.monotonic() + 120
+    while not checkpoint.rounds(real / "checkpoints", 1) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(pids["1"], signal.SIGKILL)
+    newcomer = Command("train", root / "run.toml", "--out", real, "--join", "auto")
+    code, said = newcomer.finish()
+    ended, output = launcher.finish()
+    assert (code, ended) == (0, 0), said + output
+    return root, config
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_a_death_and_a_newcomer_is_replayed_to_the_last_bit(churned, caplog):
+    root, config = churned
+    first, *others = read_outcomes(root / "real")[1]
+    assert first.ended is None and others and others[0].begun.round < config.rounds
+    code, output = run("simulate", root / "run.toml", "--out", root / "replay", "--replay", root / "real")
+    assert code == 0, output
+    assert "last bit" not in caplog.text
+    assert trained(root / "replay") == trained(root / "real")
+    for slot in range(WORKERS):
+        (here, x), (there, y) = (newest(root / name, config, slot) for name in ("replay", "real"))
+        assert here == there == config.rounds and torch.equal(x, y)
+
+
+def test_until_somebody_dies_an_elastic_run_has_the_bits_of_its_simulation(churned, tmp_path):
+    root, config = churned
+    death = min(outcome.round for life in read_outcomes(root / "real")[0] for outcome in life.rounds if outcome.lost)
+    simulate(config, tmp_path, until=death)
+    calm = trained(tmp_path)
+    real = {key: line for key, line in trained(root / "real").items() if key[1] < death}
+    assert death >= 3 and real == calm
+
+
+@pytest.mark.timeout(300)
+def test_the_audit_of_an_elastic_run_agrees_and_finds_a_worker_that_says_something_else(churned, tmp_path):
+    root, config = churned
+    code, output = run("audit", root / "real", "--rounds", f"{config.rounds - 2}..", "--json")
+    found = json.loads(output.splitlines()[-1])
+    assert (code, found["difference"], found["compared"]) == (0, None, 2 * WORKERS)
+    last, lie = config.rounds - 2, tmp_path / "lie"
+    shutil.copytree(root / "real", lie)
+    lines = [json.loads(line) for line in (lie / "metrics-002.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "train" and line["round"] == last:
+            line["hashes"] = [line["hashes"][0][::-1]]
+    (lie / "metrics-002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, output = run("audit", lie, "--rounds", f"{last}..", "--quiet")
+    assert code == 1 and f"round {last}: worker 2 differs in what it sent" in output
+    code, output = run("audit", lie, "--rounds", f"{last}..", "--worker", 3, "--quiet")
+    assert code == 0, output
+    code, output = run("audit", lie, "--rounds", "soon")
+    assert code == 2 and "write the first and the last round" in output
