@@ -6,8 +6,8 @@ from collections import defaultdict
 import pytest
 
 from gossamer.transport.closing import Closing, Named
-from gossamer.transport.letter import Kind, Letter, body_of
-from gossamer.transport.members import Entry, Members, Standing
+from gossamer.transport.letter import Letter, LetterKind, body_of
+from gossamer.transport.members import Members, SlotEntry, Standing
 
 ROUNDS, STEP_S = 5, 0.1
 
@@ -17,7 +17,7 @@ class World:
 
     def __init__(self, seed: int, n: int) -> None:
         self.draw, self.n, self.now = random.Random(seed), n, 0.0
-        entries = [Entry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(n)]
+        entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(n)]
         self.workers = [Closing(Members(n, i, entries), limit_s=3.0, beat_s=0.5) for i in range(n)]
         self.side = [0] * n
         self.faults = sorted(self.draw.uniform(0.0, 25.0) for _ in range(self.draw.randint(0, 6)))
@@ -123,12 +123,12 @@ def test_less_than_a_majority_never_closes_a_round():
     assert all(worker.round == 0 and not worker.closed for worker in world.workers)
 
 
-@pytest.mark.parametrize("kind", [Kind.REPORT, Kind.NAME, Kind.CLOSED])
+@pytest.mark.parametrize("kind", [LetterKind.REPORT, LetterKind.NAME, LetterKind.CLOSED])
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", "[0,0,-1,[9]]", "[0,0,true,-5,null]", "[[[]]]", '{"a":1}', "[1e999,0,0]"]
 )
 def test_letters_that_say_nothing_possible_are_ignored(kind, text):
-    entries = [Entry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(3)]
+    entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(3)]
     worker = Closing(Members(3, 0, entries), limit_s=3.0, beat_s=0.5)
     worker.enter(0)
     worker.heard(Letter(kind, 1, body=body_of(text.encode())), 0.0)

@@ -11,8 +11,8 @@ from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import without
 from gossamer.transport import Ticket
 from gossamer.transport.elastic_core import ElasticCore, Outcome
-from gossamer.transport.letter import Kind, Letter
-from gossamer.transport.members import Entry, Members, Standing, merged, news, read_news
+from gossamer.transport.letter import Letter, LetterKind
+from gossamer.transport.members import Members, SlotEntry, Standing, merged, news, read_news
 
 PARTS = 20
 BODY = torch.zeros(4, dtype=torch.uint8)
@@ -62,18 +62,18 @@ _slots = st.integers(0, 3)
 _standings = st.sampled_from(Standing)
 
 
-def entries(slot: st.SearchStrategy[int] = _slots) -> st.SearchStrategy[Entry]:
+def entries(slot: st.SearchStrategy[int] = _slots) -> st.SearchStrategy[SlotEntry]:
     """Entries; one process says one address and, within one incarnation, one first round."""
 
-    def entry(slot: int, incarnation: int, nonce: int, standing: Standing, round: int, steps: int) -> Entry:
-        return Entry(slot, incarnation, nonce, standing, incarnation, f"host:{nonce}", round, steps)
+    def entry(slot: int, incarnation: int, nonce: int, standing: Standing, round: int, steps: int) -> SlotEntry:
+        return SlotEntry(slot, incarnation, nonce, standing, incarnation, f"host:{nonce}", round, steps)
 
     few = st.integers(0, 2)
     return st.builds(entry, slot, few, few, _standings, st.integers(0, 9), st.integers(0, 9))
 
 
 @given(entries(st.just(1)), entries(st.just(1)), entries(st.just(1)))
-def test_merging_is_commutative_associative_and_idempotent(a: Entry, b: Entry, c: Entry) -> None:
+def test_merging_is_commutative_associative_and_idempotent(a: SlotEntry, b: SlotEntry, c: SlotEntry) -> None:
     assert merged(a, b) == merged(b, a)
     assert merged(merged(a, b), c) == merged(a, merged(b, c))
     assert merged(a, a) == a and merged(merged(a, b), b) == merged(a, b)
@@ -81,8 +81,8 @@ def test_merging_is_commutative_associative_and_idempotent(a: Entry, b: Entry, c
 
 @settings(max_examples=200)
 @given(st.lists(entries(), max_size=8), st.randoms(use_true_random=False))
-def test_views_are_equal_whatever_the_order_of_the_news(said: list[Entry], random) -> None:
-    me = Entry(9, 0, 0, Standing.ALIVE, 0)
+def test_views_are_equal_whatever_the_order_of_the_news(said: list[SlotEntry], random) -> None:
+    me = SlotEntry(9, 0, 0, Standing.ALIVE, 0)
     a, b = Members(10, 9, [me]), Members(10, 9, [me])
     a.merge(said)
     for entry in random.sample(said, len(said)) + random.sample(said, len(said)):
@@ -109,9 +109,10 @@ def test_weights_without_the_exchanges_that_failed_stay_stochastic_and_symmetric
 
 # Two cores
 
+
 def pair(**options: float) -> list[ElasticCore]:
     """Two workers in round 0, which have announced their exchange."""
-    known = [Entry(i, 0, 10 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(2)]
+    known = [SlotEntry(i, 0, 10 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(2)]
     cores = [ElasticCore(Members(2, i, known), timeout_s=8.0, **options) for i in range(2)]
     for i, core in enumerate(cores):
         core.enter(0, frozenset({0, 1}), [1 - i])
@@ -120,7 +121,12 @@ def pair(**options: float) -> list[ElasticCore]:
 
 
 @settings(max_examples=400)
-@given(st.lists(st.sampled_from(["post 0", "post 1", "to 0", "to 1", "lose 0", "lose 1", "cut", "tick 0", "tick 1", "twice 0"]), max_size=30))
+@given(
+    st.lists(
+        st.sampled_from(["post 0", "post 1", "to 0", "to 1", "lose 0", "lose 1", "cut", "tick 0", "tick 1", "twice 0"]),
+        max_size=30,
+    )
+)
 def test_under_no_interleaving_does_one_end_count_what_the_other_knows_to_be_missed(acts: list[str]) -> None:
     cores, lines, now = pair(), ([], []), 0.0
     posted = [False, False]
@@ -153,21 +159,24 @@ def test_under_no_interleaving_does_one_end_count_what_the_other_knows_to_be_mis
 
 # What the seeds have found
 
-def said(core: ElasticCore) -> list[tuple[int, Kind]]:
+
+def said(core: ElasticCore) -> list[tuple[int, LetterKind]]:
     return [(peer, letter.kind) for peer, letter in core.outbox]
 
 
 def test_a_worker_that_knows_nobody_to_be_alive_goes_on_from_its_own_round() -> None:
-    members = Members(3, 1, [Entry(1, 1, 5, Standing.JOINING, 0, round=4), Entry(0, 0, 1, Standing.SUSPECT, 0, round=9)])
+    members = Members(
+        3, 1, [SlotEntry(1, 1, 5, Standing.JOINING, 0, round=4), SlotEntry(0, 0, 1, Standing.SUSPECT, 0, round=9)]
+    )
     assert members.newest_round == 4
 
 
 def test_a_process_that_is_suspected_while_it_joins_answers_and_is_alive_then() -> None:
-    joins = Entry(1, 2, 5, Standing.JOINING, 0)
-    members = Members(2, 1, [joins, Entry(0, 0, 1, Standing.ALIVE, 0)])
+    joins = SlotEntry(1, 2, 5, Standing.JOINING, 0)
+    members = Members(2, 1, [joins, SlotEntry(0, 0, 1, Standing.ALIVE, 0)])
     members.merge([joins._replace(standing=Standing.SUSPECT)])
     members.declare(Standing.ALIVE, 7)
-    other = Members(2, 0, [Entry(0, 0, 1, Standing.ALIVE, 0), joins._replace(standing=Standing.SUSPECT)])
+    other = Members(2, 0, [SlotEntry(0, 0, 1, Standing.ALIVE, 0), joins._replace(standing=Standing.SUSPECT)])
     other.merge([members.own])
     assert other.alive(7) == {0, 1}
 
@@ -175,13 +184,15 @@ def test_a_process_that_is_suspected_while_it_joins_answers_and_is_alive_then() 
 def test_of_a_process_that_was_replaced_only_the_news_count() -> None:
     core, other = pair()
     other.post(TICKET, 0, BODY, 0.0)
-    payload = next(letter for _, letter in other.outbox if letter.kind == Kind.PAYLOAD)
-    core.members.merge([Entry(1, 1, 77, Standing.ALIVE, 0, "host:2")])
+    payload = next(letter for _, letter in other.outbox if letter.kind == LetterKind.PAYLOAD)
+    core.members.merge([SlotEntry(1, 1, 77, Standing.ALIVE, 0, "host:2")])
     core.post(TICKET, 1, BODY, 0.0)
     core.outbox.clear()
     assert core.heard(payload, 0.1, 11) == 11 and said(core) == []
-    assert core.heard(payload, 0.1, 77) == 77 and said(core) == [(1, Kind.COMMIT)]
-    greeting = Letter(Kind.NEWS, 1, body=torch.frombuffer(bytearray(news(other.members.entries)), dtype=torch.uint8))
+    assert core.heard(payload, 0.1, 77) == 77 and said(core) == [(1, LetterKind.COMMIT)]
+    greeting = Letter(
+        LetterKind.NEWS, 1, body=torch.frombuffer(bytearray(news(other.members.entries)), dtype=torch.uint8)
+    )
     assert core.heard(greeting, 0.2, None) == 11
 
 
@@ -193,11 +204,11 @@ def test_steps_that_another_worker_has_counted_are_known_before_its_round_ends()
     for _, letter in [*other.outbox]:
         core.heard(letter, 0.1)
     assert core.members.entries[1].steps == 0
-    core.heard(Letter(Kind.COMMIT, 1, TICKET), 0.2)
+    core.heard(Letter(LetterKind.COMMIT, 1, TICKET), 0.2)
     assert core.members.entries[1].steps == 15
 
 
 def test_a_slot_that_somebody_was_given_is_given_again_last() -> None:
-    members = Members(4, 0, [Entry(0, 0, 1, Standing.ALIVE, 0)])
+    members = Members(4, 0, [SlotEntry(0, 0, 1, Standing.ALIVE, 0)])
     given_ones = [members.give_slot(nonce, f"host:{nonce}") for nonce in range(5, 9)]
     assert [entry.slot for entry in given_ones if entry] == [1, 2, 3, 1]

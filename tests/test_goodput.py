@@ -16,10 +16,10 @@ from gossamer.network.goodput import (
     Group,
     best_interval_s,
     draw_failures,
+    fleets,
     goodput,
     goodput_curves,
     goodput_table,
-    groups,
     simulated_goodput,
     uptime,
 )
@@ -29,7 +29,7 @@ SECONDS = st.floats(1e-3, 1e6)
 
 
 def group_of(method: str, options: GoodputOptions) -> Group:
-    return next(group for group in groups(options) if group.method == method)
+    return next(group for group in fleets(options) if group.method == method)
 
 
 def rows(options: GoodputOptions) -> dict[str, Goodput]:

@@ -17,15 +17,15 @@ from gossamer.record.addresses import Address, write_address
 from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.outcomes import Begun, Ended, Life, OutcomeWriter, RoundOutcome
 from gossamer.record.seconds import RoundSeconds
-from gossamer.record.trace import Entry as TraceEntry
 from gossamer.record.trace import Operation
+from gossamer.record.trace import SlotEntry as TraceEntry
 from gossamer.report.status import Sighting, run_status, standing_of
 from gossamer.run.config import dump
 from gossamer.run.ending import ending
 from gossamer.run.held import to_resume, to_score
 from gossamer.run.standings import changes
 from gossamer.transport.elastic import ElasticTransport, Station
-from gossamer.transport.members import Entry, Members, Standing
+from gossamer.transport.members import Members, SlotEntry, Standing
 from gossamer.transport.watch import look
 from tiny import tiny
 
@@ -38,7 +38,7 @@ def a_worker(slot, others, slots=5):
     """A worker of an elastic run that listens, with what it knows of the others; and its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    own = Entry(slot, 0, 10 + slot, Standing.ALIVE, 0, address, 6, 30)
+    own = SlotEntry(slot, 0, 10 + slot, Standing.ALIVE, 0, address, 6, 30)
     transport = ElasticTransport(Members(slots, slot, [own, *others]), Station(listener, RUN, SECRET, 5.0))
     try:
         yield address
@@ -76,11 +76,11 @@ def test_status_tells_who_is_alive_suspect_gone_joining_left_or_has_never_come(t
     write_slot(tmp_path, config, 1, 2)
     write_slot(tmp_path, config, 2, 4, ended="left")
     others = [
-        Entry(1, 0, 11, Standing.SUSPECT, 0, refusing, 2, 4),
-        Entry(2, 0, 12, Standing.LEFT, 0, "10.0.0.9:4000", 3, 8),
-        Entry(3, 1, 13, Standing.JOINING, 0, "", 0, 6),
-        Entry(4, 0, 0, Standing.LEFT, 0, "", 0, 0),
-        Entry(5, 0, 15, Standing.SUSPECT, 0, "", 5, 10),
+        SlotEntry(1, 0, 11, Standing.SUSPECT, 0, refusing, 2, 4),
+        SlotEntry(2, 0, 12, Standing.LEFT, 0, "10.0.0.9:4000", 3, 8),
+        SlotEntry(3, 1, 13, Standing.JOINING, 0, "", 0, 6),
+        SlotEntry(4, 0, 0, Standing.LEFT, 0, "", 0, 0),
+        SlotEntry(5, 0, 15, Standing.SUSPECT, 0, "", 5, 10),
     ]
     with a_worker(0, others, slots=6) as address:
         write_address(tmp_path, Address(0, address, RUN))
@@ -102,7 +102,7 @@ def test_status_tells_who_is_alive_suspect_gone_joining_left_or_has_never_come(t
 
 
 def test_a_worker_shows_its_view_only_to_who_knows_the_secret_of_its_run():
-    with a_worker(2, [Entry(0, 0, 9, Standing.ALIVE, 0, "", 4, 8)]) as address:
+    with a_worker(2, [SlotEntry(0, 0, 9, Standing.ALIVE, 0, "", 4, 8)]) as address:
         view = look(address, SECRET, run=RUN, slots=5, timeout_s=5)
         assert view.worker == 2 and [(entry.slot, entry.round) for entry in view.entries] == [(0, 4), (2, 6)]
         for secret, run in ((SECRET, RUN + 1), (SECRET[::-1], RUN)):
@@ -144,15 +144,15 @@ def test_status_of_runs_that_are_not_elastic_comes_from_their_files(tmp_path, ca
 
 
 def test_a_suspect_that_answers_is_still_suspect_and_one_that_left_after_its_last_round_has_finished():
-    entry = Entry(1, 0, 5, Standing.SUSPECT, 0, "127.0.0.1:4000")
+    entry = SlotEntry(1, 0, 5, Standing.SUSPECT, 0, "127.0.0.1:4000")
     assert standing_of(Sighting(entry, answered=True)) == "suspect"
     assert standing_of(Sighting(entry._replace(standing=Standing.LEFT), finished=True)) == "finished"
 
 
 def test_every_event_of_another_worker_is_told_in_one_sentence():
-    a = Entry(1, 0, 5, Standing.ALIVE, 0, "10.0.0.1:4000", 3)
+    a = SlotEntry(1, 0, 5, Standing.ALIVE, 0, "10.0.0.1:4000", 3)
     left = a._replace(standing=Standing.LEFT)
-    suspected, b = a._replace(standing=Standing.SUSPECT), Entry(1, 1, 6, Standing.JOINING, 0, "10.0.0.2:4000")
+    suspected, b = a._replace(standing=Standing.SUSPECT), SlotEntry(1, 1, 6, Standing.JOINING, 0, "10.0.0.2:4000")
     steps = [
         (a, a._replace(round=4), []),
         (a, suspected, ["worker 1 is suspected: it is silent"]),

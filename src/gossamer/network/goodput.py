@@ -31,11 +31,11 @@ __all__ = [
     "Simulated",
     "best_interval_s",
     "draw_failures",
+    "fleets",
     "goodput",
     "goodput_curves",
     "goodput_rows",
     "goodput_table",
-    "groups",
     "simulated_goodput",
     "uptime",
 ]
@@ -187,7 +187,7 @@ class Group(NamedTuple):
         return math.floor(trained_s / cycle_s) * self.interval_s if cycle_s else trained_s
 
 
-def groups(options: GoodputOptions, chips: float | None = None) -> tuple[Group, ...]:
+def fleets(options: GoodputOptions, chips: float | None = None) -> tuple[Group, ...]:
     """The four ways to train on the chips of the options, or on another number of them."""
     o, n = options, options.chips if chips is None else chips
     whole_s, again_s = o.mtbi_s / n, o.downtime_s + o.catch_up_s
@@ -302,7 +302,7 @@ def goodput_table(options: GoodputOptions = GoodputOptions()) -> GoodputTable:
             uptime(goodput(group.mtbf_s, group.down_s), round(group.learners)),
             _simulated(group, drawn),
         )
-        for group in groups(options)
+        for group in fleets(options)
     )
     return GoodputTable(rows, _assumptions(options))
 
@@ -335,7 +335,7 @@ def goodput_curves(
     """Goodput by the closed form against the number of chips, as points to draw, for each way to train."""
     found: dict[str, list[tuple[float, float]]] = {}
     for n in chips:
-        for group in groups(options, float(n)):
+        for group in fleets(options, float(n)):
             found.setdefault(group.method, []).append((float(n), group.goodput))
     return found
 

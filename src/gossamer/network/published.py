@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.errors import ConfigError, choose
-from gossamer.network.goodput import GoodputOptions, groups
+from gossamer.network.goodput import GoodputOptions, fleets
 from gossamer.network.limits import ensure
 from gossamer.network.utilisation import BANDWIDTHS_BPS, PUBLISHED_METHODS, bandwidth_table, setting_of
 
@@ -110,6 +110,6 @@ def published_goodput(restart_s: float = 72.0, downtime_s: float = 22.6) -> list
                 options = GoodputOptions(
                     chips=chips, learners=learners, restart_s=restart_s, downtime_s=downtime_s, worker_chips=1
                 )
-                ours = next(group.goodput for group in groups(options) if group.method == method)
+                ours = next(group.goodput for group in fleets(options) if group.method == method)
                 found.append(PublishedGoodput(chips, method, learners, percent / 100, ours))
     return found

@@ -21,7 +21,7 @@ from gossamer.record.folder import read_metrics, run_file
 from gossamer.record.outcomes import Life, read_outcomes
 from gossamer.record.seconds import RoundSeconds, read_seconds
 from gossamer.schema import RECORD, Records, parse_toml
-from gossamer.transport.members import Entry, Standing, merged
+from gossamer.transport.members import SlotEntry, Standing, merged
 from gossamer.transport.secret import folder_secret
 from gossamer.transport.watch import View, look
 
@@ -93,7 +93,7 @@ class RunStatus(NamedTuple):
 class Sighting(NamedTuple):
     """What decides on the standing of a slot."""
 
-    entry: Entry | None = None
+    entry: SlotEntry | None = None
     """What the workers that answered say of it together."""
     life: Life | None = None
     """Its last one in the log of outcomes."""
@@ -114,7 +114,7 @@ def standing_of(seen: Sighting) -> str:
     been silent. gone: nobody listens at its address any more, and it has not said goodbye. left: it was asked to leave, and has
     saved its state. finished: it has trained all rounds. empty: nobody has filled the slot. unknown: its files do not tell.
 
-    >>> standing_of(Sighting(Entry(1, 0, 5, Standing.SUSPECT, 0, "127.0.0.1:4000"), refused=True))
+    >>> standing_of(Sighting(SlotEntry(1, 0, 5, Standing.SUSPECT, 0, "127.0.0.1:4000"), refused=True))
     'gone'
     >>> standing_of(Sighting(finished=True, elastic=False)), standing_of(Sighting(traces=False))
     ('finished', 'empty')
@@ -157,9 +157,9 @@ class _Answers(NamedTuple):
     note: str | None
 
     @property
-    def entries(self) -> dict[int, Entry]:
+    def entries(self) -> dict[int, SlotEntry]:
         """All views merged."""
-        entries: dict[int, Entry] = {}
+        entries: dict[int, SlotEntry] = {}
         for entry in (entry for view in self.views.values() for entry in view.entries):
             entries[entry.slot] = merged(entries[entry.slot], entry) if entry.slot in entries else entry
         return entries
@@ -193,7 +193,7 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     return RunStatus(folder, run["name"], kind, rounds, newest, sorted(answers.views), answers.note, workers)
 
 
-def _of_worker(slot: int, entry: Entry | None, records: _Records, answers: _Answers, now_s: float) -> WorkerStatus:
+def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _Answers, now_s: float) -> WorkerStatus:
     lives, trained = records.lives.get(slot, []), records.trained.get(slot, [])
     own = records.addresses.get(slot)
     address = entry.address if entry is not None else own.address if own is not None else ""
@@ -243,7 +243,7 @@ def _asked(folder: Path, addresses: Collection[Address], slots: int) -> _Answers
     return answers if answers.views else answers._replace(note="no worker answers, so this is what the files tell")
 
 
-def _rounds_behind(lives: Sequence[Life], trained: Sequence[Mapping[str, Any]], entry: Entry | None) -> int:
+def _rounds_behind(lives: Sequence[Life], trained: Sequence[Mapping[str, Any]], entry: SlotEntry | None) -> int:
     recorded = [life.rounds[-1].round + 1 for life in lives[-1:] if life.rounds]
     said = [] if entry is None or entry.standing == Standing.JOINING else [entry.round]
     return max([0, *recorded, *said, *(line["round"] + 1 for line in trained[-1:])])

@@ -68,14 +68,14 @@ def dilocox(
         rank: r, columns of P and Q.
         form: what becomes of the local progress while the mean is in flight.
     Cost: r (rows + columns) numbers per matrix in place of rows · columns, to everyone: n - 1 payloads per worker and round, in
-        flight while the next round trains; start, momentum, error, message in flight ("blocking": without) kept, and V (4 P).
+        flight while the next round trains; start, momentum, error, message in flight (not if "blocking") and V kept (4 P and V).
     Source: DiLoCoX, arXiv 2506.21263, from its abstract and public summaries; low rank as in PowerSGD, arXiv 1905.13727.
     Differs: coded messages are gathered, where PowerSGD reduces P and then Q, in two sums that depend on each other. V is each
         worker's own, and drawn in round 0. A message that is in flight has an error that is not known when the next one is
         sent, so its error is added to the one after that. The rank and the local steps stay as they are set, where theirs shrink
         with the effective rank of the mean. What becomes of the local progress was not readable: both forms are ours.
-    Fails when: a worker leaves: its unsent error is lost. Workers on different processors may decode products that differ in
-        the last bit, and drift apart. The pseudo-gradient has many directions of equal size.
+    Fails when: a worker leaves, as its unsent error is lost; workers on different processors decode products that differ in the
+        last bit, and drift apart; or the pseudo-gradient has many directions of equal size.
 
     >>> dilocox(rank=8).delay_rounds, dilocox(form="blocking").delay_rounds
     (1, 0)

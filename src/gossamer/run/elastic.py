@@ -41,7 +41,7 @@ from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.elastic_core import Outcome
 from gossamer.transport.launch import device_of
 from gossamer.transport.members import Standing
-from gossamer.transport.newcomer import Boundary, Place, ask, host
+from gossamer.transport.newcomer import Applicant, Handover, ask, host
 
 __all__ = ["KEPT", "train_elastic"]
 
@@ -105,7 +105,7 @@ class _Participant:
         device = device_of(config.run.device)
         self._replica = Replica(self.slot, config, task, device)
         self._probe = Probe(config, task, device)
-        self._kept, self._ready = Boundary.of(0, b""), threading.Event()
+        self._kept, self._ready = Handover.of(0, b""), threading.Event()
         self._closes = m.rule.needs == "everyone"
         # A message has at most four tensors of the size of x; what is larger is no payload.
         limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None
@@ -272,7 +272,7 @@ class _Participant:
 
     def _keep(self, after: int) -> None:
         """Keeps the present state for newcomers. Cost: one copy of the model, its outer and its inner state."""
-        self._kept = Boundary.of(after, packed({**self._worker.state(), "line": self._transport.line}))
+        self._kept = Handover.of(after, packed({**self._worker.state(), "line": self._transport.line}))
 
     def _adopt(self, state: dict[str, Any], begun: Begun) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
@@ -290,7 +290,7 @@ class _Participant:
         # Those that begin without a state have none to give: they would wait for each other.
         first = begun.donor if source is None else source
         for entry in sorted(members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != first):
-            place = Place(members.own.nonce, members.own.address, self.slot)
+            place = Applicant(members.own.nonce, members.own.address, self.slot)
             try:
                 offer = ask(
                     entry.address, station.secret, place, run=station.run, slots=members.slots, timeout_s=station.timeout_s

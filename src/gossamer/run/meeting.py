@@ -17,8 +17,8 @@ from gossamer.run.history import Resume, history, lineage, must_go_on
 from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic import Station
 from gossamer.transport.launch import agree, join
-from gossamer.transport.members import Entry, Members, Standing, news, read_news
-from gossamer.transport.newcomer import Place, ask
+from gossamer.transport.members import Members, SlotEntry, Standing, news, read_news
+from gossamer.transport.newcomer import Applicant, ask
 from gossamer.transport.secret import folder_secret
 
 __all__ = ["Seat", "joined", "started"]
@@ -68,7 +68,7 @@ def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: Re
     return Seat(members, station, line, Begun(after, after, donor, 0, 0), past is not None)
 
 
-def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunConfig) -> Entry:
+def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunConfig) -> SlotEntry:
     """What is known of a slot at the start.
 
     One whose checkpoint is lost goes on behind all inner steps that it can have taken, so that none is trained twice.
@@ -76,9 +76,9 @@ def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunConfig) -
     lost = slot >= len(facts) or after not in facts[slot].held
     steps = after * config.local_steps_of(slot) if lost else 0
     if slot >= len(facts):  # nobody fills it
-        return Entry(slot, 0, 0, Standing.LEFT, 0, steps=steps)
+        return SlotEntry(slot, 0, 0, Standing.LEFT, 0, steps=steps)
     address, nonce, _ = facts[slot]
-    return Entry(slot, 0, nonce, Standing.ALIVE, after, address, after, steps)
+    return SlotEntry(slot, 0, nonce, Standing.ALIVE, after, address, after, steps)
 
 
 def joined(config: RunConfig, folder: Path, run: int, nonce: int, where: str) -> Seat:
@@ -101,7 +101,7 @@ def joined(config: RunConfig, folder: Path, run: int, nonce: int, where: str) ->
             why = f"{address}: {error}"
             continue
         try:
-            place = Place(nonce, own)
+            place = Applicant(nonce, own)
             offer = ask(address, secret, place, run=run, slots=config.workers, timeout_s=wait_s, wants=_nothing)
         except (OSError, GossamerError) as error:
             listener.close()
@@ -128,7 +128,7 @@ class _Fact(NamedTuple):
 def _fact(slot: int, value: object) -> _Fact:
     match value:
         case [str(address), int(nonce), [*held]]:
-            entry = Entry(0, 0, nonce, Standing.ALIVE, 0, address)
+            entry = SlotEntry(0, 0, nonce, Standing.ALIVE, 0, address)
             rounds = dict(map(_held, held))
             if read_news(news({0: entry}), slots=1) is not None and None not in rounds:
                 return _Fact(address, nonce, {r: seen for r, seen in rounds.items() if r is not None})

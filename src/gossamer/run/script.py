@@ -11,13 +11,13 @@ from gossamer.errors import DataError
 from gossamer.record.outcomes import Begun, Ended, Life, RoundOutcome
 from gossamer.topologies import Topology
 
-__all__ = ["Script", "Turn", "calm", "script_of"]
+__all__ = ["RoundScript", "Script", "calm", "script_of"]
 
 Pair = tuple[int, int]
 Boundary = tuple[int, int]
 
 
-class Turn(NamedTuple):
+class RoundScript(NamedTuple):
     """What one round was for all workers."""
 
     begins: dict[int, list[Begun]]
@@ -37,7 +37,7 @@ class Turn(NamedTuple):
 class Script(NamedTuple):
     """A run, round by round."""
 
-    turns: dict[int, Turn]
+    turns: dict[int, RoundScript]
     lives: dict[int, list[Life]]
 
     @property
@@ -71,7 +71,7 @@ def calm(local_steps: Sequence[int], rounds: int) -> Script:
     """A run in which nothing was missed, of as many workers as have local steps."""
     nobody, workers = frozenset[int](), len(local_steps)
     turns = {
-        r: Turn(
+        r: RoundScript(
             {i: [Begun(0, 0, i, 0, 0)] for i in range(workers)} if r == 0 else {},
             {i: RoundOutcome(r, None, nobody, nobody, (r + 1) * local_steps[i]) for i in range(workers)},
             {}, set(), set(), {},
@@ -115,11 +115,11 @@ def script_of(lives: Mapping[int, Sequence[Life]], topology: Topology, rounds: i
     return script
 
 
-def _turn(turns: dict[int, Turn], round: int) -> Turn:
-    return turns.setdefault(round, Turn({}, {}, {}, set(), set(), {}))
+def _turn(turns: dict[int, RoundScript], round: int) -> RoundScript:
+    return turns.setdefault(round, RoundScript({}, {}, {}, set(), set(), {}))
 
 
-def _enter(turns: dict[int, Turn], slot: int, life: Life, n: int, rounds: int) -> None:
+def _enter(turns: dict[int, RoundScript], slot: int, life: Life, n: int, rounds: int) -> None:
     begun, trained, ended = life
     if begun.after > begun.round or begun.donor >= n or begun.round >= rounds:
         _impossible(slot, begun.round, f"a process begins there with a state after {begun.after} of {rounds} rounds")
@@ -134,7 +134,7 @@ def _enter(turns: dict[int, Turn], slot: int, life: Life, n: int, rounds: int) -
         _turn(turns, last).ends[slot] = (ended, trained[-1].round + 1 if trained else begun.after)
 
 
-def _counted(turn: Turn, topology: Topology) -> Iterator[tuple[int, int, frozenset[int] | None]]:
+def _counted(turn: RoundScript, topology: Topology) -> Iterator[tuple[int, int, frozenset[int] | None]]:
     """Each receiver with the senders whose messages it counted, and its view."""
     for i, outcome in turn.outcomes.items():
         peers = set(topology.mixing(outcome.round, outcome.alive).hears_from(i))

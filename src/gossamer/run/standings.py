@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from gossamer.transport.members import Entry, Standing
+from gossamer.transport.members import SlotEntry, Standing
 
 __all__ = ["changes"]
 
 
 def changes(
-    before: Mapping[int, Entry], after: Mapping[int, Entry], me: int, rounds: int, why: Callable[[int], str]
+    before: Mapping[int, SlotEntry], after: Mapping[int, SlotEntry], me: int, rounds: int, why: Callable[[int], str]
 ) -> Iterator[str]:  # fmt: skip
     """The sentences about what one worker's view has learnt.
 
@@ -18,7 +18,7 @@ def changes(
         rounds: of the whole run.
         why: the reason for which a worker is suspected.
 
-    >>> a = Entry(2, 0, 7, Standing.ALIVE, 0, "127.0.0.1:4000")
+    >>> a = SlotEntry(2, 0, 7, Standing.ALIVE, 0, "127.0.0.1:4000")
     >>> [*changes({2: a}, {2: a._replace(standing=Standing.SUSPECT)}, 0, 9, lambda slot: "it is silent")]
     ['worker 2 is suspected: it is silent']
     """

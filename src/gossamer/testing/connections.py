@@ -55,7 +55,9 @@ class Connection:
         if self.broken:
             if not end.tried:
                 end.tried = True
-                network.after(self.processes[side].plan.timeout_s, lambda: self.processes[side].lost(end), self.processes[side])
+                network.after(
+                    self.processes[side].plan.timeout_s, lambda: self.processes[side].lost(end), self.processes[side]
+                )
             return
         twice = network.faulty and network.random.random() < 0.01
         for _ in range(1 + twice):

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from gossamer.rules import Rule
 from gossamer.testing.connections import Connection
 from gossamer.testing.ledger import Ledger
-from gossamer.testing.participant import Participant, Terms
+from gossamer.testing.participant import Participant, Trial
 from gossamer.topologies import make_topology
-from gossamer.transport.members import Entry, Members, Standing
+from gossamer.transport.members import Members, SlotEntry, Standing
 
 __all__ = ["FaultReport", "FaultyNetwork", "check_faults"]
 
@@ -46,7 +46,9 @@ class FaultReport(NamedTuple):
     """Steps of a slot that two processes trained, as the first one was believed dead and lived, or died with the only news of them."""
 
 
-def check_faults(rule: Rule | None = None, *, seed: int, workers: int | None = None, verbose: bool = False) -> FaultReport:
+def check_faults(
+    rule: Rule | None = None, *, seed: int, workers: int | None = None, verbose: bool = False
+) -> FaultReport:
     """Runs one elastic run over a network whose faults come from a seed, and checks what must hold whatever fails.
 
     After each exchange: no end has counted it that the other knows to be missed; two ends that have counted it pull each other
@@ -81,7 +83,7 @@ class FaultyNetwork:
         slots = workers or draw.randint(3, 7)
         topology = make_topology(draw.choice(["random", "random", "ring", "complete"]), slots, seed)
         deadline_s = draw.choice([None, None, 5.0])
-        self.plan = Terms(slots, topology, rule, timeout_s=8.0, deadline_s=deadline_s, rejoin_rounds=draw.randint(1, 6))
+        self.plan = Trial(slots, topology, rule, timeout_s=8.0, deadline_s=deadline_s, rejoin_rounds=draw.randint(1, 6))
         self.now, self.letters, self.last_round = 0.0, 0, math.inf
         self.faults: list[str] = []
         self.ledger = Ledger(seed)
@@ -156,7 +158,7 @@ class FaultyNetwork:
 
     def _start(self) -> None:
         slots, nonces = self.plan.slots, [self.random.randrange(1 << 61) for _ in range(self.plan.slots)]
-        entries = [Entry(i, 0, nonces[i], Standing.ALIVE, 0, f"process:{i}") for i in range(slots)]
+        entries = [SlotEntry(i, 0, nonces[i], Standing.ALIVE, 0, f"process:{i}") for i in range(slots)]
         for i in range(slots):
             process = Participant(self, uid=i, nonce=nonces[i], address=f"process:{i}")
             self.processes.append(process)
@@ -204,7 +206,17 @@ class FaultyNetwork:
 
     def _fault(self) -> None:
         draw = self.random
-        kinds = [self._break, self._break, self._crash, self._crash, self._stop, self._join, self._join, self._partition, self._disk]
+        kinds = [
+            self._break,
+            self._break,
+            self._crash,
+            self._crash,
+            self._stop,
+            self._join,
+            self._join,
+            self._partition,
+            self._disk,
+        ]
         able = [process for process in self.living if not process.stopped]
         if able:
             draw.choice(kinds)(draw.choice(able))

@@ -35,7 +35,9 @@ class Ledger:
         if doubtful:
             self._doubtful.add(uid)
 
-    def enter(self, ticket: Ticket, uid: int, peer: int, outcome: Outcome, sender: int | None, pull: tuple[float, ...]) -> None:
+    def enter(
+        self, ticket: Ticket, uid: int, peer: int, outcome: Outcome, sender: int | None, pull: tuple[float, ...]
+    ) -> None:
         """The end of an exchange, at one end."""
         key = (ticket, uid, peer)
         assert key not in self._accounts, f"process {uid} ends its exchange with worker {peer} in {ticket} twice"
@@ -74,8 +76,12 @@ def _must_fit(ticket: Ticket, uid: int, ours: _Account, other: int, theirs: _Acc
     kinds = {ours.outcome, theirs.outcome}
     for a, b, one in ((ours, theirs, other), (theirs, ours, uid)):
         if a.outcome is Outcome.MADE and b.outcome is Outcome.MISSED and a.sender == one:
-            raise AssertionError(f"{where}: one end has counted the exchange and process {one} knows that it was missed")
+            raise AssertionError(
+                f"{where}: one end has counted the exchange and process {one} knows that it was missed"
+            )
     if kinds == {Outcome.MADE}:
-        assert (ours.sender, theirs.sender) == (other, uid), f"{where}: an end has counted the payload of a third process"
+        assert (ours.sender, theirs.sender) == (other, uid), (
+            f"{where}: an end has counted the payload of a third process"
+        )
         off = max(abs(a + b) for a, b in zip(ours.pull, theirs.pull, strict=True))
         assert off < 1e-5, f"{where}: the mean of all has moved by {off:g}"

@@ -21,22 +21,22 @@ from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, without
 from gossamer.transport import Ticket, wire
 from gossamer.transport.elastic_core import MOST_EARLY, ElasticCore, Outcome
-from gossamer.transport.letter import Kind, Letter, body_of
-from gossamer.transport.members import Entry, Members, Standing, news
+from gossamer.transport.letter import Letter, LetterKind, body_of
+from gossamer.transport.members import Members, SlotEntry, Standing, news
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gossamer.testing.faults import FaultyNetwork
 
-__all__ = ["Participant", "Terms"]
+__all__ = ["Participant", "Trial"]
 
 NUMEL, LOCAL_STEPS = 2, 3
 _VECTOR = struct.Struct(f"<{NUMEL}d")
 _LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
 
 
-class Terms(NamedTuple):
+class Trial(NamedTuple):
     """What all processes of a run have in common."""
 
     slots: int
@@ -132,7 +132,7 @@ class Participant:
         entries, network = dict(self.members.entries), self.network
         network.after(network.latency_s(), lambda: newcomer.receive(self, own, entries), newcomer)
 
-    def receive(self, donor: "Participant", own: Entry | None, entries: dict[int, Entry]) -> None:
+    def receive(self, donor: "Participant", own: SlotEntry | None, entries: dict[int, SlotEntry]) -> None:
         """The answer has come, if the donor lived long enough: asks all others which round they are in."""
         if donor.ended or own is None:
             self._fail("finds all slots filled" if own is None else "loses its donor")
@@ -175,7 +175,7 @@ class Participant:
 
     def may_read(self, letter: Letter) -> bool:
         """Whether it is known how large such a payload is."""
-        return self.closed or letter.kind != Kind.PAYLOAD or self.core.knows(letter.ticket)
+        return self.closed or letter.kind != LetterKind.PAYLOAD or self.core.knows(letter.ticket)
 
     def take(self, end: End, letter: Letter) -> None:
         """A letter has come."""
@@ -184,7 +184,7 @@ class Participant:
         if not self.core.accepts(letter, letter.body.numel()):
             end.connection.break_off("both")
             return
-        if letter.kind == Kind.PAYLOAD:
+        if letter.kind == LetterKind.PAYLOAD:
             self._origins = [*self._origins[-40:], (letter, end.connection.processes[1 - end.side].uid)]
         end.nonce = self.core.heard(letter, self.network.now, end.nonce)
         if not self.core.is_filled_by(end.peer, end.nonce):
@@ -209,7 +209,7 @@ class Participant:
     def _ends_to(self, slot: int) -> list[End]:
         return [end for end in self.links.get(slot, []) if self.core.is_filled_by(slot, end.nonce)]
 
-    def _dial(self, entry: Entry) -> End:
+    def _dial(self, entry: SlotEntry) -> End:
         self._dialled_s[entry.slot] = self.network.now
         target = next(p for p in self.network.processes if p.address == entry.address)
         end = Connection(self.network, self, target, entry.slot).ends[0]
@@ -222,7 +222,7 @@ class Participant:
 
     def _greeting(self) -> Letter:
         body = body_of(news(self.members.entries))
-        return Letter(Kind.NEWS, self.slot, round=max(self.core.round, 0), body=body)
+        return Letter(LetterKind.NEWS, self.slot, round=max(self.core.round, 0), body=body)
 
     def _house(self) -> None:
         if self.closed:

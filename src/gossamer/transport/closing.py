@@ -19,7 +19,7 @@ import json
 from typing import NamedTuple
 
 from gossamer.errors import TransportError
-from gossamer.transport.letter import Kind, Letter, body_of
+from gossamer.transport.letter import Letter, LetterKind, body_of
 from gossamer.transport.members import Members
 
 __all__ = ["Closing", "LeftOutError", "Named"]
@@ -118,11 +118,11 @@ class Closing:
             values = json.loads(letter.body.numpy().tobytes())
         except (ValueError, RecursionError):
             return
-        if letter.kind == Kind.REPORT and (report := _report(values)) is not None:
+        if letter.kind == LetterKind.REPORT and (report := _report(values)) is not None:
             self._heard_report(letter.sender, report, now)
-        elif letter.kind == Kind.NAME:
+        elif letter.kind == LetterKind.NAME:
             self._heard_name(letter.sender, values, now)
-        elif letter.kind == Kind.CLOSED and _are_whole(values, 3):
+        elif letter.kind == LetterKind.CLOSED and _are_whole(values, 3):
             self._heard_closed(letter.sender, _Closed(*values))
 
     def tick(self, now: float, *, again: bool = False) -> None:
@@ -132,7 +132,7 @@ class Closing:
         if again or now - self._said_s >= self._beat_s:
             self._said_s = now
             if leader != self.members.me:
-                self._say(leader, Kind.REPORT, _plain(self._own))
+                self._say(leader, LetterKind.REPORT, _plain(self._own))
         if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
             self._reports[self.members.me] = self._own
             self._lead(alive, now)
@@ -149,12 +149,12 @@ class Closing:
         }  # fmt: skip
         if (named := self.named) is not None:
             if all(j in reports and reports[j].held == named.attempt for j in named.workers):
-                self._tell_all(Kind.CLOSED, [self.round, self.line, named.attempt])
+                self._tell_all(LetterKind.CLOSED, [self.round, self.line, named.attempt])
                 self.closed = True
                 return
             if named.workers <= alive and now < self._named_s + self._limit_s:
                 if now - self._said_s >= self._beat_s or self._said_s == now:
-                    self._tell_all(Kind.NAME, self._name(named))
+                    self._tell_all(LetterKind.NAME, self._name(named))
                 return
         since_s = max(self._ready_s, self._named_s)
         if all(j in self._reports and self._reports[j].round == self.round for j in alive):
@@ -169,7 +169,7 @@ class Closing:
             self._held, self._named_s = -1, now
             self.named = Named(self._attempt, frozenset(reports))
             self._reports[self.members.me] = self._own
-            self._tell_all(Kind.NAME, self._name(self.named))
+            self._tell_all(LetterKind.NAME, self._name(self.named))
 
     def _settle_line(self, alive: frozenset[int]) -> None:
         """Where those alive have closed an earlier round differently, the line of most of them counts."""
@@ -177,7 +177,7 @@ class Closing:
         line = max(lines, key=lambda one: (lines.count(one), one))
         for j in sorted(alive):
             if self._reports[j].line != line == self.line:
-                self._say(j, Kind.NAME, [self.round, self.line, max(self._attempt, 0), []])
+                self._say(j, LetterKind.NAME, [self.round, self.line, max(self._attempt, 0), []])
             elif self.line != line == self._reports[j].line:
                 self._leave_out(j)
 
@@ -195,7 +195,7 @@ class Closing:
             else:
                 self._leave_out(sender)
         elif report.round < self.round:
-            self._say(sender, Kind.REPORT, _plain(self._own))
+            self._say(sender, LetterKind.REPORT, _plain(self._own))
         self.tick(now)
 
     def _heard_name(self, sender: int, values: object, now: float) -> None:
@@ -205,7 +205,7 @@ class Closing:
             case _:
                 return
         if round < self.round:
-            self._say(sender, Kind.REPORT, _plain(self._own))  # which tells it how its round was closed
+            self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it how its round was closed
         elif (round, line) != (self.round, self.line):
             if self._ready_s is not None or round > self.round + 1:
                 self._leave_out(sender)
@@ -222,11 +222,11 @@ class Closing:
         else:
             self._leave_out(sender)
 
-    def _tell_all(self, kind: Kind, values: object) -> None:
+    def _tell_all(self, kind: LetterKind, values: object) -> None:
         for j in sorted(self.members.alive(self.round) - {self.members.me}):
             self._say(j, kind, values)
 
-    def _say(self, peer: int, kind: Kind, values: object) -> None:
+    def _say(self, peer: int, kind: LetterKind, values: object) -> None:
         body = body_of(json.dumps(values).encode())
         self.outbox.append((peer, Letter(kind, self.members.me, round=max(self.round, 0), body=body)))
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from gossamer.errors import PeerError
 from gossamer.transport import Delivery, Ticket, Wait, wire
 from gossamer.transport.closing import Closing, LeftOutError
-from gossamer.transport.elastic_core import ElasticCore, Outcome, Send
+from gossamer.transport.elastic_core import ElasticCore, Outcome, Outgoing
 from gossamer.transport.handshake import HalfOpen, dial, prove_to_worker
-from gossamer.transport.letter import Kind, Letter, body_of
-from gossamer.transport.link import Link, Listener, Owner
-from gossamer.transport.members import Entry, Members, Standing, news
+from gossamer.transport.letter import Letter, LetterKind, body_of
+from gossamer.transport.link import Connection, Listener, Owner
+from gossamer.transport.members import Members, SlotEntry, Standing, news
 from gossamer.transport.watch import WATCHER, View, show
 
 __all__ = ["NEWCOMER", "ElasticTransport", "Station"]
@@ -77,7 +77,7 @@ class ElasticTransport:
         self.stop: Callable[[], bool] = lambda: False
         """Whether a wait for a majority shall end."""
         self._owner = Owner(station.run, station.timeout_s, self._accepts, self._heard, self._lost)
-        self._links: dict[int, list[Link]] = {}
+        self._links: dict[int, list[Connection]] = {}
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
         self._dialled_s: dict[int, float] = {}
@@ -284,7 +284,7 @@ class ElasticTransport:
             self.core.spread()
             self._flush()
 
-    def give_slot(self, nonce: int, address: str) -> Entry | None:
+    def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
         """Gives a newcomer a slot, and tells everybody; None when all are filled."""
         with self.changed:
             entry = self.members.give_slot(nonce, address)
@@ -310,7 +310,7 @@ class ElasticTransport:
         """Hands what the core wants to send to the links, and opens those that are missing."""
         outbox, self.core.outbox = [*self.core.outbox], []
         if self.closing is not None:
-            outbox += [Send(peer, letter) for peer, letter in self.closing.outbox]
+            outbox += [Outgoing(peer, letter) for peer, letter in self.closing.outbox]
             self.closing.outbox.clear()
         for peer, letter in outbox:
             entry = self.members.entries.get(peer)
@@ -319,7 +319,7 @@ class ElasticTransport:
             if (link := self._link_to(entry)) is not None:
                 link.send(letter)
 
-    def _link_to(self, entry: Entry) -> Link | None:
+    def _link_to(self, entry: SlotEntry) -> Connection | None:
         """The connection with the process that fills a slot; opens one if there is none.
 
         Of several the newest: a process dials anew only if the others are gone, which this end may not have noticed.
@@ -330,11 +330,11 @@ class ElasticTransport:
         known = [link for link in links if link.nonce is not None]
         return (known or links or [None])[-1]
 
-    def _links_to(self, slot: int) -> list[Link]:
+    def _links_to(self, slot: int) -> list[Connection]:
         """The connections with the process that fills a slot, the oldest first."""
         return [link for link in self._links.get(slot, []) if self.core.is_filled_by(slot, link.nonce)]
 
-    def _open(self, entry: Entry) -> Link:
+    def _open(self, entry: SlotEntry) -> Connection:
         station, me = self._station, self.worker
         self._dialled_s[entry.slot] = time.monotonic()
 
@@ -344,15 +344,15 @@ class ElasticTransport:
 
         return self._add(entry.slot, opened)
 
-    def _add(self, peer: int, opened: Callable[[], socket.socket]) -> Link:
-        link = Link(peer, self._owner, opened, self._greeting())
+    def _add(self, peer: int, opened: Callable[[], socket.socket]) -> Connection:
+        link = Connection(peer, self._owner, opened, self._greeting())
         self._links.setdefault(peer, []).append(link)
         return link
 
     def _greeting(self) -> Letter:
         """The first letter on each connection."""
         body = body_of(news(self.members.entries))
-        return Letter(Kind.NEWS, self.worker, round=max(self.core.round, 0), body=body)
+        return Letter(LetterKind.NEWS, self.worker, round=max(self.core.round, 0), body=body)
 
     def _taken(self, sock: socket.socket, address: str) -> None:
         """A stranger has connected: it proves that it knows the secret, and is a peer or a newcomer then."""
@@ -380,26 +380,28 @@ class ElasticTransport:
 
     def _accepts(self, letter: Letter, size: int) -> bool:
         with self.changed:
-            if letter.kind == Kind.PAYLOAD:  # how large they are is known once this worker has begun its first round
+            if (
+                letter.kind == LetterKind.PAYLOAD
+            ):  # how large they are is known once this worker has begun its first round
                 self.changed.wait_for(lambda: self._closed or self.core.knows(letter.ticket), self._station.timeout_s)
             return self.core.accepts(letter, size)
 
-    def _heard(self, link: Link, letter: Letter) -> None:
+    def _heard(self, link: Connection, letter: Letter) -> None:
         with self.changed:
-            if letter.kind == Kind.PAYLOAD:
+            if letter.kind == LetterKind.PAYLOAD:
                 size, came_s = letter.body.numel(), time.perf_counter()
                 self._deliveries.append(Delivery(letter.ticket, letter.sender, size, 0.0, came_s))
             link.nonce = self.core.heard(letter, time.monotonic(), link.nonce)
             if not self.core.is_filled_by(link.peer, link.nonce):
                 link.send(self._greeting())  # it reads that another process fills its slot
-            elif letter.kind in (Kind.REPORT, Kind.NAME, Kind.CLOSED) and self.closing is not None:
+            elif letter.kind in (LetterKind.REPORT, LetterKind.NAME, LetterKind.CLOSED) and self.closing is not None:
                 self.closing.heard(letter, time.monotonic())
-            if letter.kind == Kind.NEWS:
+            if letter.kind == LetterKind.NEWS:
                 self._reasons.pop(link.peer, None)
             self._flush()
             self.changed.notify_all()
 
-    def _lost(self, link: Link, why: str) -> None:
+    def _lost(self, link: Connection, why: str) -> None:
         with self.changed:
             links = self._links.get(link.peer, [])
             if link in links:

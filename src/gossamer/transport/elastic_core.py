@@ -22,10 +22,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.transport import Ticket
-from gossamer.transport.letter import NEWS_BYTES, NO_TICKET, Kind, Letter, body_of
+from gossamer.transport.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind, body_of
 from gossamer.transport.members import Members, Standing, news, read_news
 
-__all__ = ["ElasticCore", "Outcome", "Send", "hash_of"]
+__all__ = ["ElasticCore", "Outcome", "Outgoing", "hash_of"]
 
 MOST_EARLY = 8
 """Most payloads of one peer that are kept for rounds this worker has not reached; later ones are declined."""
@@ -41,7 +41,7 @@ class Outcome(StrEnum):
     """This end does not count it; the other one may."""
 
 
-class Send(NamedTuple):
+class Outgoing(NamedTuple):
     """A letter that shall go to a peer."""
 
     peer: int
@@ -88,7 +88,7 @@ class ElasticCore:
         self.members, self.me = members, members.me
         self.limit_bytes: int | None = None
         """The most bytes of a payload, where their sizes depend on who takes part; None where each ticket has its size."""
-        self.outbox: list[Send] = []
+        self.outbox: list[Outgoing] = []
         self.round, self.steps = -1, 0
         """The round that this worker is in, and the inner steps of its slot behind it."""
         self.passed = False
@@ -137,7 +137,7 @@ class ElasticCore:
         pact = self._pacts[ticket, peer]
         pact.posted_s = now
         if pact.outcome is None:
-            self._send(peer, Kind.PAYLOAD, ticket, payload)
+            self._send(peer, LetterKind.PAYLOAD, ticket, payload)
             self._commit(ticket, peer, pact)
 
     def knows(self, ticket: Ticket) -> bool:
@@ -146,7 +146,7 @@ class ElasticCore:
 
     def accepts(self, letter: Letter, size: int) -> bool:
         """Whether a body of this size may follow such a header; if not, its sender does not keep to the protocol."""
-        if letter.kind != Kind.PAYLOAD:
+        if letter.kind != LetterKind.PAYLOAD:
             return size <= NEWS_BYTES
         if self.limit_bytes is not None:
             return size <= self.limit_bytes
@@ -155,21 +155,21 @@ class ElasticCore:
     def heard(self, letter: Letter, now: float, nonce: int | None = None) -> int | None:
         """Takes a letter in, and returns the nonce of the process that sent it.
 
-        Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After a partition
-            two processes may believe that they fill one slot: of the one that does not, only the news count.
+        Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After a
+            partition two processes may believe that they fill one slot: of the one that does not, only the news count.
         """
-        peer, news = letter.sender, letter.kind == Kind.NEWS
+        peer, news = letter.sender, letter.kind == LetterKind.NEWS
         if news:
             nonce = self._news(letter, nonce)
         if not self.is_filled_by(peer, nonce):
             return nonce
         self._heard_s[peer] = now
         self.members.progress(peer, letter.round)
-        if letter.kind == Kind.PAYLOAD:
+        if letter.kind == LetterKind.PAYLOAD:
             self._payload(letter)
-        elif letter.kind == Kind.PING:
-            self._send(peer, Kind.PONG)
-        elif letter.kind in (Kind.COMMIT, Kind.DECLINE):
+        elif letter.kind == LetterKind.PING:
+            self._send(peer, LetterKind.PONG)
+        elif letter.kind in (LetterKind.COMMIT, LetterKind.DECLINE):
             self._answer(letter)
         return nonce
 
@@ -195,7 +195,7 @@ class ElasticCore:
         for peer in sorted(waits):
             if now - max(self._heard_s.get(peer, -1e9), self._asked_s.get(peer, -1e9)) >= self._beat_s:
                 self._asked_s[peer] = now
-                self._send(peer, Kind.PING)
+                self._send(peer, LetterKind.PING)
         for (ticket, peer), pact in self._pacts.items():
             if pact.outcome is None and pact.posted_s is not None and now >= pact.posted_s + self._limit_s:
                 pact.close()
@@ -277,13 +277,13 @@ class ElasticCore:
         for entry in self.members.of_standing(Standing.ALIVE):
             self.tell(entry.slot)
             if ask:
-                self._send(entry.slot, Kind.PING)
+                self._send(entry.slot, LetterKind.PING)
 
     def tell(self, peer: int) -> None:
         """Sends this worker's view to one peer, unless the peer has it."""
         if self._told.get(peer) != self.members.version:
             self._told[peer] = self.members.version
-            self._send(peer, Kind.NEWS, body=body_of(news(self.members.entries)))
+            self._send(peer, LetterKind.NEWS, body=body_of(news(self.members.entries)))
 
     def _news(self, letter: Letter, nonce: int | None) -> int | None:
         entries = read_news(letter.body.numpy().tobytes(), self.members.slots)
@@ -331,11 +331,11 @@ class ElasticCore:
 
     def _answer(self, letter: Letter) -> None:
         pact = self._pacts.get((letter.ticket, letter.sender))
-        if letter.kind == Kind.DECLINE and letter.ticket.round == self.round and letter.round > self.round:
+        if letter.kind == LetterKind.DECLINE and letter.ticket.round == self.round and letter.round > self.round:
             self.passed = True
         if pact is None or pact.outcome is not None:
             return
-        if letter.kind == Kind.DECLINE:
+        if letter.kind == LetterKind.DECLINE:
             pact.close()
         else:
             pact.confirmed = True
@@ -345,7 +345,7 @@ class ElasticCore:
         """Sends the commit once both payloads are under way and here."""
         if pact.posted_s is not None and pact.theirs is not None and not pact.committed:
             pact.committed = True
-            self._send(peer, Kind.COMMIT, ticket)
+            self._send(peer, LetterKind.COMMIT, ticket)
             self._conclude(peer, pact)
 
     def _conclude(self, peer: int, pact: _Pact) -> None:
@@ -355,9 +355,9 @@ class ElasticCore:
                 self.members.progress(peer, 0, pact.theirs.steps)
 
     def _decline(self, ticket: Ticket, peer: int) -> None:
-        self._send(peer, Kind.DECLINE, ticket)
+        self._send(peer, LetterKind.DECLINE, ticket)
         self.tell(peer)
 
-    def _send(self, peer: int, kind: Kind, ticket: Ticket = NO_TICKET, body: Tensor | None = None) -> None:
+    def _send(self, peer: int, kind: LetterKind, ticket: Ticket = NO_TICKET, body: Tensor | None = None) -> None:
         letter = Letter(kind, self.me, ticket, self._view, max(self.round, 0), self.steps)
-        self.outbox.append(Send(peer, letter if body is None else letter._replace(body=body)))
+        self.outbox.append(Outgoing(peer, letter if body is None else letter._replace(body=body)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from gossamer.errors import PeerError, TransportError
 from gossamer.transport import Ticket, wire
 
-__all__ = ["HEADER_BYTES", "NEWS_BYTES", "NO_TICKET", "Kind", "Letter", "body_of", "decode", "encode"]
+__all__ = ["HEADER_BYTES", "NEWS_BYTES", "NO_TICKET", "Letter", "LetterKind", "body_of", "decode", "encode"]
 
 MAGIC, VERSION = b"GOSL", 1
 _LAYOUT = struct.Struct("<4sHHQIIIIQQQQQ")
@@ -28,7 +28,7 @@ NO_TICKET = Ticket(0)
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-class Kind(IntEnum):
+class LetterKind(IntEnum):
     """What a letter says."""
 
     NEWS = 0
@@ -57,7 +57,7 @@ class Kind(IntEnum):
 class Letter(NamedTuple):
     """One letter."""
 
-    kind: Kind
+    kind: LetterKind
     sender: int
     ticket: Ticket = NO_TICKET
     view: int = 0
@@ -73,7 +73,7 @@ class Letter(NamedTuple):
 def encode(letter: Letter, run: int) -> bytes:
     """The header of a letter; its body follows as it is.
 
-    >>> letter = Letter(Kind.COMMIT, 3, Ticket(7), view=9, round=7)
+    >>> letter = Letter(LetterKind.COMMIT, 3, Ticket(7), view=9, round=7)
     >>> decode(encode(letter, run=5), run=5)[0] == letter
     True
     """
@@ -90,10 +90,10 @@ def decode(raw: bytes, run: int) -> tuple[Letter, int, int]:
     Raises: TransportError for bytes that are no header, PeerError for one of another version or run.
     """
     magic, version, kind, theirs, sender, number, fragment, leg, view, round, steps, size, check = _LAYOUT.unpack(raw)
-    if magic != MAGIC or kind >= len(Kind):
+    if magic != MAGIC or kind >= len(LetterKind):
         raise TransportError(
-            f"a letter starts with {magic!r} and is of kind {kind} where {MAGIC!r} and a kind below {len(Kind)} were expected; "
-            "another program uses this port, choose another"
+            f"a letter starts with {magic!r} and is of kind {kind} where {MAGIC!r} and a kind below {len(LetterKind)} were expected; another "
+            "program uses this port, choose another"
         )
     if version != VERSION:
         raise PeerError(
@@ -105,7 +105,7 @@ def decode(raw: bytes, run: int) -> tuple[Letter, int, int]:
             f"worker {sender} runs configuration {theirs:016x} and this worker {run:016x}; start all workers with the same run "
             "file, data and gossamer"
         )
-    return Letter(Kind(kind), sender, Ticket(number, fragment, leg), view, round, steps), size, check
+    return Letter(LetterKind(kind), sender, Ticket(number, fragment, leg), view, round, steps), size, check
 
 
 def body_of(content: bytes) -> Tensor:

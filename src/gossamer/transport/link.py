@@ -19,7 +19,7 @@ from gossamer.transport import letter as letters
 from gossamer.transport import wire
 from gossamer.transport.letter import Letter
 
-__all__ = ["Link", "Listener", "Owner", "exactly", "receive_letter", "send_letter"]
+__all__ = ["Connection", "Listener", "Owner", "exactly", "receive_letter", "send_letter"]
 
 PIECE_BYTES = 1 << 20
 
@@ -32,12 +32,12 @@ class Owner(NamedTuple):
     """How long the other end may take no bytes, or be silent in the middle of a letter."""
     accepts: Callable[[Letter, int], bool]
     """Whether a body of this size may follow a header."""
-    heard: Callable[["Link", Letter], None]
-    lost: Callable[["Link", str], None]
+    heard: Callable[["Connection", Letter], None]
+    lost: Callable[["Connection", str], None]
     """The link is gone, and why; called once."""
 
 
-class Link:
+class Connection:
     """One end of a connection with a worker.
 
     Args: `opened` makes the socket, in the link's own thread, so that nobody waits for a peer that does not answer.
@@ -83,7 +83,9 @@ class Link:
             self._sock = sock = self._opened()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(self._owner.timeout_s)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a connection that was cut without a word lasts a quarter of an hour
+            if hasattr(
+                socket, "TCP_USER_TIMEOUT"
+            ):  # else a connection that was cut without a word lasts a quarter of an hour
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._owner.timeout_s))
             _start(self._read, sock)
             while (letter := self._letters.get()) is not None and not self._closed:

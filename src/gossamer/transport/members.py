@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["Entry", "Members", "Standing", "merged", "news", "read_news"]
+__all__ = ["Members", "SlotEntry", "Standing", "merged", "news", "read_news"]
 
 _LIMIT = 1 << 62
 _LONGEST_ADDRESS = 100
@@ -28,7 +28,7 @@ class Standing(IntEnum):
     """It has ended on purpose."""
 
 
-class Entry(NamedTuple):
+class SlotEntry(NamedTuple):
     """What is known of a slot."""
 
     slot: int
@@ -52,10 +52,10 @@ class Entry(NamedTuple):
         return self.incarnation, self.nonce, self.standing
 
 
-def merged(a: Entry, b: Entry) -> Entry:
+def merged(a: SlotEntry, b: SlotEntry) -> SlotEntry:
     """Two entries of one slot as one; the order does not matter, nor does a repetition.
 
-    >>> a = Entry(2, 0, 7, Standing.ALIVE, 0, round=5, steps=75)
+    >>> a = SlotEntry(2, 0, 7, Standing.ALIVE, 0, round=5, steps=75)
     >>> merged(a, a._replace(standing=Standing.SUSPECT, round=3)).round
     5
     >>> merged(a, a._replace(incarnation=1, round=1, steps=0)) == merged(a._replace(incarnation=1, round=1, steps=0), a)
@@ -75,9 +75,9 @@ class Members:
         entries: what is known at the start, this worker's own entry among it.
     """
 
-    def __init__(self, slots: int, me: int, entries: Iterable[Entry]) -> None:
+    def __init__(self, slots: int, me: int, entries: Iterable[SlotEntry]) -> None:
         self.slots, self.me = slots, me
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, SlotEntry] = {}
         self.version = 0
         """Counts the changes that others should hear of."""
         self.replaced = False
@@ -87,7 +87,7 @@ class Members:
         assert me in self.entries and all(0 <= slot < slots for slot in self.entries), (me, slots)
 
     @property
-    def own(self) -> Entry:
+    def own(self) -> SlotEntry:
         """This worker's own entry."""
         return self.entries[self.me]
 
@@ -102,19 +102,19 @@ class Members:
             slot for slot, entry in self.entries.items() if entry.standing == Standing.ALIVE and entry.since <= round
         )
 
-    def of_standing(self, *standings: Standing) -> list[Entry]:
+    def of_standing(self, *standings: Standing) -> list[SlotEntry]:
         """The entries of these standings, but one's own."""
         return [
             entry for slot, entry in sorted(self.entries.items()) if slot != self.me and entry.standing in standings
         ]
 
-    def merge(self, theirs: Iterable[Entry]) -> list[tuple[Entry | None, Entry]]:
+    def merge(self, theirs: Iterable[SlotEntry]) -> list[tuple[SlotEntry | None, SlotEntry]]:
         """Takes over news; returns what changed of others, before and after, but for rounds and steps.
 
         A worker that reads that it is suspected answers with its next incarnation, which takes part from the round after the
         newest that it knows of, so that nobody waits for it in a round that it has missed.
         """
-        changed: list[tuple[Entry | None, Entry]] = []
+        changed: list[tuple[SlotEntry | None, SlotEntry]] = []
         for entry in theirs:
             if entry.slot == self.me:
                 self._about_me(entry)
@@ -148,7 +148,7 @@ class Members:
         self.entries[self.me] = own._replace(standing=standing, since=own.since if since is None else since)
         self.version += 1
 
-    def give_slot(self, nonce: int, address: str, taken: Iterable[int] = ()) -> Entry | None:
+    def give_slot(self, nonce: int, address: str, taken: Iterable[int] = ()) -> SlotEntry | None:
         """Gives a newcomer the lowest slot that nobody fills, and returns its entry; None when all are filled.
 
         One that somebody else has been given, and has not yet taken, comes last.
@@ -161,7 +161,7 @@ class Members:
         free.sort(key=self._is_promised)
         before = self.entries.get(free[0])
         steps, incarnation = (before.steps, before.incarnation + 1) if before else (0, 0)
-        entry = Entry(free[0], incarnation, nonce, Standing.JOINING, 0, address, 0, steps)
+        entry = SlotEntry(free[0], incarnation, nonce, Standing.JOINING, 0, address, 0, steps)
         self.entries[free[0]] = entry
         self.version += 1
         return entry
@@ -175,7 +175,7 @@ class Members:
         entry = self.entries.get(slot)
         return entry is not None and entry.standing == Standing.JOINING
 
-    def _about_me(self, entry: Entry) -> None:
+    def _about_me(self, entry: SlotEntry) -> None:
         own = self.own
         if entry.rank <= own.rank:
             self.entries[self.me] = own._replace(steps=max(own.steps, entry.steps))
@@ -188,15 +188,15 @@ class Members:
             self.version += 1
 
 
-def news(entries: Mapping[int, Entry]) -> bytes:
+def news(entries: Mapping[int, SlotEntry]) -> bytes:
     """What a worker sends of its view; `read_news` reads it."""
     return json.dumps([list(entry) for _, entry in sorted(entries.items())], separators=(",", ":")).encode()
 
 
-def read_news(raw: bytes, slots: int) -> list[Entry] | None:
+def read_news(raw: bytes, slots: int) -> list[SlotEntry] | None:
     """The entries that another worker sent; None for anything else.
 
-    >>> entry = Entry(1, 0, 5, Standing.ALIVE, 0, "127.0.0.1:4000")
+    >>> entry = SlotEntry(1, 0, 5, Standing.ALIVE, 0, "127.0.0.1:4000")
     >>> read_news(news({1: entry}), slots=2) == [entry], read_news(news({1: entry}), slots=1), read_news(b"[[1]]", 2)
     (True, None, None)
     """
@@ -210,13 +210,13 @@ def read_news(raw: bytes, slots: int) -> list[Entry] | None:
     return entries if len(entries) == len(values) == len({entry.slot for entry in entries}) else None
 
 
-def _entry(value: object, slots: int) -> Entry | None:
+def _entry(value: object, slots: int) -> SlotEntry | None:
     match value:
         case [int(slot), int(incarnation), int(nonce), int(standing), int(since), str(address), int(round), int(steps)]:
             numbers = (slot, incarnation, nonce, standing, since, round, steps)
             sound = all(type(number) is int and 0 <= number < _LIMIT for number in numbers)
             if sound and slot < slots and standing < len(Standing) and _is_address(address):
-                return Entry(slot, incarnation, nonce, Standing(standing), since, address, round, steps)
+                return SlotEntry(slot, incarnation, nonce, Standing(standing), since, address, round, steps)
     return None
 
 

@@ -18,18 +18,18 @@ from typing import NamedTuple
 from gossamer.errors import PeerError
 from gossamer.transport.elastic import NEWCOMER
 from gossamer.transport.handshake import dial
-from gossamer.transport.letter import NEWS_BYTES, Kind, Letter, body_of
+from gossamer.transport.letter import NEWS_BYTES, Letter, LetterKind, body_of
 from gossamer.transport.link import receive_letter, send_letter
-from gossamer.transport.members import Entry, Standing, news, read_news
+from gossamer.transport.members import SlotEntry, Standing, news, read_news
 
-__all__ = ["Boundary", "Offer", "Place", "ask", "host"]
+__all__ = ["Applicant", "Handover", "Offer", "ask", "host"]
 
 CHUNK_BYTES = 1 << 20
 LIMIT_BYTES = 1 << 38
 _LIMIT = 1 << 62
 
 
-class Boundary(NamedTuple):
+class Handover(NamedTuple):
     """The state of a worker between two rounds."""
 
     after: int
@@ -38,12 +38,12 @@ class Boundary(NamedTuple):
     sha256: str
 
     @classmethod
-    def of(cls, after: int, raw: bytes) -> "Boundary":
+    def of(cls, after: int, raw: bytes) -> "Handover":
         """The state with its hash."""
         return cls(after, raw, hashlib.sha256(raw).hexdigest())
 
 
-class Place(NamedTuple):
+class Applicant(NamedTuple):
     """Who asks."""
 
     nonce: int
@@ -57,7 +57,7 @@ class Offer(NamedTuple):
     """What a newcomer got."""
 
     slot: int
-    entries: list[Entry]
+    entries: list[SlotEntry]
     """The donor's view, the newcomer's entry in it."""
     donor: int
     after: int
@@ -68,8 +68,8 @@ class Offer(NamedTuple):
 
 
 def host(
-    sock: socket.socket, run: int, me: int, *, give_slot: Callable[[Place], Entry | None],
-    entries: Callable[[], dict[int, Entry]], boundary: Callable[[], Boundary],
+    sock: socket.socket, run: int, me: int, *, give_slot: Callable[[Applicant], SlotEntry | None],
+    entries: Callable[[], dict[int, SlotEntry]], boundary: Callable[[], Handover],
 ) -> None:  # fmt: skip
     """Serves one newcomer. Raises: OSError, PeerError, TransportError when it is lost or says something else."""
     place = _place(receive_letter(sock, run, _small))
@@ -84,17 +84,17 @@ def host(
         "slot": None if own is None else own.slot, "donor": me, "after": kept.after, "bytes": len(kept.raw),
         "sha256": kept.sha256, "entries": news(known).decode(),
     }  # fmt: skip
-    send_letter(sock, Letter(Kind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
+    send_letter(sock, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
     wants = receive_letter(sock, run, _small)
     if own is None or wants.body.numpy().tobytes() != b"yes":
         return
     for start in range(0, len(kept.raw), CHUNK_BYTES):
         part = kept.raw[start : start + CHUNK_BYTES]
-        send_letter(sock, Letter(Kind.CHUNK, me, steps=start, body=body_of(part)), run)
+        send_letter(sock, Letter(LetterKind.CHUNK, me, steps=start, body=body_of(part)), run)
 
 
 def ask(
-    address: str, secret: bytes, place: Place, *, run: int, slots: int, timeout_s: float,
+    address: str, secret: bytes, place: Applicant, *, run: int, slots: int, timeout_s: float,
     wants: Callable[[int, int], bool] = lambda slot, after: True,
 ) -> Offer:  # fmt: skip
     """A slot, and a state, from the worker that listens at `address`.
@@ -104,16 +104,16 @@ def ask(
     """
     with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s) as sock:
         request = {"nonce": place.nonce, "address": place.address, "slot": place.slot}
-        send_letter(sock, Letter(Kind.ASK, NEWCOMER, body=body_of(json.dumps(request).encode())), run)
+        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body_of(json.dumps(request).encode())), run)
         offer, size = _offer(receive_letter(sock, run, _small), slots, address)
         wanted = wants(offer.slot, offer.after)
-        send_letter(sock, Letter(Kind.ASK, NEWCOMER, body=body_of(b"yes" if wanted else b"no")), run)
+        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if wanted else b"no")), run)
         if not wanted:
             return offer
         raw = bytearray()
         while len(raw) < size:
             part = receive_letter(sock, run, _small)
-            if part.kind != Kind.CHUNK or part.steps != len(raw) or not 0 < part.body.numel() <= size - len(raw):
+            if part.kind != LetterKind.CHUNK or part.steps != len(raw) or not 0 < part.body.numel() <= size - len(raw):
                 raise PeerError(f"worker {offer.donor} sent a part of its state that does not follow the last one")
             raw += part.body.numpy().tobytes()
     if hashlib.sha256(raw).hexdigest() != offer.sha256:
@@ -124,7 +124,7 @@ def ask(
 
 
 def _small(letter: Letter, size: int) -> bool:
-    return size <= (CHUNK_BYTES if letter.kind == Kind.CHUNK else NEWS_BYTES)
+    return size <= (CHUNK_BYTES if letter.kind == LetterKind.CHUNK else NEWS_BYTES)
 
 
 def _json(letter: Letter) -> object:
@@ -134,12 +134,12 @@ def _json(letter: Letter) -> object:
         return None
 
 
-def _place(letter: Letter) -> Place | None:
+def _place(letter: Letter) -> Applicant | None:
     match _json(letter):
         case {"nonce": int(nonce), "address": str(address), "slot": None | int() as slot} if 0 <= nonce < _LIMIT:
-            entry = Entry(0, 0, nonce, Standing.JOINING, 0, address)
-            sound = letter.kind == Kind.ASK and read_news(news({0: entry}), slots=1) is not None
-            return Place(nonce, address, slot) if sound else None
+            entry = SlotEntry(0, 0, nonce, Standing.JOINING, 0, address)
+            sound = letter.kind == LetterKind.ASK and read_news(news({0: entry}), slots=1) is not None
+            return Applicant(nonce, address, slot) if sound else None
     return None
 
 
@@ -148,7 +148,7 @@ def _offer(letter: Letter, slots: int, address: str) -> tuple[Offer, int]:
         case {
             "slot": int() | None as slot, "donor": int(donor), "after": int(after), "bytes": int(size),
             "sha256": str(sha256), "entries": str(text),
-        } if letter.kind == Kind.OFFER:  # fmt: skip
+        } if letter.kind == LetterKind.OFFER:  # fmt: skip
             if slot is None:
                 raise PeerError(
                     f"all {slots} slots of the run are filled, as worker {donor} at {address} says; wait until one has left, "

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from gossamer.errors import PeerError
 from gossamer.transport.handshake import dial
-from gossamer.transport.members import Entry, news, read_news
+from gossamer.transport.members import SlotEntry, news, read_news
 
 __all__ = ["WATCHER", "View", "look", "show"]
 
@@ -28,7 +28,7 @@ class View(NamedTuple):
 
     worker: int
     """Whose view it is."""
-    entries: list[Entry]
+    entries: list[SlotEntry]
     silent_s: Mapping[int, float]
     """Seconds since it has last heard of each other worker."""
 
