@@ -183,6 +183,22 @@ def test_a_worker_that_was_killed_after_others_had_counted_its_message_has_sent_
         assert not torch.equal(final(tmp_path / "missed", config, 0), final(tmp_path / "calm", config, 0))
 
 
+def test_a_round_that_was_closed_twice_counts_as_the_others_closed_it(tmp_path):
+    config = tiny(rule__name="diloco", topology__name="complete", run__steps=8)
+    two = frozenset({1, 2})
+    closed = [RoundOutcome(r, two if r == 2 else None, NOBODY, NOBODY, 2 * r + 2) for r in range(4)]
+    begun = [Begun(0, 0, slot, 0, 0) for slot in range(3)]
+    went_on = {slot: [begun[slot], *closed] for slot in (1, 2)}
+    # Worker 0 was cut off when it had closed round 2 over everyone, and took over another's state.
+    first = [begun[0], *closed[:2], closed[2]._replace(alive=None)]
+    log = logged(tmp_path / "log", config, {0: [*first, Begun(3, 3, 1, 6, 0), closed[3]], **went_on})
+    replay_elastic(config, tmp_path / "replay", log)
+    one, *others = (final(tmp_path / "replay", config, slot) for slot in range(3))
+    assert torch.equal(one, others[0]) and torch.equal(one, others[1])
+    with pytest.raises(DataError, match="it went on after a round that others had closed otherwise"):
+        replay_elastic(config, tmp_path / "a", logged(tmp_path / "b", config, {0: [*first, closed[3]], **went_on}))
+
+
 def test_a_log_that_contradicts_itself_is_refused_in_a_sentence(tmp_path):
     config = tiny(topology__name="ring", run__steps=8)
     calm = {slot: lived(slot, 4) for slot in range(3)}

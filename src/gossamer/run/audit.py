@@ -105,7 +105,8 @@ def audit(
             if round < first:
                 continue
             compared += sum(map(len, said.values()))
-            checked = [one for one in workers if worker in (None, one.index)]
+            overruled = script.turns[round].overruled
+            checked = [one for one in workers if worker in (None, one.index) and one.index not in overruled]
             difference = _difference(round, said, found) or _spoilt(round, checked, folder, line)
             if difference is not None:
                 return Audit(first, last, snapshot, compared, difference)

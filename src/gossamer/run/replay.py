@@ -102,7 +102,8 @@ class _Replay:
         for worker, report in reports:
             journal.enter(worker, round, report)
         if reports:
-            self._present = [worker for worker, _ in reports]
+            overruled = self._script.turns[round].overruled
+            self._present = [worker for worker, _ in reports if worker.index not in overruled]
             losses = [report.whole.loss for _, report in reports]
             journal.end_round(finished, losses, step=finished * config.full_steps, tokens=self.tokens())
         for slot, (ended, behind) in self._script.turns[round].ends.items():

@@ -32,6 +32,9 @@ class RoundScript(NamedTuple):
     """Of senders that were lost, where a worker need not hear anybody in order to send."""
     ends: dict[int, tuple[Ended, int]]
     """By slot: whose process ends on purpose after this round or before its first, and how many rounds it has behind it."""
+    overruled: set[int]
+    """Slots that had closed the round over other workers than were named in the end. Their outer step counts for nothing, as they
+    took over another's state next."""
 
 
 class Script(NamedTuple):
@@ -74,7 +77,7 @@ def calm(local_steps: Sequence[int], rounds: int) -> Script:
         r: RoundScript(
             {i: [Begun(0, 0, i, 0, 0)] for i in range(workers)} if r == 0 else {},
             {i: RoundOutcome(r, None, nobody, nobody, (r + 1) * local_steps[i]) for i in range(workers)},
-            {}, set(), set(), {},
+            {}, set(), set(), {}, set(),
         )
         for r in range(rounds)
     }  # fmt: skip
@@ -99,6 +102,8 @@ def script_of(lives: Mapping[int, Sequence[Life]], topology: Topology, rounds: i
             _enter(script.turns, slot, life, topology.n, rounds)
     for round in sorted(script.turns):
         turn = script.turns[round]
+        if closes:
+            _overrule(script, round, frozenset(range(topology.n)))
         for i, j, alive in [*_counted(turn, topology)]:
             theirs = turn.outcomes.get(j)
             if theirs is not None and i not in theirs.missed and theirs.alive == alive:
@@ -116,7 +121,7 @@ def script_of(lives: Mapping[int, Sequence[Life]], topology: Topology, rounds: i
 
 
 def _turn(turns: dict[int, RoundScript], round: int) -> RoundScript:
-    return turns.setdefault(round, RoundScript({}, {}, {}, set(), set(), {}))
+    return turns.setdefault(round, RoundScript({}, {}, {}, set(), set(), {}, set()))
 
 
 def _enter(turns: dict[int, RoundScript], slot: int, life: Life, n: int, rounds: int) -> None:
@@ -132,6 +137,18 @@ def _enter(turns: dict[int, RoundScript], slot: int, life: Life, n: int, rounds:
     if ended is not None:
         last = trained[-1].round if trained else begun.round
         _turn(turns, last).ends[slot] = (ended, trained[-1].round + 1 if trained else begun.after)
+
+
+def _overrule(script: Script, round: int, everyone: frozenset[int]) -> None:
+    """Leaves those alone in a round who closed it over a worker that closed it otherwise."""
+    turn = script.turns[round]
+    named = {i: outcome.alive or everyone for i, outcome in turn.outcomes.items()}
+    for i, some in named.items():
+        if any(named.get(j, some) != some for j in some):
+            if any(life.rounds and life.begun.round <= round < life.rounds[-1].round for life in script.lives[i]):
+                _impossible(i, round, "it went on after a round that others had closed otherwise")
+            turn.overruled.add(i)
+            turn.outcomes[i] = turn.outcomes[i]._replace(alive=frozenset({i}))
 
 
 def _counted(turn: RoundScript, topology: Topology) -> Iterator[tuple[int, int, frozenset[int] | None]]:
