@@ -138,6 +138,7 @@ def words_of(verb: str, folder: Path, out: Path) -> list[object]:
         "train": [file, "--local", 2, "--out", out, "--quiet"],
         "compare": [folder / "two.toml", "--out", out],
         "demo": ["--out", out, *SETS, "--set", "run.steps=2"],
+        "status": [run],
         "evaluate": [run],
         "topology": ["ring"],
         "probe": ["--local", 2, "--links-only", "--out", out, "--max-bytes", 65536, "--test-s", 0.01],

@@ -50,6 +50,7 @@ LIGHT = [  # work without torch
     "models.sizes",
     "topologies",
     "rounds.schedule",
+    "record.addresses",
     "record.files",
     "record.jsonl",
     "record.seconds",
@@ -57,7 +58,11 @@ LIGHT = [  # work without torch
     "record.arrivals",
     "record.events",
     "record.folder",
+    "record.outcomes",
     "record.progress",
+    "transport.handshake",
+    "transport.members",
+    "transport.watch",
     "network.links",
     "network.limits",
     "network.fluid",
@@ -71,12 +76,14 @@ LIGHT = [  # work without torch
     "network.straggler",
     "network.published",
     "report.runs",
+    "report.status",
     "report.table",
     "report.charts",
     "report.page",
     "report.panels",
     "report.figures",
     "cli",
+    "cli.status",
 ]  # work without torch
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_WITH_DOCSTRING, MOST_PARAMETERS = 450, 50, 85, 8
 TOO_LARGE = {  # each parameter of these is a user's choice
@@ -84,7 +91,16 @@ TOO_LARGE = {  # each parameter of these is a user's choice
     "library.outer.Outer.__init__": "parameters",
 }
 TWO_HOMES = {"cocktail"}  # a rule and a codec of one paper
-LATE = {"transformers", "tokenizers", "datasets", "pyarrow", "matplotlib", "tensorboard", "wandb"}  # slow, or optional
+LATE = {
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "pyarrow",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+    "prometheus_client",
+}  # slow, or optional
 LATE |= {"accelerate", "lightning"}
 FOREIGN = {"gossamer.integrations.lightning", "gossamer.integrations.transformers"}  # import seconds of a framework
 

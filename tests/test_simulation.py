@@ -309,7 +309,7 @@ def test_an_optimizer_of_the_users_keeps_its_own_learning_rate():
 
 def test_a_folder_whose_model_and_data_are_in_a_module_is_evaluated_by_its_name_alone(tmp_path: Path):
     run = simulated(out=tmp_path, rule=gossamer.gasloc(lr=0.5))
-    finished, found = evaluate(tmp_path, parts=own_parts(run.config, UNUSED))
+    finished, found, _ = evaluate(tmp_path, parts=own_parts(run.config, UNUSED))
     assert (finished, found.loss, found.disagreement) == (ROUNDS, run.loss, run.validation["disagreement"][-1])
 
 

@@ -99,7 +99,7 @@ def test_a_real_run_leaves_what_its_simulation_leaves(finished):
 
 def test_evaluate_forms_the_mean_model_that_the_simulator_scored(finished):
     root, config, _ = finished
-    round, result = evaluate(root / "real")
+    round, result, _ = evaluate(root / "real")
     scored = [line for line in read_metrics(root / "simulated") if line["kind"] == "eval"][-1]
     assert round == config.rounds
     assert (result.loss, list(result.worker_losses)) == (scored["loss"], scored["worker_losses"])

@@ -196,7 +196,7 @@ def test_a2cid2_takes_its_numbers_from_the_meetings_unless_they_are_given():
 def test_evaluate_finds_what_the_run_scored(method, tmp_path):
     config = timed(**METHODS[method])
     outcome = simulate(config, tmp_path)
-    round, result = evaluate(tmp_path)
+    round, result, _ = evaluate(tmp_path)
     assert (round, result.loss) == (4, outcome.loss)
     assert (tmp_path / "model" / "config.json").exists()
 

@@ -39,6 +39,7 @@ VERBS = {
     "simulate": "Train all workers of a run in this process.",
     "check": "Show what a run file will do, or list all its errors.",
     "train": "Train one real worker per process, under torchrun or with --local N.",
+    "status": "Show who takes part in a run, how far everybody is, and where the seconds go.",
     "compare": "Simulate all variants of an experiment file, and write one report.",
     "evaluate": "Score and export the mean model of a run after one of its rounds.",
     "topology": "Show a topology: graph, spectral gap, chi, and stability of gossip.",

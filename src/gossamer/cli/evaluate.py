@@ -16,15 +16,17 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | N
 
     Args:
         folder: run folder
-        round: number of finished rounds (default: the newest that all workers have)
+        round: number of finished rounds (default: the newest that all workers have; of an elastic run, most)
     """
     from gossamer.run.config import parse
     from gossamer.run.document import load_run
     from gossamer.run.evaluate import UNUSED, evaluate
 
-    round, result = evaluate(folder, round, imported_parts(parse(load_run(folder)), without=UNUSED))
+    round, result, workers = evaluate(folder, round, imported_parts(parse(load_run(folder)), without=UNUSED))
     if json:
-        print_json({"folder": folder, "round": round, **result._asdict(), "model": folder / "model"})
+        print_json(
+            {"folder": folder, "round": round, "workers": workers, **result._asdict(), "model": folder / "model"}
+        )
         return
     print(
         f"round {round}: mean model {result.loss:.4f} nats, worst worker {max(result.worker_losses):.4f}, "

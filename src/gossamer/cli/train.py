@@ -1,5 +1,6 @@
 """`gossamer train`: each worker a process of its own."""
 
+import logging
 import multiprocessing
 import os
 import sys
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from gossamer.run.history import Resume
 
 __all__ = ["ServerOptions", "command", "import_early"]
+
+log = logging.getLogger("gossamer")
 
 
 @Parameter(name="*")
@@ -48,7 +51,7 @@ def command(
         out: run folder (default: runs/NAME)
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
-        local: start this many worker processes on this machine
+        local: start this many worker processes on this machine; an elastic run may start with fewer than its workers
         join: take a free slot of the elastic run (run.elastic) of the worker at this address; auto: of one whose run folder is
             here
     """
@@ -137,7 +140,7 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
     from gossamer.transport.local import run_local, run_served
     from gossamer.transport.secret import folder_secret
 
-    if n != config.workers:
+    if n != config.workers and not (config.run.elastic and n < config.workers):
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
     if resume and rounds_in_common(config, folder) == config.rounds:
         from gossamer.record import checkpoint
@@ -148,8 +151,29 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
     if config.server is not None:
         return run_served(n, main, words, folder_secret(folder, make=True))
     if config.run.elastic:
-        return run_local(n, main, words, elastic=True, secret=folder_secret(folder, make=True))
+        return _start_elastic(config, folder, n, words)
     return run_local(n, main, words)
+
+
+def _start_elastic(config: "RunConfig", folder: Path, n: int, words: list[str]) -> int:
+    """Starts workers of an elastic run on this machine, and says at the end who was lost on the way."""
+    from gossamer.cli import main
+    from gossamer.record.outcomes import read_outcomes
+    from gossamer.run.ending import ending, rounds_behind
+    from gossamer.transport.local import run_elastic
+    from gossamer.transport.secret import folder_secret
+
+    lost: dict[int, int] = {}
+
+    def fell(worker: int, code: int) -> None:
+        lost[worker] = rounds_behind(read_outcomes(folder).get(worker, []))
+        log.warning("worker %d ended with code %d after round %d, and the others go on", worker, code, lost[worker])
+
+    codes = run_elastic(n, main, words, folder_secret(folder, make=True), fell)
+    end = ending(codes, lost, read_outcomes(folder), config.rounds)
+    for sentence in end.sentences:
+        log.warning("%s", sentence)
+    return end.code
 
 
 def _train_served(

@@ -32,11 +32,12 @@ from gossamer.errors import ConfigError, require
 from gossamer.fields import AtLeastOne
 from gossamer.record.files import Appender, atomic_write, make_folder, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
+from gossamer.record.prometheus import Exporter
 from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.trace import Entry, line_of
 from gossamer.schema import RECORD, Records, settings
 
-__all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics"]
+__all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics", "run_file"]
 
 
 @settings("record")
@@ -47,6 +48,11 @@ class RecordConfig:
     """Whether to write TensorBoard events, with the extra `tensorboard`."""
     wandb_project: str | None = None
     """The Weights & Biases project to log to; nothing leaves the machine when None."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """The port at which worker 0 serves its figures to Prometheus, with the extra `prometheus`; worker i serves this port + i.
+    0 serves nothing."""
+    prometheus_host: str = "127.0.0.1"
+    """The address on which it is opened: whoever reaches it can read the figures."""
     export: bool = True
     """Whether a simulated run ends by writing its mean model for `from_pretrained`, and a sample of its text."""
     keep_checkpoints: bool = True
@@ -116,6 +122,7 @@ class RunFolder:
         self._seconds: Appender | None = None
         self._tensorboard: Any = None
         self._wandb: Any = None
+        self._prometheus: Exporter | None = None
         self._open(None if resume_round is None else self._cut(resume_round))
 
     def __enter__(self) -> "RunFolder":
@@ -136,6 +143,8 @@ class RunFolder:
         [{'kind': 'eval', 'round': 0, 'step': 15, 'loss': 2.5}]
         """
         self._metrics.write(metrics_line(kind, **fields))
+        if self._prometheus is not None:
+            self._prometheus.metrics(kind, fields)
         if self._tensorboard is None and self._wandb is None:
             return
         step, scalars = fields.get("step", fields["round"]), dict(_scalars(kind, fields))
@@ -148,12 +157,21 @@ class RunFolder:
     def log_trace(self, entry: Entry) -> None:
         """Appends what one worker did in one round."""
         self._trace.write(line_of(entry))
+        if self._prometheus is not None:
+            self._prometheus.sent(sum(size for operation in entry.operations for _, size in operation.sends))
+
+    def show_exchanges(self, *, alive: int, made: int, missed: int, unsure: int) -> None:
+        """Shows Prometheus, if it looks, how many took part in a round and what became of the exchanges of this worker."""
+        if self._prometheus is not None:
+            self._prometheus.exchanges(alive, made, missed, unsure)
 
     def log_seconds(self, seconds: RoundSeconds) -> None:
         """Appends where the seconds of one worker's round went."""
         if self._seconds is None:
             self._seconds = Appender(self._seconds_path)
         self._seconds.write(seconds_line(seconds))
+        if self._prometheus is not None:
+            self._prometheus.seconds(seconds)
 
     def write_seconds(self, seconds: Iterable[RoundSeconds]) -> None:
         """Replaces the record of seconds, of a simulation that finds those of all rounds at its end."""
@@ -180,9 +198,14 @@ class RunFolder:
         if self._wandb is not None:
             self._wandb.finish()
             self._wandb = None
+        if self._prometheus is not None:
+            self._prometheus.close()
+            self._prometheus = None
 
     def _open(self, next_step: int | None) -> None:
         # Dashboards first: they are what can be missing, and no file is left open then.
+        if self._config.prometheus_port:
+            self._prometheus = Exporter(self._config.prometheus_host, self._config.prometheus_port, self.worker)
         if self._config.wandb_project is not None:
             self._wandb = _wandb(self._config.wandb_project, self.path, self.worker, self._run_toml)
         if self._config.tensorboard:
@@ -207,6 +230,17 @@ def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
             _METRICS.of(value, where)
             lines.append(value)
     return sorted(lines, key=lambda line: line["round"])
+
+
+def run_file(folder: Path) -> Path:
+    """The file with the configuration of a run. Raises ConfigError, naming the runs inside the folder, when it holds none."""
+    path = Path(folder) / "run.toml"
+    if not path.is_file():
+        inside = sorted(one.parent.name for one in Path(folder).glob("*/run.toml"))
+        names = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")
+        instead = f"it holds runs: {names}; name one of them" if inside else "name one that gossamer wrote"
+        raise ConfigError(f"'{folder}' is no run folder (no run.toml); {instead}")
+    return path
 
 
 def _cut(path: Path, round: int) -> int:

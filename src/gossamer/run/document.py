@@ -8,6 +8,7 @@ from typing import Any
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.codecs import CODECS
 from gossamer.errors import ConfigError
+from gossamer.record.folder import run_file
 from gossamer.rounds.facts import INSTEAD
 from gossamer.rules import RULES
 from gossamer.run.methods import recipe
@@ -43,12 +44,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, An
 
 def load_run(folder: Path) -> dict[str, Any]:
     """The document of the run that a folder holds. Raises ConfigError, naming the runs inside it, when it holds none."""
-    if not (folder / "run.toml").is_file():
-        inside = sorted(path.parent.name for path in folder.glob("*/run.toml"))
-        names = ", ".join(inside[:8]) + (f" and {len(inside) - 8} more" if len(inside) > 8 else "")
-        instead = f"it holds runs: {names}; name one of them" if inside else "name one that gossamer wrote"
-        raise ConfigError(f"'{folder}' is no run folder (no run.toml); {instead}")
-    return load(folder / "run.toml")
+    return load(run_file(folder))
 
 
 def settings(words: list[str]) -> dict[str, Any]:

@@ -17,14 +17,14 @@ from typing import Any
 
 from gossamer.errors import CheckpointError, GossamerError, PeerError, first_line
 from gossamer.record import checkpoint
-from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
 from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
 from gossamer.record.packed import packed, unpacked
 from gossamer.record.progress import say
 from gossamer.rounds.method import Method
-from gossamer.run.config import RunConfig, digest, dump
+from gossamer.run.config import RunConfig, dump
 from gossamer.run.evaluate import Probe
+from gossamer.run.history import Resume
 from gossamer.run.journal import Journal
 from gossamer.run.meeting import Seat, joined, started
 from gossamer.run.parts import own_parts
@@ -32,6 +32,7 @@ from gossamer.run.replica import Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import run_key, use_threads
 from gossamer.run.settle import in_rounds
+from gossamer.run.standings import changes
 from gossamer.run.task import Task, task_of
 from gossamer.run.train import train_round
 from gossamer.run.worker import Worker
@@ -50,13 +51,13 @@ KEPT = 4
 """Checkpoints that a worker keeps: gossip lets workers run ahead, and nobody knows what a worker that is gone has owned."""
 
 
-def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, resume: bool = False) -> None:
+def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, resume: Resume = False) -> None:
     """Trains one worker of an elastic run to the end, or until it is asked to leave by SIGTERM.
 
     Args:
         join: the address of any worker of a running run, "auto" for one that has written its address into `folder`; None to
             start with all others.
-        resume: whether a run that starts goes on from its checkpoints. The newest round counts that most workers have; those
+        resume: whether a run that starts goes on from its checkpoints, from the round of `gossamer.run.held.to_resume`. Those
             without it take the state of one that has it.
     Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when no worker can be reached to join, or when
         another process has taken the slot.
@@ -70,6 +71,11 @@ def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, r
     key, nonce = run_key(config, task, parts), secrets.randbits(61)
     starts = join is None
     seat = started(config, folder, key, nonce, resume=resume) if starts else joined(config, folder, key, nonce, join)
+    if starts and seat.begun.after == config.rounds:
+        seat.station.listener.close()
+        if seat.members.me == 0:
+            say(checkpoint.ended(folder, config.rounds))
+        return
     with _leaving() as asked:
         _Participant(config, folder, m, task, seat, asked).train()
 
@@ -95,10 +101,11 @@ class _Participant:
         self, config: RunConfig, folder: Path, m: Method, task: Task, seat: Seat, asked: threading.Event
     ) -> None:
         self.config, self.folder, self._method, self._seat, self._asked = config, folder, m, seat, asked
-        self.slot, self._store, self._line = seat.members.me, folder / "checkpoints", Lineage(digest(config))
+        self.slot, self._store, self._line = seat.members.me, folder / "checkpoints", seat.line
         device = device_of(config.run.device)
         self._replica = Replica(self.slot, config, task, device)
         self._probe = Probe(config, task, device)
+        self._kept, self._ready = Boundary.of(0, b""), threading.Event()
         self._closes = m.rule.needs == "everyone"
         # A message has at most four tensors of the size of x; what is larger is no payload.
         limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None
@@ -111,14 +118,13 @@ class _Participant:
         self._worker.loop.closes = self if self._closes else None
         self._alive: frozenset[int] = frozenset()
         self._fresh = task.data.state()
-        self._kept, self._ready = Boundary.of(0, b""), threading.Event()
-        self._known: dict[int, Standing] = {}
+        self._known = dict(seat.members.entries)
 
     def train(self) -> None:
         """Trains until the end of the run, or until it is asked to leave."""
         try:
             begun = self._begin()
-            fresh = begun.round == 0 and not self._seat.resumes
+            fresh = not self._seat.resumes
             with (
                 OutcomeWriter(self.folder, self.slot, None if fresh else begun.round) as log,
                 RunFolder(
@@ -181,7 +187,12 @@ class _Participant:
                 round = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log, error.source)
                 continue
             finished, whole = round + 1, report.whole
-            log.round(self._outcome(round))
+            outcome = self._outcome(round)
+            log.round(outcome)
+            made = len({*self._peers(round)(self._alive)} - outcome.lost)
+            record.show_exchanges(
+                alive=len(self._alive), made=made, missed=len(outcome.missed), unsure=len(outcome.unsure)
+            )
             self._keep(finished)
             stopwatch.phase(whole.compute_s)
             stopwatch.waited(transport.waits(), transport.deliveries())
@@ -228,7 +239,7 @@ class _Participant:
             self._save(finished if left else self.config.rounds)
         log.end(Ended(round, "left" if left else "finished"))
         if left:
-            say(f"worker {self.slot} leaves before round {round}, as it was asked to, and has saved its state")
+            say(f"worker {self.slot} leaves after round {finished}, as it was asked to, and has saved its state")
 
     def _peers(self, round: int) -> Callable[[frozenset[int]], tuple[int, ...]]:
         return lambda alive: self._method.topology.mixing(round, alive).hears_from(self.slot)
@@ -250,12 +261,10 @@ class _Participant:
         return RoundOutcome(round, None if everyone else self._alive, missed, unsure, self._replica.steps_taken)
 
     def _tell(self, round: int) -> None:
-        """One line for each worker whose standing has changed."""
-        now = {entry.slot: entry.standing for entry in self._transport.members.of_standing(*Standing)}
-        words = {Standing.ALIVE: "is here", Standing.SUSPECT: "is suspected to be gone", Standing.LEFT: "has left"}
-        for slot, standing in now.items():
-            if self._known.get(slot, Standing.ALIVE) != standing and standing in words:
-                say(f"round {round}: worker {slot} {words[standing]}")
+        """One line for each event that this worker has learnt of."""
+        now = {entry.slot: entry for entry in self._transport.view().entries}
+        for sentence in changes(self._known, now, self.slot, self.config.rounds, self._transport.why):
+            say(f"round {round + 1}: {sentence}")
         self._known = now
 
     def _save(self, finished: int) -> None:
@@ -278,7 +287,9 @@ class _Participant:
         """Takes the state of the first worker that gives it; raises PeerError when nobody does."""
         members, station = self._transport.members, self._seat.station
         why = "nobody else is alive"
-        for entry in sorted(members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != source):
+        # Those that begin without a state have none to give: they would wait for each other.
+        first = begun.donor if source is None else source
+        for entry in sorted(members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != first):
             place = Place(members.own.nonce, members.own.address, self.slot)
             try:
                 offer = ask(

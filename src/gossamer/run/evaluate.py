@@ -1,6 +1,7 @@
 """Evaluation of a run: the loss of the mean model, the loss of each worker, and their disagreement."""
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from gossamer.record.folder import metrics_line, read_metrics
 from gossamer.rounds.mean_model import mean_of
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
+from gossamer.run.held import held_by, to_score
 from gossamer.run.history import lineage
 from gossamer.run.parts import OURS, Parts
 from gossamer.run.task import Task, buffers_of, moved, task_of
@@ -27,6 +29,7 @@ from gossamer.run.task import Task, buffers_of, moved, task_of
 __all__ = [
     "UNUSED",
     "Assessment",
+    "Evaluation",
     "Probe",
     "Result",
     "Weights",
@@ -39,6 +42,7 @@ __all__ = [
     "publish",
 ]
 
+log = logging.getLogger("gossamer")
 
 UNUSED = ("rule", "topology", "codec", "server", "pair", "optimizer")
 """The parts of a run that its evaluation does not need."""
@@ -152,19 +156,30 @@ def publish(config: RunConfig, task: Task, x: Tensor, folder: Path, buffers: Seq
     atomic_write(folder / "sample.txt", text.encode())
 
 
-def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> tuple[int, Assessment]:
+class Evaluation(NamedTuple):
+    """What `evaluate` found."""
+
+    round: int
+    """Rounds that were over."""
+    result: Assessment
+    workers: tuple[int, ...]
+    """Whose checkpoints these are, as `worker_losses` has them; that of a run with a server is its number alone."""
+
+
+def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> Evaluation:
     """The mean model of a run from the checkpoints of one round: its loss, the disagreement, and its export to `RUN/model`.
 
     Args:
-        round: the number of finished rounds; by default the newest that all workers have.
+        round: the number of finished rounds; by default the newest that all workers have. Of an elastic run, the newest that most
+            workers have which took part in it, and the mean is over those.
         parts: the user's own, where the run names any.
-    Raises: CheckpointError when no round has the checkpoints of all workers.
+    Raises: CheckpointError when no round has the checkpoints of all workers, or, of an elastic run, of any.
     Cost: holds one model per worker in memory.
     """
     config = parse(load_run(folder))
     key = lineage(config, folder)
-    finished = _whole_round(config, folder, key, round)
-    states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in config.owners]
+    finished, owners = (_most if config.run.elastic else _whole)(config, folder, key, round)
+    states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in owners]
     vectors = [state["x"] for state in states]
     buffers = [state.get("buffers", ()) for state in states]
     task = task_of(config, parts)
@@ -172,11 +187,33 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> tup
     result = assess(vectors, lambda models: [probe.loss(*weights) for weights in models], buffers)
     _note(config, folder, finished, states, result)
     publish(config, task, mean_of(vectors), folder, mean_buffers(buffers))
-    return finished, result
+    return Evaluation(finished, result, tuple(owners))
 
 
-def _whole_round(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None) -> int:
-    """The newest round of which all checkpoints are here, or the requested one. Raises CheckpointError."""
+def _most(
+    config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None
+) -> tuple[int, Sequence[int]]:  # fmt: skip
+    """The round of an elastic run to score, and the workers whose checkpoints of it are here. Raises CheckpointError."""
+    held = held_by(folder, config.owners, key)
+    chosen = to_score(held) if round is None else round
+    owners = [slot for slot, rounds in held.items() if chosen in rounds]
+    if not owners:
+        found = sorted({r for rounds in held.values() for r in rounds})
+        if round is None or not found:
+            raise checkpoint.nothing_to_resume(folder / "checkpoints", config.owners, [])
+        raise CheckpointError(
+            f"no worker has a checkpoint of round {round}; there are some of: {', '.join(map(str, found))}; name one of them"
+        )
+    if missing := [slot for slot in held if slot not in owners]:
+        log.warning(
+            "round %d has no checkpoint of worker %s; the mean model is that of worker %s",
+            chosen, ", ".join(map(str, missing)), ", ".join(map(str, owners)),
+        )  # fmt: skip
+    return chosen, owners
+
+
+def _whole(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None) -> tuple[int, Sequence[int]]:
+    """The newest round of which all checkpoints are here, or the requested one, and its owners. Raises CheckpointError."""
     store, owners = folder / "checkpoints", config.owners
     owned = checkpoint.owned(store, owners, key)
     whole = checkpoint.common(owned)
@@ -197,7 +234,7 @@ def _whole_round(config: RunConfig, folder: Path, key: checkpoint.Lineage, round
             f"'{folder}' has no round with checkpoints of {whose} (owned: {dict(zip(owners, owned, strict=True))}); "
             "bring the checkpoint folders of all machines together, or train past the first checkpoint"
         )
-    return whole[-1] if round is None else round
+    return whole[-1] if round is None else round, owners
 
 
 def _note(

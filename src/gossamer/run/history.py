@@ -17,7 +17,7 @@ from gossamer.run.config import RunConfig, differences, digest, parse
 from gossamer.run.document import load_run
 from gossamer.schema import changeable
 
-__all__ = ["History", "Resume", "history", "lineage", "may_restart"]
+__all__ = ["History", "Resume", "history", "lineage", "may_restart", "must_go_on"]
 
 log = logging.getLogger("gossamer")
 
@@ -74,12 +74,26 @@ class History(NamedTuple):
                 log.warning("round %d is skipped: %s", round, why)
         if newest is None and not (auto and not skipped and may_restart(self.config, owned)):
             raise checkpoint.nothing_to_resume(store, owners, owned, skipped)
-        if newest is not None and newest > self.config.rounds:
-            raise ConfigError(
-                f"run.steps is {self.config.run.steps}, which ends the run after round {self.config.rounds}, but it is at round "
-                f"{newest} already; set at least {newest * self.config.full_steps}"
-            )
+        _must_not_be_over(self.config, newest or 0)
         return newest or 0
+
+
+def must_go_on(config: RunConfig, folder: Path, owned: Sequence[Sequence[int]], newest: int, *, auto: bool) -> None:
+    """Raises CheckpointError where an elastic run has no round to go on from, ConfigError where it would end before that.
+
+    Args: as of `History.newest`; `newest` is 0 where nobody has a checkpoint.
+    """
+    if not newest and not auto:
+        raise checkpoint.nothing_to_resume(folder / "checkpoints", range(len(owned)), owned)
+    _must_not_be_over(config, newest)
+
+
+def _must_not_be_over(config: RunConfig, newest: int) -> None:
+    if newest > config.rounds:
+        raise ConfigError(
+            f"run.steps is {config.run.steps}, which ends the run after round {config.rounds}, but it is at round {newest} "
+            f"already; set at least {newest * config.full_steps}"
+        )
 
 
 def history(config: RunConfig, folder: Path) -> History:

@@ -1,6 +1,5 @@
 """How the process of an elastic run finds its slot and the others: all start together, or one joins a run that is under way."""
 
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -9,10 +8,12 @@ from typing import NamedTuple
 
 from gossamer.errors import ConfigError, GossamerError, PeerError, first_line
 from gossamer.record import checkpoint
+from gossamer.record.addresses import Address, read_addresses, write_address
 from gossamer.record.checkpoint import Lineage
-from gossamer.record.files import atomic_write, make_folder, worker_suffix
 from gossamer.record.outcomes import Begun
 from gossamer.run.config import RunConfig, decisive, digest
+from gossamer.run.held import Held, held_by, to_resume
+from gossamer.run.history import Resume, history, lineage, must_go_on
 from gossamer.transport.alike import short_settings
 from gossamer.transport.elastic import Station
 from gossamer.transport.launch import agree, join
@@ -20,7 +21,7 @@ from gossamer.transport.members import Entry, Members, Standing, news, read_news
 from gossamer.transport.newcomer import Place, ask
 from gossamer.transport.secret import folder_secret
 
-__all__ = ["Seat", "addresses", "joined", "started"]
+__all__ = ["Seat", "joined", "started"]
 
 
 class Seat(NamedTuple):
@@ -28,13 +29,17 @@ class Seat(NamedTuple):
 
     members: Members
     station: Station
+    line: Lineage
+    """Whose checkpoints belong to the run."""
     begun: Begun
     resumes: bool = False
     """Whether files of this slot may be there already."""
 
 
-def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: bool) -> Seat:
-    """Waits for all workers of a run that starts, as torchrun's environment variables or our launcher name them.
+def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: Resume) -> Seat:
+    """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
+
+    They may be fewer than the run has slots; the others are empty until somebody joins.
 
     Raises: ConfigError, CheckpointError; PeerError when workers do not come or run another configuration.
     """
@@ -42,22 +47,38 @@ def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: bo
     member = join(
         config.workers, backend="gloo", device=config.run.device, threads=config.run.threads, timeout_s=wait_s, group=False
     )  # fmt: skip
+    me, past = member.worker, history(config, folder) if resume else None
     listener, address = _listening(os.environ["MASTER_ADDR"])
-    owned = checkpoint.rounds(folder / "checkpoints", member.worker, _line(config)) if resume else []
+    own = {} if past is None else held_by(folder, [me], past.lineage)[me]
     settings = short_settings(decisive(config))
-    said = agree(member, f"{run:016x} elastic", [address, nonce, owned], settings=settings, timeout_s=wait_s)
+    fact = [address, nonce, [[r, None if seen is None else sorted(seen)] for r, seen in own.items()]]
+    said = agree(member, f"{run:016x} elastic", fact, settings=settings, timeout_s=wait_s)
     facts = [_fact(slot, fact) for slot, fact in enumerate(said)]
-    entries = [Entry(slot, 0, theirs, Standing.ALIVE, 0, where) for slot, (where, theirs, _) in enumerate(facts)]
-    after = _most_common([rounds for _, _, rounds in facts])
-    if resume and not after and any(rounds for _, _, rounds in facts):
-        raise ConfigError(f"'{folder}' has checkpoints and none can be resumed from; start again with another --out")
-    me = member.worker
-    donor = me if after in (0, *owned) else next(i for i, (_, _, rounds) in enumerate(facts) if after in rounds)
-    begun = Begun(after, after, donor, 0, 0)
+    held = {slot: fact.held for slot, fact in enumerate(facts)}
+    after = to_resume(held, config.run.rejoin_rounds)
+    line = Lineage(digest(config))
+    if past is not None:
+        must_go_on(config, folder, [[*rounds] for rounds in held.values()], after, auto=resume == "auto")
+        checkpoint.rewind(folder / "checkpoints", after, me)
+        line = past.go_on(folder, after)
+    donor = me if after in (0, *own) else next(slot for slot in held if after in held[slot])
     station = Station(listener, run, member.secret, wait_s, config.run.round_deadline_s)
-    members = Members(config.workers, me, [entry._replace(round=after, since=after) for entry in entries])
-    _write_address(folder, me, address)
-    return Seat(members, station, begun, resume and after > 0)
+    members = Members(config.workers, me, [_entry(slot, facts, after, config) for slot in range(config.workers)])
+    write_address(folder, Address(me, address, run))
+    return Seat(members, station, line, Begun(after, after, donor, 0, 0), past is not None)
+
+
+def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunConfig) -> Entry:
+    """What is known of a slot at the start.
+
+    One whose checkpoint is lost goes on behind all inner steps that it can have taken, so that none is trained twice.
+    """
+    lost = slot >= len(facts) or after not in facts[slot].held
+    steps = after * config.local_steps_of(slot) if lost else 0
+    if slot >= len(facts):  # nobody fills it
+        return Entry(slot, 0, 0, Standing.LEFT, 0, steps=steps)
+    address, nonce, _ = facts[slot]
+    return Entry(slot, 0, nonce, Standing.ALIVE, after, address, after, steps)
 
 
 def joined(config: RunConfig, folder: Path, run: int, nonce: int, where: str) -> Seat:
@@ -66,8 +87,8 @@ def joined(config: RunConfig, folder: Path, run: int, nonce: int, where: str) ->
     Args: `where` is the address of any worker, or "auto" for those in the run folder.
     Raises: PeerError when nobody answers or all slots are filled.
     """
-    secret, wait_s = folder_secret(folder), config.run.timeout_s
-    found = addresses(folder) if where == "auto" else [where]
+    secret, wait_s, line = folder_secret(folder), config.run.timeout_s, lineage(config, folder)
+    found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
     if not found:
         raise ConfigError(
             f"'{folder}' holds no address of a worker; give --join HOST:PORT, as a worker of the run prints it"
@@ -87,10 +108,10 @@ def joined(config: RunConfig, folder: Path, run: int, nonce: int, where: str) ->
             why = f"{address}: {first_line(error)}"
             continue
         members, slot = Members(config.workers, offer.slot, offer.entries), offer.slot
-        kept = checkpoint.rounds(folder / "checkpoints", slot, _line(config))
+        kept = checkpoint.rounds(folder / "checkpoints", slot, line)
         begun = Begun(0, kept[-1] if kept else 0, slot, 0, members.own.incarnation)
-        _write_address(folder, slot, own)
-        return Seat(members, Station(listener, run, secret, wait_s, config.run.round_deadline_s), begun, True)
+        write_address(folder, Address(slot, own, run))
+        return Seat(members, Station(listener, run, secret, wait_s, config.run.round_deadline_s), line, begun, True)
     raise PeerError(
         f"no worker of the run could be joined ({why}); look whether it runs, with gossamer status {folder}"
     )
@@ -101,38 +122,27 @@ class _Fact(NamedTuple):
 
     address: str
     nonce: int
-    rounds: list[int]
+    held: Held
 
 
 def _fact(slot: int, value: object) -> _Fact:
     match value:
-        case [str(address), int(nonce), [*rounds]] if all(isinstance(r, int) and 0 < r < 1 << 31 for r in rounds):
+        case [str(address), int(nonce), [*held]]:
             entry = Entry(0, 0, nonce, Standing.ALIVE, 0, address)
-            if read_news(news({0: entry}), slots=1) is not None:
-                return _Fact(address, nonce, [r for r in rounds if isinstance(r, int)])
+            rounds = dict(map(_held, held))
+            if read_news(news({0: entry}), slots=1) is not None and None not in rounds:
+                return _Fact(address, nonce, {r: seen for r, seen in rounds.items() if r is not None})
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
 
-def addresses(folder: Path) -> list[str]:
-    """The addresses that workers have written into a run folder, those of the newest files first."""
-    paths = sorted(folder.glob("address-*.json"), key=lambda path: -path.stat().st_mtime)
-    return [text for path in paths if (text := _read_address(path)) is not None]
-
-
-def _write_address(folder: Path, slot: int, address: str) -> None:
-    make_folder(folder)
-    content = {"address": address, "pid": os.getpid()}
-    atomic_write(folder / f"address{worker_suffix(slot)}.json", json.dumps(content).encode())
-
-
-def _read_address(path: Path) -> str | None:
-    try:
-        match json.loads(path.read_bytes()[:1000]):
-            case {"address": str(address)} if address.rpartition(":")[2].isdigit():
-                return address
-    except (OSError, ValueError, RecursionError):
-        pass
-    return None
+def _held(value: object) -> tuple[int | None, frozenset[int] | None]:
+    """A round of which a worker has a checkpoint, with those that took part in it; (None, None) for anything else."""
+    match value:
+        case [int(round), None] if 0 < round < 1 << 31:
+            return round, None
+        case [int(round), [*seen]] if 0 < round < 1 << 31 and all(isinstance(slot, int) for slot in seen):
+            return round, frozenset(slot for slot in seen if isinstance(slot, int))
+    return None, None
 
 
 def _listening(towards: str) -> tuple[socket.socket, str]:
@@ -149,17 +159,3 @@ def _listening(towards: str) -> tuple[socket.socket, str]:
 def _nothing(slot: int, after: int) -> bool:
     """Takes a slot without a state."""
     return False
-
-
-def _line(config: RunConfig) -> Lineage:
-    return Lineage(digest(config))
-
-
-def _most_common(owned: Sequence[Sequence[int]]) -> int:
-    """The round that most workers own, the newest of several; 0 where nobody owns any.
-
-    >>> _most_common([[10, 20], [20, 30], [30]]), _most_common([[], []])
-    (30, 0)
-    """
-    counts = {r: sum(r in rounds for rounds in owned) for rounds in owned for r in rounds}
-    return max(counts, key=lambda r: (counts[r], r), default=0)

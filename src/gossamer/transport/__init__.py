@@ -4,11 +4,12 @@ A transport belongs to one worker. It knows tickets, peers and frames (flat tens
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gossamer.errors import TransportError
+
+if TYPE_CHECKING:  # who only looks at a run needs no torch, and its import takes seconds
+    from torch import Tensor
 
 __all__ = ["Closes", "Delivery", "IncompleteError", "Reduce", "Ticket", "Transport", "Turn", "Wait"]
 
@@ -69,7 +70,7 @@ class Closes(Protocol):
         ...
 
 
-Reduce = Callable[[Sequence[Tensor], Ticket], None]
+Reduce = Callable[[Sequence["Tensor"], Ticket], None]
 """Sums each tensor over all workers in place, under the ticket of the exchange."""
 
 
@@ -80,11 +81,11 @@ class Transport(Protocol):
     keeps_frames: bool
     """Whether posted frames are kept by reference; the caller must then not change them until all peers have collected."""
 
-    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+    def expect(self, ticket: Ticket, peer: int, like: Sequence["Tensor"]) -> None:
         """Announces that `peer` will send frames of these shapes and dtypes under this ticket; may be called early."""
         ...
 
-    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
+    def post(self, ticket: Ticket, peer: int, frames: Sequence["Tensor"]) -> None:
         """Starts sending; the frames must stay unchanged until `ready(ticket)`."""
         ...
 
@@ -96,7 +97,7 @@ class Transport(Protocol):
         """Returns once `ready(ticket)`. Raises PeerError when a peer died or the deadline passed."""
         ...
 
-    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
+    def collect(self, ticket: Ticket) -> dict[int, list["Tensor"]]:
         """The frames that arrived under a ready ticket, by peer; forgets the ticket."""
         ...
 

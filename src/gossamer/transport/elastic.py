@@ -5,6 +5,7 @@ everybody who is connected with it at once, a worker that hangs costs those that
 anything. A connection carries payloads, the news of the members and the questions whether a peer lives.
 """
 
+import contextlib
 import logging
 import socket
 import threading
@@ -20,10 +21,11 @@ from gossamer.errors import PeerError
 from gossamer.transport import Delivery, Ticket, Wait, wire
 from gossamer.transport.closing import Closing, LeftOutError
 from gossamer.transport.elastic_core import ElasticCore, Outcome, Send
-from gossamer.transport.handshake import HalfOpen, prove_to_worker
+from gossamer.transport.handshake import HalfOpen, dial, prove_to_worker
 from gossamer.transport.letter import Kind, Letter, body_of
-from gossamer.transport.link import Link, Listener, Owner, dial
+from gossamer.transport.link import Link, Listener, Owner
 from gossamer.transport.members import Entry, Members, Standing, news
+from gossamer.transport.watch import WATCHER, View, show
 
 __all__ = ["NEWCOMER", "ElasticTransport", "Station"]
 
@@ -79,6 +81,8 @@ class ElasticTransport:
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
         self._dialled_s: dict[int, float] = {}
+        self._reasons: dict[int, str] = {}
+        """Why the last connection with a worker was lost that none has replaced."""
         self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
         self._strangers = HalfOpen()
@@ -257,6 +261,19 @@ class ElasticTransport:
         with self.changed:
             return 0 if self.closing is None else self.closing.line
 
+    def view(self) -> View:
+        """What this worker knows of all, for whoever asks."""
+        with self.changed:
+            entries = [entry for _, entry in sorted(self.members.entries.items())]
+            return View(self.worker, entries, self.core.silent_s(time.monotonic()))
+
+    def why(self, slot: int) -> str:
+        """Why a worker is suspected."""
+        with self.changed:
+            if slot in self._reasons:
+                return f"the connection with it was lost ({self._reasons[slot]})"
+            return "it has not answered" if self._links.get(slot) else "another worker has lost it"
+
     def declare(self, standing: Standing, since: int | None = None) -> None:
         """Tells everybody what this worker says of itself."""
         with self.changed:
@@ -331,6 +348,9 @@ class ElasticTransport:
         if same and peer == NEWCOMER and self._host is not None:
             with sock:
                 self._host(sock)
+        elif same and peer == WATCHER:
+            with sock, contextlib.suppress(OSError):
+                show(sock, self.view())
         elif same and peer < self.members.slots and peer != self.worker:
             with self.changed:
                 self._add(peer, lambda: sock)
@@ -354,6 +374,7 @@ class ElasticTransport:
             entry = self.members.entries.get(link.peer)
             if letter.kind == Kind.NEWS and entry is not None:
                 link.nonce = entry.nonce
+                self._reasons.pop(link.peer, None)
             self._flush()
             self.changed.notify_all()
 
@@ -367,6 +388,7 @@ class ElasticTransport:
             if not self._closed and current and not links:
                 if entry is not None and entry.standing == Standing.ALIVE:
                     log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
+                self._reasons[link.peer] = why
                 self.core.lost(link.peer)
                 self._flush()
             self.changed.notify_all()

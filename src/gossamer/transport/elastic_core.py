@@ -246,6 +246,10 @@ class ElasticCore:
         """Whether anybody has said anything to this worker."""
         return bool(self._heard_s)
 
+    def silent_s(self, now: float) -> dict[int, float]:
+        """Seconds since this worker last heard of each other one that it has heard of."""
+        return {peer: max(0.0, now - heard_s) for peer, heard_s in self._heard_s.items()}
+
     def spread(self, *, ask: bool = False) -> None:
         """Sends this worker's view to everybody that it knows to live; with `ask` they shall answer."""
         for entry in self.members.of_standing(Standing.ALIVE):

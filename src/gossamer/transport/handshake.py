@@ -20,7 +20,7 @@ from collections import Counter
 from gossamer.errors import PeerError
 from gossamer.transport.secret import CODE_BYTES, code
 
-__all__ = ["HANDSHAKE_S", "HalfOpen", "prove_to_server", "prove_to_worker"]
+__all__ = ["HANDSHAKE_S", "HalfOpen", "dial", "prove_to_server", "prove_to_worker"]
 
 HANDSHAKE_S = 10.0
 """How long a whole handshake may take."""
@@ -68,6 +68,29 @@ def prove_to_server(
         if hmac.compare_digest(answer, code(secret, kind, *about, of_run)):
             return kind == b"server"
     raise PeerError(f"it answered worker {me} and does not know the secret of this run")
+
+
+def dial(address: str, secret: bytes, *, run: int, me: int, timeout_s: float) -> socket.socket:
+    """A connection with the worker at `host:port`, after both ends have proved that they know the secret of the run.
+
+    Raises: OSError when nobody answers, PeerError when the other end refuses or does not know the secret.
+    """
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+    try:
+        accepted = prove_to_server(sock, secret, run=run, me=me, timeout_s=min(timeout_s, HANDSHAKE_S))
+        if accepted is None:
+            raise ConnectionError(f"{address} hung up before the handshake")
+        if not accepted:
+            raise PeerError(
+                f"{address} runs another configuration than {run:016x}; start all workers with the same run file, data and "
+                "gossamer"
+            )
+    except BaseException:
+        sock.close()
+        raise
+    sock.settimeout(timeout_s)
+    return sock
 
 
 class HalfOpen:

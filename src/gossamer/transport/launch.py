@@ -42,10 +42,12 @@ def join(
         device: "cpu", "cuda" (the GPU of this process's LOCAL_RANK), or "auto": a GPU if there is one.
         threads: intra-op threads of torch; 0 takes an equal share of the cores, or OMP_NUM_THREADS if that is set.
         timeout_s: how long to wait for the others.
-        group: whether to make a process group; the workers of an elastic run only meet at the store.
+        group: whether to make a process group; the workers of an elastic run only meet at the store, and may be fewer.
     Raises: ConfigError when the environment does not fit, PeerError when workers do not come, TransportError when the
         store cannot be reached.
     """
+    if not group:
+        workers = min(workers, _number("WORLD_SIZE"))
     rank, ranks = _rank(workers, parts)
     where = device_of(device)
     backend = _backend(backend, where, ranks)

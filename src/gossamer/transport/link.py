@@ -17,10 +17,9 @@ from torch import Tensor
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.transport import letter as letters
 from gossamer.transport import wire
-from gossamer.transport.handshake import HANDSHAKE_S, prove_to_server
 from gossamer.transport.letter import Letter
 
-__all__ = ["Link", "Listener", "Owner", "dial", "exactly", "receive_letter", "send_letter"]
+__all__ = ["Link", "Listener", "Owner", "exactly", "receive_letter", "send_letter"]
 
 PIECE_BYTES = 1 << 20
 
@@ -135,29 +134,6 @@ class Listener:
             except OSError:
                 return
             _start(self._taken, sock, str(address[0]))
-
-
-def dial(address: str, secret: bytes, *, run: int, me: int, timeout_s: float) -> socket.socket:
-    """A connection with the worker at `host:port`, after both ends have proved that they know the secret of the run.
-
-    Raises: OSError when nobody answers, PeerError when the other end refuses or does not know the secret.
-    """
-    host, _, port = address.rpartition(":")
-    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-    try:
-        accepted = prove_to_server(sock, secret, run=run, me=me, timeout_s=min(timeout_s, HANDSHAKE_S))
-        if accepted is None:
-            raise ConnectionError(f"{address} hung up before the handshake")
-        if not accepted:
-            raise PeerError(
-                f"{address} runs another configuration than {run:016x}; start all workers with the same run file, data and "
-                "gossamer"
-            )
-    except BaseException:
-        sock.close()
-        raise
-    sock.settimeout(timeout_s)
-    return sock
 
 
 def send_letter(sock: socket.socket, letter: Letter, run: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import torch
 
@@ -22,7 +22,7 @@ from gossamer.transport.launch import available_cores
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 from gossamer.transport.store import Entries, hosted_store, report_fallen, shared_part
 
-__all__ = ["LISTENER", "loopback", "run_local", "run_served"]
+__all__ = ["LISTENER", "loopback", "run_elastic", "run_local", "run_served"]
 
 LISTENER = "GOSSAMER_LISTENER"
 """The environment variable with the file descriptor of the listening socket that a server inherits."""
@@ -33,9 +33,7 @@ Work = Callable[[Sequence[str]], int]
 log = logging.getLogger("gossamer")
 
 
-def run_local(
-    n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0, elastic: bool = False, secret: bytes = b""
-) -> int:  # fmt: skip
+def run_local(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0) -> int:
     """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
 
     The store lives here, so it outlives every worker, and its entries carry the code of a secret that only they get. When a
@@ -46,14 +44,48 @@ def run_local(
     Args:
         work: what each worker does, such as `gossamer.cli.main`.
         argv: its arguments, such as `["train", "run.toml"]`.
-        elastic: whether the others go on without a worker that fails.
-        secret: of the run; a new one if empty.
-    Returns: 0 where all workers have ended well, or with `elastic` any; else the exit code of the worker that failed first
-        (128 + k if signal k ended it), or with `elastic` last.
+    Returns: the exit code of the worker that failed first (128 + k if signal k ended it), else 0.
     """
+    with _workers(n, work, argv, b"") as (workers, entries):
+        return _outcome(workers, grace_s, lambda worker, code: report_fallen(entries, worker, code))
+
+
+def run_elastic(
+    n: int, work: Work, argv: Sequence[str], secret: bytes, fell: Callable[[int, int], None] = lambda worker, code: None
+) -> dict[int, int]:  # fmt: skip
+    """Runs n workers of an elastic run as `run_local` does; when one fails, the others go on.
+
+    Args:
+        secret: of the run, which workers that join must have too.
+        fell: called with each worker that has failed and its exit code, as soon as that is noticed.
+    Returns: the exit code of each worker (128 + k if signal k ended it), in the order in which they ended.
+    Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they are asked to, and finish their round
+        and save. If it is stopped once more meanwhile, they are ended at once.
+    """
+    with _workers(n, work, argv, secret) as (workers, entries):
+
+        def report(worker: int, code: int) -> None:
+            report_fallen(entries, worker, code)
+            fell(worker, code)
+
+        try:
+            return _codes(workers, report)
+        except KeyboardInterrupt:
+            log.warning("all workers are asked to leave after their round; stop once more to end them at once")
+            for worker in workers:
+                if worker.exitcode is None:
+                    worker.terminate()
+            _codes(workers, lambda worker, code: None)
+            raise
+
+
+@contextlib.contextmanager
+def _workers(
+    n: int, work: Work, argv: Sequence[str], secret: bytes
+) -> Iterator[tuple[list[BaseProcess], Entries]]:  # fmt: skip
+    """The workers of a run, started, and the entries of their store, which lives here."""
     secret = environment_secret() or secret or new_secret().encode()
     store = hosted_store("127.0.0.1", 0)
-    entries = Entries(shared_part(store), secret)
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
@@ -64,8 +96,7 @@ def run_local(
     }
     with _children(n, work, secret) as start:
         workers = [start(argv, f"[{i}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(n)]
-        report = _Report(entries)
-        return _survived(workers, report) if elastic else _outcome(workers, grace_s, report)
+        yield workers, Entries(shared_part(store), secret)
 
 
 def run_served(n: int, work: Work, argv: Sequence[str], secret: bytes, *, grace_s: float = 10.0) -> int:
@@ -176,32 +207,18 @@ def _enter(
     sys.exit(work(argv))
 
 
-class _Report(NamedTuple):
-    """Tells those that still wait for others to start that a worker has ended."""
-
-    entries: Entries
-
-    def __call__(self, worker: int, code: int) -> None:
-        report_fallen(self.entries, worker, code)
-
-
-def _survived(workers: Sequence[BaseProcess], report: Callable[[int, int], None]) -> int:
-    """0 once all workers have ended and one of them well; else the exit code of the one that ended last."""
-    fallen: dict[int, int] = {}
+def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int], None]) -> dict[int, int]:
+    """The exit code of each worker, once all have ended; `fell` is told of those that failed."""
+    codes: dict[int, int] = {}
     while True:
-        codes = [worker.exitcode for worker in workers]
-        for worker, code in enumerate(codes):
-            if code and worker not in fallen:
-                fallen[worker] = code if code > 0 else 128 - code
-                report(worker, fallen[worker])
-                left = sum(one is None for one in codes)
-                log.warning("worker %d ended with code %d; %d others go on", worker, fallen[worker], left)
-        if None not in codes:
-            if fallen:
-                log.warning(
-                    "ended on the way: %s", ", ".join(f"worker {i} (code {code})" for i, code in fallen.items())
-                )
-            return 0 if 0 in codes else [*fallen.values()][-1]
+        for worker, process in enumerate(workers):
+            code = process.exitcode
+            if code is not None and worker not in codes:
+                codes[worker] = code if code >= 0 else 128 - code
+                if code:
+                    fell(worker, codes[worker])
+        if len(codes) == len(workers):
+            return codes
         time.sleep(0.05)
 
 

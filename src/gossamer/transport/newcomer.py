@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from gossamer.errors import PeerError
 from gossamer.transport.elastic import NEWCOMER
+from gossamer.transport.handshake import dial
 from gossamer.transport.letter import NEWS_BYTES, Kind, Letter, body_of
-from gossamer.transport.link import dial, receive_letter, send_letter
+from gossamer.transport.link import receive_letter, send_letter
 from gossamer.transport.members import Entry, Standing, news, read_news
 
 __all__ = ["Boundary", "Offer", "Place", "ask", "host"]

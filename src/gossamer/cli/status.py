@@ -1,0 +1,79 @@
+"""`gossamer status`: who takes part in a run, how far everybody is, and where the last round's seconds went."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from gossamer.cli.output import Json, print_json
+
+if TYPE_CHECKING:
+    from gossamer.record.seconds import RoundSeconds
+    from gossamer.report.status import RunStatus
+
+__all__ = ["command"]
+
+
+def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, json: Json = False) -> None:
+    """Shows who takes part in a run, in which round everybody is, how old that news is, and where the last round's seconds went.
+
+    It reads the run folder, and asks the workers of an elastic run whose addresses are there.
+
+    Args:
+        folder: run folder
+    """
+    from gossamer.report.status import run_status
+
+    found = run_status(folder)
+    if json:
+        print_json(found)
+    else:
+        _print(found)
+
+
+def _print(found: "RunStatus") -> None:
+    from gossamer.cli.tables import print_table
+
+    standings = [one.standing for one in found.workers]
+    counted = ", ".join(f"{standings.count(one)} {one}" for one in dict.fromkeys(standings))
+    print(f"{found.name} ({found.kind}): {found.round} of {found.rounds} rounds; workers: {counted}")
+    if found.note:
+        print(found.note)
+    elif found.answered:
+        print(f"asked now: worker {', '.join(map(str, found.answered))}")
+    headings = ["worker", "standing", "rounds", "news", "loss", "missed", "unsure"]
+    headings += ["round s", "compute", "transfer", "waiting", "other", "waits for"]
+    rows = [
+        [
+            str(one.worker), one.standing, str(one.round), _age(one.age_s), "-" if one.loss is None else f"{one.loss:.4f}",
+            str(one.missed), str(one.unsure), *_seconds(one.seconds),
+        ]
+        for one in found.workers
+    ]  # fmt: skip
+    print_table(headings, rows, text=2)
+
+
+def _age(age_s: float | None) -> str:
+    """How long ago, in a few characters.
+
+    >>> [_age(age_s) for age_s in (None, 0.2, 59.6, 3000, 7300, 200000)]
+    ['-', 'now', '60 s', '50 min', '2 h', '2 d']
+    """
+    if age_s is None:
+        return "-"
+    if age_s < 1:
+        return "now"
+    for limit_s, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if age_s < limit_s:
+            return f"{age_s / unit_s:.0f} {unit}"
+    return f"{age_s / 86400:.0f} d"
+
+
+def _seconds(one: "RoundSeconds | None") -> list[str]:
+    """The seconds of a round by kind, and the peer that was waited for longest."""
+    if one is None:
+        return ["-"] * 6
+    kinds = (one.total_s, one.compute_s, one.transfer_s, one.waiting_s, one.other_s)
+    peer = max(one.waiting_for, key=lambda peer: one.waiting_for[peer], default=None)
+    named = "-" if peer is None else "server" if peer < 0 else str(peer)
+    return [*(f"{seconds:.2f}" for seconds in kinds), named]

@@ -1,0 +1,59 @@
+"""Where the workers of an elastic run listen: `address-003.json` is what the process in slot 3 has written.
+
+A file stays when its process ends, so an address is where to ask, and no sign that anybody is there.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from gossamer.record.files import atomic_write, make_folder, worker_suffix
+
+__all__ = ["Address", "read_addresses", "write_address"]
+
+
+class Address(NamedTuple):
+    """The address of one slot."""
+
+    slot: int
+    address: str
+    """`host:port`."""
+    run: int
+    """What all workers of the run have in common, as 64 bits."""
+
+
+def write_address(folder: Path, own: Address) -> None:
+    """Writes the address of this process. Raises: DiskError."""
+    make_folder(folder)
+    content = {"address": own.address, "run": f"{own.run:016x}", "pid": os.getpid()}
+    atomic_write(folder / f"address{worker_suffix(own.slot)}.json", json.dumps(content).encode())
+
+
+def read_addresses(folder: Path) -> list[Address]:
+    """The addresses in a run folder, those of the newest files first; a file that holds none is left out.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> write_address(folder, Address(3, "127.0.0.1:4000", 7))
+    >>> read_addresses(folder)
+    [Address(slot=3, address='127.0.0.1:4000', run=7)]
+    """
+    found: list[tuple[float, Address]] = []
+    for path in folder.glob("address-*.json"):
+        try:
+            match json.loads(path.read_bytes()[:1000]), path.stem.removeprefix("address-"):
+                case {"address": str(address), "run": str(run)}, slot if _is_sound(address, run, slot):
+                    found.append((path.stat().st_mtime, Address(int(slot), address, int(run, 16))))
+        except (OSError, ValueError, RecursionError):
+            continue
+    return [address for _, address in sorted(found, reverse=True)]
+
+
+def _is_sound(address: str, run: str, slot: str) -> bool:
+    host, _, port = address.rpartition(":")
+    hexadecimal = re.fullmatch("[0-9a-f]{16}", run) is not None
+    return (
+        bool(host) and bool(re.fullmatch("[0-9]{1,5}", port)) and hexadecimal and bool(re.fullmatch("[0-9]{1,9}", slot))
+    )

@@ -1,0 +1,51 @@
+"""How an elastic run has ended whose workers a launcher has started: its exit code, and who was lost on the way."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gossamer.record.outcomes import Life
+
+__all__ = ["Ending", "ending", "rounds_behind"]
+
+
+class Ending(NamedTuple):
+    """What a launcher says, and its exit code."""
+
+    code: int
+    """0 when a worker has trained all rounds; its model is finite then, or it would have failed. Else not 0."""
+    sentences: list[str]
+
+
+def rounds_behind(lives: Sequence[Life]) -> int:
+    """Rounds that a slot has behind it, as its log of outcomes says."""
+    return max((one.round + 1 for life in lives for one in life.rounds), default=0)
+
+
+def ending(
+    codes: Mapping[int, int], lost: Mapping[int, int], lives: Mapping[int, Sequence[Life]], rounds: int
+) -> Ending:
+    """How a run has ended.
+
+    Args:
+        codes: of the workers, in the order in which they ended.
+        lost: the rounds that a worker had behind it when it failed.
+        lives: the log of outcomes.
+        rounds: of the whole run.
+
+    >>> from gossamer.record.outcomes import Begun, Ended
+    >>> ending({1: 137, 0: 0}, {1: 7}, {0: [Life(Begun(0, 0, 0, 0, 0), (), Ended(20, "finished"))]}, 20)
+    Ending(code=0, sentences=['worker 1 ended with code 137 after round 7 of 20'])
+    """
+    said = [
+        f"worker {i} ended with code {code} after round {lost.get(i, 0)} of {rounds}"
+        for i, code in codes.items()
+        if code
+    ]
+    ends = {i: own[-1].ended for i, own in lives.items() if own and codes.get(i) == 0}
+    for i, ended in ends.items():
+        if ended is not None and ended.why == "left":
+            said.append(f"worker {i} has left after round {rounds_behind(lives[i])} of {rounds}")
+    if any(ended is not None and ended.why == "finished" for ended in ends.values()):
+        return Ending(0, said)
+    failed = [code for code in codes.values() if code]
+    return Ending(failed[-1] if failed else 2, [*said, f"no worker has reached round {rounds}"])

@@ -1,0 +1,41 @@
+"""What has happened to the other workers of an elastic run, one sentence for each event."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from gossamer.transport.members import Entry, Standing
+
+__all__ = ["changes"]
+
+
+def changes(
+    before: Mapping[int, Entry], after: Mapping[int, Entry], me: int, rounds: int, why: Callable[[int], str]
+) -> Iterator[str]:  # fmt: skip
+    """The sentences about what one worker's view has learnt.
+
+    Args:
+        before: its view when it was last asked; `after` is its view now.
+        me: the worker's own slot, of which nothing is said.
+        rounds: of the whole run.
+        why: the reason for which a worker is suspected.
+
+    >>> a = Entry(2, 0, 7, Standing.ALIVE, 0, "127.0.0.1:4000")
+    >>> [*changes({2: a}, {2: a._replace(standing=Standing.SUSPECT)}, 0, 9, lambda slot: "it is silent")]
+    ['worker 2 is suspected: it is silent']
+    """
+    for slot, now in sorted(after.items()):
+        was = before.get(slot)
+        if slot == me or (was is not None and was.rank == now.rank):
+            continue
+        other = was is None or was.nonce != now.nonce
+        if other and was is not None and was.address:
+            yield f"worker {slot} is replaced: another process has taken its slot"
+        if now.standing == Standing.JOINING:
+            yield f"worker {slot} joins, and fetches its state"
+        elif now.standing == Standing.SUSPECT:
+            yield f"worker {slot} is suspected: {why(slot)}"
+        elif now.standing == Standing.LEFT:
+            yield f"worker {slot} has {'finished' if now.round + 1 >= rounds else 'left'}"
+        elif other or (was is not None and was.standing == Standing.JOINING):
+            yield f"worker {slot} has joined, and takes part from round {now.since + 1} on"
+        else:
+            yield f"worker {slot} is back, and takes part from round {now.since + 1} on"

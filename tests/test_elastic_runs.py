@@ -1,0 +1,135 @@
+"""Elastic runs as a user starts them: who dies on the way, what is scored and told then, and how the run goes on."""
+
+import json
+import os
+import shutil
+import signal
+import time
+
+import torch
+
+from commands import Command, run
+from gossamer.cli import main
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.record.outcomes import read_outcomes
+from gossamer.run.config import digest, dump
+from gossamer.run.simulate import simulate
+from tiny import tiny
+
+
+def train_but_kill_worker_2(argv):
+    """`gossamer train`, in which worker 2 is killed right after it has saved round 3."""
+
+    def save(store, finished, *state, real=checkpoint.save, **lineage):
+        real(store, finished, *state, **lineage)
+        if finished == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "2":
+        checkpoint.save = save
+    return main(argv)
+
+
+def status(folder):
+    code, output = run("status", folder, "--json")
+    assert code == 0, output
+    return json.loads(output)
+
+
+def standings(folder):
+    return [worker["standing"] for worker in status(folder)["workers"]]
+
+
+def rounds_of(folder, worker):
+    return [line["round"] for line in read_metrics(folder) if line["kind"] == "train" and line["worker"] == worker]
+
+
+def eventually(holds, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    return held
+
+
+def without_disk(folder, worker):
+    """What is left of a run folder when one worker's disk is gone."""
+    for path in [*folder.rglob(f"*-{worker:03}.*")]:
+        path.unlink()
+
+
+def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_with_newcomers(
+    tmp_path, monkeypatch, caplog
+):
+    folder, config = tmp_path / "run", tiny(run__elastic=True, run__timeout_s=60)
+    (tmp_path / "run.toml").write_text(dump(config))
+    with monkeypatch.context() as patched:
+        patched.setattr("gossamer.cli.main", train_but_kill_worker_2)
+        code, output = run("train", tmp_path / "run.toml", "--out", folder, "--local", 3)
+    assert code == 0, output
+    died = "worker 2 ended with code 137 after round 3"
+    assert caplog.messages == [f"{died}, and the others go on", f"{died} of 6"]
+    assert "worker 2 is suspected: the connection with it was lost" in output
+    assert standings(folder) == ["finished", "finished", "gone"]
+    code, output = run("evaluate", folder, "--json")
+    assert code == 0 and '"round": 6, "workers": [0, 1]' in output, output
+    assert caplog.messages[-1] == "round 6 has no checkpoint of worker 2; the mean model is that of worker 0, 1"
+    code, output = run("report", folder, "--out", tmp_path / "page.html")
+    assert code == 0, output
+
+    without_disk(folder, 0)
+    sets = [
+        f"--set={each}" for each in ("run.steps=8000", "run.pace_s=0.05", "run.eval_every=0", "run.checkpoint_every=50")
+    ]
+    rest = Command("train", "--resume", folder, "--local", 2, *sets)
+    assert eventually(
+        lambda: standings(folder) == ["alive", "alive", "gone"] and min(rounds_of(folder, 0) or [0]) >= 6, 100
+    )
+    newcomer = Command("train", folder / "run.toml", "--out", folder, "--join", "auto")
+    assert eventually(lambda: standings(folder) == ["alive"] * 3 and max(rounds_of(folder, 2)) > 6, 100)
+    os.kill(rest.pid, signal.SIGTERM)
+    code, output = rest.finish()
+    assert code == 130 and f"stopped; resume with --resume {folder}" in output, output
+    assert "worker 2 joins, and fetches its state" in output and "worker 0 leaves after round" in output, output
+    os.kill(newcomer.pid, signal.SIGTERM)
+    code, output = newcomer.finish()
+    assert code == 0 and "worker 2 leaves after round" in output, output
+    assert standings(folder) == ["left"] * 3
+    resumed, joined = read_outcomes(folder)[0][-1], read_outcomes(folder)[2][-1]
+    assert resumed.begun[:4] == (6, 6, 1, 12) and resumed.rounds[0].alive == {0, 1}
+    assert joined.begun.donor in (0, 1) and joined.begun.incarnation == 1 and joined.begun.steps >= 12
+    with_all = [checkpoint.rounds(folder / "checkpoints", slot)[-1] for slot in range(3)]
+    assert min(with_all) > 6, "they have saved when they left"
+
+
+def test_a_calm_elastic_run_goes_on_with_the_same_bits_and_a_worker_that_lagged_sets_the_round(tmp_path):
+    config = tiny(run__elastic=True, run__timeout_s=60)
+    simulate(config, tmp_path / "whole")
+    simulate(config, tmp_path / "half", until=4)
+    folder = tmp_path / "run"
+    shutil.copytree(tmp_path / "half" / "checkpoints", folder / "checkpoints")
+    (folder / "run.toml").write_text(dump(config))
+    without_disk(folder / "checkpoints" / "round-000004", 1)
+    code, output = run("train", "--resume", folder, "--local", 3)
+    assert code == 0, output
+    assert [rounds_of(folder, worker) for worker in range(3)] == [[3, 4, 5]] * 3
+    for worker in range(3):
+        ours, theirs = (
+            checkpoint.load(where / "checkpoints", 6, worker, digest(config)) for where in (folder, tmp_path / "whole")
+        )
+        assert torch.equal(ours["x"], theirs["x"]), worker
+    code, output = run("train", "--resume", folder, "--local", 3)
+    assert code == 0 and f"the run has ended after {config.rounds} rounds" in output
+
+
+def test_only_an_elastic_run_is_scored_where_a_checkpoint_is_missing_and_starts_with_fewer_workers(tmp_path):
+    for elastic in (True, False):
+        folder, config = tmp_path / str(elastic), tiny(run__elastic=elastic, run__steps=4)
+        simulate(config, folder)
+        without_disk(folder / "checkpoints" / "round-000002", 1)
+        code, output = run("evaluate", folder, "--json")
+        assert code == 0 and ('"round": 2, "workers": [0, 2]' if elastic else '"round": 1') in output
+        code, output = run("evaluate", folder, "--round", 7)
+        assert code == 2 and ("no worker has a checkpoint of round 7" if elastic else "round 7 lacks some") in output
+    code, output = run("train", "--resume", folder, "--local", 2)
+    assert code == 2 and "--local 2 but the run file has workers = 3" in output

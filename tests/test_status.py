@@ -1,0 +1,245 @@
+"""What is told of a run: who takes part and how far everybody is, from its files and from its workers; and how it ended."""
+
+import json
+import socket
+import sys
+import threading
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.cli import main
+from gossamer.errors import ConfigError, DataError, PeerError
+from gossamer.record.addresses import Address, write_address
+from gossamer.record.folder import RecordConfig, RunFolder
+from gossamer.record.outcomes import Begun, Ended, Life, OutcomeWriter, RoundOutcome
+from gossamer.record.seconds import RoundSeconds
+from gossamer.record.trace import Entry as TraceEntry
+from gossamer.record.trace import Operation
+from gossamer.report.status import Sighting, run_status, standing_of
+from gossamer.run.config import dump
+from gossamer.run.ending import ending
+from gossamer.run.held import to_resume, to_score
+from gossamer.run.standings import changes
+from gossamer.transport.elastic import ElasticTransport, Station
+from gossamer.transport.members import Entry, Members, Standing
+from gossamer.transport.watch import look
+from tiny import tiny
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+RUN = 77
+
+
+@contextmanager
+def a_worker(slot, others, slots=5):
+    """A worker of an elastic run that listens, with what it knows of the others; and its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    own = Entry(slot, 0, 10 + slot, Standing.ALIVE, 0, address, 6, 30)
+    transport = ElasticTransport(Members(slots, slot, [own, *others]), Station(listener, RUN, SECRET, 5.0))
+    try:
+        yield address
+    finally:
+        transport.close()
+
+
+def nobody():
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def write_slot(folder, config, slot, rounds, ended=None):
+    """What a worker leaves that has trained so many rounds."""
+    with (
+        OutcomeWriter(folder, slot) as log,
+        RunFolder(folder, dump(config), config.record, worker=slot) as record,
+    ):
+        log.begin(Begun(0, 0, slot, 0, 0))
+        for r in range(rounds):
+            log.round(RoundOutcome(r, None, frozenset({1}) if r == 0 else frozenset(), frozenset(), 2 * (r + 1)))
+            record.log("train", round=r, worker=slot, step=2 * (r + 1), loss=5.0 - r, lr=0.1, tokens=64)
+            record.log_seconds(RoundSeconds(r, slot, None, 2.0, 0.5, {1: 0.25}, 0.25, 3.0 * (r + 1)))
+        if ended is not None:
+            log.end(Ended(rounds, ended))
+
+
+def test_status_tells_who_is_alive_suspect_gone_joining_left_or_has_never_come(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("GOSSAMER_SECRET", SECRET.decode())
+    config = tiny(workers=6, run__elastic=True)
+    (tmp_path / "run.toml").write_text(dump(config))
+    refusing = nobody()
+    write_slot(tmp_path, config, 0, 3)
+    write_slot(tmp_path, config, 1, 2)
+    write_slot(tmp_path, config, 2, 4, ended="left")
+    others = [
+        Entry(1, 0, 11, Standing.SUSPECT, 0, refusing, 2, 4),
+        Entry(2, 0, 12, Standing.LEFT, 0, "10.0.0.9:4000", 3, 8),
+        Entry(3, 1, 13, Standing.JOINING, 0, "", 0, 6),
+        Entry(4, 0, 0, Standing.LEFT, 0, "", 0, 0),
+        Entry(5, 0, 15, Standing.SUSPECT, 0, "", 5, 10),
+    ]
+    with a_worker(0, others, slots=6) as address:
+        write_address(tmp_path, Address(0, address, RUN))
+        write_address(tmp_path, Address(1, refusing, RUN))
+        found = run_status(tmp_path)
+        assert [one.standing for one in found.workers] == ["alive", "gone", "left", "joining", "empty", "suspect"]
+        assert (found.kind, found.rounds, found.round, found.answered) == ("elastic", 6, 6, [0])
+        alive, gone, left, *_ = found.workers
+        assert (alive.round, alive.steps, alive.loss, alive.age_s, alive.missed) == (6, 6, 3.0, 0.0, 1)
+        assert alive.address == address and alive.seconds is not None and alive.seconds.total_s == 3.0
+        assert (gone.round, left.round) == (2, 4) and 0 <= gone.age_s < 600
+        assert main(["status", str(tmp_path)]) == 0
+        table = capsys.readouterr().out
+        assert "1 alive, 1 gone, 1 left, 1 joining, 1 empty, 1 suspect" in table and "asked now: worker 0" in table
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["empty"] * 3]
+    assert told["note"].startswith("no worker answers")
+
+
+def test_a_worker_shows_its_view_only_to_who_knows_the_secret_of_its_run():
+    with a_worker(2, [Entry(0, 0, 9, Standing.ALIVE, 0, "", 4, 8)]) as address:
+        view = look(address, SECRET, run=RUN, slots=5, timeout_s=5)
+        assert view.worker == 2 and [(entry.slot, entry.round) for entry in view.entries] == [(0, 4), (2, 6)]
+        for secret, run in ((SECRET, RUN + 1), (SECRET[::-1], RUN)):
+            with pytest.raises(PeerError):
+                look(address, secret, run=run, slots=5, timeout_s=5)
+        with pytest.raises(PeerError, match="no view of a run with 2 workers"):
+            look(address, SECRET, run=RUN, slots=2, timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"\xff" * 8, (3).to_bytes(8, "little") + b"[1]", (2).to_bytes(8, "little") + b"{", b""],
+    ids=["too long", "another value", "no JSON", "nothing"],
+)
+def test_an_answer_that_is_no_view_is_refused(answer, monkeypatch):
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr("gossamer.transport.watch.dial", lambda *_, **__: ours)
+    theirs.sendall(answer)
+    theirs.close()
+    with pytest.raises((PeerError, ConnectionError)):
+        look("127.0.0.1:1", SECRET, run=RUN, slots=2, timeout_s=5)
+
+
+def test_status_of_runs_that_are_not_elastic_comes_from_their_files(tmp_path, capsys):
+    config = tiny(workers=2)
+    for folder, worker in ((tmp_path / "real", 1), (tmp_path / "simulated", None)):
+        with RunFolder(folder, dump(config), RecordConfig(tensorboard=False), worker=worker) as record:
+            for r in range(config.rounds):
+                record.log("train", round=r, worker=1, step=r, loss=2.0, lr=0.1, tokens=64)
+    found = [run_status(tmp_path / name) for name in ("real", "simulated")]
+    assert [one.kind for one in found] == ["rounds", "simulation"]
+    assert [[worker.standing for worker in one.workers] for one in found] == [["unknown", "finished"]] * 2
+    assert found[0].workers[0].age_s is None and found[0].workers[1].age_s is not None
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is no run folder" in capsys.readouterr().err
+    (tmp_path / "real" / "run.toml").write_text("workers = 2")
+    with pytest.raises(DataError, match=r"run\.toml"):
+        run_status(tmp_path / "real")
+
+
+def test_a_suspect_that_answers_is_still_suspect_and_one_that_left_after_its_last_round_has_finished():
+    entry = Entry(1, 0, 5, Standing.SUSPECT, 0, "127.0.0.1:4000")
+    assert standing_of(Sighting(entry, answered=True)) == "suspect"
+    assert standing_of(Sighting(entry._replace(standing=Standing.LEFT), finished=True)) == "finished"
+
+
+def test_every_event_of_another_worker_is_told_in_one_sentence():
+    a = Entry(1, 0, 5, Standing.ALIVE, 0, "10.0.0.1:4000", 3)
+    left = a._replace(standing=Standing.LEFT)
+    suspected, b = a._replace(standing=Standing.SUSPECT), Entry(1, 1, 6, Standing.JOINING, 0, "10.0.0.2:4000")
+    steps = [
+        (a, a._replace(round=4), []),
+        (a, suspected, ["worker 1 is suspected: it is silent"]),
+        (suspected, a._replace(incarnation=1, since=6), ["worker 1 is back, and takes part from round 7 on"]),
+        (a, left, ["worker 1 has left"]),
+        (a, left._replace(round=8), ["worker 1 has finished"]),
+        (suspected, b, ["worker 1 is replaced: another process has taken its slot", "worker 1 joins, and fetches its state"]),
+        (b, b._replace(standing=Standing.ALIVE, since=9), ["worker 1 has joined, and takes part from round 10 on"]),
+        (None, b, ["worker 1 joins, and fetches its state"]),
+    ]  # fmt: skip
+    for before, after, sentences in steps:
+        known = {} if before is None else {1: before}
+        assert [*changes(known, {0: a._replace(slot=0), 1: after}, 0, 9, lambda slot: "it is silent")] == sentences
+
+
+def test_a_run_has_ended_well_once_somebody_has_trained_all_rounds():
+    def life(why, rounds):
+        outcomes = tuple(RoundOutcome(r, None, frozenset(), frozenset(), 0) for r in range(rounds))
+        return [Life(Begun(0, 0, 0, 0, 0), outcomes, None if why is None else Ended(rounds, why))]
+
+    lives = {0: life("finished", 9), 1: life(None, 4), 2: life("left", 5)}
+    well = ending({1: 137, 2: 0, 0: 0}, {1: 4}, lives, 9)
+    assert well.code == 0
+    assert well.sentences == ["worker 1 ended with code 137 after round 4 of 9", "worker 2 has left after round 5 of 9"]
+    assert ending({1: 137, 2: 0}, {1: 4}, lives, 9).code == 137  # worker 0 may have finished, and another run at that
+    assert ending({2: 0}, {}, lives, 9) == (
+        2,
+        ["worker 2 has left after round 5 of 9", "no worker has reached round 9"],
+    )
+    assert ending({0: 2, 1: 130}, {}, lives, 9).code == 130
+
+
+ROUNDS = st.frozensets(st.integers(1, 9), max_size=5)
+
+
+@given(st.lists(ROUNDS, min_size=1, max_size=5))
+def test_a_calm_run_goes_on_from_the_newest_round_that_all_have_where_there_is_one(owned):
+    held = {slot: dict.fromkeys(rounds) for slot, rounds in enumerate(owned)}
+    having = [rounds for rounds in owned if rounds]
+    common = frozenset.intersection(*having) if having else frozenset()
+    found = to_resume(held)
+    assert found == max(common) if common else found in {0, *(r for rounds in owned for r in rounds)}
+    assert bool(found) == bool(having)
+
+
+@given(st.lists(ROUNDS, min_size=1, max_size=5))
+def test_the_round_to_score_is_never_older_than_one_that_most_have(owned):
+    found = to_score({slot: dict.fromkeys(rounds) for slot, rounds in enumerate(owned)})
+    having = sum(map(bool, owned))
+    assert all(r <= found for r in range(1, 10) if 2 * sum(r in rounds for rounds in owned) > having)
+
+
+def test_a_port_that_is_taken_and_a_client_that_is_missing_are_one_sentence_each(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"gossamer\[prometheus\].* set it to 0"):
+        RunFolder(tmp_path / "without", "", RecordConfig(tensorboard=False, prometheus_port=9200))
+    monkeypatch.undo()
+    pytest.importorskip("prometheus_client", reason="the extra 'prometheus' is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="choose another port"):
+        RunFolder(tmp_path / "b", "", RecordConfig(tensorboard=False, prometheus_port=taken.getsockname()[1]))
+
+
+def test_prometheus_reads_the_figures_of_a_worker_until_it_ends(tmp_path):
+    pytest.importorskip("prometheus_client", reason="the extra 'prometheus' is not installed")
+    port = int(nobody().rpartition(":")[2]) - 3
+    config = RecordConfig(tensorboard=False, prometheus_port=port)
+    threads = threading.active_count()
+    with RunFolder(tmp_path, "", config, worker=3) as record:
+        for r in range(2):
+            record.log("train", round=r, worker=3, step=r, loss=2.5)
+            record.log_trace(TraceEntry(r, 3, 2, 0.1, (Operation("exchange", 0, ((0, 100), (1, 100)), ((0, 100),)),)))
+            record.log_seconds(RoundSeconds(r, 3, None, 2.0, 0.5, {1: 0.25}, 0.25, 3.0 * (r + 1)))
+            record.show_exchanges(alive=4 - r, made=2, missed=r, unsure=0)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port + 3}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+    figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_created" not in line)
+    assert {name: float(value) for name, value in figures.items()} == {
+        "gossamer_alive_workers": 3.0,
+        "gossamer_round": 2.0,
+        'gossamer_loss{kind="train"}': 2.5,
+        'gossamer_seconds_total{kind="compute"}': 4.0,
+        'gossamer_seconds_total{kind="transfer"}': 1.0,
+        'gossamer_seconds_total{kind="waiting"}': 0.5,
+        'gossamer_seconds_total{kind="other"}': 0.5,
+        'gossamer_exchanges_total{outcome="made"}': 4.0,
+        'gossamer_exchanges_total{outcome="missed"}': 1.0,
+        'gossamer_exchanges_total{outcome="unsure"}': 0.0,
+        "gossamer_sent_bytes_total": 400.0,
+    }
+    assert threading.active_count() == threads
