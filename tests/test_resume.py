@@ -46,7 +46,7 @@ def poisoned(folder: Path, round: int, worker: int, key: str, monkeypatch: pytes
     state = checkpoint.load(folder, round, worker, key)
     state["x"][7] = torch.nan
     with monkeypatch.context() as patch:
-        patch.setattr("gossamer.record.checkpoint._must_be_finite", lambda tensors, whose: None)
+        patch.setattr("gossamer.record.checkpoint.check_finite", lambda tensors, whose: None)
         checkpoint.save(folder, round, worker, state, digest=key)
 
 

@@ -18,7 +18,7 @@ from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.outcomes import Begun, Ended, Life, OutcomeWriter, RoundOutcome
 from gossamer.record.seconds import RoundSeconds
 from gossamer.record.trace import Operation
-from gossamer.record.trace import SlotEntry as TraceEntry
+from gossamer.record.trace import Entry as TraceEntry
 from gossamer.report.status import Sighting, run_status, standing_of
 from gossamer.run.config import dump
 from gossamer.run.ending import ending
@@ -205,11 +205,13 @@ def test_the_round_to_score_is_never_older_than_one_that_most_have(owned):
     assert all(r <= found for r in range(1, 10) if 2 * sum(r in rounds for rounds in owned) > having)
 
 
-def test_a_port_that_is_taken_and_a_client_that_is_missing_are_one_sentence_each(tmp_path, monkeypatch):
+def test_a_client_of_prometheus_that_is_missing_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"gossamer\[prometheus\].* set it to 0"):
         RunFolder(tmp_path / "without", "", RecordConfig(tensorboard=False, prometheus_port=9200))
-    monkeypatch.undo()
+
+
+def test_a_port_for_prometheus_that_is_taken_is_one_sentence(tmp_path):
     pytest.importorskip("prometheus_client", reason="the extra 'prometheus' is not installed")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="choose another port"):
         RunFolder(tmp_path / "b", "", RecordConfig(tensorboard=False, prometheus_port=taken.getsockname()[1]))
