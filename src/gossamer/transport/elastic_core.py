@@ -242,6 +242,11 @@ class ElasticCore:
         return max(self.round + 1, self.members.own.since, late)
 
     @property
+    def kept(self) -> int:
+        """Payloads that came for exchanges which are not announced yet."""
+        return len(self._early)
+
+    @property
     def was_heard(self) -> bool:
         """Whether anybody has said anything to this worker."""
         return bool(self._heard_s)

@@ -94,7 +94,7 @@ class Members:
     @property
     def newest_round(self) -> int:
         """The newest round that a worker which is alive is known to have been in."""
-        return max(entry.round for entry in self.entries.values() if entry.standing == Standing.ALIVE)
+        return max((e.round for e in self.entries.values() if e.standing == Standing.ALIVE), default=self.own.round)
 
     def alive(self, round: int) -> frozenset[int]:
         """The slots whose workers take part in a round."""

@@ -1,0 +1,81 @@
+"""What all processes of a run over faults have counted, side by side: what no single process can know."""
+
+from typing import NamedTuple
+
+from gossamer.transport import Ticket
+from gossamer.transport.elastic_core import Outcome
+
+__all__ = ["Ledger"]
+
+
+class _Account(NamedTuple):
+    """How one end saw an exchange."""
+
+    outcome: Outcome
+    sender: int | None
+    """The process whose payload it has counted."""
+    pull: tuple[float, ...]
+
+
+class Ledger:
+    """The exchanges of a run by ticket and both ends, and the steps of each slot whose results were counted."""
+
+    def __init__(self, seed: int) -> None:
+        self._accounts: dict[tuple[Ticket, int, int], _Account] = {}
+        """By ticket, process, and the slot of the peer."""
+        self._slots: dict[int, int] = {}
+        self._counted: dict[int, list[tuple[int, int, int]]] = {}
+        """By slot: first step, end, process."""
+        self._doubtful: set[int] = set()
+        self.made = self.missed = self.unsure = self.one_sided = self.retrained = 0
+
+    def born(self, uid: int, slot: int, *, doubtful: bool) -> None:
+        """A process fills a slot. `doubtful` says that its predecessor lived, or that nobody who lived knew its last steps."""
+        self._slots[uid] = slot
+        if doubtful:
+            self._doubtful.add(uid)
+
+    def enter(self, ticket: Ticket, uid: int, peer: int, outcome: Outcome, sender: int | None, pull: tuple[float, ...]) -> None:
+        """The end of an exchange, at one end."""
+        key = (ticket, uid, peer)
+        assert key not in self._accounts, f"process {uid} ends its exchange with worker {peer} in {ticket} twice"
+        account = self._accounts[key] = _Account(outcome, sender, pull)
+        self.made += outcome is Outcome.MADE
+        self.missed += outcome is Outcome.MISSED
+        self.unsure += outcome is Outcome.UNSURE
+        for other in [other for other, slot in self._slots.items() if slot == peer]:
+            theirs = self._accounts.get((ticket, other, self._slots[uid]))
+            if theirs is not None:
+                _must_fit(ticket, uid, account, other, theirs)
+
+    def counted(self, uid: int, first: int, end: int) -> None:
+        """Somebody has counted a payload with these steps of the slot of a process."""
+        spans = self._counted.setdefault(self._slots[uid], [])
+        if (first, end, uid) not in spans:
+            for a, b, other in spans:
+                if other != uid and a < end and first < b:
+                    late = max(uid, other)
+                    assert late in self._doubtful, (
+                        f"steps {max(a, first)} to {min(b, end)} of slot {self._slots[uid]} were trained by process {other} and by {uid}"
+                    )
+                    self.retrained += min(b, end) - max(a, first)
+            spans.append((first, end, uid))
+
+    def close(self) -> None:
+        """Counts the exchanges that one end alone has counted."""
+        for (ticket, uid, _), account in self._accounts.items():
+            if account.outcome is Outcome.MADE:
+                theirs = self._accounts.get((ticket, account.sender or 0, self._slots[uid]))
+                self.one_sided += theirs is None or theirs.outcome is not Outcome.MADE
+
+
+def _must_fit(ticket: Ticket, uid: int, ours: _Account, other: int, theirs: _Account) -> None:
+    where = f"in {ticket}, between process {uid} and process {other}"
+    kinds = {ours.outcome, theirs.outcome}
+    for a, b, one in ((ours, theirs, other), (theirs, ours, uid)):
+        if a.outcome is Outcome.MADE and b.outcome is Outcome.MISSED and a.sender == one:
+            raise AssertionError(f"{where}: one end has counted the exchange and process {one} knows that it was missed")
+    if kinds == {Outcome.MADE}:
+        assert (ours.sender, theirs.sender) == (other, uid), f"{where}: an end has counted the payload of a third process"
+        off = max(abs(a + b) for a, b in zip(ours.pull, theirs.pull, strict=True))
+        assert off < 1e-5, f"{where}: the mean of all has moved by {off:g}"

@@ -1,0 +1,407 @@
+"""One process of an elastic run over the virtual network: what `gossamer.run.elastic` and its transport do, as events.
+
+`gossamer.transport.elastic` moves letters with sockets and threads, and `gossamer.run.elastic` trains between them. Here the same
+decisions are taken at virtual times; the exchanges and the view of the members are the same classes.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.codecs import exact
+from gossamer.layout import Layout, Leaf
+from gossamer.rounds.exchange import Exchange, Part, Setup, begin, initial_state
+from gossamer.rules import Context, Rule
+from gossamer.testing.connections import Connection, End
+from gossamer.topologies import Topology
+from gossamer.topologies.mixing import Mixing, without
+from gossamer.transport import Ticket, wire
+from gossamer.transport.elastic_core import MOST_EARLY, ElasticCore, Outcome
+from gossamer.transport.letter import Kind, Letter, body_of
+from gossamer.transport.members import Entry, Members, Standing, news
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gossamer.testing.faults import FaultyNetwork
+
+__all__ = ["Participant", "Plan"]
+
+NUMEL, LOCAL_STEPS = 2, 3
+_VECTOR = struct.Struct(f"<{NUMEL}d")
+_LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
+
+
+class Plan(NamedTuple):
+    """What all processes of a run have in common."""
+
+    slots: int
+    topology: Topology
+    rule: Rule | None
+    timeout_s: float
+    deadline_s: float | None
+    rejoin_rounds: int
+
+    @property
+    def beat_s(self) -> float:
+        """How often a process looks at its clock, as in `gossamer.transport.elastic`."""
+        return min(1.0, self.timeout_s / 8)
+
+    @property
+    def limit_s(self) -> float:
+        """How long a round may wait."""
+        return min(self.timeout_s, self.deadline_s or self.timeout_s)
+
+
+class Participant:
+    """A process; `gossamer.transport.Transport` is what its exchanges see of it."""
+
+    keeps_frames = False
+
+    def __init__(self, network: "FaultyNetwork", *, uid: int, nonce: int, address: str) -> None:
+        self.network, self.plan, self.uid, self.nonce, self.address = network, network.plan, uid, nonce, address
+        self.slot = self.place = uid % self.plan.slots
+        self.links: dict[int, list[End]] = {}
+        self.waiting: list[Callable[[], None]] = []
+        """What has come while it was stopped."""
+        self.dead = self.closed = self.stopped = self.listens = self.takes_part = self.disk_fails = False
+        self.rounds = self.made = 0
+        self._resumed_s = self._posted_s = 0.0
+        self._waits_for: Ticket | None = None
+        self._dialled_s: dict[int, float] = {}
+        self._blocked: tuple[float, Ticket] | None = None
+        self._origins: list[tuple[Letter, int]] = []
+        self._exchange: Exchange | None = None
+
+    def __str__(self) -> str:
+        return f"process {self.uid}" + (f" (worker {self.slot})" if self.listens or self.dead else "")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it runs no more."""
+        return self.dead or self.closed
+
+    @property
+    def worker(self) -> int:
+        """Its slot."""
+        return self.slot
+
+    def take_place(self, members: Members, x: float, after: int) -> None:
+        """Fills a slot, with parameters from somebody who has so many rounds behind it."""
+        plan, self.members, self.slot = self.plan, members, members.me
+        self.core = ElasticCore(members, timeout_s=plan.timeout_s, deadline_s=plan.deadline_s, beat_s=plan.beat_s)
+        self.x = torch.full((NUMEL,), x, dtype=torch.float64) if plan.rule else [x] * NUMEL
+        self.steps, self.finished, self.listens = members.own.steps, after, True
+        if plan.rule is not None:
+            mixing = plan.topology.mixing(0)
+            self.s = initial_state(plan.rule, mixing, self.x, self._context(0, mixing))
+        self.network.after(plan.beat_s * self.network.random.random(), self._house, self)
+        self._keep(after)
+
+    def begin(self) -> None:
+        """Trains from the start of the run."""
+        self.takes_part = True
+        self.network.ledger.born(self.uid, self.slot, doubtful=False)
+        self._enter(0)
+
+    # Joining, as in `gossamer.transport.newcomer`
+
+    def ask(self, donor: "Participant") -> None:
+        """Asks for a slot and a state."""
+        network = self.network
+        if donor.ended or not donor.takes_part or network.heals_in_s(self, donor):
+            self._fail("cannot reach its donor")
+        else:
+            network.after(network.latency_s(), lambda: donor.host(self), donor)
+            network.after(self.plan.timeout_s, lambda: self.listens or self.ended or self._fail("waited in vain"), self)
+
+    def host(self, newcomer: "Participant") -> None:
+        """Gives a newcomer a slot and its state, as both are now."""
+        own = self.members.give_slot(newcomer.nonce, newcomer.address)
+        self.core.spread()
+        self.flush()
+        entries, kept, network = dict(self.members.entries), self.kept, self.network
+        network.after(3 * network.latency_s(), lambda: newcomer.receive(self, own, entries, kept), newcomer)
+
+    def receive(
+        self, donor: "Participant", own: Entry | None, entries: dict[int, Entry], kept: tuple[int, float]
+    ) -> None:
+        """The answer of the donor has come, if it lived long enough."""
+        if donor.ended or own is None:
+            self._fail("finds all slots filled" if own is None else "loses its donor")
+        elif not self.ended:
+            after, x = kept
+            self.take_place(Members(self.plan.slots, own.slot, entries.values()), x, after)
+            self.network.note(f"{self} has been given the slot")
+            self.core.spread(ask=True)
+            self.flush()
+            self._joins_until_s = self.network.now + self.plan.timeout_s
+            self._look()
+
+    def _look(self) -> None:
+        """Waits until somebody has said which round the others are in."""
+        network, ledger, slot = self.network, self.network.ledger, self.slot
+        if self.core.was_heard:
+            round = max(self.members.newest_round + 1, self.finished)
+            before = [p for p in network.processes if p is not self and p.listens and p.slot == slot]
+            ledger.born(self.uid, slot, doubtful=any(not p.dead for p in before))
+            self.members.declare(Standing.ALIVE, round)
+            self.core.spread()
+            self.flush()
+            self.steps, self.takes_part = max(self.steps, self.members.own.steps), True
+            self._enter(round)
+        elif network.now >= self._joins_until_s:
+            self._fail("is answered by nobody")
+        else:
+            network.after(0.1, self._look, self)
+
+    # The transport, as in `gossamer.transport.elastic`
+
+    def flush(self) -> None:
+        """Sends what the core wants to send."""
+        outbox, self.core.outbox = self.core.outbox, []
+        for peer, letter in outbox:
+            entry = self.members.entries.get(peer)
+            if self.closed or entry is None:
+                continue
+            ends = self.links.get(peer) or ([self._dial(entry)] if entry.address else [])
+            if ends:
+                ends[-1].send(letter)  # the newest: what the other end has dialled anew it holds for gone
+
+    def accept(self, end: End) -> None:
+        """Somebody has dialled."""
+        self._add(end)
+
+    def may_read(self, letter: Letter) -> bool:
+        """Whether it is known how large such a payload is."""
+        return self.closed or letter.kind != Kind.PAYLOAD or self.core.knows(letter.ticket)
+
+    def take(self, end: End, letter: Letter) -> None:
+        """A letter has come."""
+        if self.ended or end.over:
+            return
+        if not self.core.accepts(letter, letter.body.numel()):
+            end.connection.break_off("both")
+            return
+        if letter.kind == Kind.PAYLOAD:
+            self._origins = [*self._origins[-40:], (letter, end.connection.processes[1 - end.side].uid)]
+        self.core.heard(letter, self.network.now)
+        entry = self.members.entries.get(end.peer)
+        if letter.kind == Kind.NEWS and entry is not None:
+            end.nonce = entry.nonce
+        self.flush()
+        self._poll()
+
+    def lost(self, end: End) -> None:
+        """A connection is gone, and this end notices it."""
+        if end.over or self.ended:
+            return
+        end.over = True
+        ends = self.links.get(end.peer, [])
+        if end in ends:
+            ends.remove(end)
+        entry = self.members.entries.get(end.peer)
+        if entry is not None and end.nonce in (None, entry.nonce) and not ends:
+            self.core.lost(end.peer)
+            self.flush()
+        self._poll()
+
+    def _dial(self, entry: Entry) -> End:
+        self._dialled_s[entry.slot] = self.network.now
+        target = next(p for p in self.network.processes if p.address == entry.address)
+        end = Connection(self.network, self, target, entry.slot).ends[0]
+        self._add(end)
+        return end
+
+    def _add(self, end: End) -> None:
+        self.links.setdefault(end.peer, []).append(end)
+        end.send(Letter(Kind.NEWS, self.slot, round=max(self.core.round, 0), body=body_of(news(self.members.entries))))
+
+    def _house(self) -> None:
+        if self.closed:
+            return
+        now, beat_s = self.network.now, self.plan.beat_s
+        self.core.tick(now)
+        for entry in self.members.of_standing(Standing.SUSPECT):
+            ends, waited_s = self.links.get(entry.slot), now - self._dialled_s.get(entry.slot, -1e9)
+            if entry.address and not ends and waited_s >= 2 * beat_s:
+                self._dial(entry)
+            elif ends:
+                self.core.tell(entry.slot)
+        self.flush()
+        self._poll()
+        self.network.after(beat_s, self._house, self)
+
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+        """See `gossamer.transport.Transport`."""
+        self.core.expect(ticket, peer, wire.frames_bytes(like))
+
+    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
+        """See `gossamer.transport.Transport`."""
+        self.core.post(ticket, peer, wire.pack_frames(frames).clone(), self.network.now)
+
+    def ready(self, ticket: Ticket) -> bool:
+        """See `gossamer.transport.Transport`."""
+        return self.core.settled(ticket)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Never needed: a process is only told to go on when it can."""
+        raise AssertionError(f"{self} would block for {ticket}")
+
+    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
+        """See `gossamer.transport.Transport`."""
+        return {peer: [body.view(torch.float64)] for peer, body in self._collect(ticket).items()}
+
+    def close(self) -> None:
+        """Says goodbye and ends."""
+        if self.listens and not self.ended:
+            self.members.declare(Standing.LEFT)
+            self.core.spread()
+            self.flush()
+            for end in [end for ends in self.links.values() for end in ends]:
+                end.connection.finish(end.side)
+        self.closed, self.listens = True, False
+
+    # Its life
+
+    def crash(self, *, quiet: bool) -> None:
+        """Ends without a word; `quiet` lets nobody notice by itself, as when a machine loses its power."""
+        self.dead, self.listens = True, False
+        for connection in self.network.connections:
+            if self in connection.processes:
+                side = connection.processes.index(self)
+                connection.break_off("nobody" if quiet else ("listener", "dialler")[side])
+
+    def proceed(self) -> None:
+        """Goes on after it was stopped."""
+        self.stopped, self._resumed_s = False, self.network.now
+        waiting, self.waiting = self.waiting, []
+        for act in waiting:
+            if not self.ended:
+                act()
+
+    def check(self) -> None:
+        """What must hold after each event."""
+        if not self.takes_part or self.ended:
+            return
+        assert not self.core.outbox, f"{self} keeps letters"
+        assert self.core.kept <= MOST_EARLY * self.plan.slots, f"{self} keeps {self.core.kept} payloads"
+        if self._waits_for is not None:
+            waited_s = self.network.now - max(self._posted_s, self._resumed_s)
+            assert waited_s <= self.plan.limit_s + self.plan.beat_s + 0.01, f"{self} waits for {waited_s:.1f} s"
+
+    def _fail(self, why: str) -> None:
+        self.network.note(f"{self} {why}, and ends")
+        self.close()
+
+    def _keep(self, after: int) -> None:
+        self.kept = after, float(self.x[0])
+
+    def _enter(self, round: int) -> None:
+        if self.members.replaced or round >= self.network.last_round:
+            if self.members.replaced:
+                self._fail("has been replaced")
+            self.close()
+            return
+        core, plan, ticket = self.core, self.plan, Ticket(round)
+        alive = self.members.alive(round) | {self.slot}
+        self._mixing = plan.topology.mixing(round, alive)
+        core.steps = self.steps + LOCAL_STEPS
+        core.enter(round, alive, self._mixing.hears_from(self.slot))
+        if plan.rule is None:
+            for peer in self._mixing.hears_from(self.slot):
+                core.expect(ticket, peer, _VECTOR.size)
+        else:
+            assert isinstance(self.x, Tensor)
+            setup = Setup(plan.rule, exact(), self, Part(self.x, self.s, _LAYOUT), self.network.seed)
+            self._exchange = begin(setup, self._mixing, self._context(round, self._mixing))
+        self.flush()
+        self.network.after(self.network.phase_s(self.slot), lambda: self._trained(ticket), self)
+
+    def _trained(self, ticket: Ticket) -> None:
+        drift = self.network.random.gauss(0, 1)
+        for i in range(NUMEL):
+            self.x[i] += drift
+        self.steps += LOCAL_STEPS
+        self._posted_s, self._waits_for = self.network.now, ticket
+        if self._exchange is None:
+            self._sent = tuple(map(float, self.x))
+            body = body_of(_VECTOR.pack(*self._sent))
+            for peer in self._mixing.sends_to(self.slot):
+                self.core.post(ticket, peer, body, self.network.now)
+        else:
+            self._exchange.post()
+            assert self._exchange.sent is not None and isinstance(self._exchange.sent.message, Tensor)
+            self._sent = tuple(self._exchange.sent.message.tolist())
+        self.flush()
+        self.network.after(self.plan.limit_s, self._tick, self)
+        self._poll()
+
+    def _tick(self) -> None:
+        self.core.tick(self.network.now)
+        self.flush()
+        self._poll()
+
+    def _poll(self) -> None:
+        """Ends the round, once its exchanges have ended."""
+        ticket = self._waits_for
+        if ticket is None or self.ended or not self.core.settled(ticket):
+            return
+        self._waits_for = None
+        row = self._mixing.rows[self.slot]
+        if self._exchange is None:
+            told = {peer: _VECTOR.unpack(body.numpy().tobytes()) for peer, body in self._collect(ticket).items()}
+            told[self.slot] = self._sent
+            lost = [peer for peer, _ in row if peer not in told]
+            self.x = [sum(w * told[peer][i] for peer, w in without(row, self.slot, lost)) for i in range(NUMEL)]
+        else:
+            assert self._exchange.advance()
+            self._exchange.finish()
+        assert all(map(math.isfinite, map(float, self.x))), f"{self} has numbers that are not finite"
+        self.rounds, self.finished = self.rounds + 1, ticket.round + 1
+        self._keep(self.finished)
+        if self.disk_fails:
+            self._fail("cannot save a checkpoint")
+            return
+        round = self.core.next_round()
+        if round > self.finished + self.plan.rejoin_rounds and round < self.network.last_round:
+            self._fetch(round)
+        else:
+            self._enter(round)
+
+    def _collect(self, ticket: Ticket) -> dict[int, Tensor]:
+        payloads, outcomes = self.core.collect(ticket)
+        weights, ledger = dict(self._mixing.rows[self.slot]), self.network.ledger
+        for peer, outcome in outcomes.items():
+            sender, pull = None, ()
+            if outcome is Outcome.MADE:
+                body = payloads[peer]
+                letter, sender = next(pair for pair in reversed(self._origins) if pair[0].body is body)
+                theirs = _VECTOR.unpack(body.numpy().tobytes())
+                pull = tuple(weights[peer] * (a - b) for a, b in zip(theirs, self._sent, strict=True))
+                self.made += 1
+                ledger.counted(sender, letter.steps - LOCAL_STEPS, letter.steps)
+            ledger.enter(ticket, self.uid, peer, outcome, sender, pull)
+        return payloads
+
+    def _fetch(self, round: int) -> None:
+        """Takes the state of the first worker that gives it, as it has been away for long."""
+        network = self.network
+        for entry in self.members.of_standing(Standing.ALIVE):
+            donor = network.process_at(entry.address)
+            if donor is not None and not donor.stopped and not network.heals_in_s(self, donor):
+                after, x = donor.kept
+                for i in range(NUMEL):
+                    self.x[i] = x
+                self.finished = after
+                self.steps = max(self.steps, self.members.own.steps)
+                network.after(3 * network.latency_s(), lambda: self._enter(max(round, after)), self)
+                return
+        self._fail("finds nobody to take a state from")
+
+    def _context(self, round: int, mixing: Mixing) -> Context:
+        return Context(self.slot, mixing.n, round, LOCAL_STEPS, mixing.weight(self.slot), _LAYOUT, LOCAL_STEPS)
