@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     from gossamer.testing.faults import FaultyNetwork
 
-__all__ = ["Participant", "Plan"]
+__all__ = ["Participant", "Terms"]
 
 NUMEL, LOCAL_STEPS = 2, 3
 _VECTOR = struct.Struct(f"<{NUMEL}d")
 _LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
 
 
-class Plan(NamedTuple):
+class Terms(NamedTuple):
     """What all processes of a run have in common."""
 
     slots: int
@@ -90,6 +90,11 @@ class Participant:
         """Its slot."""
         return self.slot
 
+    def knows(self, other: "Participant") -> bool:
+        """Whether it would call the other one, or is connected with it."""
+        known = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT) if self.listens else []
+        return any(entry.address == other.address for entry in known)
+
     def take_place(self, members: Members, x: float, after: int) -> None:
         """Fills a slot, with parameters from somebody who has so many rounds behind it."""
         plan, self.members, self.slot = self.plan, members, members.me
@@ -120,44 +125,33 @@ class Participant:
             network.after(self.plan.timeout_s, lambda: self.listens or self.ended or self._fail("waited in vain"), self)
 
     def host(self, newcomer: "Participant") -> None:
-        """Gives a newcomer a slot and its state, as both are now."""
+        """Gives a newcomer a slot."""
         own = self.members.give_slot(newcomer.nonce, newcomer.address)
         self.core.spread()
         self.flush()
-        entries, kept, network = dict(self.members.entries), self.kept, self.network
-        network.after(3 * network.latency_s(), lambda: newcomer.receive(self, own, entries, kept), newcomer)
+        entries, network = dict(self.members.entries), self.network
+        network.after(network.latency_s(), lambda: newcomer.receive(self, own, entries), newcomer)
 
-    def receive(
-        self, donor: "Participant", own: Entry | None, entries: dict[int, Entry], kept: tuple[int, float]
-    ) -> None:
-        """The answer of the donor has come, if it lived long enough."""
+    def receive(self, donor: "Participant", own: Entry | None, entries: dict[int, Entry]) -> None:
+        """The answer has come, if the donor lived long enough: asks all others which round they are in."""
         if donor.ended or own is None:
             self._fail("finds all slots filled" if own is None else "loses its donor")
         elif not self.ended:
-            after, x = kept
-            self.take_place(Members(self.plan.slots, own.slot, entries.values()), x, after)
+            self.take_place(Members(self.plan.slots, own.slot, entries.values()), 0.0, 0)
             self.network.note(f"{self} has been given the slot")
             self.core.spread(ask=True)
             self.flush()
-            self._joins_until_s = self.network.now + self.plan.timeout_s
-            self._look()
+            self._look(self.network.now)
 
-    def _look(self) -> None:
+    def _look(self, since_s: float) -> None:
         """Waits until somebody has said which round the others are in."""
-        network, ledger, slot = self.network, self.network.ledger, self.slot
-        if self.core.was_heard:
-            round = max(self.members.newest_round + 1, self.finished)
-            before = [p for p in network.processes if p is not self and p.listens and p.slot == slot]
-            ledger.born(self.uid, slot, doubtful=any(not p.dead for p in before))
-            self.members.declare(Standing.ALIVE, round)
-            self.core.spread()
-            self.flush()
-            self.steps, self.takes_part = max(self.steps, self.members.own.steps), True
-            self._enter(round)
-        elif network.now >= self._joins_until_s:
+        core, waited_s = self.core, self.network.now - since_s
+        if core.was_heard and (core.all_heard or waited_s >= 4 * self.plan.beat_s):
+            self._fetch(self.members.newest_round + 1)
+        elif waited_s >= self.plan.timeout_s:
             self._fail("is answered by nobody")
         else:
-            network.after(0.1, self._look, self)
+            self.network.after(0.1, lambda: self._look(since_s), self)
 
     # The transport, as in `gossamer.transport.elastic`
 
@@ -168,9 +162,12 @@ class Participant:
             entry = self.members.entries.get(peer)
             if self.closed or entry is None:
                 continue
-            ends = self.links.get(peer) or ([self._dial(entry)] if entry.address else [])
+            ends = self._ends_to(peer)
+            if not ends and entry.address:
+                ends = [self._dial(entry)]
             if ends:
-                ends[-1].send(letter)  # the newest: what the other end has dialled anew it holds for gone
+                known = [end for end in ends if end.nonce is not None]
+                (known or ends)[-1].send(letter)
 
     def accept(self, end: End) -> None:
         """Somebody has dialled."""
@@ -189,10 +186,9 @@ class Participant:
             return
         if letter.kind == Kind.PAYLOAD:
             self._origins = [*self._origins[-40:], (letter, end.connection.processes[1 - end.side].uid)]
-        self.core.heard(letter, self.network.now)
-        entry = self.members.entries.get(end.peer)
-        if letter.kind == Kind.NEWS and entry is not None:
-            end.nonce = entry.nonce
+        end.nonce = self.core.heard(letter, self.network.now, end.nonce)
+        if not self.core.is_filled_by(end.peer, end.nonce):
+            end.send(self._greeting())
         self.flush()
         self._poll()
 
@@ -205,10 +201,13 @@ class Participant:
         if end in ends:
             ends.remove(end)
         entry = self.members.entries.get(end.peer)
-        if entry is not None and end.nonce in (None, entry.nonce) and not ends:
+        if entry is not None and self.core.is_filled_by(end.peer, end.nonce) and not self._ends_to(end.peer):
             self.core.lost(end.peer)
             self.flush()
         self._poll()
+
+    def _ends_to(self, slot: int) -> list[End]:
+        return [end for end in self.links.get(slot, []) if self.core.is_filled_by(slot, end.nonce)]
 
     def _dial(self, entry: Entry) -> End:
         self._dialled_s[entry.slot] = self.network.now
@@ -219,7 +218,11 @@ class Participant:
 
     def _add(self, end: End) -> None:
         self.links.setdefault(end.peer, []).append(end)
-        end.send(Letter(Kind.NEWS, self.slot, round=max(self.core.round, 0), body=body_of(news(self.members.entries))))
+        end.send(self._greeting())
+
+    def _greeting(self) -> Letter:
+        body = body_of(news(self.members.entries))
+        return Letter(Kind.NEWS, self.slot, round=max(self.core.round, 0), body=body)
 
     def _house(self) -> None:
         if self.closed:
@@ -227,7 +230,7 @@ class Participant:
         now, beat_s = self.network.now, self.plan.beat_s
         self.core.tick(now)
         for entry in self.members.of_standing(Standing.SUSPECT):
-            ends, waited_s = self.links.get(entry.slot), now - self._dialled_s.get(entry.slot, -1e9)
+            ends, waited_s = self._ends_to(entry.slot), now - self._dialled_s.get(entry.slot, -1e9)
             if entry.address and not ends and waited_s >= 2 * beat_s:
                 self._dial(entry)
             elif ends:
@@ -357,7 +360,10 @@ class Participant:
             told = {peer: _VECTOR.unpack(body.numpy().tobytes()) for peer, body in self._collect(ticket).items()}
             told[self.slot] = self._sent
             lost = [peer for peer, _ in row if peer not in told]
+            moved = [sum(w * (told[peer][i] - self._sent[i]) for peer, w in row if peer in told) for i in range(NUMEL)]
             self.x = [sum(w * told[peer][i] for peer, w in without(row, self.slot, lost)) for i in range(NUMEL)]
+            off = max(abs(x - y - z) for x, y, z in zip(self.x, self._sent, moved, strict=True))
+            assert off < 1e-6 * (1 + abs(self.x[0])), f"{self} moves by other than its pulls in {ticket}"
         else:
             assert self._exchange.advance()
             self._exchange.finish()
@@ -389,19 +395,29 @@ class Participant:
         return payloads
 
     def _fetch(self, round: int) -> None:
-        """Takes the state of the first worker that gives it, as it has been away for long."""
+        """Takes the state of the first worker that gives it, as this one is new or has been away for long."""
         network = self.network
         for entry in self.members.of_standing(Standing.ALIVE):
             donor = network.process_at(entry.address)
-            if donor is not None and not donor.stopped and not network.heals_in_s(self, donor):
-                after, x = donor.kept
-                for i in range(NUMEL):
-                    self.x[i] = x
-                self.finished = after
-                self.steps = max(self.steps, self.members.own.steps)
-                network.after(3 * network.latency_s(), lambda: self._enter(max(round, after)), self)
+            if donor is not None and donor.takes_part and not donor.stopped and not network.heals_in_s(self, donor):
+                network.after(3 * network.latency_s(), lambda: self._adopt(*donor.kept, round), self)
                 return
         self._fail("finds nobody to take a state from")
+
+    def _adopt(self, after: int, x: float, round: int) -> None:
+        for i in range(NUMEL):
+            self.x[i] = x
+        self.finished, round = after, max(round, after)
+        self.steps = max(self.steps, self.members.own.steps)
+        if not self.takes_part:
+            round = max(round, self.members.newest_round + 1)
+            before = [p for p in self.network.processes if p is not self and p.listens and p.slot == self.slot]
+            self.network.ledger.born(self.uid, self.slot, doubtful=any(not p.dead for p in before))
+            self.members.declare(Standing.ALIVE, round)
+            self.core.spread()
+            self.flush()
+            self.takes_part = True
+        self._enter(round)
 
     def _context(self, round: int, mixing: Mixing) -> Context:
         return Context(self.slot, mixing.n, round, LOCAL_STEPS, mixing.weight(self.slot), _LAYOUT, LOCAL_STEPS)

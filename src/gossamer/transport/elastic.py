@@ -222,14 +222,17 @@ class ElasticTransport:
         return came
 
     def first_round(self, timeout_s: float) -> int:
-        """The round after the newest that others say they are in: asks all that are alive, and waits until one has answered.
+        """The round after the newest that others say they are in: asks all that are alive.
 
+        Waits until one has answered, and some seconds for the others: a worker that was cut off does not know how many steps of
+        this slot the others hold.
         Raises: PeerError when nobody answers in time.
         """
         with self.changed:
             self.core.spread(ask=True)
             self._flush()
             answered = self.changed.wait_for(lambda: self.core.was_heard, timeout_s)
+            self.changed.wait_for(lambda: self.core.all_heard, 4 * self._beat_s)
             if not answered:
                 raise PeerError(f"nobody of the run answered worker {self.worker} for {timeout_s:g} s; join again")
             return self.members.newest_round + 1
@@ -296,9 +299,23 @@ class ElasticTransport:
             entry = self.members.entries.get(peer)
             if self._closed or entry is None:
                 continue
-            links = self._links.get(peer) or ([self._open(entry)] if entry.address else [])
-            if links:
-                links[0].send(letter)
+            if (link := self._link_to(entry)) is not None:
+                link.send(letter)
+
+    def _link_to(self, entry: Entry) -> Link | None:
+        """The connection with the process that fills a slot; opens one if there is none.
+
+        Of several the newest: a process dials anew only if the others are gone, which this end may not have noticed.
+        """
+        links = self._links_to(entry.slot)
+        if not links and entry.address:
+            return self._open(entry)
+        known = [link for link in links if link.nonce is not None]
+        return (known or links or [None])[-1]
+
+    def _links_to(self, slot: int) -> list[Link]:
+        """The connections with the process that fills a slot, the oldest first."""
+        return [link for link in self._links.get(slot, []) if self.core.is_filled_by(slot, link.nonce)]
 
     def _open(self, entry: Entry) -> Link:
         station, me = self._station, self.worker
@@ -311,10 +328,14 @@ class ElasticTransport:
         return self._add(entry.slot, opened)
 
     def _add(self, peer: int, opened: Callable[[], socket.socket]) -> Link:
-        first = Letter(Kind.NEWS, self.worker, round=max(self.core.round, 0), body=body_of(news(self.members.entries)))
-        link = Link(peer, self._owner, opened, first)
+        link = Link(peer, self._owner, opened, self._greeting())
         self._links.setdefault(peer, []).append(link)
         return link
+
+    def _greeting(self) -> Letter:
+        """The first letter on each connection."""
+        body = body_of(news(self.members.entries))
+        return Letter(Kind.NEWS, self.worker, round=max(self.core.round, 0), body=body)
 
     def _taken(self, sock: socket.socket, address: str) -> None:
         """A stranger has connected: it proves that it knows the secret, and is a peer or a newcomer then."""
@@ -348,12 +369,11 @@ class ElasticTransport:
             if letter.kind == Kind.PAYLOAD:
                 size, came_s = letter.body.numel(), time.perf_counter()
                 self._deliveries.append(Delivery(letter.ticket, letter.sender, size, 0.0, came_s))
-            if letter.kind in (Kind.REPORT, Kind.NAME, Kind.CLOSED) and self.closing is not None:
+            link.nonce = self.core.heard(letter, time.monotonic(), link.nonce)
+            if not self.core.is_filled_by(link.peer, link.nonce):
+                link.send(self._greeting())  # it reads that another process fills its slot
+            elif letter.kind in (Kind.REPORT, Kind.NAME, Kind.CLOSED) and self.closing is not None:
                 self.closing.heard(letter, time.monotonic())
-            self.core.heard(letter, time.monotonic())
-            entry = self.members.entries.get(link.peer)
-            if letter.kind == Kind.NEWS and entry is not None:
-                link.nonce = entry.nonce
             self._flush()
             self.changed.notify_all()
 
@@ -363,8 +383,8 @@ class ElasticTransport:
             if link in links:
                 links.remove(link)
             entry = self.members.entries.get(link.peer)
-            current = entry is not None and link.nonce in (None, entry.nonce)
-            if not self._closed and current and not links:
+            current = entry is not None and self.core.is_filled_by(link.peer, link.nonce)
+            if not self._closed and current and not self._links_to(link.peer):
                 if entry is not None and entry.standing == Standing.ALIVE:
                     log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
                 self.core.lost(link.peer)
@@ -381,10 +401,10 @@ class ElasticTransport:
                 if self.closing is not None:
                     self.closing.tick(now)
                 for entry in self.members.of_standing(Standing.SUSPECT):
-                    waited_s = now - self._dialled_s.get(entry.slot, -1e9)
-                    if entry.address and not self._links.get(entry.slot) and waited_s >= 2 * self._beat_s:
+                    waited_s, linked = now - self._dialled_s.get(entry.slot, -1e9), self._links_to(entry.slot)
+                    if entry.address and not linked and waited_s >= 2 * self._beat_s:
                         self._open(entry)
-                    elif self._links.get(entry.slot):
+                    elif linked:
                         self.core.tell(entry.slot)
                 if not self._closed:
                     self._flush()

@@ -152,19 +152,31 @@ class ElasticCore:
             return size <= self.limit_bytes
         return size == self._sizes.get((letter.ticket.fragment, letter.ticket.leg))
 
-    def heard(self, letter: Letter, now: float) -> None:
-        """Takes a letter in."""
-        peer = letter.sender
+    def heard(self, letter: Letter, now: float, nonce: int | None = None) -> int | None:
+        """Takes a letter in, and returns the nonce of the process that sent it.
+
+        Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After a partition
+            two processes may believe that they fill one slot: of the one that does not, only the news count.
+        """
+        peer, news = letter.sender, letter.kind == Kind.NEWS
+        if news:
+            nonce = self._news(letter, nonce)
+        if not self.is_filled_by(peer, nonce):
+            return nonce
         self._heard_s[peer] = now
         self.members.progress(peer, letter.round)
-        if letter.kind == Kind.NEWS:
-            self._news(letter)
-        elif letter.kind == Kind.PAYLOAD:
+        if letter.kind == Kind.PAYLOAD:
             self._payload(letter)
         elif letter.kind == Kind.PING:
             self._send(peer, Kind.PONG)
         elif letter.kind in (Kind.COMMIT, Kind.DECLINE):
             self._answer(letter)
+        return nonce
+
+    def is_filled_by(self, slot: int, nonce: int | None) -> bool:
+        """Whether this process fills the slot, as far as is known."""
+        entry = self.members.entries.get(slot)
+        return nonce is None or entry is None or entry.nonce == nonce
 
     def lost(self, peer: int) -> None:
         """Notes that the connection with a peer is gone: its exchanges fail, and it is suspected."""
@@ -251,6 +263,11 @@ class ElasticCore:
         """Whether anybody has said anything to this worker."""
         return bool(self._heard_s)
 
+    @property
+    def all_heard(self) -> bool:
+        """Whether everybody that this worker knows to live has said something to it."""
+        return all(entry.slot in self._heard_s for entry in self.members.of_standing(Standing.ALIVE))
+
     def spread(self, *, ask: bool = False) -> None:
         """Sends this worker's view to everybody that it knows to live; with `ask` they shall answer."""
         for entry in self.members.of_standing(Standing.ALIVE):
@@ -264,10 +281,10 @@ class ElasticCore:
             self._told[peer] = self.members.version
             self._send(peer, Kind.NEWS, body=body_of(news(self.members.entries)))
 
-    def _news(self, letter: Letter) -> None:
+    def _news(self, letter: Letter, nonce: int | None) -> int | None:
         entries = read_news(letter.body.numpy().tobytes(), self.members.slots)
         if entries is None:
-            return
+            return nonce
         version = self.members.version
         for before, after in self.members.merge(entries):
             if before is not None and (after.nonce != before.nonce or after.standing == Standing.LEFT):
@@ -275,6 +292,7 @@ class ElasticCore:
         if self.members.version != version:
             self.spread()
             self.tell(letter.sender)
+        return next((entry.nonce for entry in entries if entry.slot == letter.sender), nonce)
 
     def _give_up(self, peer: int) -> None:
         """Closes what can only fail: the peer has left, or another process fills its slot."""
@@ -317,18 +335,20 @@ class ElasticCore:
             pact.close()
         else:
             pact.confirmed = True
-            self._conclude(pact)
+            self._conclude(letter.sender, pact)
 
     def _commit(self, ticket: Ticket, peer: int, pact: _Pact) -> None:
         """Sends the commit once both payloads are under way and here."""
         if pact.posted_s is not None and pact.theirs is not None and not pact.committed:
             pact.committed = True
             self._send(peer, Kind.COMMIT, ticket)
-            self._conclude(pact)
+            self._conclude(peer, pact)
 
-    def _conclude(self, pact: _Pact) -> None:
+    def _conclude(self, peer: int, pact: _Pact) -> None:
         if pact.committed and pact.confirmed:
             pact.outcome = Outcome.MADE
+            if self.limit_bytes is None and pact.theirs is not None:  # who fills the slot next shall know it at once
+                self.members.progress(peer, 0, pact.theirs.steps)
 
     def _decline(self, ticket: Ticket, peer: int) -> None:
         self._send(peer, Kind.DECLINE, ticket)

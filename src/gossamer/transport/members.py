@@ -139,7 +139,7 @@ class Members:
     def progress(self, slot: int, round: int, steps: int = 0) -> None:
         """Notes the round that a worker is in, and the inner steps whose result another worker holds."""
         entry = self.entries.get(slot)
-        if entry is not None:
+        if entry is not None and (round > entry.round or steps > entry.steps):
             self.entries[slot] = entry._replace(round=max(entry.round, round), steps=max(entry.steps, steps))
 
     def declare(self, standing: Standing, since: int | None = None) -> None:
@@ -151,11 +151,14 @@ class Members:
     def give_slot(self, nonce: int, address: str, taken: Iterable[int] = ()) -> Entry | None:
         """Gives a newcomer the lowest slot that nobody fills, and returns its entry; None when all are filled.
 
+        One that somebody else has been given, and has not yet taken, comes last.
+
         Args: `taken` are slots that others have been given and that they may still take.
         """
         free = [slot for slot in range(self.slots) if slot != self.me and slot not in taken and self._is_free(slot)]
         if not free:
             return None
+        free.sort(key=self._is_promised)
         before = self.entries.get(free[0])
         steps, incarnation = (before.steps, before.incarnation + 1) if before else (0, 0)
         entry = Entry(free[0], incarnation, nonce, Standing.JOINING, 0, address, 0, steps)
@@ -167,14 +170,20 @@ class Members:
         entry = self.entries.get(slot)
         return entry is None or entry.standing != Standing.ALIVE
 
+    def _is_promised(self, slot: int) -> bool:
+        """Whether somebody has been given the slot, who may still come."""
+        entry = self.entries.get(slot)
+        return entry is not None and entry.standing == Standing.JOINING
+
     def _about_me(self, entry: Entry) -> None:
         own = self.own
         if entry.rank <= own.rank:
             self.entries[self.me] = own._replace(steps=max(own.steps, entry.steps))
         elif entry.nonce != own.nonce:
             self.replaced = True
-        elif own.standing == Standing.ALIVE:
-            since = max(own.round, self.newest_round) + 1
+        elif own.standing in (Standing.ALIVE, Standing.JOINING):
+            alive = own.standing == Standing.ALIVE
+            since = max(own.round, self.newest_round) + 1 if alive else own.since
             self.entries[self.me] = own._replace(incarnation=entry.incarnation + 1, since=since)
             self.version += 1
 

@@ -1,0 +1,203 @@
+"""Elastic runs over a network with faults: a thousand seeds, and what they have found, each by name."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossamer.rules import gasloc, gossip
+from gossamer.testing import check_faults
+from gossamer.topologies import make_topology
+from gossamer.topologies.mixing import without
+from gossamer.transport import Ticket
+from gossamer.transport.elastic_core import ElasticCore, Outcome
+from gossamer.transport.letter import Kind, Letter
+from gossamer.transport.members import Entry, Members, Standing, merged, news, read_news
+
+PARTS = 20
+BODY = torch.zeros(4, dtype=torch.uint8)
+TICKET = Ticket(0)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_thousand_runs_over_faulty_networks_keep_what_is_promised(part: int) -> None:
+    for seed in range(part, 1000, PARTS):
+        check_faults(seed=seed)
+
+
+def test_a_seed_repeats_its_faults_and_other_seeds_have_others() -> None:
+    first, again, other = (check_faults(seed=seed) for seed in (7, 7, 8))
+    assert first == again and first.faults != other.faults
+    assert first.made and first.faults
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_real_exchanges_see_the_faults_that_plain_numbers_see(seed: int) -> None:
+    assert check_faults(gossip(), seed=seed) == check_faults(seed=seed)
+    assert check_faults(gasloc(), seed=seed).made == check_faults(seed=seed).made
+
+
+def test_an_end_that_counts_an_exchange_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(self: ElasticCore, ticket: Ticket, peer: int, pact: object) -> None:
+        honest(self, ticket, peer, pact)
+        if pact.committed:  # type: ignore[attr-defined]
+            pact.outcome = Outcome.MADE  # type: ignore[attr-defined]
+
+    honest = ElasticCore._commit
+    monkeypatch.setattr(ElasticCore, "_commit", hasty)
+    with pytest.raises(AssertionError, match=r"^seed \d+, at [\d.]+ s: "):
+        for seed in range(30):
+            check_faults(seed=seed)
+
+
+def test_the_exchange_without_a_lost_peer_that_takes_its_weight_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossamer.testing.participant.without", lambda row, i, lost: row[:1])
+    with pytest.raises(AssertionError, match="moves by other than its pulls"):
+        check_faults(seed=0)
+
+
+# Algebra
+
+_slots = st.integers(0, 3)
+_standings = st.sampled_from(Standing)
+
+
+def entries(slot: st.SearchStrategy[int] = _slots) -> st.SearchStrategy[Entry]:
+    """Entries; one process says one address and, within one incarnation, one first round."""
+
+    def entry(slot: int, incarnation: int, nonce: int, standing: Standing, round: int, steps: int) -> Entry:
+        return Entry(slot, incarnation, nonce, standing, incarnation, f"host:{nonce}", round, steps)
+
+    few = st.integers(0, 2)
+    return st.builds(entry, slot, few, few, _standings, st.integers(0, 9), st.integers(0, 9))
+
+
+@given(entries(st.just(1)), entries(st.just(1)), entries(st.just(1)))
+def test_merging_is_commutative_associative_and_idempotent(a: Entry, b: Entry, c: Entry) -> None:
+    assert merged(a, b) == merged(b, a)
+    assert merged(merged(a, b), c) == merged(a, merged(b, c))
+    assert merged(a, a) == a and merged(merged(a, b), b) == merged(a, b)
+
+
+@settings(max_examples=200)
+@given(st.lists(entries(), max_size=8), st.randoms(use_true_random=False))
+def test_views_are_equal_whatever_the_order_of_the_news(said: list[Entry], random) -> None:
+    me = Entry(9, 0, 0, Standing.ALIVE, 0)
+    a, b = Members(10, 9, [me]), Members(10, 9, [me])
+    a.merge(said)
+    for entry in random.sample(said, len(said)) + random.sample(said, len(said)):
+        b.merge([entry])
+    assert a.entries == b.entries
+    assert read_news(news(a.entries), 10) == [a.entries[slot] for slot in sorted(a.entries)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["ring", "complete", "random"]), st.integers(2, 9), st.integers(0, 5),
+    st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))),
+)  # fmt: skip
+def test_weights_without_the_exchanges_that_failed_stay_stochastic_and_symmetric(
+    name: str, n: int, round: int, failed: set[tuple[int, int]]
+) -> None:
+    mixing = make_topology(name, n, 3).mixing(round)
+    lost = [{j for a, j in failed if a == i} | {a for a, j in failed if j == i} for i in range(n)]
+    rows = [dict(without(mixing.rows[i], i, lost[i] - {i})) for i in range(n)]
+    for i, row in enumerate(rows):
+        assert sum(row.values()) == pytest.approx(1.0) and i in row
+        assert all(rows[j][i] == w for j, w in row.items())
+
+
+# Two cores
+
+def pair(**options: float) -> list[ElasticCore]:
+    """Two workers in round 0, which have announced their exchange."""
+    known = [Entry(i, 0, 10 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(2)]
+    cores = [ElasticCore(Members(2, i, known), timeout_s=8.0, **options) for i in range(2)]
+    for i, core in enumerate(cores):
+        core.enter(0, frozenset({0, 1}), [1 - i])
+        core.expect(TICKET, 1 - i, BODY.numel())
+    return cores
+
+
+@settings(max_examples=400)
+@given(st.lists(st.sampled_from(["post 0", "post 1", "to 0", "to 1", "lose 0", "lose 1", "cut", "tick 0", "tick 1", "twice 0"]), max_size=30))
+def test_under_no_interleaving_does_one_end_count_what_the_other_knows_to_be_missed(acts: list[str]) -> None:
+    cores, lines, now = pair(), ([], []), 0.0
+    posted = [False, False]
+    for act in [*acts, "post 0", "post 1", "end"]:
+        now += 0.5
+        what, _, which = act.partition(" ")
+        i = int(which or 0)
+        if what == "post" and not posted[i]:
+            posted[i] = True
+            cores[i].post(TICKET, 1 - i, BODY, now)
+        elif what == "to" and lines[i]:
+            cores[i].heard(lines[i].pop(0), now)
+        elif what == "twice" and lines[i]:
+            cores[i].heard(lines[i][0], now)
+        elif what == "lose":
+            cores[i].lost(1 - i)
+        elif what == "cut":
+            lines[0].clear(), lines[1].clear()
+        elif what == "tick":
+            cores[i].tick(now)
+        elif what == "end":
+            for core in cores:
+                core.tick(now + 100)
+        for core in cores:
+            lines[1 - core.me].extend(letter for _, letter in core.outbox)
+            core.outbox.clear()
+    ends = {core.collect(TICKET)[1][1 - core.me] for core in cores}
+    assert ends != {Outcome.MADE, Outcome.MISSED}
+
+
+# What the seeds have found
+
+def said(core: ElasticCore) -> list[tuple[int, Kind]]:
+    return [(peer, letter.kind) for peer, letter in core.outbox]
+
+
+def test_a_worker_that_knows_nobody_to_be_alive_goes_on_from_its_own_round() -> None:
+    members = Members(3, 1, [Entry(1, 1, 5, Standing.JOINING, 0, round=4), Entry(0, 0, 1, Standing.SUSPECT, 0, round=9)])
+    assert members.newest_round == 4
+
+
+def test_a_process_that_is_suspected_while_it_joins_answers_and_is_alive_then() -> None:
+    joins = Entry(1, 2, 5, Standing.JOINING, 0)
+    members = Members(2, 1, [joins, Entry(0, 0, 1, Standing.ALIVE, 0)])
+    members.merge([joins._replace(standing=Standing.SUSPECT)])
+    members.declare(Standing.ALIVE, 7)
+    other = Members(2, 0, [Entry(0, 0, 1, Standing.ALIVE, 0), joins._replace(standing=Standing.SUSPECT)])
+    other.merge([members.own])
+    assert other.alive(7) == {0, 1}
+
+
+def test_of_a_process_that_was_replaced_only_the_news_count() -> None:
+    core, other = pair()
+    other.post(TICKET, 0, BODY, 0.0)
+    payload = next(letter for _, letter in other.outbox if letter.kind == Kind.PAYLOAD)
+    core.members.merge([Entry(1, 1, 77, Standing.ALIVE, 0, "host:2")])
+    core.post(TICKET, 1, BODY, 0.0)
+    core.outbox.clear()
+    assert core.heard(payload, 0.1, 11) == 11 and said(core) == []
+    assert core.heard(payload, 0.1, 77) == 77 and said(core) == [(1, Kind.COMMIT)]
+    greeting = Letter(Kind.NEWS, 1, body=torch.frombuffer(bytearray(news(other.members.entries)), dtype=torch.uint8))
+    assert core.heard(greeting, 0.2, None) == 11
+
+
+def test_steps_that_another_worker_has_counted_are_known_before_its_round_ends() -> None:
+    core, other = pair()
+    other.steps = 15
+    core.post(TICKET, 1, BODY, 0.0)
+    other.post(TICKET, 0, BODY, 0.0)
+    for _, letter in [*other.outbox]:
+        core.heard(letter, 0.1)
+    assert core.members.entries[1].steps == 0
+    core.heard(Letter(Kind.COMMIT, 1, TICKET), 0.2)
+    assert core.members.entries[1].steps == 15
+
+
+def test_a_slot_that_somebody_was_given_is_given_again_last() -> None:
+    members = Members(4, 0, [Entry(0, 0, 1, Standing.ALIVE, 0)])
+    given_ones = [members.give_slot(nonce, f"host:{nonce}") for nonce in range(5, 9)]
+    assert [entry.slot for entry in given_ones if entry] == [1, 2, 3, 1]
