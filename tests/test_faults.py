@@ -46,8 +46,7 @@ def test_an_end_that_counts_an_exchange_too_early_is_found(monkeypatch: pytest.M
     honest = ElasticCore._commit
     monkeypatch.setattr(ElasticCore, "_commit", hasty)
     with pytest.raises(AssertionError, match=r"^seed \d+, at [\d.]+ s: "):
-        for seed in range(30):
-            check_faults(seed=seed)
+        [check_faults(seed=seed) for seed in range(30)]
 
 
 def test_the_exchange_without_a_lost_peer_that_takes_its_weight_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +108,7 @@ def test_weights_without_the_exchanges_that_failed_stay_stochastic_and_symmetric
 
 # Two cores
 
+
 def pair(**options: float) -> list[ElasticCore]:
     """Two workers in round 0, which have announced their exchange."""
     known = [Entry(i, 0, 10 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(2)]
@@ -120,7 +120,12 @@ def pair(**options: float) -> list[ElasticCore]:
 
 
 @settings(max_examples=400)
-@given(st.lists(st.sampled_from(["post 0", "post 1", "to 0", "to 1", "lose 0", "lose 1", "cut", "tick 0", "tick 1", "twice 0"]), max_size=30))
+@given(
+    st.lists(
+        st.sampled_from(["post 0", "post 1", "to 0", "to 1", "lose 0", "lose 1", "cut", "tick 0", "tick 1", "twice 0"]),
+        max_size=30,
+    )
+)
 def test_under_no_interleaving_does_one_end_count_what_the_other_knows_to_be_missed(acts: list[str]) -> None:
     cores, lines, now = pair(), ([], []), 0.0
     posted = [False, False]
@@ -153,12 +158,15 @@ def test_under_no_interleaving_does_one_end_count_what_the_other_knows_to_be_mis
 
 # What the seeds have found
 
+
 def said(core: ElasticCore) -> list[tuple[int, Kind]]:
     return [(peer, letter.kind) for peer, letter in core.outbox]
 
 
 def test_a_worker_that_knows_nobody_to_be_alive_goes_on_from_its_own_round() -> None:
-    members = Members(3, 1, [Entry(1, 1, 5, Standing.JOINING, 0, round=4), Entry(0, 0, 1, Standing.SUSPECT, 0, round=9)])
+    members = Members(
+        3, 1, [Entry(1, 1, 5, Standing.JOINING, 0, round=4), Entry(0, 0, 1, Standing.SUSPECT, 0, round=9)]
+    )
     assert members.newest_round == 4
 
 

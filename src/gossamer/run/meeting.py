@@ -107,10 +107,14 @@ class _Fact(NamedTuple):
 def _fact(slot: int, value: object) -> _Fact:
     match value:
         case [str(address), int(nonce), [*rounds]] if all(isinstance(r, int) and 0 < r < 1 << 31 for r in rounds):
-            entry = Entry(0, 0, nonce, Standing.ALIVE, 0, address)
-            if read_news(news({0: entry}), slots=1) is not None:
+            if _is_sound(address, nonce):
                 return _Fact(address, nonce, [r for r in rounds if isinstance(r, int)])
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
+
+
+def _is_sound(address: str, nonce: int = 0) -> bool:
+    """Whether others would read this in the news."""
+    return read_news(news({0: Entry(0, 0, nonce, Standing.ALIVE, 0, address)}), slots=1) is not None
 
 
 def addresses(folder: Path) -> list[str]:
@@ -128,7 +132,7 @@ def _write_address(folder: Path, slot: int, address: str) -> None:
 def _read_address(path: Path) -> str | None:
     try:
         match json.loads(path.read_bytes()[:1000]):
-            case {"address": str(address)} if address.rpartition(":")[2].isdigit():
+            case {"address": str(address)} if address and _is_sound(address):
                 return address
     except (OSError, ValueError, RecursionError):
         pass

@@ -55,7 +55,9 @@ class Connection:
         if self.broken:
             if not end.tried:
                 end.tried = True
-                network.after(self.processes[side].plan.timeout_s, lambda: self.processes[side].lost(end), self.processes[side])
+                network.after(
+                    self.processes[side].plan.timeout_s, lambda: self.processes[side].lost(end), self.processes[side]
+                )
             return
         twice = network.faulty and network.random.random() < 0.01
         for _ in range(1 + twice):
@@ -65,8 +67,10 @@ class Connection:
                 self._later(side)
 
     def break_off(self, notice: Literal["both", "dialler", "listener", "nobody"] | str = "both") -> None:
-        """Loses what is in flight, except what has come and was not read; an end that does not notice it now will once it has sent
-        something."""
+        """Loses what is in flight, except what has come and was not read.
+
+        An end that does not notice it now will once it has sent something.
+        """
         if self.broken:
             return
         self.broken, network = True, self.network

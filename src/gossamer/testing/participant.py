@@ -110,7 +110,7 @@ class Participant:
     def begin(self) -> None:
         """Trains from the start of the run."""
         self.takes_part = True
-        self.network.ledger.born(self.uid, self.slot, doubtful=False)
+        self.network.ledger.born(self.uid, self.slot, asked=())
         self._enter(0)
 
     # Joining, as in `gossamer.transport.newcomer`
@@ -390,7 +390,7 @@ class Participant:
                 theirs = _VECTOR.unpack(body.numpy().tobytes())
                 pull = tuple(weights[peer] * (a - b) for a, b in zip(theirs, self._sent, strict=True))
                 self.made += 1
-                ledger.counted(sender, letter.steps - LOCAL_STEPS, letter.steps)
+                ledger.counted(sender, letter.steps - LOCAL_STEPS, letter.steps, self.uid)
             ledger.enter(ticket, self.uid, peer, outcome, sender, pull)
         return payloads
 
@@ -400,7 +400,7 @@ class Participant:
         for entry in self.members.of_standing(Standing.ALIVE):
             donor = network.process_at(entry.address)
             if donor is not None and donor.takes_part and not donor.stopped and not network.heals_in_s(self, donor):
-                network.after(3 * network.latency_s(), lambda: self._adopt(*donor.kept, round), self)
+                network.after(3 * network.latency_s(), lambda donor=donor: self._adopt(*donor.kept, round), self)
                 return
         self._fail("finds nobody to take a state from")
 
@@ -411,8 +411,10 @@ class Participant:
         self.steps = max(self.steps, self.members.own.steps)
         if not self.takes_part:
             round = max(round, self.members.newest_round + 1)
-            before = [p for p in self.network.processes if p is not self and p.listens and p.slot == self.slot]
-            self.network.ledger.born(self.uid, self.slot, doubtful=any(not p.dead for p in before))
+            network = self.network
+            others = [p for p in network.living if p is not self and p.takes_part]
+            asked = {p.uid for p in others if not p.stopped and not network.heals_in_s(self, p)}
+            network.ledger.born(self.uid, self.slot, asked=None if any(p.slot == self.slot for p in others) else asked)
             self.members.declare(Standing.ALIVE, round)
             self.core.spread()
             self.flush()

@@ -155,8 +155,8 @@ class ElasticCore:
     def heard(self, letter: Letter, now: float, nonce: int | None = None) -> int | None:
         """Takes a letter in, and returns the nonce of the process that sent it.
 
-        Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After a partition
-            two processes may believe that they fill one slot: of the one that does not, only the news count.
+        Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After a
+            partition two processes may believe that they fill one slot: of the one that does not, only the news count.
         """
         peer, news = letter.sender, letter.kind == Kind.NEWS
         if news:
