@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gossamer.rules import Rule
 from gossamer.testing.connections import Connection
 from gossamer.testing.ledger import Ledger
-from gossamer.testing.participant import Participant, Terms
+from gossamer.testing.participant import Participant, Arrangement
 from gossamer.topologies import make_topology
 from gossamer.transport.members import Entry, Members, Standing
 
@@ -83,13 +83,15 @@ class FaultyNetwork:
         slots = workers or draw.randint(3, 7)
         topology = make_topology(draw.choice(["random", "random", "ring", "complete"]), slots, seed)
         deadline_s = draw.choice([None, None, 5.0])
-        self.plan = Terms(slots, topology, rule, timeout_s=8.0, deadline_s=deadline_s, rejoin_rounds=draw.randint(1, 6))
+        self.plan = Arrangement(
+            slots, topology, rule, timeout_s=8.0, deadline_s=deadline_s, rejoin_rounds=draw.randint(1, 6)
+        )
         self.now, self.letters, self.last_round = 0.0, 0, math.inf
         self.faults: list[str] = []
         self.ledger = Ledger(seed)
         self.processes: list[Participant] = []
         self.connections: list[Connection] = []
-        self._events: list[tuple[float, int, Participant | None, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Participant | None, Callable[[], object]]] = []
         self._made: dict[int, int] = {}
         self._count, self._halves, self._heals_s = 0, frozenset[int](), 0.0
         self._slow = {slot: draw.choice([1.0, 1.0, 1.0, 1.5]) for slot in range(slots)}
@@ -128,7 +130,7 @@ class FaultyNetwork:
         """Whether faults may still happen."""
         return self.now < FAULTY_S
 
-    def after(self, delay_s: float, act: Callable[[], None], owner: Participant | None = None) -> None:
+    def after(self, delay_s: float, act: Callable[[], object], owner: Participant | None = None) -> None:
         """Lets something happen later; what belongs to a process waits while that is stopped."""
         self._count += 1
         heapq.heappush(self._events, (self.now + delay_s, self._count, owner, act))

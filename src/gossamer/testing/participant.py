@@ -7,7 +7,7 @@ decisions are taken at virtual times; the exchanges and the view of the members 
 import math
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     from gossamer.testing.faults import FaultyNetwork
 
-__all__ = ["Participant", "Terms"]
+__all__ = ["Participant", "Arrangement"]
 
 NUMEL, LOCAL_STEPS = 2, 3
 _VECTOR = struct.Struct(f"<{NUMEL}d")
 _LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
 
 
-class Terms(NamedTuple):
+class Arrangement(NamedTuple):
     """What all processes of a run have in common."""
 
     slots: int
@@ -64,9 +64,11 @@ class Participant:
 
     def __init__(self, network: "FaultyNetwork", *, uid: int, nonce: int, address: str) -> None:
         self.network, self.plan, self.uid, self.nonce, self.address = network, network.plan, uid, nonce, address
-        self.slot = self.place = uid % self.plan.slots
+        self.slot = self.worker = self.place = uid % self.plan.slots
+        self.x: Any = None
+        """Its parameters: plain numbers, or a tensor where a rule updates them."""
         self.links: dict[int, list[End]] = {}
-        self.waiting: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], object]] = []
         """What has come while it was stopped."""
         self.dead = self.closed = self.stopped = self.listens = self.takes_part = self.disk_fails = False
         self.rounds = self.made = 0
@@ -85,11 +87,6 @@ class Participant:
         """Whether it runs no more."""
         return self.dead or self.closed
 
-    @property
-    def worker(self) -> int:
-        """Its slot."""
-        return self.slot
-
     def knows(self, other: "Participant") -> bool:
         """Whether it would call the other one, or is connected with it."""
         known = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT) if self.listens else []
@@ -97,7 +94,8 @@ class Participant:
 
     def take_place(self, members: Members, x: float, after: int) -> None:
         """Fills a slot, with parameters from somebody who has so many rounds behind it."""
-        plan, self.members, self.slot = self.plan, members, members.me
+        plan, self.members = self.plan, members
+        self.slot = self.worker = members.me
         self.core = ElasticCore(members, timeout_s=plan.timeout_s, deadline_s=plan.deadline_s, beat_s=plan.beat_s)
         self.x = torch.full((NUMEL,), x, dtype=torch.float64) if plan.rule else [x] * NUMEL
         self.steps, self.finished, self.listens = members.own.steps, after, True
