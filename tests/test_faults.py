@@ -46,14 +46,14 @@ def test_an_end_that_counts_an_exchange_too_early_is_found(monkeypatch: pytest.M
     honest = ElasticCore._commit
     monkeypatch.setattr(ElasticCore, "_commit", hasty)
     with pytest.raises(AssertionError, match=r"^seed \d+, at [\d.]+ s: "):
-        for seed in range(30):
-            check_faults(seed=seed)
+        [check_faults(seed=seed) for seed in range(30)]
 
 
-def test_the_exchange_without_a_lost_peer_that_takes_its_weight_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gossamer.testing.participant.without", lambda row, i, lost: row[:1])
+def test_a_mixing_that_forgets_the_weight_of_a_lost_peer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgets = "gossamer.testing.participant.without"
+    monkeypatch.setattr(forgets, lambda row, i, lost: tuple((j, w) for j, w in row if j not in lost))
     with pytest.raises(AssertionError, match="moves by other than its pulls"):
-        check_faults(seed=0)
+        [check_faults(seed=seed) for seed in range(10)]
 
 
 # Algebra
@@ -72,6 +72,7 @@ def entries(slot: st.SearchStrategy[int] = _slots) -> st.SearchStrategy[SlotEntr
     return st.builds(entry, slot, few, few, _standings, st.integers(0, 9), st.integers(0, 9))
 
 
+@settings(deadline=None)
 @given(entries(st.just(1)), entries(st.just(1)), entries(st.just(1)))
 def test_merging_is_commutative_associative_and_idempotent(a: SlotEntry, b: SlotEntry, c: SlotEntry) -> None:
     assert merged(a, b) == merged(b, a)
@@ -79,7 +80,7 @@ def test_merging_is_commutative_associative_and_idempotent(a: SlotEntry, b: Slot
     assert merged(a, a) == a and merged(merged(a, b), b) == merged(a, b)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(entries(), max_size=8), st.randoms(use_true_random=False))
 def test_views_are_equal_whatever_the_order_of_the_news(said: list[SlotEntry], random) -> None:
     me = SlotEntry(9, 0, 0, Standing.ALIVE, 0)
@@ -120,7 +121,7 @@ def pair(**options: float) -> list[ElasticCore]:
     return cores
 
 
-@settings(max_examples=400)
+@settings(max_examples=300, deadline=None)
 @given(
     st.lists(
         st.sampled_from(["post 0", "post 1", "to 0", "to 1", "lose 0", "lose 1", "cut", "tick 0", "tick 1", "twice 0"]),

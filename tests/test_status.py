@@ -17,8 +17,8 @@ from gossamer.record.addresses import Address, write_address
 from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.outcomes import Begun, Ended, Life, OutcomeWriter, RoundOutcome
 from gossamer.record.seconds import RoundSeconds
-from gossamer.record.trace import Operation
 from gossamer.record.trace import Entry as TraceEntry
+from gossamer.record.trace import Operation
 from gossamer.report.status import Sighting, run_status, standing_of
 from gossamer.run.config import dump
 from gossamer.run.ending import ending

@@ -305,7 +305,8 @@ def _sentence(items: list[ErrorDetails], place: _Place, where: str) -> str:
     if isinstance(given, str) and (names := _names(hint)):
         return choose(name, given, names) + "; correct the name"
     # Of a list the item at fault is shown, if it is one.
-    inside = [item for item in items if isinstance(item["loc"][-1], int) and item["loc"][-1:] != path[-1:]]
+    places = [(item, item["loc"][-1:]) for item in items]
+    inside = [item for item, last in places if last and isinstance(last[0], int) and last != path[-1:]]
     value = next((item["input"] for item in inside if item["type"] != "missing"), given)
     shown = "an empty list" if value in ((), []) else f"{value!r:.60}"
     return f"{name or 'this'} is {shown} but must be {_words(hint, name)}"

@@ -67,8 +67,10 @@ class Connection:
                 self._later(side)
 
     def break_off(self, notice: Literal["both", "dialler", "listener", "nobody"] | str = "both") -> None:
-        """Loses what is in flight, except what has come and was not read; an end that does not notice it now will once it has sent
-        something."""
+        """Loses what is in flight, except what has come and was not read.
+
+        An end that does not notice it now will once it has sent something.
+        """
         if self.broken:
             return
         self.broken, network = True, self.network

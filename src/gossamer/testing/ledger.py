@@ -1,5 +1,6 @@
 """What all processes of a run over faults have counted, side by side: what no single process can know."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from gossamer.transport import Ticket
@@ -24,16 +25,18 @@ class Ledger:
         self._accounts: dict[tuple[Ticket, int, int], _Account] = {}
         """By ticket, process, and the slot of the peer."""
         self._slots: dict[int, int] = {}
-        self._counted: dict[int, list[tuple[int, int, int]]] = {}
-        """By slot: first step, end, process."""
-        self._doubtful: set[int] = set()
+        self._counted: dict[int, dict[tuple[int, int, int], set[int]]] = {}
+        """By slot: first step, end and process, and who has counted them."""
+        self._asked: dict[int, frozenset[int] | None] = {}
         self.made = self.missed = self.unsure = self.one_sided = self.retrained = 0
 
-    def born(self, uid: int, slot: int, *, doubtful: bool) -> None:
-        """A process fills a slot. `doubtful` says that its predecessor lived, or that nobody who lived knew its last steps."""
+    def born(self, uid: int, slot: int, *, asked: Collection[int] | None) -> None:
+        """A process fills a slot.
+
+        Args: `asked` are those that it could ask how far the slot is; None where the last process in the slot lives.
+        """
         self._slots[uid] = slot
-        if doubtful:
-            self._doubtful.add(uid)
+        self._asked[uid] = None if asked is None else frozenset(asked)
 
     def enter(
         self, ticket: Ticket, uid: int, peer: int, outcome: Outcome, sender: int | None, pull: tuple[float, ...]
@@ -50,18 +53,19 @@ class Ledger:
             if theirs is not None:
                 _must_fit(ticket, uid, account, other, theirs)
 
-    def counted(self, uid: int, first: int, end: int) -> None:
-        """Somebody has counted a payload with these steps of the slot of a process."""
-        spans = self._counted.setdefault(self._slots[uid], [])
-        if (first, end, uid) not in spans:
-            for a, b, other in spans:
-                if other != uid and a < end and first < b:
-                    late = max(uid, other)
-                    assert late in self._doubtful, (
-                        f"steps {max(a, first)} to {min(b, end)} of slot {self._slots[uid]} were trained by process {other} and by {uid}"
-                    )
-                    self.retrained += min(b, end) - max(a, first)
-            spans.append((first, end, uid))
+    def counted(self, uid: int, first: int, end: int, by: int) -> None:
+        """A process has counted a payload with these steps of the slot of another one."""
+        slot = self._slots[uid]
+        spans = self._counted.setdefault(slot, {})
+        for (a, b, other), holders in spans.items():
+            if other != uid and a < end and first < b:
+                late, knew = (uid, holders) if uid > other else (other, {by})
+                asked = self._asked[late]
+                assert asked is None or not asked & knew, (
+                    f"steps {max(a, first)} to {min(b, end)} of slot {slot} were trained by process {other} and by {uid}"
+                )
+                self.retrained += min(b, end) - max(a, first)
+        spans.setdefault((first, end, uid), set()).add(by)
 
     def close(self) -> None:
         """Counts the exchanges that one end alone has counted."""

@@ -7,7 +7,7 @@ decisions are taken at virtual times; the exchanges and the view of the members 
 import math
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
     from gossamer.testing.faults import FaultyNetwork
 
-__all__ = ["Participant", "Trial"]
+__all__ = ["Arrangement", "Participant"]
 
 NUMEL, LOCAL_STEPS = 2, 3
 _VECTOR = struct.Struct(f"<{NUMEL}d")
 _LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
 
 
-class Trial(NamedTuple):
+class Arrangement(NamedTuple):
     """What all processes of a run have in common."""
 
     slots: int
@@ -64,9 +64,11 @@ class Participant:
 
     def __init__(self, network: "FaultyNetwork", *, uid: int, nonce: int, address: str) -> None:
         self.network, self.plan, self.uid, self.nonce, self.address = network, network.plan, uid, nonce, address
-        self.slot = self.place = uid % self.plan.slots
+        self.slot = self.worker = self.place = uid % self.plan.slots
+        self.x: Any = None
+        """Its parameters: plain numbers, or a tensor where a rule updates them."""
         self.links: dict[int, list[End]] = {}
-        self.waiting: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], object]] = []
         """What has come while it was stopped."""
         self.dead = self.closed = self.stopped = self.listens = self.takes_part = self.disk_fails = False
         self.rounds = self.made = 0
@@ -85,11 +87,6 @@ class Participant:
         """Whether it runs no more."""
         return self.dead or self.closed
 
-    @property
-    def worker(self) -> int:
-        """Its slot."""
-        return self.slot
-
     def knows(self, other: "Participant") -> bool:
         """Whether it would call the other one, or is connected with it."""
         known = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT) if self.listens else []
@@ -97,7 +94,8 @@ class Participant:
 
     def take_place(self, members: Members, x: float, after: int) -> None:
         """Fills a slot, with parameters from somebody who has so many rounds behind it."""
-        plan, self.members, self.slot = self.plan, members, members.me
+        plan, self.members = self.plan, members
+        self.slot = self.worker = members.me
         self.core = ElasticCore(members, timeout_s=plan.timeout_s, deadline_s=plan.deadline_s, beat_s=plan.beat_s)
         self.x = torch.full((NUMEL,), x, dtype=torch.float64) if plan.rule else [x] * NUMEL
         self.steps, self.finished, self.listens = members.own.steps, after, True
@@ -110,7 +108,7 @@ class Participant:
     def begin(self) -> None:
         """Trains from the start of the run."""
         self.takes_part = True
-        self.network.ledger.born(self.uid, self.slot, doubtful=False)
+        self.network.ledger.born(self.uid, self.slot, asked=())
         self._enter(0)
 
     # Joining, as in `gossamer.transport.newcomer`
@@ -390,7 +388,7 @@ class Participant:
                 theirs = _VECTOR.unpack(body.numpy().tobytes())
                 pull = tuple(weights[peer] * (a - b) for a, b in zip(theirs, self._sent, strict=True))
                 self.made += 1
-                ledger.counted(sender, letter.steps - LOCAL_STEPS, letter.steps)
+                ledger.counted(sender, letter.steps - LOCAL_STEPS, letter.steps, self.uid)
             ledger.enter(ticket, self.uid, peer, outcome, sender, pull)
         return payloads
 
@@ -400,7 +398,7 @@ class Participant:
         for entry in self.members.of_standing(Standing.ALIVE):
             donor = network.process_at(entry.address)
             if donor is not None and donor.takes_part and not donor.stopped and not network.heals_in_s(self, donor):
-                network.after(3 * network.latency_s(), lambda: self._adopt(*donor.kept, round), self)
+                network.after(3 * network.latency_s(), lambda donor=donor: self._adopt(*donor.kept, round), self)
                 return
         self._fail("finds nobody to take a state from")
 
@@ -411,8 +409,10 @@ class Participant:
         self.steps = max(self.steps, self.members.own.steps)
         if not self.takes_part:
             round = max(round, self.members.newest_round + 1)
-            before = [p for p in self.network.processes if p is not self and p.listens and p.slot == self.slot]
-            self.network.ledger.born(self.uid, self.slot, doubtful=any(not p.dead for p in before))
+            network = self.network
+            others = [p for p in network.living if p is not self and p.takes_part]
+            asked = {p.uid for p in others if not p.stopped and not network.heals_in_s(self, p)}
+            network.ledger.born(self.uid, self.slot, asked=None if any(p.slot == self.slot for p in others) else asked)
             self.members.declare(Standing.ALIVE, round)
             self.core.spread()
             self.flush()

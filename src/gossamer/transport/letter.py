@@ -92,8 +92,8 @@ def decode(raw: bytes, run: int) -> tuple[Letter, int, int]:
     magic, version, kind, theirs, sender, number, fragment, leg, view, round, steps, size, check = _LAYOUT.unpack(raw)
     if magic != MAGIC or kind >= len(LetterKind):
         raise TransportError(
-            f"a letter starts with {magic!r} and is of kind {kind} where {MAGIC!r} and a kind below {len(LetterKind)} were expected; another "
-            "program uses this port, choose another"
+            f"a letter starts with {magic!r} and is of kind {kind} where {MAGIC!r} and a kind below {len(LetterKind)} were "
+            "expected; another program uses this port, choose another"
         )
     if version != VERSION:
         raise PeerError(

@@ -1,0 +1,243 @@
+"""Whatever a peer, a newcomer or a file says, an elastic run raises its own errors and allocates by no unchecked size."""
+
+import contextlib
+import functools
+import json
+import random
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gossamer.errors import GossamerError
+from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome, read_outcomes
+from gossamer.record.packed import packed, unpacked
+from gossamer.run.meeting import addresses
+from gossamer.transport import Ticket, newcomer
+from gossamer.transport import letter as letters
+from gossamer.transport.elastic_core import ElasticCore
+from gossamer.transport.letter import Letter, LetterKind, body_of
+from gossamer.transport.link import receive_letter
+from gossamer.transport.members import Members, SlotEntry, Standing, news, read_news
+
+COUNT = 10_000
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    3,
+    1 << 31,
+    1 << 62,
+    1 << 64,
+    1.5,
+    "",
+    "x",
+    "host:1",
+    "é:1",
+    [],
+    [1],
+    {},
+    {"slot": 1},
+    "a" * 300,
+]
+NEWS = news({i: SlotEntry(i, 0, i, Standing.ALIVE, 0, f"127.0.0.1:{4000 + i}", 7, 105) for i in range(3)})
+
+
+def changed(raw: bytes, draw: random.Random) -> bytes:
+    """Bytes with some of them replaced, removed or repeated."""
+    out = bytearray(raw)
+    for _ in range(draw.randint(1, 3)):
+        at = draw.randrange(len(out) + 1)
+        way = draw.randrange(4)
+        if way == 0 and at < len(out):
+            out[at] = draw.randrange(256)
+        elif way == 1:
+            del out[at : at + draw.choice([1, 1, 8, len(out)])]
+        elif way == 2:
+            out[at:at] = out[: draw.randint(1, 9)]
+        else:
+            out[at:at] = draw.choice([b"9" * 30, b"[" * 40, b"NaN", b"-", b'"', b"\xff", b"1e999", b"null"])
+    return bytes(out)
+
+
+def swapped(value: object, draw: random.Random) -> object:
+    """A JSON value with one part replaced by junk, added or removed."""
+    if draw.random() < 0.3 or not isinstance(value, (list, dict)) or not value:
+        return draw.choice(JUNK)
+    if isinstance(value, list):
+        at = draw.randrange(len(value))
+        return [*value[:at], *([swapped(value[at], draw)] if draw.random() < 0.9 else []), *value[at + 1 :]]
+    name = draw.choice([*value])
+    rest = {key: one for key, one in value.items() if key != name}
+    return rest | ({name: swapped(value[name], draw)} if draw.random() < 0.9 else {})
+
+
+def planned(call: Callable[[], object]) -> None:
+    """Calls, and lets pass only what is raised on purpose."""
+    with contextlib.suppress(GossamerError):
+        call()
+
+
+class Wire:
+    """As much of a socket as who reads from it uses; it notes how much is asked for at a time."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw, self.most = raw, 0
+
+    def recv_into(self, view: memoryview) -> int:
+        self.most = max(self.most, len(view))
+        part, self.raw = self.raw[: len(view)], self.raw[len(view) :]
+        view[: len(part)] = part
+        return len(part)
+
+
+def test_ten_thousand_headers_and_bodies_are_letters_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[int] = []
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, **options: allocated.append(size) or empty(size, **options))
+    draw, body = random.Random(1), torch.arange(24, dtype=torch.uint8)
+    for number in range(COUNT):
+        kind = draw.choice([*LetterKind])
+        raw = letters.encode(Letter(kind, draw.randrange(3), Ticket(draw.randrange(9)), 5, 7, 105, body), run=3)
+        raw += body.numpy().tobytes()
+        if number % 3 == 0:
+            at = draw.randrange(letters.HEADER_BYTES // 8) * 8
+            raw = raw[:at] + struct.pack("<Q", draw.choice([0, 1, 24, 1 << 40, (1 << 64) - 1])) + raw[at + 8 :]
+        else:
+            raw = changed(raw, draw)
+        with contextlib.suppress(GossamerError, OSError):
+            letter = receive_letter(Wire(raw), 3, lambda letter, size: size <= 24)  # type: ignore[arg-type]
+            assert letter.kind in LetterKind and letter.body.numel() <= 24
+    assert max(allocated) <= letters.HEADER_BYTES
+
+
+def test_ten_thousand_news_are_views_or_none() -> None:
+    draw, value = random.Random(2), json.loads(NEWS)
+    members = Members(3, 0, [SlotEntry(0, 0, 0, Standing.ALIVE, 0)])
+    taken = 0
+    for number in range(COUNT):
+        raw = changed(NEWS, draw) if number % 2 else json.dumps(swapped(value, draw)).encode()
+        entries = read_news(raw, slots=3)
+        if entries is not None:
+            taken += 1
+            members.merge(entries)
+            members.alive(5), members.newest_round, members.own
+    assert 0 < taken < COUNT and members.entries.keys() <= {0, 1, 2}
+    assert read_news(b"[" * 100_000, 3) is None
+    assert read_news(b"[[0,0," + b"9" * 5000 + b',1,0,"",0,0]]', 3) is None
+
+
+def test_ten_thousand_letters_in_any_order_never_raise_in_a_core_nor_fill_it() -> None:
+    draw, sizes = random.Random(3), 8
+    for _ in range(100):
+        known = [SlotEntry(i, 0, i, Standing.ALIVE, 0, f"127.0.0.1:{4000 + i}") for i in range(3)]
+        core = ElasticCore(Members(3, 0, known), timeout_s=8.0)
+        core.enter(0, frozenset(range(3)), [1])
+        core.expect(Ticket(0), 1, sizes)
+        for turn in range(100):
+            kind, size = draw.choice([*LetterKind]), draw.choice([0, 7, sizes, sizes])
+            body = body_of(changed(NEWS, draw)) if kind == LetterKind.NEWS else torch.zeros(size, dtype=torch.uint8)
+            ticket = Ticket(draw.choice([0, 0, 0, 1, 9, (1 << 32) - 1]), draw.choice([0, 0, 1]), draw.choice([0, 0, 1]))
+            letter = Letter(
+                kind, draw.randrange(1, 3), ticket, draw.randrange(3), draw.choice([0, 1, 1 << 31]), 1 << 60, body
+            )
+            core.heard(letter, float(turn), draw.choice([None, 1, 2]))
+            core.tick(float(turn))
+            assert core.kept <= 3 * 8 and len(core.outbox) < 40
+            core.outbox.clear()
+        core.post(Ticket(0), 1, torch.zeros(sizes, dtype=torch.uint8), 200.0)
+        core.tick(300.0)
+        core.collect(Ticket(0))
+
+
+def test_ten_thousand_requests_and_offers_of_newcomers_are_answered_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(4)
+    entry = SlotEntry(2, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
+    place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None}
+    offer = {"slot": 2, "donor": 0, "after": 3, "bytes": 24, "sha256": "a" * 64, "entries": NEWS.decode()}
+    state = newcomer.Boundary.of(3, bytes(24))
+    sent: list[Letter] = []
+    monkeypatch.setattr(newcomer, "send_letter", lambda sock, letter, run: sent.append(letter))
+
+    def says(*said: Letter) -> None:
+        queue = iter(said)
+
+        def receive(sock: object, run: int, accepts: Callable[[Letter, int], bool]) -> Letter:
+            letter = next(queue, None)
+            if letter is None:
+                raise ConnectionError("it was closed")
+            if not accepts(letter, letter.body.numel()):
+                raise ConnectionError("too large")
+            return letter
+
+        monkeypatch.setattr(newcomer, "receive_letter", receive)
+
+    near, far = socket.socketpair()
+    host = functools.partial(
+        newcomer.host, near, 3, 0, give_slot=lambda place: entry, entries=lambda: {2: entry}, boundary=lambda: state
+    )  # fmt: skip
+    monkeypatch.setattr(newcomer, "dial", lambda *args, **options: socket.socket())
+    own = newcomer.Place(5, "127.0.0.1:4002")
+    for number in range(COUNT):
+        kind = draw.choice([LetterKind.ASK, LetterKind.OFFER, LetterKind.CHUNK, LetterKind.NEWS])
+        value = place if number % 2 else offer
+        raw = json.dumps(value).encode()
+        body = body_of(changed(raw, draw) if draw.random() < 0.5 else json.dumps(swapped(value, draw)).encode())
+        parts = [(draw.choice([0, 8, 16]), bytes(draw.choice([0, 8, 24, 40]))) for _ in range(3)]
+        chunks = [Letter(LetterKind.CHUNK, 0, steps=start, body=body_of(part)) for start, part in parts]
+        with contextlib.suppress(GossamerError, OSError):
+            if number % 2:
+                says(
+                    Letter(draw.choice([LetterKind.ASK, LetterKind.ASK, kind]), 1, body=body),
+                    Letter(LetterKind.ASK, 1, body=body_of(b"yes")),
+                )
+                host()
+            else:
+                says(Letter(draw.choice([LetterKind.OFFER, LetterKind.OFFER, kind]), 0, body=body), *chunks)
+                newcomer.ask("127.0.0.1:4000", b"s", own, run=3, slots=3, timeout_s=1.0)
+    near.close(), far.close()
+    assert any(letter.kind == LetterKind.CHUNK for letter in sent)
+
+
+def test_ten_thousand_outcomes_files_are_lives_or_refused(tmp_path: Path) -> None:
+    draw, path = random.Random(5), tmp_path / "outcomes-000.jsonl"
+    with OutcomeWriter(tmp_path, 0) as log:
+        log.begin(Begun(0, 0, 0, 0, 0))
+        log.round(RoundOutcome(0, None, frozenset({1}), frozenset(), 15))
+        log.end(Ended(1, "left"))
+    whole = path.read_bytes()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    for number in range(COUNT):
+        told = swapped(lines, draw)
+        some = [json.dumps(line) for line in told] if isinstance(told, list) else [json.dumps(told)]
+        path.write_bytes(changed(whole, draw) if number % 2 else "\n".join(some).encode())
+        planned(lambda: read_outcomes(tmp_path))
+
+
+def test_ten_thousand_packed_states_are_states_or_refused() -> None:
+    draw = random.Random(6)
+    raw = packed({"x": torch.arange(3.0), "s": [torch.zeros(2)], "steps_taken": 15, "line": 3})
+    assert unpacked(raw)["steps_taken"] == 15
+    for number in range(COUNT):
+        if number % 2:
+            planned(lambda: unpacked(changed(raw, draw)))
+        else:
+            at = draw.randrange(0, min(64, len(raw) - 8))
+            size = struct.pack("<Q", draw.choice([0, 1, 1 << 20, 1 << 40, (1 << 64) - 1]))
+            planned(lambda spoilt=raw[:at] + size + raw[at + 8 :]: unpacked(spoilt))
+
+
+def test_ten_thousand_address_files_are_addresses_or_passed_over(tmp_path: Path) -> None:
+    draw, path = random.Random(7), tmp_path / "address-000.json"
+    value = {"address": "127.0.0.1:4000", "pid": 7}
+    raw = json.dumps(value).encode()
+    for number in range(COUNT):
+        path.write_bytes(changed(raw, draw) if number % 2 else json.dumps(swapped(value, draw)).encode())
+        for address in addresses(tmp_path):
+            entry = SlotEntry(0, 0, 0, Standing.ALIVE, 0, address)
+            assert read_news(news({0: entry}), 1) == [entry], address

@@ -1,0 +1,185 @@
+"""The transport of elastic runs over real sockets, in one process: peers that vanish, hang, lie, or are strangers."""
+
+import contextlib
+import itertools
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from gossamer.transport import Ticket
+from gossamer.transport import letter as letters
+from gossamer.transport.elastic import ElasticTransport, Station
+from gossamer.transport.elastic_core import Outcome
+from gossamer.transport.letter import Letter, LetterKind, body_of
+from gossamer.transport.link import dial, receive_letter
+from gossamer.transport.members import Members, SlotEntry, Standing, news
+
+RUN, SECRET = 77, b"the secret of this run"
+LIKE = [torch.empty(4)]
+LIMIT_S = 20.0
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Waits, for many seconds if need be."""
+    end_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < end_s, "it never came to hold"
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def crew(
+    n: int, *, timeout_s: float = 8.0, mute: int | None = None, gone: bool = False
+) -> Iterator[tuple[list[ElasticTransport], list[SlotEntry]]]:
+    """Workers that know each other; the address of `mute` is taken by nobody: it accepts, unless it is `gone`."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
+    entries = [
+        SlotEntry(i, 0, secrets.randbits(40), Standing.ALIVE, 0, f"127.0.0.1:{listeners[i].getsockname()[1]}")
+        for i in range(n)
+    ]
+    made = [
+        ElasticTransport(Members(n, i, entries), Station(listeners[i], RUN, SECRET, timeout_s))
+        for i in range(n)
+        if i != mute
+    ]
+    if gone and mute is not None:
+        listeners[mute].close()
+    try:
+        yield made, entries
+    finally:
+        with ThreadPoolExecutor(n) as pool:
+            list(pool.map(ElasticTransport.close, made))
+        for listener in listeners:
+            listener.close()
+
+
+def enter(transport: ElasticTransport, round: int, peers: Sequence[int]) -> Ticket:
+    """Begins a round in which it exchanges with these peers."""
+    ticket = Ticket(round)
+    transport.enter(round, lambda alive: [peer for peer in peers if peer in alive], 15)
+    for peer in peers:
+        transport.expect(ticket, peer, LIKE)
+    return ticket
+
+
+def exchange(transport: ElasticTransport, round: int, peers: Sequence[int]) -> dict[int, Outcome]:
+    """One round; returns what became of its exchanges."""
+    ticket = enter(transport, round, peers)
+    for peer in peers:
+        transport.post(ticket, peer, [torch.full((4,), float(transport.worker))])
+    transport.wait(ticket)
+    heard = transport.collect(ticket)
+    assert all(frames[0].tolist() == [float(peer)] * 4 for peer, frames in heard.items())
+    return transport.outcomes()[ticket]
+
+
+def together(transports: Sequence[ElasticTransport], round: int) -> list[set[Outcome]]:
+    """A round in which each exchanges with all others."""
+    workers = [transport.worker for transport in transports]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        found = pool.map(lambda t: exchange(t, round, [i for i in workers if i != t.worker]), transports)
+        return [set(outcomes.values()) for outcomes in found]
+
+
+def hand_made(address: str, me: SlotEntry, entries: list[SlotEntry]) -> socket.socket:
+    """A connection of a peer that keeps to the protocol as long as its test wants."""
+    sock = dial(address, SECRET, run=RUN, me=me.slot, timeout_s=LIMIT_S)
+    say(sock, Letter(LetterKind.NEWS, me.slot, body=body_of(news({entry.slot: entry for entry in entries}))))
+    return sock
+
+
+def say(sock: socket.socket, letter: Letter, spoilt: bool = False) -> None:
+    body = bytearray(letter.body.numpy().tobytes())
+    head = letters.encode(letter, RUN)
+    if spoilt:
+        body[3] ^= 1
+    sock.sendall(head + bytes(body))
+
+
+def test_two_exchange_and_are_not_disturbed_by_strangers() -> None:
+    with crew(2) as (transports, entries):
+        host, _, port = entries[0].address.rpartition(":")
+        assert together(transports, 0) == [{Outcome.MADE}] * 2
+        strangers = []
+        for number in range(1000):
+            with contextlib.suppress(OSError):
+                stranger = socket.create_connection((host, int(port)), timeout=LIMIT_S)
+                strangers.append(stranger)
+                if number % 3:
+                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20 if number % 2 else secrets.token_bytes(400))
+        with pytest.raises(Exception, match=r"secret|hung up|closed|lost"):
+            dial(entries[0].address, b"another secret", run=RUN, me=1, timeout_s=LIMIT_S)
+        assert together(transports, 1) == [{Outcome.MADE}] * 2
+        assert transports[0].members.entries.keys() == {0, 1}
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_peer_that_vanishes_amid_its_payload_is_missed_at_once_and_by_all() -> None:
+    with crew(3, timeout_s=60.0, mute=2, gone=True) as (transports, entries):
+        socks = [hand_made(entries[i].address, entries[2], entries) for i in range(2)]
+        tickets = [enter(transport, 0, [2]) for transport in transports]
+        for transport, ticket, sock in zip(transports, tickets, socks, strict=True):
+            transport.post(ticket, 2, [torch.zeros(4)])
+            payload = Letter(LetterKind.PAYLOAD, 2, ticket, body=torch.zeros(16, dtype=torch.uint8))
+            sock.sendall(letters.encode(payload, RUN) + bytes(7))
+        assert not any(transport.ready(ticket) for transport, ticket in zip(transports, tickets, strict=True))
+        for sock in socks:
+            sock.close()
+        for transport, ticket in zip(transports, tickets, strict=True):
+            until(lambda t=transport, ticket=ticket: t.ready(ticket))  # long before its deadline of a minute
+            assert transport.collect(ticket) == {} and transport.outcomes()[ticket] == {2: Outcome.MISSED}
+            assert transport.members.entries[2].standing == Standing.SUSPECT
+
+
+def test_a_peer_that_accepts_and_never_answers_costs_those_who_wait_for_it_its_deadline_and_no_others() -> None:
+    with crew(3, timeout_s=1.5, mute=2) as (transports, _), ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(exchange, transports[0], 0, [1, 2])
+        other = pool.submit(exchange, transports[1], 0, [0])
+        assert other.result(LIMIT_S) == {0: Outcome.MADE}
+        assert waits.result(LIMIT_S) == {1: Outcome.MADE, 2: Outcome.MISSED}
+
+
+def test_bytes_that_change_in_transit_are_a_miss() -> None:
+    with crew(2, timeout_s=60.0, mute=1, gone=True) as (transports, entries):
+        sock = hand_made(entries[0].address, entries[1], entries)
+        ticket = enter(transports[0], 0, [1])
+        transports[0].post(ticket, 1, [torch.zeros(4)])
+        payload = Letter(LetterKind.PAYLOAD, 1, ticket, body=torch.arange(16, dtype=torch.uint8))
+        say(sock, payload, spoilt=True)
+        until(lambda: transports[0].ready(ticket))
+        assert transports[0].collect(ticket) == {} and transports[0].outcomes()[ticket] == {1: Outcome.MISSED}
+        sock.close()
+
+
+def test_when_links_were_cut_the_workers_find_each_other_again() -> None:
+    with crew(2, timeout_s=2.0) as (transports, _):
+        assert together(transports, 0) == [{Outcome.MADE}] * 2
+        for transport in transports:
+            for link in [link for links in transport._links.values() for link in links]:
+                link.close()
+        until(lambda: all(t.members.own.incarnation >= 1 or t.members.alive(99) == {0, 1} for t in transports))
+        until(lambda: all(t.members.alive(99) == {0, 1} for t in transports))
+        for round in itertools.count(max(t.members.own.since for t in transports) + 1):
+            if together(transports, round) == [{Outcome.MADE}] * 2:
+                break
+            assert round < 30, "they exchange no more"
+
+
+def test_what_a_worker_says_goes_over_the_newest_connection_of_its_peer() -> None:
+    with crew(2, timeout_s=60.0, mute=1, gone=True) as (transports, entries):
+        old = hand_made(entries[0].address, entries[1], entries)
+        until(lambda: len(transports[0]._links.get(1, [])) == 1)
+        new = hand_made(entries[0].address, entries[1], entries)  # it holds the old one for gone
+        until(lambda: [link.nonce for link in transports[0]._links.get(1, [])] == [entries[1].nonce] * 2)
+        ticket = enter(transports[0], 0, [1])
+        transports[0].post(ticket, 1, [torch.zeros(4)])
+        kinds = []
+        while LetterKind.PAYLOAD not in kinds:
+            kinds.append(receive_letter(new, RUN, lambda letter, size: True).kind)
+        old.close(), new.close()
