@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from gossamer.errors import GossamerError
+from gossamer.record.addresses import read_addresses
 from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome, read_outcomes
 from gossamer.record.packed import packed, unpacked
-from gossamer.run.meeting import addresses
 from gossamer.transport import Ticket, newcomer
 from gossamer.transport import letter as letters
 from gossamer.transport.elastic_core import ElasticCore
@@ -160,7 +160,7 @@ def test_ten_thousand_requests_and_offers_of_newcomers_are_answered_or_refused(m
     entry = SlotEntry(2, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
     place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None}
     offer = {"slot": 2, "donor": 0, "after": 3, "bytes": 24, "sha256": "a" * 64, "entries": NEWS.decode()}
-    state = newcomer.Boundary.of(3, bytes(24))
+    state = newcomer.Handover.of(3, bytes(24))
     sent: list[Letter] = []
     monkeypatch.setattr(newcomer, "send_letter", lambda sock, letter, run: sent.append(letter))
 
@@ -182,7 +182,7 @@ def test_ten_thousand_requests_and_offers_of_newcomers_are_answered_or_refused(m
         newcomer.host, near, 3, 0, give_slot=lambda place: entry, entries=lambda: {2: entry}, boundary=lambda: state
     )  # fmt: skip
     monkeypatch.setattr(newcomer, "dial", lambda *args, **options: socket.socket())
-    own = newcomer.Place(5, "127.0.0.1:4002")
+    own = newcomer.Applicant(5, "127.0.0.1:4002")
     for number in range(COUNT):
         kind = draw.choice([LetterKind.ASK, LetterKind.OFFER, LetterKind.CHUNK, LetterKind.NEWS])
         value = place if number % 2 else offer
@@ -234,10 +234,10 @@ def test_ten_thousand_packed_states_are_states_or_refused() -> None:
 
 def test_ten_thousand_address_files_are_addresses_or_passed_over(tmp_path: Path) -> None:
     draw, path = random.Random(7), tmp_path / "address-000.json"
-    value = {"address": "127.0.0.1:4000", "pid": 7}
+    value = {"address": "127.0.0.1:4000", "run": "00000000000000ff", "pid": 7}
     raw = json.dumps(value).encode()
     for number in range(COUNT):
         path.write_bytes(changed(raw, draw) if number % 2 else json.dumps(swapped(value, draw)).encode())
-        for address in addresses(tmp_path):
-            entry = SlotEntry(0, 0, 0, Standing.ALIVE, 0, address)
-            assert read_news(news({0: entry}), 1) == [entry], address
+        for found in read_addresses(tmp_path):
+            entry = SlotEntry(0, 0, 0, Standing.ALIVE, 0, found.address)
+            assert read_news(news({0: entry}), 1) == [entry], found
