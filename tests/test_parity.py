@@ -59,7 +59,7 @@ PROPERTIES = {  # of every run, whatever its rule and topology; those written of
     "dropout": (0.0, 0.1),
     "resumed": (*7 * (False,), True),
 }
-SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, schedule
+SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, schedule, and options of the rule
     "streaming-diloco": ("diloco", "complete", "fp4", {"fragments": 2, "overlap_steps": 1, "merge": 0.5}),
     "streaming-diloco-exact": ("diloco", "complete", "exact", {"fragments": 2, "overlap_steps": 3, "merge": 0.5}),
     "streaming-gasloc": ("gasloc", "random", "exact", {"fragments": 2, "pattern": "sequential", "overlap_steps": 2}),
@@ -74,6 +74,8 @@ SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, 
     "streaming-sparseloco": ("sparseloco", "complete", "topk2bit", {"fragments": 2, "overlap_steps": 1}),
     "drawn-both-ways": ("fedopt", "complete", {"name": "randomk", "back": {"name": "topk2bit", "tiles": False}}, {}),
     "des-loc": ("local_sgd", "complete", "exact", {"inner_every": [2, 3]}),
+    "cocodc": ("diloco", "complete", "exact", {"fragments": 2, "overlap_steps": 2, "merge": "taylor"}),
+    "asyncmesh": ("sparta", "complete", "exact", {"overlap_steps": 4}, {"one_in": 3, "disjoint": True}),
 }
 
 
@@ -199,12 +201,13 @@ def marks(made, case):
 def scheduled(full):
     """Fragments and overlap, with equal and unequal steps, and workers that are weighed by their steps."""
     found = {}
-    for k, (name, (rule, topology, codec, schedule)) in enumerate(SCHEDULES.items()):
+    for k, (name, (rule, topology, codec, schedule, *more)) in enumerate(SCHEDULES.items()):
+        options = more[0] if more else {}
         for steps in STEPS if full else [STEPS[k % 3]]:
             case = {**drawn_properties(rule, {}, k), "wrapper": None, "averaging": None, "steps": steps, "codec": ""}
             case["optimizer"] = "adamw"
             tables = {"codec": codec if isinstance(codec, dict) else {"name": codec}, "schedule": schedule}
-            found[f"{name}-{steps}"] = document(SIZES[k % 3], rule, {}, topology, case, 4, **tables), case
+            found[f"{name}-{steps}"] = document(SIZES[k % 3], rule, options, topology, case, 4, **tables), case
     return found
 
 

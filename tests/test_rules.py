@@ -79,6 +79,7 @@ ROWS = {
     "diloco-geometric_median": robust(diloco(), by="geometric_median"),
     "diloco-trusted": trusted(diloco()),
     "sparta-halves": sparta(one_in=2),
+    "sparta-disjoint": sparta(one_in=2, disjoint=True),
     "gasloc-weighted": weighted(gasloc()),
     "sgp-weighted": weighted(sgp()),
 }
@@ -291,6 +292,7 @@ def pairs_of_rules_that_are_equal():
     )
     yield "error feedback through an exact codec is nothing", error_feedback(diloco()), diloco(), complete, complete, 4
     yield "SPARTA of everything is gossip", sparta(one_in=1), gossip(), "random", "random", 6
+    yield "disjoint slices of everything are Local SGD", sparta(1, disjoint=True), local_sgd(), complete, complete, 6
     yield "push on a doubly stochastic graph is gossip", sgp(), gossip(), "exponential", "exponential", 6
     yield "CHOCO with exact messages is gossip", choco(alpha=1.0), gossip(), "ring", "ring", 6
     yield (

@@ -34,7 +34,7 @@ from gossamer.rules import (
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import mean, pull
 from gossamer.tree import leaves
-from rounds import play, random_drift, random_vectors
+from rounds import context, play, random_drift, random_vectors
 
 P = 7
 close = torch.testing.assert_close
@@ -215,6 +215,25 @@ def test_sparta_exchanges_one_coordinate_of_every_run_and_leaves_the_others_alon
     for x, own in zip(xs, start, strict=True):
         assert torch.equal(x[~where], own[~where])
         close(x[where], middle[where])
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 30), st.integers(1, 8), st.integers(0, 1000))
+def test_disjoint_slices_average_every_coordinate_once_in_a_cycle(numel, one_in, first):
+    rule, start, topology = sparta(one_in, disjoint=True), random_vectors(2, numel), make_topology("complete", 2)
+    middle, cycle = sum(start) / 2, min(one_in, numel)
+    averaged = torch.zeros(numel, dtype=torch.int64)
+    for round in range(first, first + cycle):
+        xs, _ = play(rule, topology, start, 1, first=round)
+        where = xs[0] != start[0]
+        averaged += where
+        close(xs[0][where], middle[where])
+        sent = [rule.send(x, (), context(0, round, topology.mixing(round), x)) for x in (xs[0], xs[0].to("meta"))]
+        assert sent[0].shape == sent[1].shape == (int(where.sum()),)
+    assert torch.equal(averaged, torch.ones_like(averaged))
+    xs, _ = play(rule, topology, start, cycle, first=first)
+    close(xs[0], middle)
+    close(xs[1], middle)
 
 
 def test_sparta_reaches_every_coordinate_and_the_workers_agree():

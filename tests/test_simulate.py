@@ -69,6 +69,7 @@ def test_dropout_draws_the_same_on_any_number_of_threads_in_each_step_and_after_
     ("rule", "topology", "options"),
     [
         ("diloco", "complete", {"fragments": 2, "overlap_steps": 3, "merge": 0.5}),
+        ("diloco", "complete", {"fragments": 2, "overlap_steps": 3, "merge": "taylor"}),
         ("gasloc", "random", {"fragments": 2, "overlap_steps": 2}),
         ("eager", "complete", {}),
         ("local_sgd", "complete", {"inner_every": (2, 3)}),

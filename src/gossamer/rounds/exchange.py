@@ -18,9 +18,9 @@ called in `gossamer.codecs.message` only. A rule or a codec that wraps another c
 the rule that it checks.
 """
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ from gossamer.codecs.message import decode, encode
 from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
-from gossamer.rounds.kernel import PLAIN, Decoded, Kernel
+from gossamer.rounds.kernel import PLAIN, Decoded, Kernel, cut, update_spans
+from gossamer.rounds.merging import Merge, merging
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, Row, pull, widen, without
 from gossamer.transport import IncompleteError, Reduce, Ticket, Transport
@@ -82,8 +83,10 @@ class Setup(NamedTuple):
     """Sums tensors over all workers in place; if given, it makes every `mean` over everyone whose codec is exact."""
     overlap_steps: int = 0
     """Inner steps that x takes between `post` and `finish`; noted in the trace."""
-    merge: Literal["keep"] | float = "keep"
+    merge: Merge = "keep"
     """How the update is merged with those steps, as in `Schedule.merge`."""
+    merge_strength: float = 0.5
+    """As in `Schedule.merge_strength`."""
     attempt: int = 0
     """Of an elastic run, which tries the mean of a round again over fewer workers when one of them fails."""
     compare: Callable[[Tree, Sequence[Tree]], None] | None = None
@@ -288,9 +291,9 @@ def _with_peers(job: _Job) -> _Legs:
     order, weights = [i, *sources] if rule.hear is pull else [j for j, _ in full], dict(full)
     row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
     with _merging(job, sent.x):
-        for a, b in _spans(rule, kernel.chunk_on(part.x.device), 0, part.x.numel()):
-            messages = Decoded(_cut(rule, own, a, b), tuple(_cut(rule, m, a, b) for m in received), me, row)
-            kernel.run(rule, rule.hear, part.x[a:b], _cut(rule, part.s, a, b), messages, ctx)
+        for a, b in update_spans(kernel, rule, part.x.device, 0, part.x.numel()):
+            messages = Decoded(cut(rule, own, a, b), tuple(cut(rule, m, a, b) for m in received), me, row)
+            kernel.run(rule, rule.hear, part.x[a:b], cut(rule, part.s, a, b), messages, ctx)
 
 
 def _through_owners(job: _Job) -> _Legs:
@@ -391,26 +394,13 @@ def _sent(job: _Job) -> Sent:
     keeps = setup.transport.keeps_frames or overlaps or delayed
     message = own_message(setup.rule, x, s, job.ctx) if keeps else setup.rule.send(x, s, job.ctx)
     _must_be_finite(job.ctx, "message", {job.ctx.worker: message})
-    changes = (overlaps or setup.merge != "keep") and not delayed
+    changes = (overlaps or not isinstance(setup.merge, str)) and not delayed
     return Sent(message, x.clone() if changes else ())
 
 
-@contextlib.contextmanager
-def _merging(job: _Job, sent: Tree) -> Iterator[None]:
-    """Lets the outer update see the parameters as they were sent, and then merges in what was trained since."""
-    x, merge = job.setup.part.x, job.setup.merge
-    if not isinstance(sent, Tensor):
-        yield
-    elif merge == "keep":
-        moved = widen(x) - widen(sent)
-        x.copy_(sent)
-        yield
-        x.copy_(widen(x) + moved)
-    else:
-        live = x.clone()
-        x.copy_(sent)
-        yield
-        x.copy_(merge * widen(live) + (1.0 - merge) * widen(x))
+def _merging(job: _Job, sent: Tree) -> AbstractContextManager[None]:
+    setup = job.setup
+    return merging(setup.part.x, setup.part.layout, sent, setup.merge, setup.merge_strength)
 
 
 def _update_with_mean(setup: Setup, message: Tree, pieces: Sequence[list[Tensor]], ctx: Context) -> None:
@@ -421,10 +411,10 @@ def _update_with_mean(setup: Setup, message: Tree, pieces: Sequence[list[Tensor]
     start = 0
     for piece in pieces:
         mean, stop = refill(message, piece), start + piece[0].numel() if rule.elementwise else part.x.numel()
-        for a, b in _spans(rule, kernel.chunk_on(part.x.device), start, stop):
-            own, summed = _cut(rule, message, a, b), _cut(rule, mean, a - start, b - start)
+        for a, b in update_spans(kernel, rule, part.x.device, start, stop):
+            own, summed = cut(rule, message, a, b), cut(rule, mean, a - start, b - start)
             messages = Decoded(own, (summed,), 0, ((0, 0.0), (1, 1.0)))
-            kernel.run(rule, _received, part.x[a:b], _cut(rule, part.s, a, b), messages, ctx)
+            kernel.run(rule, _received, part.x[a:b], cut(rule, part.s, a, b), messages, ctx)
         start = stop
 
 
@@ -455,15 +445,3 @@ def _message_template(rule: Rule, part: Part, ctx: Context) -> Tree:
 
     x, s = map_leaves(form, (part.x, part.s))
     return rule.send(x, s, ctx)
-
-
-def _cut(rule: Rule, tree: Tree, a: int, b: int) -> Tree:
-    """Elements a to b of every tensor of a tree; the whole tree for a rule that is not elementwise."""
-    return map_leaves(lambda t: t[a:b], tree) if rule.elementwise else tree
-
-
-def _spans(rule: Rule, chunk: int, start: int, stop: int) -> list[tuple[int, int]]:
-    """The pieces an update may be done in: chunks that stay in the cache if the rule is elementwise, else the whole."""
-    if not rule.elementwise:
-        return [(start, stop)]
-    return [(a, min(a + chunk, stop)) for a in range(start, stop, chunk)]

@@ -14,9 +14,9 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Hear, Row
-from gossamer.tree import Tree, leaves
+from gossamer.tree import Tree, leaves, map_leaves
 
-__all__ = ["PLAIN", "Decoded", "Kernel", "compiled", "outer_update"]
+__all__ = ["PLAIN", "Decoded", "Kernel", "compiled", "cut", "outer_update", "update_spans"]
 
 CHUNK = 1 << 15  # small enough that the temporaries of an elementwise update stay in the cache
 
@@ -66,6 +66,19 @@ def outer_update(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Decode
     ]
     for target, value in zip([x, *leaves(s)], new, strict=True):
         target.copy_(value)
+
+
+def cut(rule: Rule, tree: Tree, a: int, b: int) -> Tree:
+    """Elements a to b of every tensor of a tree; the whole tree for a rule that is not elementwise."""
+    return map_leaves(lambda t: t[a:b], tree) if rule.elementwise else tree
+
+
+def update_spans(kernel: Kernel, rule: Rule, device: torch.device, start: int, stop: int) -> list[tuple[int, int]]:
+    """The pieces an update may be done in: chunks that stay in the cache if the rule is elementwise, else the whole."""
+    if not rule.elementwise:
+        return [(start, stop)]
+    chunk = kernel.chunk_on(device)
+    return [(a, min(a + chunk, stop)) for a in range(start, stop, chunk)]
 
 
 PLAIN = Kernel(outer_update, CHUNK)

@@ -72,7 +72,10 @@ class OuterLoop:
             if p < m.schedule.fragments:
                 overlap_steps = rule.delay_rounds * full_steps + m.schedule.overlap_steps
                 codec = fitted(m.codec, layout)
-                setup = Setup(rule, codec, transport, part, seed, m.kernel, reduce, overlap_steps, m.schedule.merge)
+                setup = Setup(
+                    rule, codec, transport, part, seed, m.kernel, reduce, overlap_steps, m.schedule.merge,
+                    m.schedule.merge_strength,
+                )  # fmt: skip
             else:
                 setup = Setup(averaging, exact(), transport, part, seed, m.kernel, reduce)
             mixing = m.topology.mixing(0)

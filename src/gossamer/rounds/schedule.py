@@ -50,9 +50,12 @@ class Schedule:
     """Which layers make a fragment: every P-th, or neighbours."""
     overlap_steps: AtLeastZero = 0
     """Inner steps between sending a fragment and applying its update (τ), for the worker that takes most; at most a round."""
-    merge: Literal["keep"] | Annotated[float, Field(ge=0, le=1)] = "keep"
+    merge: Literal["keep", "taylor"] | Annotated[float, Field(ge=0, le=1)] = "keep"
     """How a worker applies an outer update to its parameters x: "keep" adds it to x, so that nothing trained since the send
-    is lost; a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo."""
+    is lost (the delta rule); a number a in [0, 1] sets x to a·x + (1 - a)·(outer result), the α of Streaming DiLoCo; "taylor"
+    keeps too, and corrects what was trained since for where the update has moved to, as in CoCoDC."""
+    merge_strength: Annotated[float, Field(ge=0)] = 0.5
+    """Length of the correction of "taylor" for each tensor, as a multiple of what was trained since (λ); 0 is "keep"."""
     inner_every: tuple[AtLeastZero, ...] = ()
     """Rounds between two averagings of the inner optimizer's first and second moments, as in DES-LOC; 0 for never, and ()
     leaves them to each worker alone."""
@@ -62,6 +65,11 @@ class Schedule:
             raise ConfigError(
                 f"schedule.inner_every is {list(self.inner_every)}; give two numbers of rounds, for the first and the second "
                 "moments of the inner optimizer, 0 for never"
+            )
+        if self.merge != "taylor" and self.merge_strength != 0.5:
+            raise ConfigError(
+                f"schedule.merge_strength is {self.merge_strength:g} and schedule.merge is {self.merge!r}, which has none; set "
+                "schedule.merge = 'taylor', or remove schedule.merge_strength"
             )
 
     @property

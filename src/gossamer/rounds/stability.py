@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from gossamer.errors import ConfigError
 from gossamer.options import Decay, Interval, check_option
+from gossamer.rounds.merging import Merge
 from gossamer.rounds.recursion import Recursion, of_consensus, of_rule
 from gossamer.rounds.updates import left_by_updates
 from gossamer.rules import RULES, Consensus, Rule
@@ -47,7 +48,7 @@ class Stability(NamedTuple):
     """Factor by which the rms disagreement shrinks per round in the long run; it grows above one."""
     variance: float
     """Steady variance per dimension of the disagreement space when every round adds drift of unit variance to what is sent;
-    infinite if unstable. The mean over workers of |θ_i - mean|² is (n-1)/n of it per parameter."""
+    infinite if unstable, nan if not known. The mean over workers of |θ_i - mean|² is (n-1)/n of it per parameter."""
     method: Literal["closed form", "companion", "second moment"]
     """How it was computed: exact for exchangeable draws, exact for periodic sequences, estimated from 256 draws."""
 
@@ -113,11 +114,13 @@ def stability(consensus: Consensus, topology: Topology) -> Stability:
     return _analysis(topology)(of_consensus(consensus))
 
 
-def stability_of(rule: Rule, topology: Topology, merge: Literal["keep"] | float = "keep") -> Stability | None:
+def stability_of(rule: Rule, topology: Topology, merge: Merge = "keep") -> Stability | None:
     """The stability of a rule whose result a schedule merges into the parameters (`Schedule.merge`); None without consensus.
 
     Mixing the updates first (`Rule.mixes_updates`) leaves less of their variance. The merge is part of the recursion: it damps
-    fast disagreement, such as that of momentum, and keeps slow disagreement longer.
+    fast disagreement, such as that of momentum, and keeps slow disagreement longer. "taylor" is not linear: without drift it
+    corrects nothing, and with drift by no more than λ times it. So the radius is that of "keep", and the disagreement bounded
+    where that is below one, but the variance is not known (nan).
 
     Raises and cost: as `stability`.
 
@@ -128,9 +131,10 @@ def stability_of(rule: Rule, topology: Topology, merge: Literal["keep"] | float 
     """
     if rule.consensus is None:
         return None
-    if merge == "keep":  # without drift there is nothing to keep
+    if isinstance(merge, str):  # without drift there is nothing to keep
         found = stability(rule.consensus, topology)
-        return found._replace(variance=found.variance * left_by_updates(rule, topology.n))
+        left = math.nan if merge == "taylor" else left_by_updates(rule, topology.n)
+        return found._replace(variance=found.variance * left)
     return _analysis(topology)(of_rule(rule, merge))
 
 
@@ -204,7 +208,7 @@ def resolve_alpha(rule: Rule, topology: Topology) -> Rule:
     return RULES[rule.name](**{**rule.options, "alpha": alpha})
 
 
-def warning(rule: Rule, topology: Topology, merge: Literal["keep"] | float = "keep") -> str | None:
+def warning(rule: Rule, topology: Topology, merge: Merge = "keep") -> str | None:
     """A sentence for a rule whose disagreement is predicted not to stay bounded, with what would; None if it is stable.
 
     >>> from gossamer.rules import gasloc
@@ -220,7 +224,7 @@ def warning(rule: Rule, topology: Topology, merge: Literal["keep"] | float = "ke
         f"disagreement is multiplied by {now.radius:.3f} per round, where below 1 is needed (the curvature of the loss, which "
         "this ignores, may help)"
     )
-    if merge != "keep":
+    if not isinstance(merge, str):
         return f"{grows}; with schedule.merge = {merge:g}, use a smaller rule.momentum, or a smaller schedule.merge"
     alpha, gamma, site = rule.consensus
     limit, best = largest_stable_gamma(alpha, site, topology), best_alpha(gamma, site, topology)

@@ -144,6 +144,29 @@ METHODS: dict[str, Recipe] = {
         differs="the paper does not specify the codec of the returned sums; `codec.back` may be fp4 as well",
         fails="the overlap is long: the paper recommends at most 5 inner steps.",
     ),
+    "cocodc": Recipe(
+        {
+            "rule.name": "diloco", "rule.lr": 0.4,
+            "schedule.fragments": 3, "schedule.overlap_steps": 2, "schedule.merge": "taylor",
+        },
+        source="arXiv 2504.17672",
+        differs="fragments are sent in turn, as in Streaming DiLoCo, where the paper sends the one that changed most, and more "
+        "often where bandwidth is to spare; the correction of a tensor has a given length (`schedule.merge_strength`), no given "
+        "factor; the outer learning rate is that of `streaming_diloco`",
+        fails="updates come so late, or are so long, that the squares of the gradients say little of the way between.",
+    ),
+    "asyncmesh": Recipe(
+        {
+            "rule.name": "sparta", "rule.one_in": 20, "rule.disjoint": True, "topology.name": "complete",
+            "run.local_steps": 3, "schedule.overlap_steps": 3,
+        },
+        source="arXiv 2601.22442; the update as in the authors' code, github.com/PluralisResearch/agora-test",
+        differs="every worker sends its slice to every other, where theirs is reduced; a round is 3 inner steps, where the code "
+        "has 5 and 20, and its slice arrives with the next; workers weigh the same whatever their samples; differences are added "
+        "as they are, without the paper's average of their staleness; the moments of the inner optimizer are not averaged; "
+        "no pipeline; a copy of the model is kept while a slice is in flight",
+        fails="slices are large: the authors found shares from 40 % on unstable.",
+    ),
     "naive_delayed": Recipe(
         {"rule.name": "eager", "rule.fresh": False},
         source="arXiv 2502.12996, the baseline of eager updates",
