@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from gossamer.testing.faults import FaultyNetwork
     from gossamer.testing.participant import Participant
 
-__all__ = ["Connection", "End"]
+__all__ = ["End", "FaultyConnection"]
 
 
 class End:
     """One end of a connection, as the process there knows it."""
 
-    def __init__(self, connection: "Connection", side: int, peer: int) -> None:
+    def __init__(self, connection: "FaultyConnection", side: int, peer: int) -> None:
         self.connection, self.side, self.peer = connection, side, peer
         self.nonce: int | None = None
         """Of the process at the other end, once it has said so."""
@@ -29,7 +29,7 @@ class End:
         self.connection.send(self.side, letter)
 
 
-class Connection:
+class FaultyConnection:
     """Between the process that dialled (side 0) and the one that listened (side 1)."""
 
     def __init__(self, network: "FaultyNetwork", dialler: "Participant", listener: "Participant", peer: int) -> None:

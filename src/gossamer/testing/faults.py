@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from gossamer.rules import Rule
-from gossamer.testing.connections import Connection
+from gossamer.testing.connections import FaultyConnection
 from gossamer.testing.ledger import Ledger
 from gossamer.testing.participant import Arrangement, Participant
 from gossamer.topologies import make_topology
@@ -90,7 +90,7 @@ class FaultyNetwork:
         self.faults: list[str] = []
         self.ledger = Ledger(seed)
         self.processes: list[Participant] = []
-        self.connections: list[Connection] = []
+        self.connections: list[FaultyConnection] = []
         self._events: list[tuple[float, int, Participant | None, Callable[[], object]]] = []
         self._made: dict[int, int] = {}
         self._count, self._halves, self._heals_s = 0, frozenset[int](), 0.0

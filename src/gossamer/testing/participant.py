@@ -16,7 +16,7 @@ from gossamer.codecs import exact
 from gossamer.layout import Layout, Leaf
 from gossamer.rounds.exchange import Exchange, Part, Setup, begin, initial_state
 from gossamer.rules import Context, Rule
-from gossamer.testing.connections import Connection, End
+from gossamer.testing.connections import End, FaultyConnection
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, without
 from gossamer.transport import Ticket, wire
@@ -210,7 +210,7 @@ class Participant:
     def _dial(self, entry: SlotEntry) -> End:
         self._dialled_s[entry.slot] = self.network.now
         target = next(p for p in self.network.processes if p.address == entry.address)
-        end = Connection(self.network, self, target, entry.slot).ends[0]
+        end = FaultyConnection(self.network, self, target, entry.slot).ends[0]
         self._add(end)
         return end
 
