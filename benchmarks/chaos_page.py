@@ -1,0 +1,138 @@
+"""The page of results that `chaos.py` writes from the lines of its trials."""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+__all__ = ["page"]
+
+Line = Mapping[str, Any]
+
+WHAT = {
+    "kill": "four kills, one after the other, each with a newcomer",
+    "leader": "slot 0, which leads a mean, killed three times, each with a newcomer",
+    "three": "three workers killed inside one round, twice, three newcomers at once",
+    "pause": "SIGSTOP for 0.4, 0.8 and 2 timeouts, then SIGCONT",
+    "leave": "SIGTERM three times, each with a newcomer",
+    "disk": "one worker with a full disk, one with a limit of the size of files; two newcomers",
+    "partition": "the network cut in two for 1.5 to 2.5 timeouts, then healed",
+    "stop": "all killed at a random moment, then `--resume`",
+    "mixed": "kills, stops and leaves in any order",
+}
+NAMES = {"gossip": "GASLoC", "mean": "DiLoCo"}
+
+
+def page(
+    lines: Sequence[Line], *, timeout_s: float, pace_s: float, local_steps: int, rounds: int, note: str = ""
+) -> str:  # fmt: skip
+    """The results file.
+
+    Args: `note` says on what machine, if it matters; the seconds and steps are those of the trials.
+    """
+    sound = sum(not line["problems"] for line in lines)
+    pauses, joins = _all(lines, "pause_s"), _all(lines, "join_s")
+    rows = [
+        ("hangs: processes that outlived their deadline by 10 s", sum(line["hangs"] for line in lines), 0),
+        (
+            "from a fault to the next inner step of a worker that it did not hit: median, worst",
+            _two(pauses),
+            f"{timeout_s:g} s",
+        ),
+        ("faults after which that took longer", f"{sum(s > timeout_s for s in pauses)} of {len(pauses)}", 0),
+        ("from a ready process's connection to its first inner step: median, worst", _two(joins), "5 s"),
+        ("newcomers whose first batch is on their donor's parameters, by hash", _hashes(lines), "all"),
+        ("stops of everything that, resumed, end with the bits of a run without one", _bitwise(lines), "all"),
+        (
+            "trials whose workers' logs contradict each other",
+            _with(lines, "counted the exchange", "different sets"),
+            0,
+        ),
+        ("trials where inner steps whose result others held were taken again", _with(lines, "others held"), 0),
+        ("trials where a process ended with a wrong code or a traceback", _with(lines, "ended with", "traceback"), 0),
+    ]
+    return f"""# Real faults in elastic runs
+
+    python benchmarks/chaos.py
+
+{len(lines)} trials, of which {sound} had no problem. In a trial {_sizes(lines)} workers train a tiny model as processes of one
+machine for {rounds} rounds of {local_steps} inner steps, paced to {pace_s:g} s (`run.pace_s`); `run.timeout_s` is {timeout_s:g}.
+What happens to them is drawn from the trial's seed. Newcomers are started by `gossamer train FILE --out RUN --join auto`.
+{note}
+| | found | aim |
+|---|---:|---:|
+{chr(10).join(f"| {what} | {found} | {aim} |" for what, found, aim in rows)}
+
+A pause is the longest wait between two local phases that began before or within a timeout after the fault, counted from the fault
+on; of each fault the worst worker counts. Where the network is cut and a rule needs everyone, the smaller part waits, and is not
+counted. A deadline of a process is a timeout after it last began or ended a local phase or a round. The records are read after
+each trial: every process that was not killed must end with code 0 and without a traceback, the models of the last round must be
+finite, and two workers' logs of a round must agree unless one says that it is unsure.
+
+## By kind
+
+{_table(lines)}
+
+## Problems
+
+{_problems(lines)}
+"""
+
+
+def _table(lines: Sequence[Line]) -> str:
+    rows = [
+        "| trial | rule | trials | faults | newcomers | without a problem | pause: median, worst | joining: median, worst | "
+        "seconds of a trial |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for kind, what in WHAT.items():
+        for method, name in NAMES.items():
+            some = [line for line in lines if (line["kind"], line["method"]) == (kind, method)]
+            if some:
+                sound = sum(not line["problems"] for line in some)
+                faults = sum(len(line.get("faults", [])) for line in some)
+                rows.append(
+                    f"| {what} | {name} | {len(some)} | {faults} | {len(_all(some, 'join_s'))} | "
+                    f"{sound} | {_two(_all(some, 'pause_s'))} | {_two(_all(some, 'join_s'))} | "
+                    f"{median(line['wall_s'] for line in some):.0f} |"
+                )
+    return "\n".join(rows)
+
+
+def _problems(lines: Sequence[Line]) -> str:
+    found = [
+        f"* {line['kind']}, {NAMES[line['method']]}, {line['workers']} workers, seed {line['seed']}: "
+        + "; ".join(line["problems"][:3])
+        + (f"; and {len(line['problems']) - 3} more" if len(line["problems"]) > 3 else "")
+        for line in lines
+        if line["problems"]
+    ]
+    return "\n".join(found) or "None."
+
+
+def _all(lines: Sequence[Line], name: str) -> list[float]:
+    return [value for line in lines for value in line.get(name, [])]
+
+
+def _two(values: Sequence[float]) -> str:
+    return f"{median(values):.2f} s, {max(values):.2f} s" if values else "none"
+
+
+def _hashes(lines: Sequence[Line]) -> str:
+    n = len(_all(lines, "join_s"))
+    own = sum(line.get("own", 0) for line in lines)
+    more = f"; {own} more went on with their own checkpoint" if own else ""
+    return f"{sum(line.get('hashes', 0) for line in lines)} of {n - own}{more}"
+
+
+def _bitwise(lines: Sequence[Line]) -> str:
+    stopped = [line["bitwise"] for line in lines if "bitwise" in line]
+    return f"{sum(stopped)} of {len(stopped)}"
+
+
+def _with(lines: Sequence[Line], *words: str) -> int:
+    holds: Callable[[str], bool] = lambda problem: any(word in problem for word in words)  # noqa: E731
+    return sum(any(holds(problem) for problem in line["problems"]) for line in lines)
+
+
+def _sizes(lines: Sequence[Line]) -> str:
+    return " or ".join(str(n) for n in sorted({line["workers"] for line in lines}))
