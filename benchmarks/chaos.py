@@ -329,7 +329,7 @@ def measured(trial: Trial, seen: Seen, values: dict[str, Any], out: Path) -> dic
     """What is measured and checked of a trial."""
     came = joins(seen)
     line: dict[str, Any] = {
-        "faults": [fault.what for fault in seen.faults for _ in fault.numbers or [0]],
+        "faults": [f.what for f in seen.faults for _ in (f.numbers if f.what != "partition" else "1")],
         "pause_s": [max(found) for fault in seen.faults if fault.what != "disk" and (found := pauses(seen, fault))],
         "join_s": [one.ready_s for one in came], "start_s": [one.start_s for one in came],
         "own": sum(one.own for one in came), "hashes": sum(one.hash_is_donors for one in came), "problems": problems(seen),

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,7 +200,7 @@ def enter(words: list[str], place: Place, environment: Mapping[str, str], log: P
 def _take_notes(path: Path) -> None:
     """From now on this process notes what it does."""
     import gossamer.run.elastic as driver
-    from gossamer.run.replica import Replica
+    from gossamer.run.replica import LocalPhase, Replica
 
     participant, file = driver._Participant, path.open("ab", buffering=0)
     begin, keep, train = participant._begin, participant._keep, Replica.train
@@ -217,10 +217,12 @@ def _take_notes(path: Path) -> None:
         keep(self, after)
         note("kept", self.slot, after, self._replica.evaluated, self._kept.sha256)
 
-    def training(self: Replica, round: int, *rest: Any) -> Any:
+    def training(
+        self: Replica, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None
+    ) -> LocalPhase:  # fmt: skip
         note("train", self.index, round, self.evaluated)
         try:
-            return train(self, round, *rest)
+            return train(self, round, start, stop, after_step)
         finally:
             note("trained", self.index, round)
 

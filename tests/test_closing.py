@@ -116,6 +116,32 @@ def test_without_faults_every_round_is_closed_over_everyone_at_the_first_attempt
     assert all(len(named) == 1 for named in world.histories.values())
 
 
+def test_a_newcomer_that_leads_amid_a_round_names_an_attempt_after_those_that_it_has_not_heard_of():
+    entries = [Entry(i, 0, 100 + i, Standing.ALIVE if i else Standing.SUSPECT, 3) for i in range(5)]
+    workers = [Closing(Members(5, i, entries), limit_s=3.0, beat_s=0.5) for i in range(5)]
+
+    def deliver() -> None:
+        while letters := [(peer, letter) for worker in workers for peer, letter in worker.outbox]:
+            for worker in workers:
+                worker.outbox.clear()
+            for peer, letter in letters:
+                workers[peer].heard(letter, 1.0)
+
+    for worker in workers:
+        worker.enter(3, line=7)
+    for worker in workers[1:]:
+        worker.ready(1.0)
+    deliver()
+    assert all(worker.named == Named(1, frozenset({1, 2, 3, 4})) for worker in workers[1:])
+    for worker in workers:
+        worker.members.entries[0] = Entry(0, 1, 200, Standing.ALIVE, 3)
+    workers[0].ready(1.0)
+    for worker in workers[1:]:
+        worker.tick(1.0, again=True)
+    deliver()  # no time passes: nobody waits for a limit
+    assert {worker.named for worker in workers} == {Named(5, frozenset(range(5)))}
+
+
 def test_less_than_a_majority_never_closes_a_round():
     world = World(0, 4)
     world.faults, world.side = [60.0], [0, 0, 1, 1]
@@ -125,7 +151,19 @@ def test_less_than_a_majority_never_closes_a_round():
 
 @pytest.mark.parametrize("kind", [LetterKind.REPORT, LetterKind.NAME, LetterKind.CLOSED])
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "[0,0,-1,[9]]", "[0,0,true,-5,null]", "[[[]]]", '{"a":1}', "[1e999,0,0]"]
+    "text",
+    [
+        "",
+        "{",
+        "[1]",
+        "[0,0,-1,[9]]",
+        "[0,0,true,-5,-1,null]",
+        "[0,0,true,0,1e9,null]",
+        "[0,0,2147483648,[0,1,2]]",
+        "[[[]]]",
+        '{"a":1}',
+        "[1e999,0,0]",
+    ],
 )
 def test_letters_that_say_nothing_possible_are_ignored(kind, text):
     entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(3)]

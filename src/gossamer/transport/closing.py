@@ -25,6 +25,7 @@ from gossamer.transport.members import Members
 __all__ = ["Closing", "LeftOutError", "Named"]
 
 _LIMIT = 1 << 64
+_MOST_ATTEMPTS = 1 << 30
 
 
 class LeftOutError(TransportError):
@@ -59,6 +60,8 @@ class _Report(NamedTuple):
     ready: bool
     held: int
     """The attempt whose mean it holds completely; -1 for none."""
+    attempt: int
+    """The newest that it has heard of in its round; -1 for none."""
     last: _Closed | None
 
 
@@ -139,7 +142,7 @@ class Closing:
 
     @property
     def _own(self) -> _Report:
-        return _Report(self.round, self.line, self._ready_s is not None, self._held, self._last)
+        return _Report(self.round, self.line, self._ready_s is not None, self._held, self._attempt, self._last)
 
     def _lead(self, alive: frozenset[int], now: float) -> None:
         assert self._ready_s is not None
@@ -152,7 +155,8 @@ class Closing:
                 self._tell_all(LetterKind.CLOSED, [self.round, self.line, named.attempt])
                 self.closed = True
                 return
-            if named.workers <= alive and now < self._named_s + self._limit_s:
+            overtaken = any(report.attempt > named.attempt for report in reports.values())
+            if named.workers <= alive and now < self._named_s + self._limit_s and not overtaken:
                 if now - self._said_s >= self._beat_s or self._said_s == now:
                     self._tell_all(LetterKind.NAME, self._name(named))
                 return
@@ -162,10 +166,9 @@ class Closing:
         if self.left_out:
             return
         if 2 * len(reports) > self.members.slots and (reports.keys() >= alive or now >= since_s + self._limit_s):
-            slots = self.members.slots
-            self._attempt = (
-                self._attempt // slots + 1
-            ) * slots + self.members.me  # no two leaders give the same number
+            # A newcomer that leads amid a round has not heard of its attempts. No two leaders give the same number.
+            newest = max(self._attempt, *(report.attempt for report in reports.values()))
+            self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
             self._held, self._named_s = -1, now
             self.named = Named(self._attempt, frozenset(reports))
             self._reports[self.members.me] = self._own
@@ -201,7 +204,8 @@ class Closing:
     def _heard_name(self, sender: int, values: object, now: float) -> None:
         match values:
             case [int(round), int(line), int(attempt), [*workers]] if _are_whole([round, line, attempt, *workers]):
-                pass
+                if attempt >= _MOST_ATTEMPTS:
+                    return
             case _:
                 return
         if round < self.round:
@@ -213,6 +217,8 @@ class Closing:
             self._attempt, self._held, self._named_s = attempt, -1, now
             mine = self.members.me in workers and self._ready_s is not None
             self.named = Named(attempt, frozenset(workers)) if mine else None
+        elif attempt < self._attempt:
+            self._say(sender, Kind.REPORT, _plain(self._own))  # it leads and has not heard of the later one
 
     def _heard_closed(self, sender: int, closed: _Closed) -> None:
         if closed[:2] != (self.round, self.line) or self.closed:
@@ -232,14 +238,17 @@ class Closing:
 
 
 def _plain(report: _Report) -> list[object]:
-    return [*report[:4], None if report.last is None else list(report.last)]
+    return [*report[:-1], None if report.last is None else list(report.last)]
 
 
 def _report(values: object) -> _Report | None:
     match values:
-        case [int(round), int(line), bool(ready), int(held), last] if _are_whole([round, line]) and held >= -1:
-            if last is None or _are_whole(last, 3):
-                return _Report(round, line, ready, held, None if last is None else _Closed(*last))
+        case [int(round), int(line), bool(ready), int(held), int(attempt), last] if (
+            _are_whole([round, line, held + 1, attempt + 1])
+            and attempt < _MOST_ATTEMPTS
+            and (last is None or _are_whole(last, 3))
+        ):
+            return _Report(round, line, ready, held, attempt, None if last is None else _Closed(*last))
     return None
 
 
