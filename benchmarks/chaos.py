@@ -73,16 +73,13 @@ class Running:
 
     def start(self) -> None:
         """Starts all workers, and waits until they train."""
-        self.fleet.start(["train", str(self.file), *self._out()], self.places)
+        self.fleet.start(["train", str(self.file)], self.places)
         self.until(lambda: all(one.last_mark("train") for one in self.fleet.processes), START_S)
 
     def resume(self) -> None:
         """Starts all workers again, to go on from their checkpoints."""
         for one in self.fleet.start(["train", "--resume", str(self.out)], self.places):
             one.resumes = True
-
-    def _out(self) -> list[str]:
-        return ["--out", str(self.out)]
 
     def until(self, done: Callable[[], bool], limit_s: float) -> bool:
         """Waits; returns whether it came in time."""
@@ -119,7 +116,7 @@ class Running:
         """Starts newcomers after a moment, and waits until they train."""
         time.sleep(self.rng.random())
         place = self.places[0]._replace(folder=None, most_bytes=None)
-        newcomers = [self.fleet.join(["train", str(self.file), *self._out()], place) for _ in range(count)]
+        newcomers = [self.fleet.join(["train", str(self.file)], place) for _ in range(count)]
         self.until(lambda: all(one.last_mark("train") or not one.runs for one in newcomers), 40)
         return newcomers
 
@@ -151,7 +148,7 @@ def document(trial: Trial) -> dict[str, Any]:
         "run": {
             "steps": rounds * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "eval_every": 0, "eval_batches": 1,
             "checkpoint_every": 8 * LOCAL_STEPS, "threads": 1, "device": "cpu", "elastic": True, "timeout_s": TIMEOUT_S,
-            "pace_s": PACE_S,
+            "pace_s": PACE_S, "rejoin_rounds": ROUNDS if trial.seed % 4 > 1 else 2,
         },
         "record": {"tensorboard": False, "export": False},
     }  # fmt: skip
@@ -330,7 +327,7 @@ def measured(trial: Trial, seen: Seen, values: dict[str, Any], out: Path) -> dic
     came = joins(seen)
     line: dict[str, Any] = {
         "faults": [f.what for f in seen.faults for _ in (f.numbers if f.what != "partition" else "1")],
-        "pause_s": [max(found) for fault in seen.faults if fault.what != "disk" and (found := pauses(seen, fault))],
+        "pause_s": [max(pauses(seen, fault), default=0.0) for fault in seen.faults if fault.what != "disk"],
         "join_s": [one.ready_s for one in came], "start_s": [one.start_s for one in came],
         "own": sum(one.own for one in came), "hashes": sum(one.hash_is_donors for one in came), "problems": problems(seen),
         **values,

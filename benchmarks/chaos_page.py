@@ -30,15 +30,12 @@ def page(
     Args: `note` says on what machine, if it matters; the seconds and steps are those of the trials.
     """
     sound = sum(not line["problems"] for line in lines)
-    pauses, joins = _all(lines, "pause_s"), _all(lines, "join_s")
+    deaths, silences = _pauses(lines, "kill", "leave"), _pauses(lines, "stop", "partition")
+    joins, limit = _all(lines, "join_s"), f"{timeout_s:g} s"
     rows = [
         ("hangs: processes that outlived their deadline by 10 s", sum(line["hangs"] for line in lines), 0),
-        (
-            "from a fault to the next inner step of a worker that it did not hit: median, worst",
-            _two(pauses),
-            f"{timeout_s:g} s",
-        ),
-        ("faults after which that took longer", f"{sum(s > timeout_s for s in pauses)} of {len(pauses)}", 0),
+        (f"from a death ({len(deaths)}) to the next inner step of another worker: median, worst", _two(deaths), limit),
+        (f"from SIGSTOP or a cut ({len(silences)}) to it, where nothing closes a connection", _two(silences), limit),
         ("from a ready process's connection to its first inner step: median, worst", _two(joins), "5 s"),
         ("newcomers whose first batch is on their donor's parameters, by hash", _hashes(lines), "all"),
         ("stops of everything that, resumed, end with the bits of a run without one", _bitwise(lines), "all"),
@@ -62,11 +59,16 @@ What happens to them is drawn from the trial's seed. Newcomers are started by `g
 |---|---:|---:|
 {chr(10).join(f"| {what} | {found} | {aim} |" for what, found, aim in rows)}
 
-A pause is the longest wait between two local phases that began before or within a timeout after the fault, counted from the fault
-on; of each fault the worst worker counts. Where the network is cut and a rule needs everyone, the smaller part waits, and is not
-counted. A deadline of a process is a timeout after it last began or ended a local phase or a round. The records are read after
-each trial: every process that was not killed must end with code 0 and without a traceback, the models of the last round must be
-finite, and two workers' logs of a round must agree unless one says that it is unsure.
+A pause is the longest wait between two local phases that began before the fault or within a timeout after it, counted from
+the fault on; of each fault the worst worker counts. A worker that dies closes its connections, and the others notice at once. One
+that is stopped or cut off closes none: those that wait for it give it the whole timeout, and what is above that is the exchange
+without it. Where the network is cut and a rule needs everyone, the smaller part waits and is not counted. The deadline of a
+process is a timeout after it last began or ended a local phase or a round.
+
+After each trial the records are read: every process that was not killed must have ended with code 0 and without a traceback
+(with a full disk: with another code and a sentence), the models of the last round must be finite, no two workers' logs of
+outcomes may contradict each other unless one says that it is unsure, and no slot may take inner steps again whose result a
+worker that lived on held.
 
 ## By kind
 
@@ -111,6 +113,12 @@ def _problems(lines: Sequence[Line]) -> str:
 
 def _all(lines: Sequence[Line], name: str) -> list[float]:
     return [value for line in lines for value in line.get(name, [])]
+
+
+def _pauses(lines: Sequence[Line], *whats: str) -> list[float]:
+    """The pauses after these faults, each that of the worst worker."""
+    pairs = [pair for line in lines for pair in zip(line.get("faults", []), line.get("pause_s", []), strict=False)]
+    return [seconds for what, seconds in pairs if what in whats]
 
 
 def _two(values: Sequence[float]) -> str:

@@ -149,7 +149,7 @@ class Fleet:
 
     def _one(self, words: list[str], place: Place, environment: dict[str, str]) -> Process:
         process = Process(len(self.processes), self.folder, place)
-        out = ["--out", str(place.folder)] if place.folder is not None else []
+        out = [] if "--resume" in words else ["--out", str(place.folder or self.folder / "run")]
         common = {SECRET: self._secret, "OMP_NUM_THREADS": "1"}
         process.process = multiprocessing.get_context("forkserver").Process(
             target=enter,
