@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from gossamer.errors import TransportError
 from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.members import Members
+from gossamer.transport.members import Members, Standing
 
 __all__ = ["Closing", "LeftOutError", "Named"]
 
@@ -130,7 +130,7 @@ class Closing:
 
     def tick(self, now: float, *, again: bool = False) -> None:
         """Repeats its report, and leads if it is the one to lead."""
-        alive = self.members.alive(self.round) | {self.members.me}
+        alive = self._alive
         leader = min(alive)
         if again or now - self._said_s >= self._beat_s:
             self._said_s = now
@@ -139,6 +139,26 @@ class Closing:
         if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
             self._reports[self.members.me] = self._own
             self._lead(alive, now)
+
+    @property
+    def _alive(self) -> frozenset[int]:
+        """Whoever lives may be ready, also a worker that was suspected and has told gossip to wait for a later round.
+
+        Were they left to that round, those that suspected each other in a partition would never close the one before it.
+        """
+        entries = self.members.of_standing(Standing.ALIVE)
+        return frozenset(entry.slot for entry in entries) | {self.members.me}
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Of whom something must come before this round can be closed: of the leader, or of those that are not ready."""
+        if self._ready_s is None or self.closed or self.left_out:
+            return frozenset()
+        leader = min(self._alive)
+        if leader != self.members.me:
+            return frozenset({leader})
+        ready = {j for j, report in self._reports.items() if report.ready and report.round == self.round}
+        return self._alive - ready - {leader}
 
     @property
     def _own(self) -> _Report:
@@ -218,7 +238,7 @@ class Closing:
             mine = self.members.me in workers and self._ready_s is not None
             self.named = Named(attempt, frozenset(workers)) if mine else None
         elif attempt < self._attempt:
-            self._say(sender, Kind.REPORT, _plain(self._own))  # it leads and has not heard of the later one
+            self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and has not heard of the later one
 
     def _heard_closed(self, sender: int, closed: _Closed) -> None:
         if closed[:2] != (self.round, self.line) or self.closed:
@@ -229,7 +249,7 @@ class Closing:
             self._leave_out(sender)
 
     def _tell_all(self, kind: LetterKind, values: object) -> None:
-        for j in sorted(self.members.alive(self.round) - {self.members.me}):
+        for j in sorted(self._alive - {self.members.me}):
             self._say(j, kind, values)
 
     def _say(self, peer: int, kind: LetterKind, values: object) -> None:

@@ -162,8 +162,7 @@ class ElasticTransport:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
             self.changed.wait(self._beat_s)
-            closing.tick(time.monotonic())
-            self.core.tick(time.monotonic())
+            self._look_at(time.monotonic())
         self._flush()
         self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
 
@@ -431,15 +430,19 @@ class ElasticTransport:
                 self._flush()
             self.changed.notify_all()
 
+    def _look_at(self, now: float) -> None:
+        if self.closing is not None:
+            self.closing.tick(now)
+            self.core.wait_for(self.closing.awaited, now)
+        self.core.tick(now)
+
     def _keep_house(self) -> None:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""
         while not self._closed:
             time.sleep(self._beat_s)
             with self.changed:
                 now = time.monotonic()
-                self.core.tick(now)
-                if self.closing is not None:
-                    self.closing.tick(now)
+                self._look_at(now)
                 for entry in self.members.of_standing(Standing.SUSPECT):
                     waited_s, linked = now - self._dialled_s.get(entry.slot, -1e9), self._links_to(entry.slot)
                     if entry.address and not linked and waited_s >= 2 * self._beat_s:
