@@ -297,7 +297,7 @@ def attempt(trial: Trial, folder: Path) -> dict[str, Any]:
             places = [Place(name) for name in net.names]
         elif trial.kind == "disk":
             places[1] = Place(folder=stack.enter_context(small_disk(folder / "disk")) / "run")
-            places[2] = Place(most_bytes=1 << 20)
+            places[2] = Place(most_bytes=200_000)
         fleet = Fleet(folder, "127.0.0.1" if net is None else "10.78.0.250")
         stack.callback(fleet.end)
         run, wrong = Running(trial, folder, places, fleet), list[str]()
@@ -362,7 +362,7 @@ def calm(trial: Trial, out: Path) -> dict[str, str]:
 def small_disk(folder: Path) -> Iterator[Path]:
     """A file system that has room for a few records and no checkpoint."""
     folder.mkdir()
-    sh("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder))
+    sh("mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder))
     try:
         yield folder
     finally:
@@ -382,6 +382,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no trial after so many minutes")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "chaos")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results" / "chaos.md")
+    parser.add_argument(
+        "--note", default="", help="a sentence for the page, such as on what machine; --minutes 0 writes only it"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     log, began_s = options.out / "trials.jsonl", time.time()
@@ -406,7 +409,8 @@ def main() -> int:
         print(json.dumps(line), flush=True)
         if not line["problems"] and max(line["pause_s"], default=0.0) <= TIMEOUT_S:
             shutil.rmtree(folder)
-    options.page.write_text(page(lines, timeout_s=TIMEOUT_S, pace_s=PACE_S, local_steps=LOCAL_STEPS, rounds=ROUNDS))
+    text = page(lines, timeout_s=TIMEOUT_S, pace_s=PACE_S, local_steps=LOCAL_STEPS, rounds=ROUNDS, note=options.note)
+    options.page.write_text(text)
     return 1 if any(line["problems"] for line in lines) else 0
 
 
