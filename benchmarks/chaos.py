@@ -185,10 +185,10 @@ def three(run: Running) -> None:
 
 
 def pause(run: Running) -> None:
-    """Workers are stopped for less than the timeout, and for more."""
+    """Workers are stopped for less than the timeout, and slot 0, which leads a mean, for more."""
     for i, share in enumerate((0.4, 0.8, 2.0)):
         run.at(5 + 20 * i)
-        victim = run.rng.choice(run.working())
+        victim = run.working()[0] if share > 1 else run.rng.choice(run.working())
         run.note("stop", [victim])
         victim.signal(signal.SIGSTOP)
         time.sleep(share * TIMEOUT_S)

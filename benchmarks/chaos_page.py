@@ -12,7 +12,7 @@ WHAT = {
     "kill": "four kills, one after the other, each with a newcomer",
     "leader": "slot 0, which leads a mean, killed three times, each with a newcomer",
     "three": "three workers killed inside one round, twice, three newcomers at once",
-    "pause": "SIGSTOP for 0.4, 0.8 and 2 timeouts, then SIGCONT",
+    "pause": "SIGSTOP for 0.4 and 0.8 timeouts, and of slot 0 for 2, then SIGCONT",
     "leave": "SIGTERM three times, each with a newcomer",
     "disk": "one worker with a full disk, one with a limit of the size of files; two newcomers",
     "partition": "the network cut in two for 1.5 to 2.5 timeouts, then healed",

@@ -254,8 +254,7 @@ class ElasticTransport:
     def go_on_from(self, round: int, line: int) -> None:
         """Takes part again with another worker's state, for a rule that needs everyone."""
         with self.changed:
-            if self.closing is not None:
-                self.closing.enter(round, line)
+            self._closes().enter(round, line)
 
     @property
     def line(self) -> int:
@@ -394,9 +393,7 @@ class ElasticTransport:
 
     def _accepts(self, letter: Letter, size: int) -> bool:
         with self.changed:
-            if (
-                letter.kind == LetterKind.PAYLOAD
-            ):  # how large they are is known once this worker has begun its first round
+            if letter.kind == LetterKind.PAYLOAD:  # whose size is known once this worker has begun its first round
                 self.changed.wait_for(lambda: self._closed or self.core.knows(letter.ticket), self._station.timeout_s)
             return self.core.accepts(letter, size)
 
