@@ -6,7 +6,7 @@ PROCESSES ?= 3  # two cores have idle time for a third: tests wait for disks, ti
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity bench methods results docs
+.PHONY: help demo test types tests parity bench chaos methods results docs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -30,6 +30,9 @@ parity: .venv/.installed  ## simulator against real processes, bit for bit, over
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; slow_links takes root and half an hour, by hand
 	set -e; for name in simulator update exchange memory codecs checks finite; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done
+
+chaos: .venv/.installed  ## kill, stop and cut off workers of elastic runs; an hour or two, partitions need root; writes docs/results/chaos.md
+	$(BIN)/python benchmarks/chaos.py
 
 methods: .venv/.installed  ## write docs/methods.md from the code
 	$(BIN)/gossamer list --markdown > docs/methods.md

@@ -6,6 +6,7 @@ from collections import defaultdict
 import pytest
 
 from gossamer.transport.closing import Closing, Named
+from gossamer.transport.elastic_core import ElasticCore
 from gossamer.transport.letter import Letter, LetterKind, body_of
 from gossamer.transport.members import Members, SlotEntry, Standing
 
@@ -60,7 +61,11 @@ class World:
             if not self.meet(i, j) and self.draw.random() < 0.1:
                 members.suspect(j)
             elif self.meet(i, j) and entry.standing is Standing.SUSPECT and self.draw.random() < 0.1:
-                members.entries[j] = entry._replace(standing=Standing.ALIVE, incarnation=entry.incarnation + 1)
+                since = (
+                    max(worker.round for worker in self.workers) + 1
+                )  # as a worker answers that reads of the suspicion
+                alive = entry._replace(standing=Standing.ALIVE, incarnation=entry.incarnation + 1, since=since)
+                members.entries[j] = alive
 
     def _act(self, i: int, worker: Closing) -> None:
         self.left_s[i] -= STEP_S
@@ -116,6 +121,52 @@ def test_without_faults_every_round_is_closed_over_everyone_at_the_first_attempt
     assert all(len(named) == 1 for named in world.histories.values())
 
 
+def test_a_newcomer_that_leads_amid_a_round_names_an_attempt_after_those_that_it_has_not_heard_of():
+    entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE if i else Standing.SUSPECT, 3) for i in range(5)]
+    workers = [Closing(Members(5, i, entries), limit_s=3.0, beat_s=0.5) for i in range(5)]
+
+    def deliver() -> None:
+        while letters := [(peer, letter) for worker in workers for peer, letter in worker.outbox]:
+            for worker in workers:
+                worker.outbox.clear()
+            for peer, letter in letters:
+                workers[peer].heard(letter, 1.0)
+
+    for worker in workers:
+        worker.enter(3, line=7)
+    for worker in workers[1:]:
+        worker.ready(1.0)
+    deliver()
+    assert all(worker.named == Named(1, frozenset({1, 2, 3, 4})) for worker in workers[1:])
+    for worker in workers:
+        worker.members.entries[0] = SlotEntry(0, 1, 200, Standing.ALIVE, 3)
+    workers[0].ready(1.0)
+    for worker in workers[1:]:
+        worker.tick(1.0, again=True)
+    deliver()  # no time passes: nobody waits for a limit
+    assert {worker.named for worker in workers} == {Named(5, frozenset(range(5)))}
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_a_leader_that_hangs_and_a_worker_that_hangs_before_it_is_ready_are_suspected_and_those_that_answer_are_not(me):
+    entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(3)]
+    core = ElasticCore(Members(3, me, entries), timeout_s=4.0)
+    worker, hangs = Closing(core.members, limit_s=4.0, beat_s=0.5), 1 - me
+    worker.enter(0)
+    assert not worker.awaited, "it trains itself"
+    worker.ready(0.0)
+    for step in range(100):
+        now = 0.1 * step
+        core.heard(Letter(LetterKind.PONG, 2), now)
+        core.wait_for(worker.awaited, now)
+        core.tick(now)
+        asked = {peer for peer, letter in core.outbox if letter.kind is LetterKind.PING}
+        assert hangs in asked
+        assert core.members.entries[hangs].standing is (Standing.ALIVE if now < 4.0 else Standing.SUSPECT), now
+    assert core.members.entries[2].standing is Standing.ALIVE
+    assert worker.awaited == {2}, "worker 1 leads where 0 has hung"
+
+
 def test_less_than_a_majority_never_closes_a_round():
     world = World(0, 4)
     world.faults, world.side = [60.0], [0, 0, 1, 1]
@@ -125,7 +176,19 @@ def test_less_than_a_majority_never_closes_a_round():
 
 @pytest.mark.parametrize("kind", [LetterKind.REPORT, LetterKind.NAME, LetterKind.CLOSED])
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1]", "[0,0,-1,[9]]", "[0,0,true,-5,null]", "[[[]]]", '{"a":1}', "[1e999,0,0]"]
+    "text",
+    [
+        "",
+        "{",
+        "[1]",
+        "[0,0,-1,[9]]",
+        "[0,0,true,-5,-1,null]",
+        "[0,0,true,0,1e9,null]",
+        "[0,0,2147483648,[0,1,2]]",
+        "[[[]]]",
+        '{"a":1}',
+        "[1e999,0,0]",
+    ],
 )
 def test_letters_that_say_nothing_possible_are_ignored(kind, text):
     entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(3)]

@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 from gossamer.errors import TransportError
 from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.members import Members
+from gossamer.transport.members import Members, Standing
 
 __all__ = ["Closing", "LeftOutError", "Named"]
 
 _LIMIT = 1 << 64
+_MOST_ATTEMPTS = 1 << 30
 
 
 class LeftOutError(TransportError):
@@ -59,6 +60,8 @@ class _Report(NamedTuple):
     ready: bool
     held: int
     """The attempt whose mean it holds completely; -1 for none."""
+    attempt: int
+    """The newest that it has heard of in its round; -1 for none."""
     last: _Closed | None
 
 
@@ -127,7 +130,7 @@ class Closing:
 
     def tick(self, now: float, *, again: bool = False) -> None:
         """Repeats its report, and leads if it is the one to lead."""
-        alive = self.members.alive(self.round) | {self.members.me}
+        alive = self._alive
         leader = min(alive)
         if again or now - self._said_s >= self._beat_s:
             self._said_s = now
@@ -138,8 +141,28 @@ class Closing:
             self._lead(alive, now)
 
     @property
+    def _alive(self) -> frozenset[int]:
+        """Whoever lives may be ready, also a worker that was suspected and has told gossip to wait for a later round.
+
+        Were they left to that round, those that suspected each other in a partition would never close the one before it.
+        """
+        entries = self.members.of_standing(Standing.ALIVE)
+        return frozenset(entry.slot for entry in entries) | {self.members.me}
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Of whom something must come before this round can be closed: of the leader, or of those that are not ready."""
+        if self._ready_s is None or self.closed or self.left_out:
+            return frozenset()
+        leader = min(self._alive)
+        if leader != self.members.me:
+            return frozenset({leader})
+        ready = {j for j, report in self._reports.items() if report.ready and report.round == self.round}
+        return self._alive - ready - {leader}
+
+    @property
     def _own(self) -> _Report:
-        return _Report(self.round, self.line, self._ready_s is not None, self._held, self._last)
+        return _Report(self.round, self.line, self._ready_s is not None, self._held, self._attempt, self._last)
 
     def _lead(self, alive: frozenset[int], now: float) -> None:
         assert self._ready_s is not None
@@ -152,7 +175,8 @@ class Closing:
                 self._tell_all(LetterKind.CLOSED, [self.round, self.line, named.attempt])
                 self.closed = True
                 return
-            if named.workers <= alive and now < self._named_s + self._limit_s:
+            overtaken = any(report.attempt > named.attempt for report in reports.values())
+            if named.workers <= alive and now < self._named_s + self._limit_s and not overtaken:
                 if now - self._said_s >= self._beat_s or self._said_s == now:
                     self._tell_all(LetterKind.NAME, self._name(named))
                 return
@@ -162,10 +186,9 @@ class Closing:
         if self.left_out:
             return
         if 2 * len(reports) > self.members.slots and (reports.keys() >= alive or now >= since_s + self._limit_s):
-            slots = self.members.slots
-            self._attempt = (
-                self._attempt // slots + 1
-            ) * slots + self.members.me  # no two leaders give the same number
+            # A newcomer that leads amid a round has not heard of its attempts. No two leaders give the same number.
+            newest = max(self._attempt, *(report.attempt for report in reports.values()))
+            self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
             self._held, self._named_s = -1, now
             self.named = Named(self._attempt, frozenset(reports))
             self._reports[self.members.me] = self._own
@@ -201,7 +224,8 @@ class Closing:
     def _heard_name(self, sender: int, values: object, now: float) -> None:
         match values:
             case [int(round), int(line), int(attempt), [*workers]] if _are_whole([round, line, attempt, *workers]):
-                pass
+                if attempt >= _MOST_ATTEMPTS:
+                    return
             case _:
                 return
         if round < self.round:
@@ -213,6 +237,8 @@ class Closing:
             self._attempt, self._held, self._named_s = attempt, -1, now
             mine = self.members.me in workers and self._ready_s is not None
             self.named = Named(attempt, frozenset(workers)) if mine else None
+        elif attempt < self._attempt:
+            self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and has not heard of the later one
 
     def _heard_closed(self, sender: int, closed: _Closed) -> None:
         if closed[:2] != (self.round, self.line) or self.closed:
@@ -223,7 +249,7 @@ class Closing:
             self._leave_out(sender)
 
     def _tell_all(self, kind: LetterKind, values: object) -> None:
-        for j in sorted(self.members.alive(self.round) - {self.members.me}):
+        for j in sorted(self._alive - {self.members.me}):
             self._say(j, kind, values)
 
     def _say(self, peer: int, kind: LetterKind, values: object) -> None:
@@ -232,14 +258,17 @@ class Closing:
 
 
 def _plain(report: _Report) -> list[object]:
-    return [*report[:4], None if report.last is None else list(report.last)]
+    return [*report[:-1], None if report.last is None else list(report.last)]
 
 
 def _report(values: object) -> _Report | None:
     match values:
-        case [int(round), int(line), bool(ready), int(held), last] if _are_whole([round, line]) and held >= -1:
-            if last is None or _are_whole(last, 3):
-                return _Report(round, line, ready, held, None if last is None else _Closed(*last))
+        case [int(round), int(line), bool(ready), int(held), int(attempt), last] if (
+            _are_whole([round, line, held + 1, attempt + 1])
+            and attempt < _MOST_ATTEMPTS
+            and (last is None or _are_whole(last, 3))
+        ):
+            return _Report(round, line, ready, held, attempt, None if last is None else _Closed(*last))
     return None
 
 

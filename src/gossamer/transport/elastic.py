@@ -162,8 +162,7 @@ class ElasticTransport:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
             self.changed.wait(self._beat_s)
-            closing.tick(time.monotonic())
-            self.core.tick(time.monotonic())
+            self._look_at(time.monotonic())
         self._flush()
         self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
 
@@ -255,8 +254,7 @@ class ElasticTransport:
     def go_on_from(self, round: int, line: int) -> None:
         """Takes part again with another worker's state, for a rule that needs everyone."""
         with self.changed:
-            if self.closing is not None:
-                self.closing.enter(round, line)
+            self._closes().enter(round, line)
 
     @property
     def line(self) -> int:
@@ -395,9 +393,7 @@ class ElasticTransport:
 
     def _accepts(self, letter: Letter, size: int) -> bool:
         with self.changed:
-            if (
-                letter.kind == LetterKind.PAYLOAD
-            ):  # how large they are is known once this worker has begun its first round
+            if letter.kind == LetterKind.PAYLOAD:  # whose size is known once this worker has begun its first round
                 self.changed.wait_for(lambda: self._closed or self.core.knows(letter.ticket), self._station.timeout_s)
             return self.core.accepts(letter, size)
 
@@ -431,15 +427,19 @@ class ElasticTransport:
                 self._flush()
             self.changed.notify_all()
 
+    def _look_at(self, now: float) -> None:
+        if self.closing is not None:
+            self.closing.tick(now)
+            self.core.wait_for(self.closing.awaited, now)
+        self.core.tick(now)
+
     def _keep_house(self) -> None:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""
         while not self._closed:
             time.sleep(self._beat_s)
             with self.changed:
                 now = time.monotonic()
-                self.core.tick(now)
-                if self.closing is not None:
-                    self.closing.tick(now)
+                self._look_at(now)
                 for entry in self.members.of_standing(Standing.SUSPECT):
                     waited_s, linked = now - self._dialled_s.get(entry.slot, -1e9), self._links_to(entry.slot)
                     if entry.address and not linked and waited_s >= 2 * self._beat_s:

@@ -101,6 +101,7 @@ class ElasticCore:
         self._view = 0
         self._heard_s: dict[int, float] = {}
         self._asked_s: dict[int, float] = {}
+        self._awaited_s: dict[int, float] = {}
         self._told: dict[int, int] = {}
         self._sizes: dict[tuple[int, int], int] = {}
         self._held_steps: dict[int, int] = {}
@@ -192,7 +193,7 @@ class ElasticCore:
     def tick(self, now: float) -> None:
         """Closes what has taken too long, asks peers that are waited for whether they live, and suspects the silent."""
         waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None and pact.posted_s is not None}
-        for peer in sorted(waits):
+        for peer in sorted(waits | self._awaited_s.keys()):
             if now - max(self._heard_s.get(peer, -1e9), self._asked_s.get(peer, -1e9)) >= self._beat_s:
                 self._asked_s[peer] = now
                 self._send(peer, LetterKind.PING)
@@ -200,11 +201,19 @@ class ElasticCore:
             if pact.outcome is None and pact.posted_s is not None and now >= pact.posted_s + self._limit_s:
                 pact.close()
                 self._decline(ticket, peer)
-                silent_s = now - max(self._heard_s.get(peer, -1e9), pact.posted_s)
-                if silent_s >= min(self._timeout_s, max(4 * self._beat_s, self._limit_s)) and self.members.suspect(
-                    peer
-                ):
-                    self.spread()
+                self._suspect_silent(peer, pact.posted_s, now)
+        for peer, since_s in self._awaited_s.items():
+            self._suspect_silent(peer, since_s, now)
+
+    def _suspect_silent(self, peer: int, since_s: float, now: float) -> None:
+        """Suspects a peer that has said nothing for too long while it was waited for."""
+        silent_s = now - max(self._heard_s.get(peer, -1e9), since_s)
+        if silent_s >= min(self._timeout_s, max(4 * self._beat_s, self._limit_s)) and self.members.suspect(peer):
+            self.spread()
+
+    def wait_for(self, peers: Iterable[int], now: float) -> None:
+        """Notes of whom else something must come, be it no payload: they are asked whether they live too."""
+        self._awaited_s = {peer: self._awaited_s.get(peer, now) for peer in peers}
 
     def deadline(self) -> float:
         """When `tick` would close the first exchange that is waited for; infinite when none is."""
