@@ -332,21 +332,6 @@ class ElasticTransport:
         """The connections with the process that fills a slot, the oldest first."""
         return [link for link in self._links.get(slot, []) if self.core.is_filled_by(slot, link.nonce)]
 
-    def _link_to(self, entry: SlotEntry) -> Connection | None:
-        """The connection with the process that fills a slot; opens one if there is none.
-
-        Of several the newest: a process dials anew only if the others are gone, which this end may not have noticed.
-        """
-        links = self._links_to(entry.slot)
-        if not links and entry.address:
-            return self._open(entry)
-        known = [link for link in links if link.nonce is not None]
-        return (known or links or [None])[-1]
-
-    def _links_to(self, slot: int) -> list[Connection]:
-        """The connections with the process that fills a slot, the oldest first."""
-        return [link for link in self._links.get(slot, []) if self.core.is_filled_by(slot, link.nonce)]
-
     def _open(self, entry: SlotEntry) -> Connection:
         station, me = self._station, self.worker
         self._dialled_s[entry.slot] = time.monotonic()
@@ -414,9 +399,8 @@ class ElasticTransport:
 
     def _lost(self, link: Connection, why: str) -> None:
         with self.changed:
-            links = self._links.get(link.peer, [])
-            if link in links:
-                links.remove(link)
+            with contextlib.suppress(ValueError):
+                self._links.get(link.peer, []).remove(link)
             entry = self.members.entries.get(link.peer)
             current = entry is not None and self.core.is_filled_by(link.peer, link.nonce)
             if not self._closed and current and not self._links_to(link.peer):
