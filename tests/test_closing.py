@@ -148,7 +148,9 @@ def test_a_newcomer_that_leads_amid_a_round_names_an_attempt_after_those_that_it
 
 
 @pytest.mark.parametrize("me", [0, 1])
-def test_a_leader_that_hangs_and_a_worker_that_hangs_before_it_is_ready_are_suspected_and_those_that_answer_are_not(me: int) -> None:
+def test_a_leader_that_hangs_and_a_worker_that_hangs_before_it_is_ready_are_suspected_and_those_that_answer_are_not(
+    me: int,
+) -> None:
     entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0, f"host:{i}") for i in range(3)]
     core = ElasticCore(Members(3, me, entries), timeout_s=4.0)
     worker, hangs = Closing(core.members, limit_s=4.0, beat_s=0.5), 1 - me
