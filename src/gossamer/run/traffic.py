@@ -4,7 +4,6 @@ Rounds are played on tensors without data: every message and payload is really m
 """
 
 import math
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -17,12 +16,12 @@ from gossamer.record.trace import Entry, Operation
 from gossamer.rounds.exchange import first_message
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.method import Method
-from gossamer.rules import Context, Rule
+from gossamer.rules import Context
 from gossamer.run.config import RunConfig
 from gossamer.run.settle import InPairs, Settled, WithServer, settle
 from gossamer.run.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.tree import Tree, leaves, nbytes
+from gossamer.tree import leaves, nbytes
 
 __all__ = ["PROBE", "Traffic", "layout_for", "period_of", "played", "probe_message", "traffic"]
 
@@ -81,7 +80,7 @@ def period_of(config: RunConfig, m: Method) -> int:
 def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[Traffic, list[Entry]]:
     """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero."""
     n, network, schedule, size = config.workers, MemoryNetwork(config.workers), config.schedule, layout.numel
-    m = m._replace(codec=each_shape_once(m.codec), rule=_each_form_once(m.rule))
+    m = m._replace(codec=each_shape_once(m.codec))
     layout, spans = arrange(layout, *config.fragments)
     x = torch.empty(size, device="meta")
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
@@ -125,19 +124,6 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
         flight / nbytes(x),
     )
     return counted, entries
-
-
-def _each_form_once(rule: Rule) -> Rule:
-    """A rule on tensors without data, whose messages look alike in a round at all workers, made once for each fragment."""
-    made: dict[Hashable, Tree] = {}
-
-    def send(x: torch.Tensor, s: Tree, ctx: Context) -> Tree:
-        key = (ctx.round, ctx.layout, *((t.shape, t.dtype) for t in leaves((x, s))))
-        if key not in made:
-            made[key] = rule.send(x, s, ctx)
-        return made[key]
-
-    return rule._replace(send=send)
 
 
 def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout) -> Traffic:
