@@ -147,7 +147,7 @@ def test_the_table_as_an_object(tmp_path, capsys):
     path = written(tmp_path, network__even__uplink_bps=1e6, network__even__downlink_bps=1e6)
     assert main(["check", str(path), "--json", "--set", "run.steps=24"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["parameters"] == 13_392 and said["rounds"] == 12 and said["kept"][0]["what"] == "weights"
+    assert said["parameters"] == 192_960 and said["rounds"] == 12 and said["kept"][0]["what"] == "weights"
     assert said["networks"] == [
         {"name": "even", "round_s": None, "utilisation": None, "note": "unknown: network.even has no step_s"}
     ]

@@ -125,7 +125,17 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.toml").write_text(tomli_w.dumps(experiment))
     (folder / "two.toml").write_text(tomli_w.dumps({**experiment, "sweep": {"seed": [0]}}))
     (folder / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 0.5\n")
-    assert main(["simulate", str(folder / "run.toml"), "--out", str(folder / "run"), "--quiet"]) == 0
+    for name, hashes in (("run", "false"), ("hashed", "true")):
+        words = [
+            "simulate",
+            str(folder / "run.toml"),
+            "--out",
+            str(folder / name),
+            "--quiet",
+            "--set",
+            f"record.hash={hashes}",
+        ]
+        assert main(words) == 0
     return folder
 
 
@@ -140,6 +150,7 @@ def words_of(verb: str, folder: Path, out: Path) -> list[object]:
         "demo": ["--out", out, *SETS, "--set", "run.steps=2"],
         "status": [run],
         "evaluate": [run],
+        "audit": [folder / "hashed"],
         "topology": ["ring"],
         "probe": ["--local", 2, "--links-only", "--out", out, "--max-bytes", 65536, "--test-s", 0.01],
         "price": [run, network],

@@ -172,7 +172,11 @@ def test_des_loc_sends_half_as_much_again_as_local_sgd_and_local_adam_twice_that
     assert (sent["des_loc"], sent["local_adam"]) == pytest.approx((1.5 * 1.75 * 4000, 3 * 1.75 * 4000))
 
 
-ALIKE = [name for name, rule in ROWS.items() if rule.identical and rule.site == "parameters" and not rule.delay_rounds]
+ALIKE = [
+    name for name, rule in ROWS.items()
+    if rule.identical and rule.site == "parameters" and not rule.delay_rounds
+    and not rule.name.startswith(("robust", "trusted"))  # which hear no mean
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ALIKE)

@@ -17,7 +17,7 @@ def document(**overrides: Any) -> dict[str, Any]:
         "workers": 3,
         "rule": {"name": "gasloc"},
         "topology": {"name": "random"},
-        "model": {"hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 2, "intermediate_size": 32},
+        "model": {"size": "0.2m"},
         "data": {"source": str(TEXT), "seq_len": 16, "batch_size": 2},
         "run": {"steps": 12, "local_steps": 2, "eval_every": 6, "eval_batches": 2, "checkpoint_every": 2, "threads": 1},
         "record": {"tensorboard": False, "export": False},
