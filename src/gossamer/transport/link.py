@@ -51,7 +51,7 @@ class Connection:
         self._letters: queue.SimpleQueue[Letter | None] = queue.SimpleQueue()
         self._letters.put(first)
         self._sock: socket.socket | None = None
-        self._ended = threading.Lock()
+        self._ended, self._done = threading.Lock(), threading.Event()
         self._closed = False
         _start(self._write)
 
@@ -73,19 +73,14 @@ class Connection:
             with contextlib.suppress(OSError):
                 self._sock.shutdown(socket.SHUT_RDWR)
 
-    @property
-    def _done(self) -> threading.Event:
-        return self.__dict__.setdefault("_event", threading.Event())
-
     def _write(self) -> None:
         why = "it was closed"
         try:
             self._sock = sock = self._opened()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.settimeout(self._owner.timeout_s)
-            if hasattr(
-                socket, "TCP_USER_TIMEOUT"
-            ):  # else a connection that was cut without a word lasts a quarter of an hour
+            # Else a connection that was cut without a word lasts a quarter of an hour.
+            if hasattr(socket, "TCP_USER_TIMEOUT"):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._owner.timeout_s))
             _start(self._read, sock)
             while (letter := self._letters.get()) is not None and not self._closed:
