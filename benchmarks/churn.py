@@ -18,7 +18,7 @@ from typing import Any
 from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
 from gossamer.run.config import RunConfig, dump, parse
 from gossamer.run.replay import replay_elastic
-from gossamer.topologies import make_topology
+from gossamer.run.settle import in_rounds
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "churn.md"
 WORKERS, ROUNDS, LOCAL_STEPS, EVERY, SEEDS = 8, 100, 5, 10, 8
@@ -45,7 +45,7 @@ def write_log(config: RunConfig, folder: Path, every: int | None) -> int:
     again by the newcomer, which begins in the next round with the state of a worker that lives.
     """
     draw = random.Random(f"churn {config.seed}")
-    topology = make_topology(config.topology.name, WORKERS, **config.topology.options)
+    topology = in_rounds(config).method.topology
     everyone, deaths = frozenset(range(WORKERS)), 0
     logs = [OutcomeWriter(folder, slot) for slot in range(WORKERS)]
     steps, lives = [0] * WORKERS, [0] * WORKERS
