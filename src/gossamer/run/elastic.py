@@ -34,7 +34,7 @@ from gossamer.run.serve_protocol import run_key, use_threads
 from gossamer.run.settle import in_rounds
 from gossamer.run.standings import changes
 from gossamer.run.task import Task, task_of
-from gossamer.run.train import train_round
+from gossamer.run.train import end_round, train_round
 from gossamer.run.worker import Worker
 from gossamer.transport.closing import LeftOutError
 from gossamer.transport.elastic import ElasticTransport
@@ -186,7 +186,7 @@ class _Participant:
                     break
                 round = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log, error.source)
                 continue
-            finished, whole = round + 1, report.whole
+            finished = round + 1
             outcome = self._outcome(round)
             log.round(outcome)
             made = len({*self._peers(round)(self._alive)} - outcome.lost)
@@ -194,18 +194,10 @@ class _Participant:
                 alive=len(self._alive), made=made, missed=len(outcome.missed), unsure=len(outcome.unsure)
             )
             self._keep(finished)
-            stopwatch.phase(whole.compute_s)
+            stopwatch.phase(report.whole.compute_s)
             stopwatch.waited(transport.waits(), transport.deliveries())
             journal.enter(worker, round, report)
-            behind = {
-                "worker": self.slot,
-                "step": replica.steps_taken,
-                "tokens": replica.steps_taken * config.step_tokens,
-            }
-            journal.end_round(finished, whole.losses, **behind)
-            if config.due(config.run.eval_every, finished):
-                scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
-                say(f"round {finished} of {config.rounds}: {scored}")
+            end_round(journal, replica, finished, report)
             record.log_seconds(stopwatch.round(round))
             round = transport.next_round()
             if round > finished + config.run.rejoin_rounds and round < config.rounds:
@@ -247,10 +239,9 @@ class _Participant:
     def _outcome(self, round: int) -> RoundOutcome:
         """What became of the exchanges of the round that is over."""
         found: dict[Outcome, set[int]] = {outcome: set() for outcome in Outcome}
-        for (number, _, _), outcomes in self._transport.outcomes().items():
-            assert number == round or self._closes, (number, round)
-            if self._closes:
-                continue  # what failed was tried again; a round that is closed has everything
+        collected = self._transport.outcomes()
+        for ticket, outcomes in ({} if self._closes else collected).items():  # a round that is closed has everything
+            assert ticket.round == round, (ticket, round)
             for peer, outcome in outcomes.items():
                 found[outcome].add(peer)
         everyone = len(self._alive) == self.config.workers

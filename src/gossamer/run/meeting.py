@@ -102,7 +102,7 @@ def joined(config: RunConfig, folder: Path, run: int, nonce: int, where: str) ->
             continue
         try:
             place = Applicant(nonce, own)
-            offer = ask(address, secret, place, run=run, slots=config.workers, timeout_s=wait_s, wants=_nothing)
+            offer = ask(address, secret, place, run=run, slots=config.workers, timeout_s=wait_s, state=False)
         except (OSError, GossamerError) as error:
             listener.close()
             why = f"{address}: {first_line(error)}"
@@ -154,8 +154,3 @@ def _listening(towards: str) -> tuple[socket.socket, str]:
     listener = socket.create_server((here, 0), family=family, backlog=128)
     shown = f"[{here}]" if ":" in here else here
     return listener, f"{shown}:{listener.getsockname()[1]}"
-
-
-def _nothing(slot: int, after: int) -> bool:
-    """Takes a slot without a state."""
-    return False

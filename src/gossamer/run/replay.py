@@ -75,6 +75,7 @@ class _Replay:
         probe = Probe(config, task, device)
         self._probes = Probes([probe])
         self._lanes = Lanes(device, config, alone=bool(parts.own))
+        self._sends_per_round = m.sends_per_round
         self._repeat = Repeat(config, task, m, script, probe.x, logged=True)
         self._present: list[Worker] = []
         self.loss = math.nan
@@ -82,7 +83,7 @@ class _Replay:
 
     def run(self, progress: Progress | None) -> None:
         """Trains all rounds of the script, and records them."""
-        config, traced = self._config, self._config.schedule.fragments
+        config, traced = self._config, self._sends_per_round
         with (
             self._lanes.opened(),
             RunFolder(self._folder, dump(config), config.record, traced_per_round=traced) as record,

@@ -37,7 +37,7 @@ from gossamer.transport.group import GroupTransport, all_reduce
 from gossamer.transport.launch import agree, join, leave
 from gossamer.transport.member import Member
 
-__all__ = ["train", "train_member", "train_round"]
+__all__ = ["end_round", "train", "train_member", "train_round"]
 
 log = logging.getLogger("gossamer")
 
@@ -117,12 +117,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
             journal.enter(worker, round, report)
             if worker.pacer is not None and round + 1 < config.rounds:
                 _adapt(worker, report, deliveries, board, m.topology)
-            finished, whole, step = round + 1, report.whole, replica.steps_taken
-            behind = {"worker": worker.index, "step": step, "tokens": step * config.step_tokens}
-            journal.end_round(finished, whole.losses, **behind)
-            if config.due(run.eval_every, finished):
-                scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
-                say(f"round {finished} of {config.rounds}: {scored}")
+            end_round(journal, replica, round + 1, report)
             record.log_seconds(stopwatch.round(round))
     transport.close()
 
@@ -171,6 +166,16 @@ def train_round(worker: Worker, round: int, config: RunConfig) -> RoundReport:
     if round + 1 == config.rounds:
         worker.receive_rest()
     return report
+
+
+def end_round(journal: Journal, replica: Replica, finished: int, report: RoundReport) -> None:
+    """Writes what is due after so many rounds of one worker, and says how it validates."""
+    config, whole, step = journal.config, report.whole, replica.steps_taken
+    behind = {"worker": replica.index, "step": step, "tokens": step * config.step_tokens}
+    journal.end_round(finished, whole.losses, **behind)
+    if config.due(config.run.eval_every, finished):
+        scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
+        say(f"round {finished} of {config.rounds}: {scored}")
 
 
 def _nothing() -> None:

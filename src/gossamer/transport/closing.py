@@ -14,11 +14,11 @@ A worker that learns that its round was closed without it (it was late, or cut o
 Whoever has made the update says so in its reports, so a leader that failed amid its CLOSED letters leaves no doubt.
 """
 
-import hashlib
 import json
 from typing import NamedTuple
 
 from gossamer.errors import TransportError
+from gossamer.rng import key
 from gossamer.transport.letter import Letter, LetterKind, body_of
 from gossamer.transport.members import Members, Standing
 
@@ -111,8 +111,7 @@ class Closing:
         """The update of a closed round is made."""
         assert self.closed and self.named is not None
         self._last = _Closed(self.round, self.line, self.named.attempt)
-        text = f"{self.line} {self.round} {self.named.attempt} {sorted(self.named.workers)}"
-        self.line = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+        self.line = key(self.line, "closed", self.round, self.named.attempt, *sorted(self.named.workers))
         self.enter(self.round + 1)
 
     def heard(self, letter: Letter, now: float) -> None:

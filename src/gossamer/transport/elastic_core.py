@@ -14,18 +14,18 @@ the loss of one small letter at the right moment, and moves the mean of all by o
 Sockets drive it in `gossamer.transport.elastic`, and a network with faults over virtual time in `gossamer.testing.faults`.
 """
 
-import hashlib
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
 from torch import Tensor
 
+from gossamer.rng import key
 from gossamer.transport import Ticket
 from gossamer.transport.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind, body_of
 from gossamer.transport.members import Members, Standing, news, read_news
 
-__all__ = ["ElasticCore", "Outcome", "Outgoing", "hash_of"]
+__all__ = ["ElasticCore", "Outcome", "Outgoing"]
 
 MOST_EARLY = 8
 """Most payloads of one peer that are kept for rounds this worker has not reached; later ones are declined."""
@@ -66,12 +66,6 @@ class _Pact:
             self.theirs = None
 
 
-def hash_of(alive: Iterable[int]) -> int:
-    """A set of workers as 64 bits."""
-    text = ",".join(map(str, sorted(alive)))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
 class ElasticCore:
     """The exchanges of one worker and its view of the members. Whoever calls it then sends what lies in `outbox`.
 
@@ -110,7 +104,8 @@ class ElasticCore:
         """Begins a round, in which it exchanges with these peers: its topology over `alive` says so."""
         assert round > self.round, (round, self.round)
         self.round, self.passed = round, False
-        self._planned, self._view = frozenset(peers), hash_of(alive)
+        self._planned = frozenset(peers)
+        self.plan(alive)
         self._over.clear()
         self._held_steps.clear()
         self.members.progress(self.me, round)
@@ -120,8 +115,8 @@ class ElasticCore:
                 self._decline(ticket, peer)
 
     def plan(self, workers: frozenset[int]) -> None:
-        """Fixes with whom the mean of this round is taken, once that is known."""
-        self._view = hash_of(workers)
+        """Fixes who takes part in this round, which the other end of each exchange must say too."""
+        self._view = key(0, "view", *sorted(workers))
 
     def expect(self, ticket: Ticket, peer: int, size: int) -> None:
         """Announces an exchange with a peer whose payload has this many bytes."""
@@ -184,8 +179,8 @@ class ElasticCore:
         for (_, other), pact in self._pacts.items():
             if other == peer:
                 pact.close()
-        for key in [key for key in self._early if key[1] == peer]:
-            del self._early[key]
+        for early in [early for early in self._early if early[1] == peer]:
+            del self._early[early]
         self._told.pop(peer, None)
         if self.members.suspect(peer):
             self.spread()
@@ -223,10 +218,6 @@ class ElasticCore:
     def settled(self, ticket: Ticket) -> bool:
         """Whether the exchanges of a ticket have all ended, one way or the other."""
         return all(pact.outcome is not None for (other, _), pact in self._pacts.items() if other == ticket)
-
-    def waits_for(self, ticket: Ticket) -> list[int]:
-        """The peers whose exchange has not ended."""
-        return [peer for (other, peer), pact in self._pacts.items() if other == ticket and pact.outcome is None]
 
     def collect(self, ticket: Ticket) -> tuple[dict[int, Tensor], dict[int, Outcome]]:
         """The payloads of the exchanges that were made, by peer, and the outcome of each; forgets the ticket."""

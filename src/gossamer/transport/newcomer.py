@@ -2,7 +2,7 @@
 
     newcomer -> worker   ASK    who it is and where it listens; its slot, if it has one and wants a state alone
     worker -> newcomer   OFFER  the slot, the worker's view, the state's round, size and hash
-    newcomer -> worker   ASK    whether it wants the state; its own may be new enough
+    newcomer -> worker   ASK    whether it wants the state now, or the slot alone
     worker -> newcomer   CHUNK  the state, in parts that each have a checksum
 
 The state is that of the worker at the end of its last round. It is kept as bytes, so that giving it away never stops the
@@ -95,20 +95,19 @@ def host(
 
 def ask(
     address: str, secret: bytes, place: Applicant, *, run: int, slots: int, timeout_s: float,
-    wants: Callable[[int, int], bool] = lambda slot, after: True,
+    state: bool = True,
 ) -> Offer:  # fmt: skip
     """A slot, and a state, from the worker that listens at `address`.
 
-    Args: `wants` decides, given the slot and the rounds that the donor has behind it, whether its state is needed.
+    Args: `state` is whether that of the donor is wanted too, or the slot alone.
     Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
     """
     with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s) as sock:
         request = {"nonce": place.nonce, "address": place.address, "slot": place.slot}
         send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body_of(json.dumps(request).encode())), run)
         offer, size = _offer(receive_letter(sock, run, _small), slots, address)
-        wanted = wants(offer.slot, offer.after)
-        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if wanted else b"no")), run)
-        if not wanted:
+        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if state else b"no")), run)
+        if not state:
             return offer
         raw = bytearray()
         while len(raw) < size:
