@@ -101,7 +101,7 @@ class _Through(torch.autograd.Function):
     """Straight through: the activation crosses one end, and its gradient the other."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, there: BoundaryEnd, back: BoundaryEnd, samples: Sequence[int]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, h: Tensor, there: BoundaryEnd, back: BoundaryEnd, samples: Sequence[int]) -> Tensor:
         ctx.back, ctx.samples = back, samples
         return there.cross(h.detach(), samples)
 
@@ -115,4 +115,4 @@ def through(h: Tensor, there: BoundaryEnd, back: BoundaryEnd, samples: Sequence[
 
     Shapes: `h` is `[B, S, D]`, with B samples.
     """
-    return _Through.apply(h, there, back, samples)  # pyright: ignore[reportReturnType]
+    return _Through.apply(h, there, back, samples)
