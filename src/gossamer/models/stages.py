@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
+from gossamer.models.bottleneck import narrow, widen
 from gossamer.models.llama import Decoder, Llama
+from gossamer.models.sizes import in_subspace
 
 __all__ = ["Stage", "minimax", "stages_of"]
 
@@ -19,31 +22,47 @@ class _Part(nn.Module):
         self.embed_tokens = whole.embed_tokens if first == 0 else None
         self.layers = nn.ModuleDict({str(k): whole.layers[k] for k in range(first, last)})
         self.norm = whole.norm if last == len(whole.layers) else None
+        self.cuts = nn.ModuleDict()
+        for name, cut in whole.cuts.items():
+            if first <= (k := int(name)) <= last:
+                halves = [*(["encoder"] if k > first else []), *(["decoder"] if k < last else [])]
+                self.cuts[name] = nn.ModuleDict({half: getattr(cut, half) for half in halves})
 
 
 class Stage(nn.Module):
     """Layers `first` to `last - 1` of a Llama, whose parameters it shares under the same names.
 
-    The first stage takes int64 tokens `[B, S]`, all others hidden states `[B, S, D]`; the last returns logits `[B, S, V]`, all
-    others hidden states. Positions follow from S, so that nothing but hidden states crosses.
+    The first stage takes int64 tokens `[B, S]`, all others what crosses `[B, S, w]` and the tokens again, which a stage reads
+    from the data; the last returns logits `[B, S, V]`, all others what crosses: hidden states, or a bottleneck's few
+    numbers.
     """
 
     def __init__(self, whole: Llama, first: int, last: int) -> None:
         super().__init__()
+        self.first, self.last = first, last
         self.model = _Part(whole.model, first, last)
         self.lm_head = whole.lm_head if self.model.norm is not None else None
         self.rotary = nn.Buffer(whole.rotary, persistent=False)
+        self.subspace, self._in_subspace = whole.subspace, in_subspace(whole.config)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Its part of `Llama.forward`, operation by operation."""
         if self.model.embed_tokens is not None:
-            x = self.model.embed_tokens(x)
-        cos, sin = self.rotary[:, : x.shape[1]].to(x.dtype)
-        for layer in self.model.layers.values():
-            x = layer(x, cos, sin)
-        if self.model.norm is None or self.lm_head is None:
-            return x
-        return self.lm_head(self.model.norm(x))
+            x = self.model.embed_tokens(tokens)
+        if self.subspace is not None:
+            x = self.subspace.widen(x, tokens)
+        cos, sin = self.rotary[:, : tokens.shape[1]].to(x.dtype)
+        for name, layer in self.model.layers.items():
+            k = int(name)
+            if name in self.model.cuts:
+                halves = cast(nn.ModuleDict, self.model.cuts[name])
+                x = widen(x if k == self.first else narrow(x, halves["encoder"]), halves["decoder"])
+            x = layer(x, cos, sin, self.subspace if k < self._in_subspace else None)
+        if self.model.norm is not None and self.lm_head is not None:
+            return self.lm_head(self.model.norm(x))
+        if (name := str(self.last)) in self.model.cuts:
+            return narrow(x, cast(nn.ModuleDict, self.model.cuts[name])["encoder"])
+        return x if self.subspace is None else self.subspace.narrow(x, tokens)
 
 
 def stages_of(model: Llama, cuts: Sequence[int]) -> list[Stage]:

@@ -9,7 +9,7 @@ from gossamer.code import is_code
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError
 from gossamer.fields import AtLeastOne
-from gossamer.models.sizes import ModelConfig
+from gossamer.models.sizes import ModelConfig, crossing
 from gossamer.models.stages import minimax
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.schema import settings
@@ -61,11 +61,16 @@ def boundary_of(choice: Choice) -> Boundary:
     return BOUNDARIES[choice.name](**choice.options)
 
 
-def cuts_of(pipeline: PipelineConfig, layers: int) -> tuple[int, ...]:
-    """The layers before which a model is cut. Raises ConfigError when there are more stages than layers."""
+def cuts_of(pipeline: PipelineConfig, model: ModelConfig) -> tuple[int, ...]:
+    """The layers before which a model is cut: the given ones, those of its bottlenecks if they are as many, or evenly.
+
+    Raises: ConfigError when there are more stages than layers.
+    """
     if pipeline.cuts is not None:
         return pipeline.cuts
-    return minimax([1.0] * layers, [1.0] * pipeline.stages)
+    if model.bottleneck is not None and len(model.bottleneck.cuts or ()) == pipeline.stages - 1:
+        return model.bottleneck.cuts or ()
+    return minimax([1.0] * model.shape.layers, [1.0] * pipeline.stages)
 
 
 def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> None:
@@ -93,9 +98,10 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> 
             "last; set it to false"
         )
     layers = model.shape.layers
-    if cuts_of(pipeline, layers)[-1] >= layers or list(cuts := cuts_of(pipeline, layers)) != sorted({*cuts}):
+    cuts = cuts_of(pipeline, model)
+    if cuts[-1] >= layers or [*cuts] != sorted({*cuts}):
         raise ConfigError(
-            f"pipeline.cuts is {[*cuts_of(pipeline, layers)]}, but the model has {layers} layers and every stage needs one; take "
+            f"pipeline.cuts is {[*cuts]}, but the model has {layers} layers and every stage needs one; take "
             f"increasing numbers from 1 to {layers - 1}"
         )
     if data.accumulate < stages:
@@ -105,10 +111,10 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> 
         )
     for direction in DIRECTIONS:
         boundary = boundary_of(getattr(pipeline, direction))
-        if model.shape.hidden_size % boundary.unit:
+        if widths := [width for cut in cuts if (width := crossing(model, cut)) % boundary.unit]:
             raise ConfigError(
                 f"pipeline.{direction} = '{boundary.name}' cuts {boundary.unit} channels at a time, which does not divide the "
-                f"hidden size {model.shape.hidden_size}; take a divisor of it, or another model.hidden_size"
+                f"{widths[0]} that cross; take a divisor of them, or another model.hidden_size"
             )
         if boundary.remembers and data.windows is None:
             raise ConfigError(

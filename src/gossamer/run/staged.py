@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from gossamer.boundaries.ends import BoundaryEnd, through
 from gossamer.errors import CheckpointError
 from gossamer.models.llama import Llama
+from gossamer.models.sizes import crossing
 from gossamer.models.stages import stages_of
 from gossamer.run.config import RunConfig
 from gossamer.run.pipeline import DIRECTIONS, boundary_of, cuts_of
@@ -28,17 +29,21 @@ class StagedModel:
     """
 
     def __init__(self, model: Llama, config: RunConfig) -> None:
-        self.stages = stages_of(model, cuts_of(config.pipeline, config.model.shape.layers))
-        shape = (config.data.batch_size, config.data.seq_len, config.model.shape.hidden_size)
+        self.stages = stages_of(model, cuts_of(config.pipeline, config.model))
+        tokens = (config.data.batch_size, config.data.seq_len)
         codecs = [boundary_of(getattr(config.pipeline, direction)) for direction in DIRECTIONS]
-        self.boundaries = [tuple(BoundaryEnd(codec, shape) for codec in codecs) for _ in self.stages[1:]]
+        self.boundaries = [
+            tuple(BoundaryEnd(codec, (*tokens, crossing(config.model, stage.first))) for codec in codecs)
+            for stage in self.stages[1:]
+        ]
         """The forward and the backward direction of each, in order of the stages."""
 
     def loss(self, batch: Tensor, samples: Sequence[int]) -> Tensor:
         """The mean cross-entropy of a micro-batch, int64 `[B, S + 1]`, of these samples; see `gossamer.models.llama.loss`."""
-        h = self.stages[0](batch[:, :-1])
+        tokens = batch[:, :-1]
+        h = self.stages[0](tokens, tokens)
         for stage, (there, back) in zip(self.stages[1:], self.boundaries, strict=True):
-            h = stage(through(h, there, back, samples))
+            h = stage(through(h, there, back, samples), tokens)
         return F.cross_entropy(h.float().flatten(0, 1), batch[:, 1:].flatten())
 
     def clip(self, max_norm: float) -> None:
