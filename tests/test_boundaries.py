@@ -70,7 +70,9 @@ def test_a_payload_of_another_length_is_refused(boundary: Boundary):
 
 
 @given(st.integers(0, 24), st.sampled_from(["tile", "token"]))
-def test_a_payload_of_tahquant_is_as_long_as_its_formula_for_each_share_of_rotated_tiles(rotated: int, granularity: str):
+def test_a_payload_of_tahquant_is_as_long_as_its_formula_for_each_share_of_rotated_tiles(
+    rotated: int, granularity: str
+):
     boundary = tahquant(granularity=granularity)
     payload = boundary.encode(with_outliers(rotated))
     tiles, low = 24, 5 if granularity == "tile" else 3 * int(8 * (1 - 0.8))

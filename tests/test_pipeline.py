@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -24,6 +26,7 @@ from gossamer.run.config import digest, dump, parse
 from gossamer.run.replica import Replica
 from gossamer.run.settle import faults
 from gossamer.run.task import task_of
+from gossamer.schema import parse_toml
 from tiny import document, tiny
 
 CUT = {"pipeline__stages": 2, "data__accumulate": 4}
@@ -296,3 +299,9 @@ def test_a_run_file_says_its_pipeline_and_one_without_stages_has_the_digest_it_h
     assert digest(tiny()) != digest(config) != digest(tiny(**CUT))
     again = tiny(**CUT, pipeline__forward="tahquant")
     assert faults(again) == [] and "runs whole replicas" in faults(again, real=True)[0]
+
+
+def test_the_run_files_of_the_page_about_pipelines_can_start():
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "pipelines.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert [faults(parse(parse_toml(block, "the page"))) for block in blocks] == [[], []]

@@ -18,7 +18,7 @@ class BottleneckLlama(LlamaForCausalLM):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         narrow, size = config.bottleneck, config.hidden_size
-        self.model.cuts = nn.ModuleDict()
+        self.model.cuts = cuts = nn.ModuleDict()
         for cut in narrow["cuts"]:
             halves = nn.ModuleDict(
                 {
@@ -26,14 +26,14 @@ class BottleneckLlama(LlamaForCausalLM):
                     "decoder": _map(narrow["width"], size, narrow["kind"]),
                 }
             )
-            self.model.cuts[str(cut)] = halves
+            cuts[str(cut)] = halves
             self.model.layers[cut].register_forward_pre_hook(self._crossing(str(cut)))
         self.post_init()
 
     def _crossing(self, cut: str) -> Any:
         def cross(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
             h, *rest = given
-            halves: Any = self.model.cuts[cut]
+            halves: Any = self.get_submodule(f"model.cuts.{cut}")
             z = halves["encoder"](h)
             z = z + h[..., : z.shape[-1]]
             x = halves["decoder"](z)
