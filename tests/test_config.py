@@ -146,7 +146,7 @@ def test_the_json_schema_names_and_explains_every_key_of_a_run_file():
     json.dumps(schema, allow_nan=False)
     tables = {"RunConfig": schema, **schema["$defs"]}
     kinds = [*settings_below(RunConfig), Network, Site, Route, Change, Away]
-    assert len(kinds) == 13
+    assert len(kinds) == 14
     for kind in kinds:
         properties = tables[kind.__name__]["properties"]
         assert {f.name for f in dataclasses.fields(kind)} <= properties.keys()

@@ -28,7 +28,7 @@ LAYERS = (  # a room (a module, or a package of modules) imports from the rooms 
     "schema",
     "options layout record data transport",
     "topologies codecs models optimizers guard",
-    "rules asynchronous network",
+    "rules asynchronous network boundaries",
     "rounds report",
     "library clock",
     "run integrations",

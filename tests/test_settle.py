@@ -99,6 +99,12 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(rule=diloco(), topology=complete(4), codec=topk(), reduction="all_reduce"),
         ["'all_reduce'", "'diloco'", "'topk'"],
     ),
+    "pipeline and real processes": (Facts(stages=2, driver="train"), ["pipeline.stages is 2", "gossamer simulate"]),
+    "pipeline and asynchronous": (GOSSIP._replace(stages=2), ["pipeline.stages is 2", "'gasloc'", "no waiting"]),
+    "pipeline and elastic": (Facts(stages=2, elastic=True), ["pipeline.stages is 2", "run.elastic is true"]),
+    "pipeline and rule": (Facts(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),
+    "pipeline and codec": (Facts(stages=2, rule=diloco(), topology=complete(4), codec=int8()), ["'int8'", "'bf16'"]),
+    "pipeline and schedule": (Facts(stages=2, schedule=Schedule(fragments=2)), ["pipeline.stages is 2", "fragments=2"]),
     "adapt and one local step": (Facts(adapt=True, local_steps=1, networks={"a": LINK}), ["run.local_steps is 1"]),
     "adapt, weigh_steps and a delayed rule": (
         Facts(driver="train", rule=eager(), topology=complete(4), adapt=True, weigh_steps=True),

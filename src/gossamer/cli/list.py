@@ -8,7 +8,7 @@ __all__ = ["command"]
 
 
 def command(*, markdown: bool = False, json: Json = False) -> None:
-    """Lists methods, rules, topologies, codecs, servers and pairs.
+    """Lists methods, rules, topologies, codecs, servers, pairs and boundaries.
 
     Args:
         markdown: print docs/methods.md, the methods with their traffic, memory and requirements
@@ -21,12 +21,16 @@ def command(*, markdown: bool = False, json: Json = False) -> None:
         print(methods_page.markdown(), end="")
         return
     from gossamer.asynchronous import PAIRS, SERVERS
+    from gossamer.boundaries import BOUNDARIES
     from gossamer.codecs import CODECS
     from gossamer.rules import RULES
     from gossamer.run.methods import factory_rows, recipe_rows
     from gossamer.topologies import TOPOLOGIES
 
-    tables = {"rules": RULES, "topologies": TOPOLOGIES, "codecs": CODECS, "servers": SERVERS, "pairs": PAIRS}
+    tables = {
+        "rules": RULES, "topologies": TOPOLOGIES, "codecs": CODECS, "servers": SERVERS, "pairs": PAIRS,
+        "boundaries": BOUNDARIES,
+    }  # fmt: skip
     if json:
         rows = {title: factory_rows(table) for title, table in tables.items()}
         named = {

@@ -1,7 +1,8 @@
-"""Dense packing of numbers of 1, 2, 4 and 12 bits; the first number in the lowest bits, on little-endian machines.
+"""Dense packing of numbers of 1 to 8 and of 12 bits; the first number in the lowest bits, on little-endian machines.
 
-Small codes are packed by folding: the codes of one future byte, each in a byte of its own, are read as one integer and
-shifted onto each other, twice as many in every fold. That is a few vectorised passes, whatever the number of bits.
+Codes that divide a byte are packed by folding: the codes of one future byte, each in a byte of its own, are read as one integer
+and shifted onto each other, twice as many in every fold. That is a few vectorised passes, whatever the number of bits. Of other
+codes eight make one integer, of which as many bytes are kept as a code has bits.
 """
 
 import functools
@@ -30,13 +31,19 @@ def num_bytes(numel: int, bits: int) -> int:
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Flat uint8 codes below 2**bits as flat bytes, for 1, 2, 4 or 8 bits; unused bits of the last byte are zero.
+    """Flat uint8 codes below 2**bits as flat bytes, for 1 to 8 bits; unused bits of the last byte are zero.
 
     >>> pack_codes(torch.tensor([1, 2, 15], dtype=torch.uint8), 4).tolist()
     [33, 15]
+    >>> pack_codes(torch.tensor([1, 7, 7], dtype=torch.uint8), 3).tolist()
+    [249, 1]
     """
     if bits == 8:
         return codes
+    if bits not in _WORDS:
+        octets = pad(codes, (0, -codes.numel() % 8)).view(-1, 8).long()
+        words = (octets << _places(bits, codes.device)).sum(1)  # their bits do not overlap
+        return words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)[: num_bytes(codes.numel(), bits)]
     gap = -codes.numel() % (8 // bits)
     word = (pad(codes, (0, gap)) if gap else codes).view(_WORDS[bits])
     for shift, _ in reversed(_SPREAD[bits]):
@@ -52,10 +59,18 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """
     if bits == 8:
         return packed[:numel]
+    if bits not in _WORDS:
+        words = pad(pad(packed, (0, -packed.numel() % bits)).view(-1, bits), (0, 8 - bits)).view(torch.int64)
+        return ((words >> _places(bits, packed.device)) & (1 << bits) - 1).to(torch.uint8).view(-1)[:numel]
     word = packed.to(_WORDS[bits])
     for shift, mask in _SPREAD[bits]:
         word = (word | word << shift) & mask
     return word.view(torch.uint8)[:numel]
+
+
+def _places(bits: int, device: torch.device) -> Tensor:
+    """The lowest bit of each of eight codes in one integer."""
+    return torch.arange(0, 8 * bits, bits, device=device)
 
 
 def lookup(packed: Tensor, bits: int, levels: tuple[float, ...]) -> Tensor:

@@ -45,6 +45,10 @@ class Corpus(Batches, Protocol):
     vocab_size: int
     tokenizer: Tokenizer
 
+    def samples(self, worker: int, step: int) -> list[int]:
+        """The numbers of the windows in a batch of a worker: those that come again have the same number again."""
+        ...
+
 
 def open_corpus(config: DataConfig, workers: int, seed: int) -> Corpus:
     """Opens the data of a run; the Python standard library as bytes takes a tenth of a second.

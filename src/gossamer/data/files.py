@@ -132,7 +132,8 @@ def _mapped(path: Path, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 class FileCorpus:
-    """Tokenised files. A batch is windows at random places, drawn by `numpy_rng(seed, worker, step, "data")`.
+    """Tokenised files. A batch is windows at random places, drawn by `numpy_rng(seed, worker, step, "data")`. With `data.windows`
+    the places are drawn once for each worker, and each epoch has all of them in an order of its own.
 
     If the training or the validation text would be shorter than one window, as with one small file, the last
     `val_fraction` of all text is the validation text instead.
@@ -176,9 +177,22 @@ class FileCorpus:
         """See `Corpus.batch`."""
         assert 0 <= worker < self._workers, worker
         low, high = self._shard(worker)
+        last, windows = high - self._window + 1, self._config.windows
+        if windows is not None:
+            starts = numpy_rng(self._seed, worker, "windows").integers(low, last, size=windows)
+            return self._windows(self._train, starts[self.samples(worker, step)])
         places = numpy_rng(self._seed, worker, step, "data")
-        starts = places.integers(low, high - self._window + 1, size=self._config.batch_size)
-        return self._windows(self._train, starts)
+        return self._windows(self._train, places.integers(low, last, size=self._config.batch_size))
+
+    def samples(self, worker: int, step: int) -> list[int]:
+        """Which windows a batch consists of; each has a number of its own where they do not come again."""
+        size, windows = self._config.batch_size, self._config.windows
+        numbers = range(step * size, (step + 1) * size)
+        if windows is None:
+            return [*numbers]
+        epochs = {n // windows for n in numbers}
+        orders = {epoch: numpy_rng(self._seed, worker, epoch, "order").permutation(windows) for epoch in epochs}
+        return [int(orders[n // windows][n % windows]) for n in numbers]
 
     def validation(self, num_batches: int) -> list[Tensor]:
         """See `Corpus.validation`; the windows are spread evenly over the validation text."""

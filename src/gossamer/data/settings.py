@@ -39,6 +39,9 @@ class DataConfig:
     """Sequences per worker in a forward and backward pass."""
     accumulate: AtLeastOne = 1
     """Passes per inner step, their gradients averaged."""
+    windows: AtLeastOne | None = None
+    """How many fixed windows of text each worker trains on, all of them in every epoch, in an order of its own; None draws every
+    window at a new place."""
     shards: Literal["iid", "contiguous"] = "iid"
     """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
@@ -49,6 +52,11 @@ class DataConfig:
     """A folder that keeps tokenised files, which are then memory-mapped instead of held in memory."""
 
     def __post_init__(self) -> None:
+        if self.windows is not None and (self.own or any(source.startswith("hf:") for source in self.sources)):
+            raise ConfigError(
+                f"data.windows is {self.windows} and data.source is {self.source!r:.60}, but only text in files has fixed "
+                "windows; remove data.windows"
+            )
         for name in ("options", "validation"):
             if (value := getattr(self, name)) is not None and not self.own:
                 raise ConfigError(

@@ -47,6 +47,10 @@ class StreamCorpus:
             packed.take()
         return torch.from_numpy(packed.take().reshape(self._shape))
 
+    def samples(self, worker: int, step: int) -> list[int]:
+        """See `Corpus.samples`; no window comes again as the same."""
+        return [*range(step * self._shape[0], (step + 1) * self._shape[0])]
+
     def validation(self, num_batches: int) -> list[Tensor]:
         """See `Corpus.validation`. Cost: reads `1 / val_fraction` times as much text from the start of the stream."""
         while len(self._val_batches) < num_batches:

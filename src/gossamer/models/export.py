@@ -1,29 +1,38 @@
 """A trained model as a folder that `transformers` opens."""
 
 import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file, save_model
-from torch import nn
+from torch import Tensor, nn
 
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.models.llama import INIT_STD, NORM_EPS, ROPE_THETA, Llama
+from gossamer.models.sizes import in_subspace
 from gossamer.record.files import atomic_write, make_folder, writing
 
 __all__ = ["export", "export_state"]
+
+_MODULE = "modeling_bottleneck.py"
+"""The module that a model with residual bottlenecks needs in `transformers`."""
 
 
 def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
     """Writes a folder that `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained` open.
 
-    Bytes too are written as a tokenizer file. The model's parameters may be views of a flat buffer.
+    Bytes too are written as a tokenizer file. The model's parameters may be views of a flat buffer. A model with a subspace is
+    written as the plain Llama that it is, to rounding; one with residual bottlenecks comes with a module of its own, so that it
+    takes `trust_remote_code=True` to open it.
 
     Raises: DiskError when the disk refuses. Cost: one more copy of the parameters while they are written.
     """
     make_folder(folder)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors |= _spread(model)
     if model.config.tie_embeddings:
         del tensors["lm_head.weight"]
     with writing(folder / "model.safetensors"):
@@ -39,6 +48,8 @@ def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
     for name, document in documents.items():
         atomic_write(folder / name, f"{json.dumps(document, indent=2)}\n".encode())
     atomic_write(folder / "tokenizer.json", tokenizer.json().encode())
+    if model.model.cuts:
+        atomic_write(folder / _MODULE, files("gossamer.models").joinpath(_MODULE).read_bytes())
 
 
 def export_state(model: nn.Module, folder: Path) -> None:
@@ -57,11 +68,36 @@ def export_state(model: nn.Module, folder: Path) -> None:
             raise OSError(str(error)) from None
 
 
+@torch.no_grad()
+def _spread(model: Llama) -> dict[str, Tensor]:
+    """The weights of a model with a subspace that write into it, as those of a plain Llama write: `U W`, and `F + E Uᵀ`."""
+    if model.subspace is None:
+        return {}
+    basis, table = model.subspace.basis, model.subspace.table
+    found = {"model.embed_tokens.weight": table + model.model.embed_tokens.weight @ basis.T}
+    for k in range(in_subspace(model.config)):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            found[f"model.layers.{k}.{name}.weight"] = basis @ model.model.layers[k].get_parameter(f"{name}.weight")
+    return found
+
+
+def _own(model: Llama) -> dict[str, Any]:
+    """What a configuration says of a module that comes with the model."""
+    narrow = model.config.bottleneck
+    if narrow is None or narrow.cuts is None:
+        return {"architectures": ["LlamaForCausalLM"]}
+    return {
+        "architectures": ["BottleneckLlama"],
+        "auto_map": {"AutoModelForCausalLM": f"{_MODULE.removesuffix('.py')}.BottleneckLlama"},
+        "bottleneck": {"cuts": [*narrow.cuts], "width": narrow.width, "kind": narrow.kind},
+    }
+
+
 def _config(model: Llama) -> dict[str, Any]:
     """The model's shape in the words of `transformers`, of version 4 (rope_theta) as well as 5 (rope_parameters)."""
     shape = model.config.shape
     return {
-        "architectures": ["LlamaForCausalLM"],
+        **_own(model),
         "model_type": "llama",
         "vocab_size": model.vocab_size,
         "hidden_size": shape.hidden_size,

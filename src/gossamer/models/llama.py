@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer import rng
-from gossamer.models.sizes import ModelConfig, Shape
+from gossamer.models.bottleneck import ResidualBottleneck, Subspace
+from gossamer.models.sizes import ModelConfig, Shape, in_subspace, written
 
 __all__ = ["MLP", "Attention", "Decoder", "Layer", "Llama", "RMSNorm", "build_model", "logits_of", "loss", "rotary"]
 
@@ -20,7 +21,7 @@ INIT_STD = 0.02
 
 
 class RMSNorm(nn.Module):
-    """`y = g · x / sqrt(mean(x²) + ε)`, computed in fp32."""
+    """`y = g · x / sqrt(mean(x²) + ε)`, computed in fp32 at least."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last dimension."""
-        wide = x.float()
+        wide = x if x.dtype == torch.float64 else x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + NORM_EPS)
         return self.weight * wide.to(x.dtype)
 
@@ -49,7 +50,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention with rotary positions; several heads may share keys and values."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, out: int) -> None:
         super().__init__()
         self.head_size = shape.hidden_size // shape.heads
         self.shared = shape.kv_heads < shape.heads
@@ -57,10 +58,10 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
         self.k_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
         self.v_proj = nn.Linear(shape.hidden_size, kv_size, bias=False)
-        self.o_proj = nn.Linear(shape.hidden_size, shape.hidden_size, bias=False)
+        self.o_proj = nn.Linear(shape.hidden_size, out, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`[B, S, D]` to `[B, S, D]`."""
+        """`[B, S, D]` to `[B, S, out]`."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H, S, D/H]
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -73,71 +74,91 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """`W_down (silu(W_gate x) · W_up x)`."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, out: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, S, D]` to `[B, S, D]`."""
+        """`[B, S, D]` to `[B, S, out]`."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each on the normalised stream and added to it through dropout (arXiv 1706.03762, section 5.4)."""
+    """Attention and MLP, each on the normalised stream and added to it through dropout (arXiv 1706.03762, section 5.4).
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    Args: `out` is how many numbers of a token they write, fewer than D in a subspace.
+    """
+
+    def __init__(self, shape: Shape, dropout: float, out: int) -> None:
         super().__init__()
-        self.self_attn = Attention(shape)
-        self.mlp = MLP(shape)
+        self.self_attn = Attention(shape, out)
+        self.mlp = MLP(shape, out)
         self.input_layernorm = RMSNorm(shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """`[B, S, D]` to `[B, S, D]`."""
-        x = x + self.dropout(self.self_attn(self.input_layernorm(x), cos, sin))
-        return x + self.dropout(self.mlp(self.post_attention_layernorm(x)))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, subspace: Subspace | None = None) -> Tensor:
+        """`[B, S, D]` to `[B, S, D]`; what it adds is spread by the subspace that it writes into."""
+
+        def spread(y: Tensor) -> Tensor:
+            return self.dropout(y if subspace is None else subspace.spread(y))
+
+        x = x + spread(self.self_attn(self.input_layernorm(x), cos, sin))
+        return x + spread(self.mlp(self.post_attention_layernorm(x)))
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and the last norm, and a bottleneck before the layers where the stream is narrow."""
 
-    def __init__(self, shape: Shape, vocab_size: int, dropout: float) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.layers))
+        shape, narrow = config.shape, config.bottleneck
+        self.embed_tokens = nn.Embedding(vocab_size, written(config, 0))
+        self.layers = nn.ModuleList(Layer(shape, config.dropout, written(config, k)) for k in range(shape.layers))
         self.norm = RMSNorm(shape.hidden_size)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=INIT_STD)
+        self.cuts = nn.ModuleDict()
+        if narrow is not None:
+            self.cuts.update({str(cut): ResidualBottleneck(shape.hidden_size, narrow) for cut in narrow.cuts or ()})
+        for weight in self.cuts.parameters():
+            nn.init.normal_(weight, std=INIT_STD / (2 * shape.layers) ** 0.25)
 
 
 class Llama(nn.Module):
     """A decoder-only transformer: int64 tokens `[B, S]` to logits `[B, S, V]`, with S at most `seq_len`.
 
-    Source: Touvron et al., arXiv 2302.13971. Parameters have the names, the order and the initial bits that they have in
-    `transformers.LlamaForCausalLM`, and the same operations give the same logits and gradients, to the last bit.
+    Source: Touvron et al., arXiv 2302.13971. Without a bottleneck, parameters have the names, the order and the initial bits that
+    they have in `transformers.LlamaForCausalLM`, and the same operations give the same logits and gradients, to the last bit.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int) -> None:
         super().__init__()
-        shape = config.shape
+        shape, narrow = config.shape, config.bottleneck
         self.config, self.vocab_size, self.seq_len = config, vocab_size, seq_len
-        self.model = Decoder(shape, vocab_size, config.dropout)
+        self.model = Decoder(config, vocab_size)
         self.lm_head = nn.Linear(shape.hidden_size, vocab_size, bias=False)
         self.rotary = nn.Buffer(rotary(shape.hidden_size // shape.heads, seq_len), persistent=False)
         nn.init.normal_(self.lm_head.weight, std=INIT_STD)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.subspace: Subspace | None = None
+        if narrow is not None and narrow.name == "subspace":
+            self.subspace = Subspace(shape.hidden_size, narrow.width, vocab_size)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of the token after each."""
         x = self.model.embed_tokens(tokens)
+        if self.subspace is not None:
+            x = self.subspace.widen(x, tokens)
         cos, sin = self.rotary[:, : tokens.shape[1]].to(x.dtype)
-        for layer in self.model.layers:
-            x = layer(x, cos, sin)
+        for k, layer in enumerate(self.model.layers):
+            if (name := str(k)) in self.model.cuts:
+                x = self.model.cuts[name](x)
+            x = layer(x, cos, sin, self.subspace if k < in_subspace(self.config) else None)
         return self.lm_head(self.model.norm(x))
 
 

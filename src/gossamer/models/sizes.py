@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -11,7 +11,17 @@ from gossamer.errors import ConfigError
 from gossamer.fields import AtLeastOne, CodeName, OneOf
 from gossamer.schema import settings
 
-__all__ = ["SIZES", "ModelConfig", "Shape", "parameter_count", "tensors"]
+__all__ = [
+    "SIZES",
+    "BottleneckConfig",
+    "ModelConfig",
+    "Shape",
+    "crossing",
+    "in_subspace",
+    "parameter_count",
+    "tensors",
+    "written",
+]
 
 
 class Shape(NamedTuple):
@@ -38,6 +48,31 @@ SIZES: dict[str, Shape] = {
 """Shapes by name: up to 30m the name counts a byte vocabulary, from 134m on one of 32,000 tokens."""
 
 
+@settings("model.bottleneck")
+class BottleneckConfig:
+    """An architecture whose hidden states cross the cuts of a pipeline in few numbers. It is part of the model, cut or not."""
+
+    name: Literal["resbm", "subspace"]
+    """"resbm": an encoder and a decoder at each of `cuts`; "subspace": layers that write into a fixed subspace."""
+    width: AtLeastOne
+    """Numbers of a token that cross."""
+    cuts: Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] | None = None
+    """Of "resbm": the layers before which the stream is narrow, also where stages are laid out anew."""
+    kind: Literal["linear", "mlp"] = "linear"
+    """Of "resbm": one matrix each, or two with SiLU between them."""
+    free_layers: Annotated[int, Field(ge=0)] = 1
+    """Of "subspace": last layers that may write anywhere, after which the model is not cut."""
+
+    def __post_init__(self) -> None:
+        if (self.name == "resbm") != (self.cuts is not None):
+            raise ConfigError(
+                f"model.bottleneck is '{self.name}' with cuts = {self.cuts and [*self.cuts]}; give cuts, such as [2], to "
+                "'resbm' and none to 'subspace'"
+            )
+        if self.cuts is not None and [*self.cuts] != sorted({*self.cuts}):
+            raise ConfigError(f"model.bottleneck.cuts is {[*self.cuts]}; give increasing numbers of layers")
+
+
 @settings("model")
 class ModelConfig:
     """A Llama of a named size; the other fields override single dimensions of it."""
@@ -60,6 +95,8 @@ class ModelConfig:
     """Heads of keys and values (grouped-query attention when fewer than `heads`)."""
     intermediate_size: AtLeastOne | None = None
     """Width of the feed-forward layer."""
+    bottleneck: BottleneckConfig | None = None
+    """An architecture for slow links between the stages of a pipeline."""
     tie_embeddings: bool = False
     """One matrix for the embedding and the output head."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -67,7 +104,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.own:
-            for name in (*Shape._fields, "dropout"):
+            for name in (*Shape._fields, "dropout", "bottleneck"):
                 if given := getattr(self, name):
                     raise ConfigError(
                         f"model.{name} is {given} and model.size is '{self.size}', which makes its own model; pass it in "
@@ -79,7 +116,26 @@ class ModelConfig:
                 f"model.options is {dict(self.options)} and model.size is '{self.size}', whose options are keys of [model]; "
                 "remove model.options"
             )
-        hidden, _, heads, kv_heads, _ = self.shape
+        hidden, layers, heads, kv_heads, _ = self.shape
+        if (narrow := self.bottleneck) is not None:
+            if narrow.width > hidden:
+                raise ConfigError(
+                    f"model.bottleneck.width is {narrow.width} and the hidden size {hidden}; take at most the hidden size"
+                )
+            if narrow.cuts is not None and narrow.cuts[-1] >= layers:
+                raise ConfigError(
+                    f"model.bottleneck.cuts is {[*narrow.cuts]}, but the model has {layers} layers; take at most {layers - 1}"
+                )
+            if narrow.name == "subspace" and narrow.free_layers >= layers:
+                raise ConfigError(
+                    f"model.bottleneck.free_layers is {narrow.free_layers} of {layers} layers, so that none is in the "
+                    f"subspace; take at most {layers - 1}"
+                )
+            if self.tie_embeddings and narrow.name == "subspace":
+                raise ConfigError(
+                    "model.tie_embeddings is true, but the embedding of a 'subspace' has another width than the output head; "
+                    "set it to false"
+                )
         if hidden % (2 * heads):
             raise ConfigError(
                 f"model.hidden_size is {hidden} with {heads} heads, which is {hidden / heads:.4g} per head, but rotary "
@@ -114,18 +170,62 @@ def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int,
     if vocab_size < 1:
         raise ConfigError(f"the vocabulary is {vocab_size} tokens but must be at least 1; 256 is that of bytes")
     hidden, layers, heads, kv_heads, intermediate = config.shape
-    narrow = hidden // heads * kv_heads
-    layer = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (narrow, hidden), "self_attn.v_proj": (narrow, hidden),
-        "self_attn.o_proj": (hidden, hidden), "mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate), "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
-    found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocab_size, hidden))]
-    found += [(f"model.layers.{k}.{name}.weight", shape) for k in range(layers) for name, shape in layer.items()]
+    kv_size, narrow = hidden // heads * kv_heads, config.bottleneck
+    found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocab_size, written(config, 0)))]
+    for k in range(layers):
+        layer = {
+            "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv_size, hidden), "self_attn.v_proj": (kv_size, hidden),
+            "self_attn.o_proj": (written(config, k), hidden), "mlp.gate_proj": (intermediate, hidden),
+            "mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (written(config, k), intermediate),
+            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        }  # fmt: skip
+        found += [(f"model.layers.{k}.{name}.weight", shape) for name, shape in layer.items()]
     found.append(("model.norm.weight", (hidden,)))
+    if narrow is not None:
+        found += [
+            (f"model.cuts.{cut}.{name}", shape) for cut in narrow.cuts or () for name, shape in _halves(narrow, hidden)
+        ]
     if not config.tie_embeddings:
         found.append(("lm_head.weight", (vocab_size, hidden)))
     return tuple(found)
+
+
+def _halves(narrow: BottleneckConfig, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
+    """The parameters of one residual bottleneck."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for half, size, to in (("encoder", hidden, narrow.width), ("decoder", narrow.width, hidden)):
+        middle = max(4 * narrow.width, 64)
+        shapes = [(to, size)] if narrow.kind == "linear" else [(middle, size), (to, middle)]
+        found += [(f"{half}.{2 * k}.weight", shape) for k, shape in enumerate(shapes)]
+    return found
+
+
+def in_subspace(config: ModelConfig) -> int:
+    """The first layers, which write into the subspace of a model alone; 0 without one."""
+    narrow = config.bottleneck
+    return config.shape.layers - narrow.free_layers if narrow is not None and narrow.name == "subspace" else 0
+
+
+def written(config: ModelConfig, layer: int) -> int:
+    """How many numbers of a token a layer writes: all, or those of a subspace."""
+    narrow = config.bottleneck
+    return narrow.width if narrow is not None and layer < in_subspace(config) else config.shape.hidden_size
+
+
+def crossing(config: ModelConfig, cut: int) -> int:
+    """How many numbers of a token cross a cut before this layer.
+
+    Raises: ConfigError where a model with a subspace writes anywhere before the cut.
+    """
+    narrow, layers = config.bottleneck, in_subspace(config)
+    if narrow is None or (narrow.cuts is not None and cut not in narrow.cuts):
+        return config.shape.hidden_size
+    if narrow.cuts is None and cut > layers:
+        raise ConfigError(
+            f"the pipeline is cut before layer {cut}, and of the {config.shape.layers} layers only the first {layers} write "
+            f"into the subspace; cut at most before layer {layers}, or lower model.bottleneck.free_layers"
+        )
+    return narrow.width
 
 
 def parameter_count(config: ModelConfig, vocab_size: int) -> int:

@@ -52,6 +52,8 @@ class Facts(NamedTuple):
     eval_js: bool = False
     elastic: bool = False
     """As in `run.elastic`."""
+    stages: int = 1
+    """As in `pipeline.stages`."""
     reduction: str = "ordered"
     fragments: int = 1
     """Of a server, as in `events.fragments`; those of rounds are the schedule's."""

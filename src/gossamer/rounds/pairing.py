@@ -12,6 +12,7 @@ from gossamer.rounds import coding
 from gossamer.rounds.elastic import ELASTIC
 from gossamer.rounds.facts import INSTEAD, Facts, Pairing
 from gossamer.rounds.own_loop import OWN_LOOP
+from gossamer.rounds.stages import STAGES
 from gossamer.topologies.mixing import pull
 
 __all__ = ["PAIRINGS", "check", "faults"]
@@ -443,5 +444,5 @@ _ASYNCHRONOUS = (
     ),
 )
 
-PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *_SCHEDULE, *_RULES)
+PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *_SCHEDULE, *_RULES)
 """Every combination that cannot work; if several apply, the first is reported."""

@@ -24,6 +24,7 @@ from gossamer.rounds.schedule import Schedule
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import EXPERIMENT, TABLES, flat, with_settings
 from gossamer.run.methods import recipes
+from gossamer.run.pipeline import DIRECTIONS, PipelineConfig, must_fit
 from gossamer.schema import build, plain, settings
 from gossamer.schema import faults as schema_faults
 
@@ -116,6 +117,7 @@ class RunConfig:
     """What workers do that meet in pairs along the edges of the topology, in place of a rule."""
     events: EventsConfig = EventsConfig()
     model: ModelConfig = ModelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
     run: LoopSettings = LoopSettings()
@@ -131,6 +133,7 @@ class RunConfig:
                 raise ConfigError(
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
+        must_fit(self.pipeline, self.model, self.data)
         if self.run.eval_js and (self.data.own or self.model.loss is not None):
             own = f"data.source is {self.data.source!r:.60}" if self.data.own else f"model.loss is '{self.model.loss}'"
             raise ConfigError(
@@ -254,6 +257,12 @@ def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
     for kind in TABLES.keys() & document.keys():
         choice = getattr(config, kind)
         document[kind] = {"name": choice.name, **plain(choice.options)}
+    if config.pipeline.stages == 1:
+        document.pop("pipeline")  # a whole replica
+    else:
+        for direction in DIRECTIONS:
+            choice = getattr(config.pipeline, direction)
+            document["pipeline"][direction] = {"name": choice.name, **plain(choice.options)}
     if "network" in document:
         document["network"] = {name: to_options(network) for name, network in config.network.items()}
     kind = next((kind for kind in ("server", "pair") if kind in document), "rule")

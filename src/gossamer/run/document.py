@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.asynchronous import PAIRS, SERVERS
+from gossamer.boundaries import BOUNDARIES
 from gossamer.codecs import CODECS
 from gossamer.errors import ConfigError
 from gossamer.record.folder import run_file
@@ -19,7 +20,10 @@ __all__ = ["EXPERIMENT", "TABLES", "flat", "load", "load_run", "settings", "with
 
 TABLES: dict[str, Mapping[str, Any]] = {
     "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
+    "boundary": BOUNDARIES,
 }  # fmt: skip
+_CHOICES = {*TABLES, "forward", "backward"}
+"""The keys that name a row of a table, with its options."""
 EXPERIMENT = ("variant", "sweep", "scale", "figure")
 """The keys of an experiment file that are not part of its base run."""
 
@@ -94,12 +98,12 @@ def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
         *path, last = key.split(".")
         node: Any = result
         for part in path:
-            if part in TABLES and isinstance(node.get(part), str):
+            if part in _CHOICES and isinstance(node.get(part), str):
                 node[part] = {"name": node[part]}  # the name alone stands for a table with it
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; correct the key")
-        if last == "name" and path and path[-1] in TABLES and node.get("name") != value:
+        if last == "name" and path and path[-1] in _CHOICES and node.get("name") != value:
             node.clear()
         node[last] = copy.deepcopy(value)  # the next override must not write into the recipe's own table
     return result

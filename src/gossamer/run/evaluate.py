@@ -236,6 +236,8 @@ def publish(config: RunConfig, task: Task, x: Tensor, folder: Path, buffers: Seq
         export_state(model, folder / "model")
         return
     export(model, folder / "model", task.tokenizer)
+    if model.model.cuts:
+        log.info("the model has residual bottlenecks; transformers opens it with trust_remote_code=True")
     text = sample(model, task.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed)
     atomic_write(folder / "sample.txt", text.encode())
 

@@ -65,7 +65,9 @@ class Journal:
         In the trace each fragment has a round of its own, which ends when it is sent.
         """
         whole, steps = report.whole, worker.replica.steps_taken
-        hashes = {"hashes": worker.hashes()} if self.config.record.hash else {}
+        hashes: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}
+        if (staged := worker.replica.staged) is not None:
+            hashes["boundary_bytes"] = staged.sent_bytes()
         self.record.log(
             "train", round=round, worker=worker.index, step=steps, loss=whole.loss, lr=whole.lr,
             tokens=steps * self.config.step_tokens, **hashes,

@@ -4,18 +4,21 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gossamer import rng
+from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
 from gossamer.finite import GO_ON
 from gossamer.layout import arrange, attach, flat_gradients, layout_of, views
+from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.run.config import RunConfig
+from gossamer.run.staged import StagedModel
 from gossamer.run.task import Task, buffers_of, moved
 
 __all__ = ["LocalPhase", "Replica", "joined", "must_start_alike"]
@@ -66,6 +69,11 @@ class Replica:
     ) -> None:
         self.index, self.config, self.task, self.device = index, config, task, device
         self.model = task.model().to(device)
+        self.staged: StagedModel | None = None
+        """The stages of a model that is cut, which share its parameters."""
+        if config.pipeline.stages > 1:
+            assert isinstance(self.model, Llama)  # `must_fit` refuses others
+            self.staged = StagedModel(self.model, config)
         self.buffers = buffers_of(self.model)
         """Its own, as the running statistics of batch norm; they are never exchanged."""
         self.layout, self.spans = arrange(layout_of(self.model), *config.fragments)
@@ -150,10 +158,15 @@ class Replica:
             batch = moved(self.task.data.batch(self.index, number), self.device)
             bf16 = self.config.inner.autocast == "bf16"
             with self._drawing(number), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                value = self.task.loss(self.model, batch)
+                value = self._loss(batch, number)
             (value / accumulate if accumulate > 1 else value).backward()
             total += value.item()
         return total / accumulate, self.config.step_tokens
+
+    def _loss(self, batch: Any, number: int) -> Tensor:
+        if self.staged is None:
+            return self.task.loss(self.model, batch)
+        return self.staged.loss(batch, cast(Corpus, self.task.data).samples(self.index, number))
 
     def _drawing(self, batch: int) -> contextlib.AbstractContextManager[None]:
         """The random numbers of a forward pass, each worker's and each batch's own; backward draws none.
@@ -171,7 +184,10 @@ class Replica:
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * scale
         if self.config.inner.clip is not None:
-            clip_gradients(list(self.model.parameters()), self.config.inner.clip)
+            if self.staged is None:
+                clip_gradients(list(self.model.parameters()), self.config.inner.clip)
+            else:
+                self.staged.clip(self.config.inner.clip)
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
@@ -180,7 +196,8 @@ class Replica:
         Its random numbers follow from worker and inner step.
         """
         buffers = {"buffers": self.buffers} if self.buffers else {}
-        return {"inner": self.optimizer.state_dict(), "data": self.task.data.state(), **buffers}
+        boundaries = {} if self.staged is None else {"boundaries": self.staged.state()}
+        return {"inner": self.optimizer.state_dict(), "data": self.task.data.state(), **buffers, **boundaries}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a saved state. Raises CheckpointError when it does not fit."""
@@ -191,6 +208,8 @@ class Replica:
             self.task.data.restore(state["data"])
             for own, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
                 own.copy_(saved)
+            if self.staged is not None:
+                self.staged.restore(state["boundaries"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "

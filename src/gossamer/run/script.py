@@ -14,7 +14,7 @@ from gossamer.topologies import Topology
 __all__ = ["RoundScript", "Script", "calm", "script_of"]
 
 Pair = tuple[int, int]
-Boundary = tuple[int, int]
+Handed = tuple[int, int]
 
 
 class RoundScript(NamedTuple):
@@ -48,7 +48,7 @@ class Script(NamedTuple):
         """How many rounds it has."""
         return max(self.turns, default=-1) + 1
 
-    def taken_over(self, first: int = 0) -> set[Boundary]:
+    def taken_over(self, first: int = 0) -> set[Handed]:
         """The states, by slot and rounds behind it, that those take over who begin in round `first` or later."""
         return {
             (begun.donor, begun.after)

@@ -1,0 +1,118 @@
+"""One direction of a boundary in use: what its ends remember, and the bytes that crossed it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.boundaries.contract import Boundary, in_pieces, join
+from gossamer.errors import CheckpointError
+
+__all__ = ["BoundaryEnd", "through"]
+
+LENGTH_BYTES = 8
+"""The length before a payload whose size follows from its content."""
+
+
+class BoundaryEnd:
+    """The sender or the receiver of one direction, or both of them in one process, as they remember the same.
+
+    Args: `shape` of a micro-batch `[B, S, D]`.
+    Cost: for a codec that remembers, a message of each sample seen so far, `S · D` fp32.
+    """
+
+    def __init__(self, codec: Boundary, shape: tuple[int, int, int]) -> None:
+        self.codec, self.shape = codec, shape
+        self.memory: dict[int, Tensor] = {}
+        """What the receiver has of each sample since its last visit, `[S, D]`."""
+        self.sent_bytes = 0
+        """Of all payloads so far, with the lengths before them."""
+
+    def encode(self, h: Tensor, samples: Sequence[int]) -> Tensor:
+        """The payload of the activations (or gradients) `[B, S, D]` of these samples."""
+        payload = self._encode(h, samples) if self.codec.remembers else self.codec.encode(h)
+        self.sent_bytes += payload.numel() + (0 if self.codec.fixed or self.codec.remembers else LENGTH_BYTES)
+        return payload
+
+    def decode(self, payload: Tensor, like: Tensor, samples: Sequence[int]) -> Tensor:
+        """What the receiver trains on. Raises: ValueError when the payload does not fit."""
+        if not self.codec.remembers:
+            return self.codec.decode(payload, like)
+        parts = in_pieces(payload, *(self._part_bytes(sample) for sample in samples))
+        one = torch.empty(1, *self.shape[1:], device=like.device)
+        for sample, part in zip(samples, parts, strict=True):
+            self._take(sample, part, one)
+        return torch.stack([self.memory[sample] for sample in samples]).to(like.dtype)
+
+    def cross(self, h: Tensor, samples: Sequence[int]) -> Tensor:
+        """What arrives at the other end when this object is both."""
+        if not self.codec.remembers:
+            return self.decode(self.encode(h, samples), h, samples)
+        self.encode(h, samples)
+        return torch.stack([self.memory[sample] for sample in samples]).to(h.dtype)
+
+    def payload_bytes(self, samples: Sequence[int]) -> int | None:
+        """The length of the payload for these samples; None where only the sender knows it."""
+        if self.codec.remembers:
+            return sum(map(self._part_bytes, samples))
+        return self.codec.most_bytes(self.shape) if self.codec.fixed else None
+
+    def _part_bytes(self, sample: int) -> int:
+        """The bytes for one sample of a codec that remembers."""
+        _, S, D = self.shape
+        like = torch.zeros(1, S, D)
+        return self.codec.encode(like).numel() if sample in self.memory else 4 * S * D
+
+    def _encode(self, h: Tensor, samples: Sequence[int]) -> Tensor:
+        parts: list[Tensor] = []
+        for sample, own in zip(samples, h.float().split(1), strict=True):
+            parts.append(self.codec.encode(own - self.memory[sample]) if sample in self.memory else join(own))
+            self._take(sample, parts[-1], own)
+        return torch.cat(parts)
+
+    def _take(self, sample: int, part: Tensor, like: Tensor) -> None:
+        """Both ends apply what was sent, from its bytes."""
+        if sample in self.memory:
+            self.memory[sample] = self.memory[sample] + self.codec.decode(part, like)[0]
+        else:
+            self.memory[sample] = part.clone().view(torch.float32).view(like.shape[1:])
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of this end."""
+        return {"samples": [*self.memory], "messages": [*self.memory.values()]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores a saved state. Raises CheckpointError when it does not fit."""
+        samples, messages = state.get("samples"), state.get("messages")
+        if (
+            not isinstance(samples, list) or not isinstance(messages, list) or len(samples) != len(messages)
+            or not all(isinstance(one, int) for one in samples)
+            or not all(isinstance(one, Tensor) and one.shape == self.shape[1:] for one in messages)
+        ):  # fmt: skip
+            raise CheckpointError(
+                f"the checkpoint of a boundary with codec '{self.codec.name}' does not hold messages of shape "
+                f"{list(self.shape[1:])}; use the run file that wrote it, or remove the checkpoint"
+            )
+        self.memory = dict(zip(samples, messages, strict=True))
+
+
+class _Through(torch.autograd.Function):
+    """Straight through: the activation crosses one end, and its gradient the other."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, there: BoundaryEnd, back: BoundaryEnd, samples: Sequence[int]) -> Tensor:
+        ctx.back, ctx.samples = back, samples
+        return there.cross(h.detach(), samples)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.back.cross(gradient, ctx.samples), None, None, None
+
+
+def through(h: Tensor, there: BoundaryEnd, back: BoundaryEnd, samples: Sequence[int]) -> Tensor:
+    """The activation as the next stage receives it, whose gradient arrives as that of `h`, all in one process.
+
+    Shapes: `h` is `[B, S, D]`, with B samples.
+    """
+    return _Through.apply(h, there, back, samples)

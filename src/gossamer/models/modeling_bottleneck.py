@@ -1,0 +1,53 @@
+"""A Llama of `transformers` with residual bottlenecks (arXiv 2604.11947), for models that Gossamer has trained with them.
+
+This file is written beside such a model and stands alone: `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+__all__ = ["BottleneckLlama"]
+
+
+class BottleneckLlama(LlamaForCausalLM):
+    """Before each layer in `config.bottleneck["cuts"]` the stream h becomes `D(z) + (z, 0)`, with `z = E(h) + h[:width]`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        narrow, size = config.bottleneck, config.hidden_size
+        self.model.cuts = cuts = nn.ModuleDict()
+        for cut in narrow["cuts"]:
+            halves = nn.ModuleDict(
+                {
+                    "encoder": _map(size, narrow["width"], narrow["kind"]),
+                    "decoder": _map(narrow["width"], size, narrow["kind"]),
+                }
+            )
+            cuts[str(cut)] = halves
+            self.model.layers[cut].register_forward_pre_hook(self._crossing(str(cut)))
+        self.post_init()
+
+    def _crossing(self, cut: str) -> Any:
+        def cross(layer: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            h, *rest = given
+            halves: Any = self.get_submodule(f"model.cuts.{cut}")
+            z = halves["encoder"](h)
+            z = z + h[..., : z.shape[-1]]
+            x = halves["decoder"](z)
+            return (x + torch.cat((z, _zeros(x, z)), -1), *rest)
+
+        return cross
+
+
+def _zeros(x: Tensor, z: Tensor) -> Tensor:
+    return x.new_zeros(*x.shape[:-1], x.shape[-1] - z.shape[-1])
+
+
+def _map(size: int, to: int, kind: str) -> nn.Sequential:
+    if kind == "linear":
+        return nn.Sequential(nn.Linear(size, to, bias=False))
+    middle = max(4 * min(size, to), 64)
+    return nn.Sequential(nn.Linear(size, middle, bias=False), nn.SiLU(), nn.Linear(middle, to, bias=False))

@@ -1,0 +1,123 @@
+"""The [pipeline] settings of a run file: a replica whose layers are cut into stages, with slow links between them."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from gossamer.boundaries import BOUNDARIES, Boundary
+from gossamer.code import is_code
+from gossamer.data.settings import DataConfig
+from gossamer.errors import ConfigError
+from gossamer.fields import AtLeastOne
+from gossamer.models.sizes import ModelConfig, crossing
+from gossamer.models.stages import minimax
+from gossamer.run.choice import Choice, NamedIn
+from gossamer.schema import settings
+
+__all__ = ["DIRECTIONS", "PipelineConfig", "boundary_of", "cuts_of", "must_fit"]
+
+DIRECTIONS = ("forward", "backward")
+"""The keys of [pipeline] that name a boundary codec."""
+
+
+@settings("pipeline")
+class PipelineConfig:
+    """The stages of a replica, and what crosses between two of them. Micro-batches are the passes of `data.accumulate`."""
+
+    stages: AtLeastOne = 1
+    """Parts of consecutive layers; 1 is a whole replica."""
+    cuts: Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] | None = None
+    """The layers before which it is cut, one fewer than stages; None gives every stage about as many layers."""
+    forward: Annotated[Choice, NamedIn("boundary")] = Choice("dense")
+    """How activations are compressed."""
+    backward: Annotated[Choice, NamedIn("boundary")] = Choice("dense")
+    """How their gradients are compressed."""
+
+    def __post_init__(self) -> None:
+        if self.cuts is not None and len(self.cuts) != self.stages - 1:
+            raise ConfigError(
+                f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages; give {self.stages - 1} cuts, or remove pipeline.cuts"
+            )
+        for direction in DIRECTIONS:
+            if is_code(getattr(self, direction).name):
+                raise ConfigError(
+                    f"pipeline.{direction} is '{getattr(self, direction).name}', but only Gossamer's own boundary codecs work; "
+                    f"allowed are {', '.join(BOUNDARIES)}: name one"
+                )
+            if self.stages == 1 and getattr(self, direction).name != "dense":
+                raise ConfigError(
+                    f"pipeline.{direction} is '{getattr(self, direction).name}' and pipeline.stages is 1, which has no boundary; "
+                    "set pipeline.stages to 2 or more"
+                )
+        if boundary_of(self.backward).remembers:
+            raise ConfigError(
+                f"pipeline.backward is '{self.backward.name}', which sends changes from visit to visit, and gradients do not "
+                "settle; name another, such as 'intk', for this direction"
+            )
+
+
+def boundary_of(choice: Choice) -> Boundary:
+    """The boundary codec that a setting names. Raises ConfigError for an option that cannot work."""
+    return BOUNDARIES[choice.name](**choice.options)
+
+
+def cuts_of(pipeline: PipelineConfig, model: ModelConfig) -> tuple[int, ...]:
+    """The layers before which a model is cut: the given ones, those of its bottlenecks if they are as many, or evenly.
+
+    Raises: ConfigError when there are more stages than layers.
+    """
+    if pipeline.cuts is not None:
+        return pipeline.cuts
+    if model.bottleneck is not None and len(model.bottleneck.cuts or ()) == pipeline.stages - 1:
+        return model.bottleneck.cuts or ()
+    return minimax([1.0] * model.shape.layers, [1.0] * pipeline.stages)
+
+
+def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> None:
+    """Raises ConfigError unless a model can be cut into these stages and its batches into micro-batches for them."""
+    if pipeline.stages == 1:
+        return
+    stages, said = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
+    if model.own or model.loss is not None or data.own:
+        own = next(
+            f"{key} is {value!r:.60}"
+            for key, value, given in (
+                ("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None),
+                ("data.source", data.source, data.own),
+            )
+            if given
+        )  # fmt: skip
+        raise ConfigError(f"{said} and {own}, but only the built-in model on text can be cut; remove [pipeline]")
+    if model.dropout:
+        raise ConfigError(
+            f"{said} and model.dropout is {model.dropout}, whose random numbers would depend on the cuts; set it to 0"
+        )
+    if model.tie_embeddings:
+        raise ConfigError(
+            f"{said} and model.tie_embeddings is true, but the embedding is on the first stage and the output head on the "
+            "last; set it to false"
+        )
+    layers = model.shape.layers
+    cuts = cuts_of(pipeline, model)
+    if cuts[-1] >= layers or [*cuts] != sorted({*cuts}):
+        raise ConfigError(
+            f"pipeline.cuts is {[*cuts]}, but the model has {layers} layers and every stage needs one; take "
+            f"increasing numbers from 1 to {layers - 1}"
+        )
+    if data.accumulate < stages:
+        raise ConfigError(
+            f"{said} and data.accumulate is {data.accumulate}: with fewer micro-batches than stages some stage is always idle; "
+            f"set data.accumulate to {stages} or more"
+        )
+    for direction in DIRECTIONS:
+        boundary = boundary_of(getattr(pipeline, direction))
+        if widths := [width for cut in cuts if (width := crossing(model, cut)) % boundary.unit]:
+            raise ConfigError(
+                f"pipeline.{direction} = '{boundary.name}' cuts {boundary.unit} channels at a time, which does not divide the "
+                f"{widths[0]} that cross; take a divisor of them, or another model.hidden_size"
+            )
+        if boundary.remembers and data.windows is None:
+            raise ConfigError(
+                f"pipeline.{direction} = '{boundary.name}' needs samples that come again, and data.windows is not set, so that "
+                "each is seen once; set data.windows to the number of windows that a worker trains on"
+            )
