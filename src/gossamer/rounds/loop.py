@@ -128,8 +128,9 @@ class OuterLoop:
         if self.closes is not None and stop.sends:
             return self._close(self.closes, round, stop)
         operations = [self.under_way[round, p].post() for p in stop.sends]
-        for p in stop.sends if self._choice is not None else ():
-            self._choice.sent(round, p)
+        if self._choice is not None:
+            for p in stop.sends:
+                self._choice.sent(round, p)
         return operations
 
     def fragment_of(self, exchange: int) -> int:
