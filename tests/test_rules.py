@@ -74,6 +74,7 @@ ROWS = {
     "gasloc-restarted": restarted(gasloc()),
     "dilocox-eager": dilocox(form="eager"),
     "dilocox-blocking": dilocox(form="blocking"),
+    "dilocox-adaptive": dilocox(adapt_every=1),
     "diloco-trimmed": robust(diloco()),
     "diloco-krum": robust(error_feedback(diloco()), by="krum"),
     "diloco-geometric_median": robust(diloco(), by="geometric_median"),

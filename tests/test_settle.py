@@ -13,7 +13,7 @@ from gossamer.rounds.facts import Facts
 from gossamer.rounds.method import FITTING
 from gossamer.rounds.pairing import PAIRINGS, check, faults
 from gossamer.rounds.schedule import Schedule
-from gossamer.rules import RULES, data_parallel, diloco, eager, easgd, fgd, gasloc, relaysum, sgp, sparseloco
+from gossamer.rules import RULES, data_parallel, diloco, dilocox, eager, easgd, fgd, gasloc, relaysum, sgp, sparseloco
 from gossamer.run.methods import missing
 from gossamer.run.settle import InPairs, InRounds, WithoutWaiting, WithServer, in_rounds, settle
 from gossamer.run.settle import faults as faults_of
@@ -58,6 +58,24 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "asynchronous in somebody else's loop": (GOSSIP._replace(driver="library"), ["'gasloc'", "in rounds"]),
     "averaging in somebody else's loop": (Facts(driver="library", averaging="gpa"), ["'gpa'", "gossamer.GPA"]),
     "adapt in somebody else's loop": (Facts(driver="library", adapt=True), ["run.adapt is True", "local_steps"]),
+    "chosen fragments and rule": (
+        Facts(rule=gasloc(), topology=random(4), schedule=Schedule(fragments=2, sends=3)),
+        ["schedule.sends is 3", "'gasloc'", "'diloco'"],
+    ),
+    "chosen fragments and overlap": (
+        Facts(
+            rule=diloco(), topology=complete(4), local_steps=6, schedule=Schedule(fragments=2, sends=3, overlap_steps=4)
+        ),
+        ["schedule.overlap_steps is 4", "all 2 fragments"],
+    ),
+    "adapt and a rule that adapts": (
+        Facts(rule=dilocox(adapt_every=2), topology=complete(4), weigh_steps=True),
+        ["'dilocox' with adapt_every = 2", "run.weigh_steps"],
+    ),
+    "a rule that adapts in somebody else's loop": (
+        Facts(driver="library", rule=dilocox(adapt_every=2), topology=complete(4)),
+        ["'dilocox' with adapt_every = 2", "Outer"],
+    ),
     "gradients in somebody else's loop": (
         Facts(driver="library", rule=data_parallel(), topology=complete(4)),
         ["'data_parallel'", "DistributedDataParallel"],

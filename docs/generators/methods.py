@@ -77,7 +77,8 @@ def python_of(settings: Mapping[str, Any]) -> str:
     """
     parts = {head: dict(_below(settings, head)) for head in ("rule", "topology", "codec", "schedule", "run", "inner")}
     rule = parts["rule"].pop("name", None)
-    if rule is None or RULES[rule]().site == "gradients" or {"adapt", "wait"} & parts["run"].keys():
+    decides = bool({"adapt", "wait"} & parts["run"].keys()) or "adapt_every" in parts["rule"]
+    if rule is None or RULES[rule]().site == "gradients" or decides:
         return ""
     if "inner_every" in parts["schedule"] or "averaging" in parts["inner"]:
         return ""

@@ -24,6 +24,7 @@ def gossip_table(topology: Topology, found: Outlook) -> str:
                                     per round      variance   momentum         this momentum
     after mixing (site "post")      x 0.807        2.72       0.859            0.795
     before mixing (site "pre")      x 0.866        3.59       0.744            0.808
+    of drifts (site "drift")        x 0.655        2.09       1.000            1.06
     without momentum                x 0.655        0.75                        1
     """
     facts = [tag.replace("_", " ") for tag in _TAGS if getattr(topology, tag)]
@@ -39,13 +40,14 @@ def gossip_table(topology: Topology, found: Outlook) -> str:
         of, chi = "" if topology.static else " of the mean round", found.laplacian_condition
         condition = "" if chi is None else f", condition number of its Laplacian {chi:.4g}"
         lines.append(f"spectral gap{of} {found.spectral_gap:.4g}{condition}")
-    after, before, without = found.gossip
+    after, before, drifts, without = found.gossip
     alpha, gamma, _ = after.consensus
     table = [
         (f"momentum {gamma:g}, gossip step {alpha:g}", "disagreement", "steady", "largest stable", "best step for"),
         ("", "per round", "variance", "momentum", "this momentum"),
         _row('after mixing (site "post")', after, _limit(after)),
         _row('before mixing (site "pre")', before, _limit(before)),
+        _row('of drifts (site "drift")', drifts, _limit(drifts)),
         _row("without momentum", without, ""),
     ]
     return "\n".join([*lines, "", *(f"{a:<31} {b:<14} {c:<10} {d:<16} {e}" for a, b, c, d, e in table)])
@@ -53,7 +55,7 @@ def gossip_table(topology: Topology, found: Outlook) -> str:
 
 def gossip_facts(topology: Topology, found: Outlook) -> dict[str, Any]:
     """The same for a program: `gossip` is empty where gossip does not preserve the mean."""
-    sites = ("after mixing", "before mixing", "without momentum")
+    sites = ("after mixing", "before mixing", "of drifts", "without momentum")
     return {
         "tags": [tag for tag in _TAGS if getattr(topology, tag)],
         "period": topology.period,

@@ -19,7 +19,7 @@ the rule that it checks.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +89,8 @@ class Setup(NamedTuple):
     """As in `Schedule.merge_strength`."""
     attempt: int = 0
     """Of an elastic run, which tries the mean of a round again over fewer workers when one of them fails."""
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Is entered for the time of the outer update."""
     compare: Callable[[Tree, Sequence[Tree]], None] | None = None
     """Is shown each own message and those received, or the mean of all, as they were decoded; it only reads them."""
 
@@ -130,10 +132,10 @@ _Legs = Generator[Ticket | _Posted | _Complete | None, None, None]
 class Exchange:
     """One worker's end of an exchange; made by `begin`, which announces what will be received."""
 
-    def __init__(self, legs: _Legs, transport: Transport, local_steps: int = 1):
+    def __init__(self, legs: _Legs, transport: Transport, ctx: Context):
         self._legs, self._transport = legs, transport
-        self.local_steps = local_steps
-        """Inner steps of this worker in the round of the exchange."""
+        self.ctx = ctx
+        """What the rule knows of the round of the exchange."""
         self.sent: Sent | None = None
         """Set by `post`."""
         self.waits_for: Ticket | None = None
@@ -222,7 +224,7 @@ def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) 
         legs = _through_owners(job)
     else:
         legs = _reduced(job, setup.reduce)
-    return Exchange(legs, setup.transport, ctx.local_steps)
+    return Exchange(legs, setup.transport, ctx)
 
 
 def sent_again(setup: Setup, mixing: Mixing, ctx: Context, tensors: Sequence[Tensor]) -> Sent:
@@ -290,7 +292,7 @@ def _with_peers(job: _Job) -> _Legs:
     full = without(mixing.rows[i], i, lost)
     order, weights = [i, *sources] if rule.hear is pull else [j for j, _ in full], dict(full)
     row, me = tuple((place, weights[j]) for place, j in enumerate(order)), order.index(i)
-    with _merging(job, sent.x):
+    with job.setup.around(), _merging(job, sent.x):
         for a, b in update_spans(kernel, rule, part.x.device, 0, part.x.numel()):
             messages = Decoded(cut(rule, own, a, b), tuple(cut(rule, m, a, b) for m in received), me, row)
             kernel.run(rule, rule.hear, part.x[a:b], cut(rule, part.s, a, b), messages, ctx)
@@ -347,7 +349,7 @@ def _through_owners(job: _Job) -> _Legs:
             job.setup.compare(mine, [tuple(piece)])
     yield _Complete()
 
-    with _merging(job, sent.x):
+    with job.setup.around(), _merging(job, sent.x):
         _update_with_mean(job.setup, whole, pieces, ctx)
 
 
@@ -365,7 +367,7 @@ def _reduced(job: _Job, reduce: Reduce) -> _Legs:
     must_be_finite({f"the all-reduced mean of round {ctx.round}": tuple(total)})
     if job.setup.compare is not None:
         job.setup.compare(sent.message, [tuple(total)])
-    with _merging(job, sent.x):
+    with job.setup.around(), _merging(job, sent.x):
         _update_with_mean(job.setup, sent.message, [total], ctx)
 
 

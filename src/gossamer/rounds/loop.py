@@ -5,6 +5,7 @@ fragments and receives others; between two stops it trains, and may call `advanc
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypedDict
 
 from torch import Tensor
@@ -13,10 +14,10 @@ from gossamer.codecs import exact, fitted
 from gossamer.codecs.message import owners_share
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
+from gossamer.rounds.choosing import Choice
 from gossamer.rounds.exchange import (
     Exchange,
     Part,
-    Sent,
     Setup,
     begin,
     initial_state,
@@ -41,6 +42,8 @@ class UnderWay(TypedDict):
     round: int
     fragment: int
     local_steps: int
+    rank: int
+    chosen: int
     sent: list[Tensor]
 
 
@@ -66,6 +69,7 @@ class OuterLoop:
         averaging = local_sgd() if m.topology.everyone else gossip()
         halves = m.rule.site == "parameters" and parts[0][0].dtype in HALVES
         rule = with_master(m.rule) if halves else m.rule
+        self._adapted = rule.adapted
         self.fragments: list[Setup] = []
         for p, (x, layout) in enumerate(parts):
             part = Part(x, (), layout, p)
@@ -81,6 +85,8 @@ class OuterLoop:
             mixing = m.topology.mixing(0)
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
             self.fragments.append(setup._replace(part=part._replace(s=s)))
+        sends = m.schedule.sends
+        self._choice = Choice(m.schedule.fragments, sends) if sends else None
         self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
         """As in `Setup`, for the exchanges that are announced from now on."""
         self.alive: Callable[[int], frozenset[int] | None] = lambda round: None
@@ -88,13 +94,21 @@ class OuterLoop:
         self.closes: Closes | None = None
         """Decides over whom the mean of a round is taken, in an elastic run of a rule that needs everyone."""
         self.under_way: dict[tuple[int, int], Exchange] = {}
-        """Exchanges that were announced and not finished, by round and fragment, oldest first."""
+        """Exchanges that were announced and not finished, by round and fragment or place (see `Stop.sends`), oldest first."""
 
     def stops(self, round: int) -> tuple[Stop, ...]:
         """The stops of this round."""
         rule, schedule = self.method.rule, self.method.schedule
         late, ahead, updates = rule.delay_rounds, rule.sends_ahead, self._updates is not None
         return schedule.stops(round, self.full_steps, late, ahead=ahead, updates=updates)
+
+    def adapted(self, local_steps: int) -> int:
+        """The local steps of the next round out of so many, where the rule decides on them; of its fragments, the most."""
+        adapted = self._adapted
+        if adapted is None:
+            return local_steps
+        own = self.fragments[: self.method.schedule.fragments]
+        return max(adapted(setup.part.s).local_steps(local_steps) for setup in own)
 
     def mixing(self, round: int) -> Mixing:
         """The peers and weights of a round, among those that take part in it."""
@@ -105,13 +119,23 @@ class OuterLoop:
         if self.closes is not None:
             return  # with whom is known only when the local phase is over
         for p in stop.sends:
+            if self._choice is not None:
+                self._choice.pick(round, p, [self.fragment_of(flying) for _, flying in self.under_way])
             self.under_way[round, p] = self._begin(round, p)
 
     def post(self, round: int, stop: Stop) -> list[Operation]:
         """Sends what is due at this stop."""
         if self.closes is not None and stop.sends:
             return self._close(self.closes, round, stop)
-        return [self.under_way[round, p].post() for p in stop.sends]
+        operations = [self.under_way[round, p].post() for p in stop.sends]
+        if self._choice is not None:
+            for p in stop.sends:
+                self._choice.sent(round, p)
+        return operations
+
+    def fragment_of(self, exchange: int) -> int:
+        """The fragment of an exchange of this round, or of one under way; its number unless fragments are chosen."""
+        return exchange if self._choice is None else self._choice.of[exchange]
 
     def _close(self, closes: Closes, round: int, stop: Stop) -> list[Operation]:
         """Exchanges with those that a leader names, and again with fewer when one of them fails, until all have everything."""
@@ -147,7 +171,7 @@ class OuterLoop:
 
     def update_from_zeros(self, round: int, stop: Stop) -> None:
         """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
-        for sent_round, p in self._received(round, stop):
+        for sent_round, p in self._received(round, stop) if self._choice is None else ():  # no late rule has a choice
             setup, mixing = self._setup(p), self.mixing(round)
             if sent_round < 0 and setup.rule.delay_rounds:
                 update_from_zeros(setup, mixing, self._context(round, setup.part, mixing))
@@ -182,20 +206,26 @@ class OuterLoop:
     @property
     def exchanges(self) -> int:
         """How many exchanges a round has; their numbers go from zero on."""
+        if self._choice is not None:
+            return self._choice.sends
         return len(self.fragments) + (0 if self._updates is None else self.method.schedule.fragments)
 
     @property
     def state(self) -> Tree:
-        """The outer state of all fragments, one after the other."""
-        return tuple(setup.part.s for setup in self.fragments)
+        """The outer state of all fragments, one after the other, and of the choice between them."""
+        chosen = () if self._choice is None else (self._choice.state,)
+        return (*(setup.part.s for setup in self.fragments), *chosen)
 
     def state_under_way(self) -> list[UnderWay]:
         """What a checkpoint needs of the exchanges that are under way."""
         return [
-            {"round": round, "fragment": p, "local_steps": exchange.local_steps, "sent": leaves(exchange.sent)}
+            {
+                "round": round, "fragment": p, "local_steps": exchange.ctx.local_steps, "rank": exchange.ctx.rank,
+                "chosen": self.fragment_of(p), "sent": leaves(exchange.sent),
+            }
             for (round, p), exchange in self.under_way.items()
             if exchange.sent is not None
-        ]
+        ]  # fmt: skip
 
     def restore_under_way(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Sends again what was under way; all workers must resume from the same round.
@@ -205,15 +235,22 @@ class OuterLoop:
         self.under_way.clear()
         for one in saved:
             round, p, tensors = int(one["round"]), int(one["fragment"]), list(one["sent"])
-            if not 0 <= p < len(self.fragments) or round < 0 or (round, p) in self.under_way:
+            exchanges = len(self.fragments) if self._choice is None else self._choice.sends
+            if not 0 <= p < exchanges or round < 0 or (round, p) in self.under_way:
                 raise ValueError(f"an exchange of fragment {p} in round {round} is under way")
-            local_steps = int(one.get("local_steps", self.local_steps))
-            if not 1 <= local_steps <= self.full_steps:
-                raise ValueError(f"an exchange after {local_steps} of {self.full_steps} local steps is under way")
+            local_steps, rank = int(one.get("local_steps", self.local_steps)), int(one.get("rank", 0))
+            if not 1 <= local_steps <= self.full_steps or rank < 0:
+                raise ValueError(
+                    f"an exchange after {local_steps} of {self.full_steps} local steps, of rank {rank}, is under way"
+                )
+            if self._choice is not None:
+                if (chosen := int(one["chosen"])) not in range(len(self.fragments)):
+                    raise ValueError(f"an exchange of fragment {chosen} of {len(self.fragments)} is under way")
+                self._choice.of[p] = chosen
             mixing, ctx = self._place(round, p)
-            self.under_way[round, p] = self._begin(
-                round, p, sent_again(self.fragments[p], mixing, ctx, tensors), local_steps
-            )
+            ctx = ctx._replace(local_steps=local_steps, rank=rank)
+            setup = self._setup(p)._replace(compare=self.compare)
+            self.under_way[round, p] = begin(setup, mixing, ctx, sent_again(setup, mixing, ctx, tensors))
         for exchange in self.under_way.values():
             exchange.post()
 
@@ -221,20 +258,27 @@ class OuterLoop:
         """Round and fragment of what is received at a stop."""
         return [(round - lag, p) for p, lag in stop.receives]
 
-    def _context(self, round: int, part: Part, mixing: Mixing, local_steps: int | None = None) -> Context:
-        i, steps = self.worker, local_steps or self.local_steps
-        return Context(i, mixing.n, round, steps, mixing.weight(i), part.layout, self.full_steps)
+    def _context(self, round: int, part: Part, mixing: Mixing) -> Context:
+        i, adapted = self.worker, self._adapted
+        ctx = Context(i, mixing.n, round, self.local_steps, mixing.weight(i), part.layout, self.full_steps)
+        return ctx if adapted is None or part.s == () else ctx._replace(rank=adapted(part.s).rank)
 
-    def _place(self, round: int, p: int, local_steps: int | None = None) -> tuple[Mixing, Context]:
+    def _place(self, round: int, p: int) -> tuple[Mixing, Context]:
         """The mixing and the context of what is sent in this round, which those that send ahead do for the next one."""
         ahead = self.method.rule.sends_ahead and p < self.method.schedule.fragments
-        topology = self._updates if p >= len(self.fragments) else self.method.topology
+        of_updates = p >= len(self.fragments) and self._choice is None
+        topology = self._updates if of_updates else self.method.topology
         assert topology is not None
         mixing = topology.mixing(round + ahead, self.alive(round + ahead))
-        return mixing, self._context(round + ahead, self._setup(p).part, mixing, local_steps)
+        return mixing, self._context(round + ahead, self._setup(p).part, mixing)
 
     def _setup(self, p: int) -> Setup:
         """The setup of an exchange; that of updates shares x and what it needs of the state with its fragment."""
+        if self._choice is not None:
+            own = self.fragments[self._choice.of[p]]
+            assert own.rule.start is not None
+            around = partial(self._choice.measured, own.part.fragment, own.rule.start(own.part.s))
+            return own._replace(part=own.part._replace(fragment=p), around=around)
         if p < len(self.fragments):
             return self.fragments[p]
         assert self._updates is not None
@@ -243,8 +287,6 @@ class OuterLoop:
         part = own.part._replace(s=MixedUpdate(own.rule.start(own.part.s), own.rule.mixed(own.part.s)), fragment=p)
         return own._replace(rule=rule_of_updates(self._updates), part=part, overlap_steps=0)
 
-    def _begin(
-        self, round: int, p: int, sent: Sent | None = None, local_steps: int | None = None, attempt: int = 0
-    ) -> Exchange:
-        mixing, ctx = self._place(round, p, local_steps)
-        return begin(self._setup(p)._replace(compare=self.compare, attempt=attempt), mixing, ctx, sent)
+    def _begin(self, round: int, p: int, attempt: int = 0) -> Exchange:
+        mixing, ctx = self._place(round, p)
+        return begin(self._setup(p)._replace(compare=self.compare, attempt=attempt), mixing, ctx)

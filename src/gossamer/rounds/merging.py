@@ -11,7 +11,7 @@ from gossamer.layout import Layout
 from gossamer.topologies.mixing import widen
 from gossamer.tree import Tree
 
-__all__ = ["Merge", "merging"]
+__all__ = ["Merge", "length", "merging"]
 
 Merge = Literal["keep", "taylor"] | float
 _BLOCK = 1 << 14  # elements that torch sums in one thread, so that the number of threads changes no bit
@@ -59,13 +59,13 @@ def merging(x: Tensor, layout: Layout, sent: Tree, merge: Merge, strength: float
 def _correction(moved: Tensor, jump: Tensor) -> Tensor:
     """|m| c/|c| with c = m · m · jump; zero where c is. Only directions are multiplied, so that nothing small underflows."""
     direction = _unit(moved)
-    return _length(moved) * _unit(direction * direction * _unit(jump))
+    return length(moved) * _unit(direction * direction * _unit(jump))
 
 
 def _unit(v: Tensor) -> Tensor:
-    return v / _length(v).clamp_min(torch.finfo(v.dtype).tiny)
+    return v / length(v).clamp_min(torch.finfo(v.dtype).tiny)
 
 
-def _length(v: Tensor) -> Tensor:
-    """The norm of v, as a tensor of no dimension in its dtype."""
+def length(v: Tensor) -> Tensor:
+    """The norm of v, as a tensor of no dimension in its dtype; the number of threads changes no bit."""
     return torch.stack([block.double().square().sum() for block in v.split(_BLOCK)]).sum().sqrt().to(v.dtype)

@@ -34,7 +34,7 @@ class Method(NamedTuple):
     @property
     def sends_per_round(self) -> int:
         """How often a worker sends in a round, each of which is an entry of the trace."""
-        return self.schedule.fragments * (2 if self.rule.mixes_updates else 1)
+        return self.schedule.slots * (2 if self.rule.mixes_updates else 1)
 
 
 def settled_rule(facts: Facts) -> Rule:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from gossamer.errors import PairingError, choose
 from gossamer.rounds import coding
+from gossamer.rounds.adapting import ADAPTING
 from gossamer.rounds.elastic import ELASTIC
 from gossamer.rounds.facts import INSTEAD, Facts, Pairing
 from gossamer.rounds.own_loop import OWN_LOOP
@@ -199,10 +200,10 @@ _RULES = (
 _SCHEDULE = (
     Pairing(
         "fragments and local steps",
-        lambda f: f.full_steps is not None and f.schedule.fragments > f.full_steps,
+        lambda f: f.full_steps is not None and f.schedule.slots > f.full_steps,
         lambda f: (
-            f"schedule.fragments is {f.schedule.fragments} and a round has {f.full_steps} inner steps; use at most one fragment "
-            "per inner step"
+            f"schedule.{'sends' if f.schedule.sends else 'fragments'} is {f.schedule.slots} and a round has {f.full_steps} inner "
+            "steps; use at most one fragment per inner step"
         ),
     ),
     Pairing(
@@ -444,5 +445,5 @@ _ASYNCHRONOUS = (
     ),
 )
 
-PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *_SCHEDULE, *_RULES)
+PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *ADAPTING, *_SCHEDULE, *_RULES)
 """Every combination that cannot work; if several apply, the first is reported."""

@@ -25,7 +25,7 @@ class Stop(NamedTuple):
     step: int
     """Inner steps of the round that come before, for the worker that takes most."""
     sends: tuple[int, ...]
-    """Fragments that are sent now."""
+    """Fragments that are sent now; where they are chosen (`Schedule.sends`), the places of these sends in the round."""
     receives: tuple[tuple[int, int], ...]
     """Fragments that are received now, each with how many rounds ago it was sent."""
 
@@ -56,6 +56,10 @@ class Schedule:
     keeps too, and corrects what was trained since for where the update has moved to, as in CoCoDC."""
     merge_strength: Annotated[float, Field(ge=0)] = 0.5
     """Length of the correction of "taylor" for each tensor, as a multiple of what was trained since (λ); 0 is "keep"."""
+    sends: AtLeastZero = 0
+    """Sends in a round, each of the fragment whose outer value changes fastest, as in CoCoDC (N): at least as many as there are
+    fragments, of which two or more, and at most one an inner step. 0 sends each fragment once a round, in turn. CoCoDC's N is
+    max(fragments, 0.4 H · seconds of an inner step / seconds of a transfer), which spends bandwidth that is to spare."""
     inner_every: tuple[AtLeastZero, ...] = ()
     """Rounds between two averagings of the inner optimizer's first and second moments, as in DES-LOC; 0 for never, and ()
     leaves them to each worker alone."""
@@ -65,6 +69,11 @@ class Schedule:
             raise ConfigError(
                 f"schedule.inner_every is {list(self.inner_every)}; give two numbers of rounds, for the first and the second "
                 "moments of the inner optimizer, 0 for never"
+            )
+        if self.sends and (not 2 <= self.fragments <= self.sends or self.inner_every):
+            raise ConfigError(
+                f"schedule.sends is {self.sends} with schedule.fragments = {self.fragments} and schedule.inner_every = "
+                f"{list(self.inner_every)}; give at least two fragments, as many sends or more, and no inner_every"
             )
         if self.merge != "taylor" and self.merge_strength != 0.5:
             raise ConfigError(
@@ -77,9 +86,14 @@ class Schedule:
         """Whether a round is its local phase and then one exchange of everything, without overlap."""
         return self == Schedule()
 
+    @property
+    def slots(self) -> int:
+        """How often fragments are sent in a round."""
+        return self.sends or self.fragments
+
     def hidden(self, full_steps: int) -> float:
         """Share of a round's inner steps during which some fragment is under way, if the fragments follow one another."""
-        return min(1.0, self.fragments * self.overlap_steps / full_steps)
+        return min(1.0, self.slots * self.overlap_steps / full_steps)
 
     def stops(
         self, round: int, full_steps: int, delay_rounds: int = 0, *, ahead: bool = False, updates: bool = False
@@ -108,8 +122,8 @@ class Schedule:
             first = first or (late > 0 and before + 1 == sent and (ahead or not delay_rounds))
             receives.setdefault((before + 1, not first), []).append((fragment, lag))
 
-        for p in range(self.fragments):
-            sent = (p + 1) * full_steps // self.fragments
+        for p in range(self.slots):
+            sent = (p + 1) * full_steps // self.slots
             if updates:
                 exchange(self.fragments + len(self.inner_every) + p, sent, 0, first=True)
             exchange(p, sent, self.overlap_steps + delay_rounds * full_steps)

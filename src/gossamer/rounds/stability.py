@@ -77,8 +77,8 @@ class Outlook(NamedTuple):
     laplacian_condition: float | None
     """Of the mean mixing matrix; None where that is not known, or not symmetric."""
     gossip: tuple[Gossip, ...]
-    """With momentum after mixing (site "post"), with momentum before mixing (site "pre"), and without momentum; empty where the
-    weights are not doubly stochastic, so that gossip does not preserve the mean."""
+    """With momentum after mixing (site "post"), before mixing ("pre") and of drifts alone ("drift"), and without momentum; empty
+    where the weights are not doubly stochastic, so that gossip does not preserve the mean."""
 
 
 def stability(consensus: Consensus, topology: Topology) -> Stability:
@@ -249,7 +249,7 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     >>> from gossamer.topologies import random
     >>> found = outlook(random(8), alpha=1.0, gamma=0.5)
     >>> [(row.consensus.site, round(row.stability.radius, 3), row.best_alpha) for row in found.gossip]
-    [('post', 0.807, 0.795), ('pre', 0.866, 0.808), ('post', 0.655, 1.0)]
+    [('post', 0.807, 0.795), ('pre', 0.866, 0.808), ('drift', 0.655, 1.06), ('post', 0.655, 1.0)]
     """
     check_option("gossip", "alpha", alpha, Annotated[float, Interval("(0, 2)")])
     check_option("gossip", "momentum", gamma, Decay)
@@ -258,14 +258,15 @@ def outlook(topology: Topology, *, alpha: float, gamma: float) -> Outlook:
     gap = condition = mean_gap(topology)
     if gap is not None:
         condition = laplacian_condition(_mean_matrix(topology)) if topology.symmetric else None
-    limits: dict[MomentumSite, float] = {site: largest_stable_gamma(alpha, site, topology) for site in ("post", "pre")}
+    sites: tuple[MomentumSite, ...] = ("post", "pre", "drift")
+    limits = {site: largest_stable_gamma(alpha, site, topology) for site in sites}
 
     def row(site: MomentumSite, momentum: float) -> Gossip:
         consensus = Consensus(alpha, momentum, site)
         found = stability(consensus, topology)
         return Gossip(consensus, found, limits[site], best_alpha(momentum, site, topology))
 
-    return Outlook(gap, condition, (row("post", gamma), row("pre", gamma), row("post", 0.0)))
+    return Outlook(gap, condition, (*(row(site, gamma) for site in sites), row("post", 0.0)))
 
 
 def mean_gap(topology: Topology) -> float | None:

@@ -12,7 +12,18 @@ from gossamer.options import in_short
 from gossamer.topologies.mixing import Hear, mean
 from gossamer.tree import Tree, leaves
 
-__all__ = ["ActsOn", "Consensus", "Context", "Limit", "MomentumSite", "Needs", "OuterSGD", "Rule", "sends_parameters"]
+__all__ = [
+    "ActsOn",
+    "Adapted",
+    "Consensus",
+    "Context",
+    "Limit",
+    "MomentumSite",
+    "Needs",
+    "OuterSGD",
+    "Rule",
+    "sends_parameters",
+]
 
 Needs = Literal["everyone", "connected", "static", "tree", "push"]
 ActsOn = Literal["parameters", "gradients"]
@@ -28,6 +39,21 @@ class OuterSGD(NamedTuple):
 
 
 Limit = Literal["inner", "outer optimizer"] | OuterSGD
+
+
+class Adapted(NamedTuple):
+    """What a rule makes of the rounds so far: the rank of its next message, of the rank that it began with."""
+
+    rank: int
+    full_rank: int
+
+    def local_steps(self, full_steps: int) -> int:
+        """The inner steps of a round that is shorter in proportion, at least one.
+
+        >>> Adapted(8, 64).local_steps(30), Adapted(1, 64).local_steps(30)
+        (3, 1)
+        """
+        return max(1, full_steps * self.rank // self.full_rank)
 
 
 class Context(NamedTuple):
@@ -48,6 +74,8 @@ class Context(NamedTuple):
     """Whether all workers receive from all in this round, with the same weights; the exchange derives it from the mixing."""
     peers: tuple[int, ...] = ()
     """The workers it receives from in this round, ascending, also derived from the mixing; constant on a static topology."""
+    rank: int = 0
+    """The rank of this round's messages, for a rule that adapts it (`Rule.adapted`); 0 is the one it begins with."""
 
 
 class Consensus(NamedTuple):
@@ -123,6 +151,9 @@ class Rule(NamedTuple):
     """`reset(x, s) -> s` forgets the outer momentum after a round that ended at `x`; None for rules without one."""
     start: Callable[[Tree], Tensor] | None = None
     """`start(s)` is where the round began, a tensor of the state; None for rules that do not keep it."""
+    adapted: Callable[[Tree], Adapted] | None = None
+    """`adapted(s)` is the rank of the next message, from which the local steps of the next round follow; None for rules whose
+    messages all have one size. It must follow from what all workers have received alike, as they must decide alike."""
 
     def __repr__(self) -> str:
         return in_short(self)

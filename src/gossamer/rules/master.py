@@ -38,7 +38,7 @@ def with_master(rule: Rule) -> Rule:
     Fails when: the inner optimizer's own steps are below the spacing of the parameters, which rounds them away before any
         outer step. A merge by weights (`schedule.merge = 0.5`) rounds what it merges once a round, as an inner step does.
     """
-    kept, reset, mixed = rule.start, rule.reset, rule.mixed
+    kept, reset, mixed, adapted = rule.start, rule.reset, rule.mixed, rule.adapted
     from_start = rule.averages and rule.identical and sends_parameters(rule)
 
     def start(s: _State) -> Tensor:
@@ -77,4 +77,5 @@ def with_master(rule: Rule) -> Rule:
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(whole(x, s), s.inner)),
         start=start,
         mixed=None if mixed is None else lambda s: mixed(s.inner),
+        adapted=None if adapted is None else lambda s: adapted(s.inner),
     )

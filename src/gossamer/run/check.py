@@ -288,7 +288,8 @@ def _priced(config: RunConfig, name: str, entries: Sequence[Entry], m: Method) -
     except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
         return OnNetwork(name, None, None, f"unknown: {error}")
     rounds = trace.rounds / m.sends_per_round
-    note = "at the local steps that run.adapt begins with" if config.run.adapt else ""
+    adapts = "run.adapt" if config.run.adapt else "the rule" if m.rule.adapted is not None else ""
+    note = f"at the local steps that {adapts} begins with" if adapts else ""
     return OnNetwork(name, timeline.total_s / rounds, timeline.mean_utilisation, note)
 
 

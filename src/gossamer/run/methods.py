@@ -65,6 +65,11 @@ METHODS: dict[str, Recipe] = {
     "choco": Recipe({"topology.name": "exponential", "codec.name": "int4"}),
     "cocktail": Recipe({"run.local_steps": 1, "codec.name": "cocktail"}),
     "dilocox": Recipe({"codec.name": "int4"}),
+    "dilocox_adaptive": Recipe(
+        {"rule.name": "dilocox", "rule.adapt_every": 5, "codec.name": "int4"},
+        differs="the rounds between two decisions, which were not readable, are ours; else as in `dilocox`",
+        fails="few directions hold most of the mean: rank and rounds shrink to them, and the momentum of late means does not.",
+    ),
     "relaysum": Recipe({"run.local_steps": 1}),
     "sparseloco": Recipe({"codec.name": "topk2bit"}),
     "sparta": Recipe({"run.local_steps": 1, "rule.one_in": 50}),
@@ -148,11 +153,12 @@ METHODS: dict[str, Recipe] = {
         {
             "rule.name": "diloco", "rule.lr": 0.4,
             "schedule.fragments": 3, "schedule.overlap_steps": 2, "schedule.merge": "taylor",
+            "schedule.sends": 3,
         },
         source="arXiv 2504.17672",
-        differs="fragments are sent in turn, as in Streaming DiLoCo, where the paper sends the one that changed most, and more "
-        "often where bandwidth is to spare; the correction of a tensor has a given length (`schedule.merge_strength`), no given "
-        "factor; the outer learning rate is that of `streaming_diloco`",
+        differs="how often fragments are sent is set (`schedule.sends`), not measured, here to the paper's least, once each on "
+        "average; rates are counted in sends, and a fragment that was never sent goes first; the correction of a tensor has a "
+        "given length (`schedule.merge_strength`), no given factor; the outer learning rate is that of `streaming_diloco`",
         fails="updates come so late, or are so long, that the squares of the gradients say little of the way between.",
     ),
     "asyncmesh": Recipe(

@@ -120,7 +120,8 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
         sum(len(op.sends) * (2 if op.kind == "mean" else 1) for op in every) / n / rounds,
         sum(len(op.sends) for op in every) / max(1, len(every)),
         tuple(dict.fromkeys(op.kind for op in every)),
-        max(sum(nbytes(leaf) for leaf in leaves(loop.state)) for loop in loops) / nbytes(x),
+        max(sum(nbytes(leaf) for leaf in leaves(tuple(setup.part.s for setup in loop.fragments))) for loop in loops)
+        / nbytes(x),
         flight / nbytes(x),
     )
     return counted, entries

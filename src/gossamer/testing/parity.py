@@ -92,7 +92,7 @@ def _settled(
     rule: Rule, topology: Topology, codec: Codec, schedule: Schedule, rounds: int, timeout_s: float
 ) -> _Run:  # fmt: skip
     """The run, with as many inner steps in a round as the schedule needs. Raises PairingError."""
-    steps = 1 if rule.site == "gradients" else max(2, schedule.fragments, schedule.overlap_steps)
+    steps = 1 if rule.site == "gradients" else max(2, schedule.slots, schedule.overlap_steps)
     facts = Facts(rule=rule, topology=topology, codec=codec, schedule=schedule, local_steps=steps)
     return _Run(method_of(facts._replace(rule=settled_rule(facts))), steps, rounds, timeout_s)
 
