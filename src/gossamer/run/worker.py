@@ -86,6 +86,7 @@ class Worker:
     def segments(self, round: int) -> Iterator[Segment]:
         """The segments of a round, one for each stop."""
         start = 0
+        self.loop.enter(round)
         for stop in self.loop.stops(round):
             end = stop.after(self.replica.local_steps, self.config.full_steps)
             yield Segment(round, stop, start, end)
