@@ -198,6 +198,10 @@ class OuterLoop:
         setup = self._setup(fragment)
         return owners_share(setup.codec, setup.part.x.numel())
 
+    def part(self, p: int) -> Part:
+        """What this worker owns of what is exchanged under a number."""
+        return self._setup(p).part
+
     @property
     def exchanges(self) -> int:
         """How many exchanges a round has; their numbers go from zero on."""

@@ -113,7 +113,7 @@ class Worker:
 
     def _hash(self, stop: Stop) -> str:
         replica, found = self.replica, hashlib.sha256(str(self.replica.steps_taken).encode())
-        parts = [self.loop.fragments[p].part for p in stop.sends]
+        parts = [self.loop.part(p) for p in stop.sends]
         trained = [] if replica.gradient is None else [replica.x]
         for t in [*trained, *(leaf for part in parts for leaf in (part.x, *leaves(part.s)))]:
             found.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
