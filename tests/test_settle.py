@@ -144,9 +144,17 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(elastic=True, rule=gasloc(), topology=exponential(5)),
         ["'exponential'", "symmetric"],
     ),
-    "elastic and schedule": (
-        Facts(elastic=True, rule=gasloc(), topology=random(4), schedule=Schedule(fragments=2)),
-        ["'gasloc'", "fragments=2", "in flight"],
+    "elastic and overlap": (
+        Facts(elastic=True, rule=diloco(), topology=complete(4), schedule=Schedule(overlap_steps=2)),
+        ["'diloco'", "schedule.overlap_steps = 0", "'gasloc'"],
+    ),
+    "elastic and delay": (
+        Facts(elastic=True, rule=eager()._replace(needs="connected"), topology=random(4)),
+        ["'eager'", "take over", "'fgd'"],
+    ),
+    "elastic and mixed updates": (
+        Facts(elastic=True, rule=fgd(mix_updates="complete"), topology=random(4)),
+        ["'fgd'", "rule.mix_updates", "'random'"],
     ),
     "elastic and adapt": (Facts(elastic=True, rule=gasloc(), topology=random(4), adapt=True), ["run.adapt is True"]),
     "elastic and all-reduce": (

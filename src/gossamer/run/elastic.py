@@ -205,6 +205,7 @@ class _Participant:
             except LeftOutError as error:
                 replica.steps_taken = before  # nobody has what they have led to: they are taken again
                 self._views.clear()
+                worker.hashes()
                 if self._asked.is_set():
                     break
                 begun = Begun(round, finished, self.slot, 0, self._incarnation)

@@ -236,7 +236,8 @@ class _Reader:
         j, k = sender
         life, ahead = self.script.lives[j][k], self._method.rule.sends_ahead
         if ahead and message.fragment < self._method.schedule.fragments:
-            self.script.next.setdefault((sender, max(_last(life), life.begun.round - 1)), message.of)
+            if message.of > _last(life):
+                self.script.next.setdefault((sender, max(_last(life), life.begun.round - 1)), message.of)
         elif message.of > _last(life):
             self._turn(message.of).lost.add(sender)
 
