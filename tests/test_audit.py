@@ -10,7 +10,7 @@ import torch
 from gossamer.errors import ConfigError, DataError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
+from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome
 from gossamer.run.audit import audit
 from gossamer.run.config import digest, dump
 from gossamer.run.keywords import resolved
@@ -145,8 +145,8 @@ def logged(folder, config, lives):
     for slot, lines in lives.items():
         with OutcomeWriter(folder, slot) as log:
             for line in lines:
-                write = {Begun: log.begin, RoundOutcome: log.round, Ended: log.end}[type(line)]
-                write(line)
+                writes = {Begun: log.begin, ExchangeOutcome: log.exchange, RoundOutcome: log.round, Ended: log.end}
+                writes[type(line)](line)
     return folder
 
 
@@ -181,6 +181,70 @@ def test_a_worker_that_was_killed_after_others_had_counted_its_message_has_sent_
         replay_elastic(config, tmp_path / "missed", logged(tmp_path / "other log", config, lives))
         assert torch.equal(final(tmp_path / "missed", config, 2), final(tmp_path / "calm", config, 2))
         assert not torch.equal(final(tmp_path / "missed", config, 0), final(tmp_path / "calm", config, 0))
+
+
+SEVERAL = {
+    "fragments": (
+        {"topology__name": "ring", "schedule__fragments": 2},
+        lambda r: [(r, 0), (r, 1)],
+    ),
+    "fragments in flight": (
+        {"topology__name": "ring", "schedule__fragments": 2, "schedule__overlap_steps": 1},
+        lambda r: [(r - 1, 1), (r, 0)] if r < 3 else [(2, 1), (3, 0), (3, 1)],
+    ),
+    "parameters mixed while they train": (
+        {"rule__name": "fgd", "topology__name": "ring", "rule__mix_updates": "ring"},
+        lambda r: [(r, 1), (r, 0)][: 1 + (r > 0)],
+    ),
+    "means of fragments": (
+        {"rule__name": "diloco", "topology__name": "complete", "schedule__fragments": 2},
+        lambda r: [(r, 0), (r, 1)],
+    ),
+}
+"""Settings, and the exchanges that end in each of four rounds, by the round whose topology they follow and fragment."""
+
+
+def lived_exchanges(slot, rounds, exchanges, *, killed_in=None, missed=frozenset()):
+    """The lines of a worker; one that is killed has none of the last exchange of that round, nor of what follows.
+
+    `missed` are (of, fragment, peer).
+    """
+    lines = [Begun(0, 0, slot, 0, 0)]
+    for r in range(rounds):
+        ended = [(of, p) for of, p in exchanges(r) if of >= 0]
+        for of, p in ended[: -1 if r == killed_in else None]:
+            lost = frozenset(peer for one, fragment, peer in missed if (one, fragment) == (of, p))
+            lines.append(ExchangeOutcome(r, of, p, None, lost, NOBODY))
+        if r == killed_in:
+            return lines
+        lines.append(RoundOutcome(r, None, NOBODY, NOBODY, 4 * (r + 1)))
+    return [*lines, Ended(rounds, "finished")]
+
+
+@pytest.mark.parametrize(("settings", "exchanges"), SEVERAL.values(), ids=SEVERAL.keys())
+def test_a_replay_of_several_exchanges_a_round_has_the_bits_of_a_calm_run_where_those_that_live_missed_nothing(
+    settings, exchanges, tmp_path
+):
+    config = tiny(run__steps=16, run__local_steps=4, **settings)
+    simulate(config, tmp_path / "calm")
+    # Worker 1 is killed when the others have counted its last message, and before it has heard theirs.
+    lives = {slot: lived_exchanges(slot, 4, exchanges, killed_in=3 if slot == 1 else None) for slot in range(3)}
+    replay_elastic(config, tmp_path / "replay", logged(tmp_path / "log", config, lives))
+    for slot in (0, 2):
+        assert torch.equal(final(tmp_path / "replay", config, slot), final(tmp_path / "calm", config, slot))
+    if settings.get("rule__name") == "diloco":
+        return
+    # The exchange of round 2 is missed at both ends: the others go on, and these two keep its weight at home.
+    of = 2, max(p for q, p in exchanges(2) if q == 2)
+    lives = {
+        slot: lived_exchanges(slot, 4, exchanges, missed={(*of, peer) for peer in {0, 1} - {slot}} if slot < 2 else ())
+        for slot in range(3)
+    }
+    replay_elastic(config, tmp_path / "missed", logged(tmp_path / "other log", config, lives))
+    assert not torch.equal(final(tmp_path / "missed", config, 0), final(tmp_path / "calm", config, 0))
+    one_end = {**lives, 1: lived_exchanges(1, 4, exchanges)}
+    with pytest.raises(DataError, match="worker 1 in round 2: it counted a message of worker 0"):
+        replay_elastic(config, tmp_path / "a", logged(tmp_path / "one end", config, one_end))
 
 
 def test_a_round_that_was_closed_twice_counts_as_the_others_closed_it(tmp_path):

@@ -14,7 +14,7 @@ import torch
 
 from gossamer.errors import GossamerError
 from gossamer.record.addresses import read_addresses
-from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome, read_outcomes
+from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
 from gossamer.record.packed import packed, unpacked
 from gossamer.transport import Ticket, newcomer
 from gossamer.transport import letter as letters
@@ -208,6 +208,7 @@ def test_ten_thousand_outcomes_files_are_lives_or_refused(tmp_path: Path) -> Non
     draw, path = random.Random(5), tmp_path / "outcomes-000.jsonl"
     with OutcomeWriter(tmp_path, 0) as log:
         log.begin(Begun(0, 0, 0, 0, 0))
+        log.exchange(ExchangeOutcome(0, 0, 1, None, frozenset({2}), frozenset()))
         log.round(RoundOutcome(0, None, frozenset({1}), frozenset(), 15))
         log.end(Ended(1, "left"))
     whole = path.read_bytes()

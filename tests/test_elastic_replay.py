@@ -18,6 +18,7 @@ from gossamer.run.simulate import simulate
 from tiny import tiny
 
 WORKERS = 4
+SHORT = {"run__steps": 40, "run__checkpoint_every": 2}
 
 
 def trained(folder):
@@ -38,12 +39,20 @@ def newest(folder, config, slot):
 
 @pytest.fixture(scope="module")
 def churned(tmp_path_factory):
-    """An elastic run of real processes in which worker 1 was killed, and another process took its slot."""
-    root = tmp_path_factory.mktemp("churned")
-    config = tiny(
-        workers=WORKERS, topology__peers=2, inner__clip=0.5, run__steps=80, run__eval_every=40, run__checkpoint_every=6,
-        run__pace_s=0.15, run__elastic=True, run__timeout_s=30, record__hash=True, run__rejoin_rounds=0,
+    """A run whose fragments are in flight while it trains; see `churn`."""
+    return churn(
+        tmp_path_factory.mktemp("churned"), topology__peers=2, inner__clip=0.5, schedule__fragments=2,
+        schedule__overlap_steps=1,
     )  # fmt: skip
+
+
+def churn(root, **settings):
+    """An elastic run of real processes in which worker 1 was killed after a few rounds, and another process took its slot."""
+    given = {
+        "run__steps": 80, "run__eval_every": 0, "run__checkpoint_every": 6, "run__pace_s": 0.15, "run__timeout_s": 30,
+        "run__rejoin_rounds": 0, **settings,
+    }  # fmt: skip
+    config = tiny(workers=WORKERS, run__elastic=True, record__hash=True, **given)
     (root / "run.toml").write_text(dump(config))
     real = root / "real"
     launcher = Command("train", root / "run.toml", "--out", real, "--local", WORKERS)
@@ -61,12 +70,29 @@ def churned(tmp_path_factory):
 
 @pytest.mark.timeout(300)
 def test_a_run_with_a_death_and_a_newcomer_is_replayed_to_the_last_bit(churned, caplog):
-    root, config = churned
+    is_replayed(*churned)
+    assert "last bit" not in caplog.text
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rule__name": "fgd", "rule__mix_updates": "ring", **SHORT},
+        {"rule__name": "diloco", "topology__name": "complete", "schedule__fragments": 2, **SHORT},
+    ],
+    ids=["fgd", "means of fragments"],
+)
+def test_so_is_one_of_a_rule_with_several_exchanges_a_round(settings, tmp_path):
+    is_replayed(*churn(tmp_path, **settings))
+
+
+def is_replayed(root, config):
+    """Whether a replay has the bits of the run."""
     first, *others = read_outcomes(root / "real")[1]
     assert first.ended is None and others and others[0].begun.round < config.rounds
     code, output = run("simulate", root / "run.toml", "--out", root / "replay", "--replay", root / "real")
     assert code == 0, output
-    assert "last bit" not in caplog.text
     assert trained(root / "replay") == trained(root / "real")
     for slot in range(WORKERS):
         (here, x), (there, y) = (newest(root / name, config, slot) for name in ("replay", "real"))
@@ -87,13 +113,13 @@ def test_the_audit_of_an_elastic_run_agrees_and_finds_a_worker_that_says_somethi
     root, config = churned
     code, output = run("audit", root / "real", "--rounds", f"{config.rounds - 2}..", "--json")
     found = json.loads(output.splitlines()[-1])
-    assert (code, found["difference"], found["compared"]) == (0, None, 2 * WORKERS)
+    assert (code, found["difference"], found["compared"]) == (0, None, 2 * 2 * WORKERS), "two for each round"
     last, lie = config.rounds - 2, tmp_path / "lie"
     shutil.copytree(root / "real", lie)
     lines = [json.loads(line) for line in (lie / "metrics-002.jsonl").read_text().splitlines()]
     for line in lines:
         if line["kind"] == "train" and line["round"] == last:
-            line["hashes"] = [line["hashes"][0][::-1]]
+            line["hashes"] = [one[::-1] for one in line["hashes"]]
     (lie / "metrics-002.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, output = run("audit", lie, "--rounds", f"{last}..", "--quiet")
     assert code == 1 and f"round {last}: worker 2 differs in what it sent" in output

@@ -158,6 +158,23 @@ def test_under_no_interleaving_does_one_end_count_what_the_other_knows_to_be_mis
     assert ends != {Outcome.MADE, Outcome.MISSED}
 
 
+def test_an_exchange_that_is_under_way_keeps_the_view_of_the_round_that_it_was_planned_in() -> None:
+    cores, now = pair(), 0.0
+    for core in cores:
+        core.steps = 4
+        core.post(TICKET, 1 - core.me, BODY, now)
+        core.enter(1, frozenset({0, 1} if core.me else {0}), [1 - core.me])
+        core.steps = 9
+    while letters := [(core, letter) for core in cores for _, letter in core.outbox]:
+        for core in cores:
+            core.outbox.clear()
+        for core, letter in letters:
+            cores[1 - core.me].heard(letter, now)
+    for core in cores:
+        assert core.collect(TICKET)[1] == {1 - core.me: Outcome.MADE}
+        assert [core.members.entries[slot].steps for slot in range(2)] == [4, 4], "not those it has taken since"
+
+
 # What the seeds have found
 
 

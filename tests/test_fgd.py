@@ -14,11 +14,12 @@ from gossamer.rules import anchored, diloco, fgd, weighted
 from gossamer.run.check import examine
 from gossamer.run.settle import in_rounds
 from gossamer.testing import check_parity
-from gossamer.testing.crew import simulated
+from gossamer.testing.crew import Crew, simulated
 from gossamer.testing.numbers import half_precision_follows_full_precision
 from gossamer.testing.tags import torch_outer
 from gossamer.topologies import complete, make_topology, random, ring
 from gossamer.topologies.mixing import matrix
+from gossamer.transport.memory import MemoryNetwork, MemoryTransport
 from rounds import play, random_drift, random_vectors
 from tiny import tiny
 
@@ -47,6 +48,33 @@ def alike(n):
 def nobody(n):
     """A topology on which everybody keeps what it has."""
     return ring(n)._replace(mixing=lambda round, alive=None: ring(n).mixing(round, frozenset()))
+
+
+class Deaf(MemoryTransport):
+    """A transport on which the messages of one round between two workers are lost, at both ends."""
+
+    def _lost(self, ticket, peer):
+        return (ticket.round, {self.worker, peer}) == (2, {0, 1})
+
+    def expect(self, ticket, peer, like):
+        if not self._lost(ticket, peer):
+            super().expect(ticket, peer, like)
+
+    def post(self, ticket, peer, frames):
+        if not self._lost(ticket, peer):
+            super().post(ticket, peer, frames)
+
+
+def test_a_message_that_is_dropped_on_both_ends_is_a_self_loop_and_the_mean_is_kept():
+    m, drift, rounds = Method(fgd(0.8, 0.7), ring(4), exact(), Schedule(), PLAIN), random_drift(P), 5
+    found = {}
+    for kind in (MemoryTransport, Deaf):
+        network = MemoryNetwork(4)
+        crew = Crew(m, [kind(network, i) for i in range(4)], random_vectors(4, P))
+        crew.train(range(rounds), drift)
+        found[kind] = torch.stack(crew.xs)
+    assert not torch.equal(found[Deaf], found[MemoryTransport])
+    close(found[Deaf].mean(0), found[MemoryTransport].mean(0))
 
 
 def test_with_both_mixings_global_it_is_diloco():

@@ -123,6 +123,12 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "pipeline and rule": (Facts(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),
     "pipeline and codec": (Facts(stages=2, rule=diloco(), topology=complete(4), codec=int8()), ["'int8'", "'bf16'"]),
     "pipeline and schedule": (Facts(stages=2, schedule=Schedule(fragments=2)), ["pipeline.stages is 2", "fragments=2"]),
+    "elastic and decisions of all": (
+        Facts(
+            elastic=True, rule=diloco(), topology=complete(4), schedule=Schedule(fragments=2, sends=2), local_steps=4
+        ),
+        ["run.elastic is true", "schedule.sends is 2"],
+    ),
     "adapt and one local step": (Facts(adapt=True, local_steps=1, networks={"a": LINK}), ["run.local_steps is 1"]),
     "adapt, weigh_steps and a delayed rule": (
         Facts(driver="train", rule=eager(), topology=complete(4), adapt=True, weigh_steps=True),
@@ -168,9 +174,17 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(elastic=True, rule=gasloc(), topology=exponential(5)),
         ["'exponential'", "symmetric"],
     ),
-    "elastic and schedule": (
-        Facts(elastic=True, rule=gasloc(), topology=random(4), schedule=Schedule(fragments=2)),
-        ["'gasloc'", "fragments=2", "in flight"],
+    "elastic and overlap": (
+        Facts(elastic=True, rule=diloco(), topology=complete(4), schedule=Schedule(overlap_steps=2)),
+        ["'diloco'", "schedule.overlap_steps = 0", "'gasloc'"],
+    ),
+    "elastic and delay": (
+        Facts(elastic=True, rule=eager()._replace(needs="connected"), topology=random(4)),
+        ["'eager'", "take over", "'fgd'"],
+    ),
+    "elastic and mixed updates": (
+        Facts(elastic=True, rule=fgd(mix_updates="complete"), topology=random(4)),
+        ["'fgd'", "rule.mix_updates", "'random'"],
     ),
     "elastic and adapt": (Facts(elastic=True, rule=gasloc(), topology=random(4), adapt=True), ["run.adapt is True"]),
     "elastic and all-reduce": (

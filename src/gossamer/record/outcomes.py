@@ -7,9 +7,13 @@ which no seed repeats. With these files a run can be computed again, bit for bit
   at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q rounds (donor j is the
   slot itself), or that of worker j after q rounds, with the inner steps s of its own slot behind it. `sha256` is that of the
   state, empty at the start.
+* `{"event":"exchange","round":r,"of":q,"fragment":p,"alive":[...],"missed":[...],"unsure":[...],"time_s":t}`: an exchange that
+  ended in round r. It is that of fragment p (numbered as in `gossamer.rounds.loop`), with the peers that the topology of round q
+  gives over the slots `alive`, null for all; of these, `missed` and `unsure` have not been counted at this end, and the other end
+  may have counted those that are unsure. Written before anything else is sent, so that it is known of a worker that is
+  killed how far it came. There are none where a round has one exchange, at its end: the next line says the same of it.
 * `{"event":"round","round":r,"alive":[...],"missed":[...],"unsure":[...],"steps":s,"time_s":t}`: a round that ended with s steps
-  behind it. `alive` are the slots over which its topology was drawn, null for all; of the peers that this gives, `missed` and
-  `unsure` have not been counted at this end, and the other end may have counted those that are unsure.
+  behind it; `missed` and `unsure` are those of all exchanges that ended in it.
 * `{"event":"end","round":r,"why":"finished" | "left","time_s":t}`: the process ended before round r.
 
 Lines are appended when their round is over; `time_s` is Unix time, for people only.
@@ -29,7 +33,7 @@ from gossamer.record.files import Appender, make_folder, worker_suffix, writing
 from gossamer.record.jsonl import json_line, records
 from gossamer.schema import RECORD, Records
 
-__all__ = ["Begun", "Ended", "Life", "OutcomeWriter", "RoundOutcome", "read_outcomes"]
+__all__ = ["Begun", "Ended", "ExchangeOutcome", "Life", "OutcomeWriter", "RoundOutcome", "read_outcomes"]
 
 _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Hash = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
@@ -44,6 +48,18 @@ class _Begin(TypedDict):
     steps: AtLeastZero
     incarnation: AtLeastZero
     sha256: _Hash
+    time_s: float
+
+
+@with_config(RECORD)
+class _Exchange(TypedDict):
+    event: Literal["exchange"]
+    round: _Whole
+    of: _Whole
+    fragment: _Whole
+    alive: list[_Whole] | None
+    missed: list[_Whole]
+    unsure: list[_Whole]
     time_s: float
 
 
@@ -66,7 +82,8 @@ class _End(TypedDict):
     time_s: float
 
 
-_LINES = Records[_Begin | _Round | _End](Annotated[_Begin | _Round | _End, Field(discriminator="event")])
+_Line = _Begin | _Exchange | _Round | _End
+_LINES = Records[_Line](Annotated[_Line, Field(discriminator="event")])
 
 
 class Begun(NamedTuple):
@@ -78,6 +95,25 @@ class Begun(NamedTuple):
     steps: int
     incarnation: int
     sha256: str = ""
+
+
+class ExchangeOutcome(NamedTuple):
+    """What became of one exchange of one worker."""
+
+    round: int
+    """In which it ended."""
+    of: int
+    """The round whose topology it followed."""
+    fragment: int
+    alive: frozenset[int] | None
+    """Those over which that was drawn; None for everyone."""
+    missed: frozenset[int] = frozenset()
+    unsure: frozenset[int] = frozenset()
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """The peers whose messages this worker did not count."""
+        return self.missed | self.unsure
 
 
 class RoundOutcome(NamedTuple):
@@ -109,6 +145,8 @@ class Life(NamedTuple):
     begun: Begun
     rounds: tuple[RoundOutcome, ...]
     ended: Ended | None
+    exchanges: tuple[ExchangeOutcome, ...] = ()
+    """Where a round has more than one, or one that does not end with it."""
 
 
 class OutcomeWriter:
@@ -148,19 +186,21 @@ class OutcomeWriter:
         """A process begins to train."""
         self._write("begin", **begun._asdict())
 
+    def exchange(self, outcome: ExchangeOutcome) -> None:
+        """An exchange has ended."""
+        self._write("exchange", **outcome._asdict())
+
     def round(self, outcome: RoundOutcome) -> None:
         """A round is over."""
-        fields = outcome._asdict()
-        for name in ("alive", "missed", "unsure"):
-            fields[name] = None if fields[name] is None else sorted(fields[name])
-        self._write("round", **fields)
+        self._write("round", **outcome._asdict())
 
     def end(self, ended: Ended) -> None:
         """The process ends on purpose."""
         self._write("end", **ended._asdict())
 
     def _write(self, event: str, **fields: object) -> None:
-        self._file.write(json_line({"event": event, **fields, "time_s": round(time.time(), 3)}))
+        plain = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
+        self._file.write(json_line({"event": event, **plain, "time_s": round(time.time(), 3)}))
 
 
 def read_outcomes(run_folder: Path) -> dict[int, list[Life]]:
@@ -190,14 +230,21 @@ def _lives(path: Path) -> list[Life]:
         life = lives[-1]
         if line["event"] == "end":
             lives[-1] = life._replace(ended=Ended(line["round"], line["why"]))
+        elif line["event"] == "exchange":
+            some = ExchangeOutcome(line["round"], line["of"], line["fragment"], *_counted(line))
+            lives[-1] = life._replace(exchanges=(*life.exchanges, some))
         else:
             lives[-1] = life._replace(rounds=(*life.rounds, _outcome(line)))
     return lives
 
 
 def _outcome(line: _Round) -> RoundOutcome:
+    return RoundOutcome(line["round"], *_counted(line), line["steps"])
+
+
+def _counted(line: _Round | _Exchange) -> tuple[frozenset[int] | None, frozenset[int], frozenset[int]]:
     alive = None if line["alive"] is None else frozenset(line["alive"])
-    return RoundOutcome(line["round"], alive, frozenset(line["missed"]), frozenset(line["unsure"]), line["steps"])
+    return alive, frozenset(line["missed"]), frozenset(line["unsure"])
 
 
 def _next(life: Life) -> int:

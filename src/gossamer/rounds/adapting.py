@@ -23,6 +23,19 @@ ADAPTING = (
         ),
     ),
     Pairing(
+        "elastic and decisions of all",
+        lambda f: f.elastic and (f.rule.adapted is not None or f.schedule.sends > 0),
+        lambda f: (
+            "run.elastic is true, and "
+            + (
+                f"schedule.sends is {f.schedule.sends}"
+                if f.schedule.sends
+                else f"rule '{f.rule.name}' adapts its rank and steps"
+            )
+            + ", which follows from what all workers have received since the start; remove one of the two"
+        ),
+    ),
+    Pairing(
         "chosen fragments and rule",
         lambda f: (
             f.schedule.sends > 0

@@ -1,8 +1,15 @@
 """What an elastic run cannot be combined with: rows for the table."""
 
-from gossamer.rounds.facts import Pairing
+from gossamer.rounds.facts import Facts, Pairing
+from gossamer.rounds.updates import topology_of_updates
 
 __all__ = ["ELASTIC"]
+
+
+def _mean_of_updates(f: Facts) -> bool:
+    updates = topology_of_updates(f.rule, f.topology.n, seed=0)
+    return updates is not None and (updates.everyone or not updates.symmetric)
+
 
 ELASTIC = (
     Pairing(
@@ -47,11 +54,30 @@ ELASTIC = (
         ),
     ),
     Pairing(
-        "elastic and schedule",
-        lambda f: f.elastic and (not f.schedule.plain or f.rule.delay_rounds > 0),
+        "elastic and overlap",
         lambda f: (
-            f"run.elastic is true, and rule '{f.rule.name}' with {f.schedule} has messages in flight between two rounds, which a "
-            "newcomer cannot take over; remove [schedule], and use a rule without delay such as 'gasloc'"
+            f.elastic and f.rule.needs == "everyone" and (f.schedule.overlap_steps > 0 or f.rule.delay_rounds > 0)
+        ),
+        lambda f: (
+            f"run.elastic is true, and rule '{f.rule.name}' takes the mean of all while they train on, but over whom it is taken "
+            "is agreed while all wait; set schedule.overlap_steps = 0 and use a rule without delay such as 'diloco', or one that "
+            "gossips such as 'gasloc'"
+        ),
+    ),
+    Pairing(
+        "elastic and delay",
+        lambda f: f.elastic and f.rule.needs != "everyone" and f.rule.delay_rounds > 0 and not f.rule.sends_ahead,
+        lambda f: (
+            f"run.elastic is true, and rule '{f.rule.name}' receives in each round what was sent in the one before, which a "
+            "newcomer cannot take over; use a rule without delay such as 'gasloc', or 'fgd', which sends when a round begins"
+        ),
+    ),
+    Pairing(
+        "elastic and mixed updates",
+        lambda f: f.elastic and _mean_of_updates(f),
+        lambda f: (
+            f"run.elastic is true, and rule '{f.rule.name}' takes the mean of all updates beside its gossip; set "
+            "rule.mix_updates to 'none' or to a topology of pairs such as 'random'"
         ),
     ),
     Pairing(

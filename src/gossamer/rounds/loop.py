@@ -89,12 +89,23 @@ class OuterLoop:
         self._choice = Choice(m.schedule.fragments, sends) if sends else None
         self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
         """As in `Setup`, for the exchanges that are announced from now on."""
-        self.alive: Callable[[int], frozenset[int] | None] = lambda round: None
-        """Who takes part in a round, in this worker's view; None is everyone. The same for each call of a round."""
+        self.alive: Callable[[int, int], frozenset[int] | None] = lambda round, fragment: None
+        """Who takes part in an exchange of a round, in this worker's view; None is everyone. The same for each call of one."""
+        self.next: Callable[[int], int | None] = lambda round: round + 1
+        """The round that this worker takes part in after another; None where it sends nothing ahead, as it ends or takes over
+        another's state first."""
         self.closes: Closes | None = None
         """Decides over whom the mean of a round is taken, in an elastic run of a rule that needs everyone."""
         self.under_way: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment or place (see `Stop.sends`), oldest first."""
+        self._entered: int | None = None
+
+    def enter(self, round: int) -> None:
+        """Begins a round. Of a worker that has skipped some, what is under way is received as if it had not."""
+        skipped = 0 if self._entered is None else round - self._entered - 1
+        if skipped > 0:
+            self.under_way = {(sent + skipped, p): exchange for (sent, p), exchange in self.under_way.items()}
+        self._entered = round
 
     def stops(self, round: int) -> tuple[Stop, ...]:
         """The stops of this round."""
@@ -110,10 +121,6 @@ class OuterLoop:
         own = self.fragments[: self.method.schedule.fragments]
         return max(adapted(setup.part.s).local_steps(local_steps) for setup in own)
 
-    def mixing(self, round: int) -> Mixing:
-        """The peers and weights of a round, among those that take part in it."""
-        return self.method.topology.mixing(round, self.alive(round))
-
     def announce(self, round: int, stop: Stop) -> None:
         """Announces what will be received in answer to what the coming stop sends; best called before training up to it."""
         if self.closes is not None:
@@ -121,13 +128,21 @@ class OuterLoop:
         for p in stop.sends:
             if self._choice is not None:
                 self._choice.pick(round, p, [self.fragment_of(flying) for _, flying in self.under_way])
-            self.under_way[round, p] = self._begin(round, p)
+            if not self._ahead(p) or self.next(round) is not None:
+                self.under_way[round, p] = self._begin(round, p)
+
+    def send_ahead(self, round: int) -> None:
+        """Sends what this worker's first round needs and a rule that sends ahead would have sent after the one before it."""
+        sends = self._ahead(0) and self.next(round - 1) is not None
+        for p in range(self.method.schedule.fragments) if sends else ():
+            self.under_way[round - 1, p] = self._begin(round - 1, p)
+            self.under_way[round - 1, p].post()
 
     def post(self, round: int, stop: Stop) -> list[Operation]:
         """Sends what is due at this stop."""
         if self.closes is not None and stop.sends:
             return self._close(self.closes, round, stop)
-        operations = [self.under_way[round, p].post() for p in stop.sends]
+        operations = [self.under_way[round, p].post() for p in stop.sends if (round, p) in self.under_way]
         if self._choice is not None:
             for p in stop.sends:
                 self._choice.sent(round, p)
@@ -161,7 +176,7 @@ class OuterLoop:
 
     def pop_due(self, round: int, stop: Stop) -> list[Exchange]:
         """The exchanges to finish at this stop; it is the caller who finishes them."""
-        return [self.under_way.pop(key) for key in self._received(round, stop) if key in self.under_way]
+        return [self.under_way.pop(key) for key in self.due(round, stop) if key in self.under_way]
 
     def receive(self, round: int, stop: Stop) -> None:
         """Waits for what is due at this stop, and makes its outer updates."""
@@ -171,21 +186,25 @@ class OuterLoop:
 
     def update_from_zeros(self, round: int, stop: Stop) -> None:
         """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
-        for sent_round, p in self._received(round, stop) if self._choice is None else ():  # no late rule has a choice
-            setup, mixing = self._setup(p), self.mixing(round)
+        for sent_round, p in self.due(round, stop) if self._choice is None else ():  # no late rule has a choice
+            setup = self._setup(p)
             if sent_round < 0 and setup.rule.delay_rounds:
+                mixing = self.method.topology.mixing(round, self.alive(round, p))
                 update_from_zeros(setup, mixing, self._context(round, setup.part, mixing))
 
     def pop_rest(self) -> list[Exchange]:
-        """What is under way after the last round and still to be finished, oldest first; it is the caller who finishes it.
+        """What is under way after the last round and still to be finished; it is the caller who finishes it."""
+        return [self.under_way.pop(key) for key in self.rest()]
+
+    def rest(self) -> list[tuple[int, int]]:
+        """Round and fragment of what is under way after the last round and still to be finished, oldest first.
 
         Not what a rule that receives late by itself has under way then: receiving that would be another outer step. Nor what was
         announced and not sent, within a round: nobody sends it before training goes on.
         """
         if self.method.rule.delay_rounds:
             return []
-        sent = [key for key, exchange in self.under_way.items() if exchange.sent is not None]
-        return [self.under_way.pop(key) for key in sent]
+        return [key for key, exchange in self.under_way.items() if exchange.sent is not None]
 
     def end(self) -> None:
         """Finishes the rest, and waits for everything else, so that every peer receives its messages.
@@ -202,6 +221,10 @@ class OuterLoop:
         """Which share of what a worker sends for a mean of this fragment goes to the owners of its chunks."""
         setup = self._setup(fragment)
         return owners_share(setup.codec, setup.part.x.numel())
+
+    def part(self, p: int) -> Part:
+        """What this worker owns of what is exchanged under a number."""
+        return self._setup(p).part
 
     @property
     def exchanges(self) -> int:
@@ -233,6 +256,7 @@ class OuterLoop:
         Raises: KeyError, TypeError, ValueError for what is no such state.
         """
         self.under_way.clear()
+        self._entered = None
         for one in saved:
             round, p, tensors = int(one["round"]), int(one["fragment"]), list(one["sent"])
             exchanges = len(self.fragments) if self._choice is None else self._choice.sends
@@ -254,7 +278,7 @@ class OuterLoop:
         for exchange in self.under_way.values():
             exchange.post()
 
-    def _received(self, round: int, stop: Stop) -> list[tuple[int, int]]:
+    def due(self, round: int, stop: Stop) -> list[tuple[int, int]]:
         """Round and fragment of what is received at a stop."""
         return [(round - lag, p) for p, lag in stop.receives]
 
@@ -265,12 +289,16 @@ class OuterLoop:
 
     def _place(self, round: int, p: int) -> tuple[Mixing, Context]:
         """The mixing and the context of what is sent in this round, which those that send ahead do for the next one."""
-        ahead = self.method.rule.sends_ahead and p < self.method.schedule.fragments
+        of = self.next(round) if self._ahead(p) else round
         of_updates = p >= len(self.fragments) and self._choice is None
         topology = self._updates if of_updates else self.method.topology
-        assert topology is not None
-        mixing = topology.mixing(round + ahead, self.alive(round + ahead))
-        return mixing, self._context(round + ahead, self._setup(p).part, mixing)
+        assert topology is not None and of is not None
+        mixing = topology.mixing(of, self.alive(of, p))
+        return mixing, self._context(of, self._setup(p).part, mixing)
+
+    def _ahead(self, p: int) -> bool:
+        """Whether what is sent of this fragment in a round is for the next one."""
+        return self.method.rule.sends_ahead and p < self.method.schedule.fragments
 
     def _setup(self, p: int) -> Setup:
         """The setup of an exchange; that of updates shares x and what it needs of the state with its fragment."""

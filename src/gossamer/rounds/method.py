@@ -1,6 +1,6 @@
 """What runs in rounds: a rule settled for its topology, with its codec and schedule."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gossamer.codecs import Codec
@@ -35,6 +35,19 @@ class Method(NamedTuple):
     def sends_per_round(self) -> int:
         """How often a worker sends in a round, each of which is an entry of the trace."""
         return self.schedule.slots * (2 if self.rule.mixes_updates else 1)
+
+    @property
+    def exchanges_once(self) -> bool:
+        """Whether a round has one exchange, which ends with it."""
+        schedule = self.schedule
+        several = schedule.fragments > 1 or schedule.inner_every or self.rule.mixes_updates
+        return not (several or schedule.overlap_steps or self.rule.delay_rounds)
+
+    def topology_of(self, seed: int) -> Callable[[int], Topology]:
+        """The topology that the exchanges of each fragment follow, numbered as in `gossamer.rounds.loop`."""
+        updates = topology_of_updates(self.rule, self.topology.n, seed)
+        first = self.schedule.fragments + len(self.schedule.inner_every)
+        return lambda fragment: self.topology if updates is None or fragment < first else updates
 
 
 def settled_rule(facts: Facts) -> Rule:

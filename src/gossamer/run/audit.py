@@ -89,7 +89,7 @@ def audit(
         )
     lives, line, device = read_outcomes(folder), lineage(config, folder), one_device(config.run.device)
     if lives:
-        script = script_of(lives, m.topology, config.rounds, closes=m.rule.needs == "everyone")
+        script = script_of(lives, m, config.rounds, config.seed)
     else:
         script = calm([config.local_steps_of(i) for i in range(config.workers)], max(recorded) + 1)
     snapshot = next(q for q in _candidates(folder, script, first, line) if _usable(folder, script, q, line))

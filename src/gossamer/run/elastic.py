@@ -18,7 +18,7 @@ from typing import Any
 from gossamer.errors import CheckpointError, GossamerError, PeerError, first_line
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
-from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
+from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome
 from gossamer.record.packed import packed, unpacked
 from gossamer.record.progress import say
 from gossamer.rounds.method import Method
@@ -36,6 +36,7 @@ from gossamer.run.standings import changes
 from gossamer.run.task import Task, task_of
 from gossamer.run.train import end_round, train_round
 from gossamer.run.worker import Worker
+from gossamer.transport import Ticket
 from gossamer.transport.closing import LeftOutError
 from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.elastic_core import Outcome
@@ -109,14 +110,29 @@ class _Participant:
         self._closes = m.rule.needs == "everyone"
         # A message has at most four tensors of the size of x; what is larger is no payload.
         limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None
+        self._closings = sum(bool(stop.sends) for stop in m.schedule.stops(0, config.full_steps))
         self._transport = ElasticTransport(
-            seat.members, seat.station, host=self._host, device=device, limit_bytes=limit_bytes
+            seat.members, seat.station, host=self._host, device=device, limit_bytes=limit_bytes, closings=self._closings
         )
         self._transport.stop = asked.is_set
+        if not m.exchanges_once:
+            self._transport.taken = lambda: self._replica.steps_taken
+        self._topology_of, self._once = m.topology_of(config.seed), m.exchanges_once
         self._worker = Worker(self._replica, m, self._transport)
-        self._worker.loop.alive = lambda round: self._alive
+        self._worker.loop.alive = self._take_part
+        self._worker.loop.next = self._next
         self._worker.loop.closes = self if self._closes else None
         self._alive: frozenset[int] = frozenset()
+        """Who takes part in the round that was begun last, or in the closing that was named last."""
+        self._after: tuple[int, int] | None = None
+        """The newest round after which it is decided with which one to go on, and that one."""
+        self._sends: tuple[int, int | None] | None = None
+        """The same of the round for which this worker sends ahead; None where it sends nothing."""
+        self._entered = -1
+        self._views: dict[tuple[int, int], frozenset[int]] = {}
+        """Who takes part in each exchange that was announced and has not ended, by the round that it follows and fragment."""
+        self._ended: list[ExchangeOutcome] = []
+        """The exchanges that have ended in this round."""
         self._fresh = task.data.state()
         self._known = dict(seat.members.entries)
 
@@ -148,7 +164,8 @@ class _Participant:
                 begun = self._fetched(begun)
         if begun.after and begun.donor == self.slot:
             try:
-                self._worker.restore(checkpoint.load(self._store, begun.after, self.slot, self._line))
+                saved = checkpoint.load(self._store, begun.after, self.slot, self._line)
+                self._worker.restore({**saved, "under_way": []})
             except CheckpointError as error:
                 log.warning("worker %d takes another's state: %s", self.slot, error)
                 begun = self._fetched(begun)
@@ -173,36 +190,72 @@ class _Participant:
         )  # fmt: skip
         stopwatch = Stopwatch(self.slot, recorded_s(self.folder, self.slot, begun.round))
         stopwatch.start()
-        round, finished = begun.round, begun.after
+        round, finished, begins = begun.round, begun.after, True
         while round < config.rounds and not self._asked.is_set():
             self._tell(round)
             before = replica.steps_taken
-            self._alive = transport.enter(round, self._peers(round), before + replica.local_steps)
+            self._enter(round)
+            alive = self._alive
+            if begins and round:
+                self._after = round - 1, round
+                worker.loop.send_ahead(round)
+            begins = False
             try:
-                report = train_round(worker, round, config)
+                report = train_round(worker, round, config, lambda: self._note(round, log))  # noqa: B023
             except LeftOutError as error:
                 replica.steps_taken = before  # nobody has what they have led to: they are taken again
+                self._views.clear()
+                worker.hashes()
                 if self._asked.is_set():
                     break
-                round = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log, error.source)
+                begun = Begun(round, finished, self.slot, 0, self._incarnation)
+                round, begins = self._go_on(begun, log, error.source), True
                 continue
             finished = round + 1
-            outcome = self._outcome(round)
-            log.round(outcome)
-            made = len({*self._peers(round)(self._alive)} - outcome.lost)
-            record.show_exchanges(
-                alive=len(self._alive), made=made, missed=len(outcome.missed), unsure=len(outcome.unsure)
-            )
+            self._note(round, log)
+            alive = self._alive if self._closes else alive
+            missed = frozenset(peer for one in self._ended for peer in one.missed)
+            unsure = frozenset(peer for one in self._ended for peer in one.unsure)
+            log.round(RoundOutcome(round, self._or_all(alive), missed, unsure, replica.steps_taken))
+            self._show(alive, record)
             self._keep(finished)
             stopwatch.phase(report.whole.compute_s)
             stopwatch.waited(transport.waits(), transport.deliveries())
             journal.enter(worker, round, report)
             end_round(journal, replica, finished, report)
             record.log_seconds(stopwatch.round(round))
-            round = transport.next_round()
+            round = self._decided(round)
             if round > finished + config.run.rejoin_rounds and round < config.rounds:
-                round = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log)
+                self._settle(finished, log)
+                round, begins = self._go_on(Begun(round, finished, self.slot, 0, self._incarnation), log), True
         self._end(min(round, config.rounds), finished, log)
+
+    def _enter(self, round: int) -> None:
+        """Begins a round, or the sending for it, if this worker has not yet."""
+        if round != self._entered:
+            steps = self._replica.steps_taken + self._replica.local_steps
+            self._alive, self._entered = self._transport.enter(round, self._peers(round), steps), round
+
+    def _decided(self, round: int) -> int:
+        """The round to go on with after this one."""
+        if self._after is None or self._after[0] != round:
+            self._after = round, self._transport.next_round()
+        return self._after[1]
+
+    def _next(self, round: int) -> int | None:
+        """See `OuterLoop.next`. What it says of a round stays."""
+        if self._sends is None or self._sends[0] != round:
+            after = self._decided(round)
+            far = after > round + 1 + self.config.run.rejoin_rounds
+            self._sends = round, None if far or after >= self.config.rounds or self._asked.is_set() else after
+            if self._sends[1] is not None:
+                self._enter(after)
+        return self._sends[1]
+
+    def _take_part(self, round: int, fragment: int) -> frozenset[int]:
+        """See `OuterLoop.alive`."""
+        self._views[round, fragment] = self._alive
+        return self._alive
 
     @property
     def _incarnation(self) -> int:
@@ -210,6 +263,11 @@ class _Participant:
 
     def _go_on(self, begun: Begun, log: OutcomeWriter, source: int | None = None) -> int:
         """Goes on with another worker's state; returns the round to go on with."""
+        members, transport = self._transport.members, self._transport
+        if self._closings > 1 and source is not None:  # states are given away as they were at the ends of rounds
+            with transport.changed:
+                transport.changed.wait_for(lambda: members.newest_round > begun.round, self.config.run.timeout_s)
+        self._entered = -1
         begun = self._fetched(begun, source)
         self._keep(begun.after)
         log.begin(begun._replace(steps=self._replica.steps_taken))
@@ -225,7 +283,10 @@ class _Participant:
         return self._transport.concluded(attempt, whole=whole)
 
     def _end(self, round: int, finished: int, log: OutcomeWriter) -> None:
-        """Saves and says goodbye."""
+        """Receives what is under way, saves and says goodbye."""
+        if self._worker.loop.under_way:
+            self._worker.receive_rest()
+            self._note(finished, log)
         left = self._asked.is_set() and round < self.config.rounds
         if finished < self.config.rounds:
             self._save(finished if left else self.config.rounds)
@@ -234,22 +295,53 @@ class _Participant:
             say(f"worker {self.slot} leaves after round {finished}, as it was asked to, and has saved its state")
 
     def _peers(self, round: int) -> Callable[[frozenset[int]], tuple[int, ...]]:
-        return lambda alive: self._method.topology.mixing(round, alive).hears_from(self.slot)
+        every = range(self._worker.loop.exchanges)
+        return lambda alive: tuple(sorted({j for p in every for j in self._hears_from(round, p, alive)}))
 
-    def _outcome(self, round: int) -> RoundOutcome:
-        """What became of the exchanges of the round that is over."""
-        found: dict[Outcome, set[int]] = {outcome: set() for outcome in Outcome}
+    def _hears_from(self, of: int, fragment: int, alive: frozenset[int]) -> tuple[int, ...]:
+        return self._topology_of(fragment).mixing(of, alive).hears_from(self.slot)
+
+    def _or_all(self, alive: frozenset[int]) -> frozenset[int] | None:
+        return None if len(alive) == self.config.workers else alive
+
+    def _note(self, round: int, log: OutcomeWriter) -> None:
+        """Keeps what became of the exchanges that have ended since the last call, before anything else is sent."""
         collected = self._transport.outcomes()
-        for ticket, outcomes in ({} if self._closes else collected).items():  # a round that is closed has everything
-            assert ticket.round == round, (ticket, round)
-            for peer, outcome in outcomes.items():
-                found[outcome].add(peer)
-        everyone = len(self._alive) == self.config.workers
-        missed, unsure = frozenset(found[Outcome.MISSED]), frozenset(found[Outcome.UNSURE])
-        if missed or unsure:
-            which = ", ".join(map(str, sorted(missed | unsure)))
-            say(f"round {round + 1}: worker {self.slot} did not exchange with worker {which}; its weight stays here")
-        return RoundOutcome(round, None if everyone else self._alive, missed, unsure, self._replica.steps_taken)
+        if self._closes:  # what is closed has everything
+            collected = {Ticket(*key): dict[int, Outcome]() for key in self._views}
+        for ticket, outcomes in collected.items():
+            missed, unsure = (
+                frozenset(peer for peer, outcome in outcomes.items() if outcome is kind)
+                for kind in (Outcome.MISSED, Outcome.UNSURE)
+            )
+            alive = self._or_all(self._views.pop(ticket[:2]))
+            ended = ExchangeOutcome(round, ticket.round, ticket.fragment, alive, missed, unsure)
+            self._ended.append(ended)
+            if not self._once:
+                log.exchange(ended)
+            if ended.lost:
+                which = ", ".join(map(str, sorted(ended.lost)))
+                say(
+                    f"round {round + 1}: worker {self.slot} did not exchange with worker {which}; its weight stays here"
+                )
+
+    def _show(self, alive: frozenset[int], record: RunFolder) -> None:
+        """Shows what became of the exchanges of a round, and forgets them."""
+        everyone = frozenset(range(self.config.workers))
+        made = sum(
+            len({*self._hears_from(one.of, one.fragment, one.alive or everyone)} - one.lost) for one in self._ended
+        )
+        missed, unsure = sum(len(one.missed) for one in self._ended), sum(len(one.unsure) for one in self._ended)
+        record.show_exchanges(alive=len(alive), made=made, missed=missed, unsure=unsure)
+        self._ended.clear()
+
+    def _settle(self, round: int, log: OutcomeWriter) -> None:
+        """Waits for what is under way and drops it, before another's state is taken over: other ends may count it."""
+        under_way = self._worker.loop.under_way
+        for exchange in under_way.values():
+            exchange.receive()
+        under_way.clear()
+        self._note(round, log)
 
     def _tell(self, round: int) -> None:
         """One line for each event that this worker has learnt of."""
@@ -263,12 +355,13 @@ class _Participant:
 
     def _keep(self, after: int) -> None:
         """Keeps the present state for newcomers. Cost: one copy of the model, its outer and its inner state."""
-        self._kept = Handover.of(after, packed({**self._worker.state(), "line": self._transport.line}))
+        state = {**self._worker.state(), "under_way": [], "line": self._transport.line}
+        self._kept = Handover.of(after, packed(state))
 
     def _adopt(self, state: dict[str, Any], begun: Begun) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
         steps = max(self._transport.members.own.steps, self._replica.steps_taken)
-        self._worker.restore({**state, "data": self._fresh, "steps_taken": steps})
+        self._worker.restore({**state, "data": self._fresh, "steps_taken": steps, "under_way": []})
         if self._closes:
             begun = begun._replace(round=begun.after)
             self._transport.go_on_from(begun.after, int(state["line"]))

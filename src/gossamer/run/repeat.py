@@ -20,7 +20,8 @@ from gossamer.record.packed import packed, unpacked
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig
-from gossamer.run.script import Script
+from gossamer.run.replica import Replica
+from gossamer.run.script import Message, Script
 from gossamer.run.synchronous import crew, train_together
 from gossamer.run.task import Task
 from gossamer.run.worker import RoundReport, Worker
@@ -44,16 +45,17 @@ class Repeat:
     def __init__(
         self, config: RunConfig, task: Task, m: Method, script: Script, like: Tensor, *, logged: bool
     ) -> None:  # fmt: skip
-        self._task, self._script, self._closes, self._logged = task, script, m.rule.needs == "everyone", logged
-        network = MemoryNetwork(config.workers)
-        self._transports = [_LoggedTransport(network.transport(i), script) for i in range(config.workers)]
+        self._config, self._task, self._method, self._like = config, task, m, like
+        self._script, self._closes, self._logged = script, m.rule.needs == "everyone", logged
+        self._network = MemoryNetwork(config.workers)
+        self._lives = [_Life(self._network.transport(i), script) for i in range(config.workers)]
         transports: Sequence[Transport] = (
-            self._transports if logged else [network.transport(i) for i in range(config.workers)]
+            self._lives if logged else [self._network.transport(i) for i in range(config.workers)]
         )
         self.workers = crew(config, task, m, like, lambda i: transports[i])
-        self._alive: dict[int, frozenset[int] | None] = {}
-        for worker in self.workers if logged else ():
-            worker.loop.alive = lambda round, slot=worker.index: self._alive.get(slot)
+        for worker, life in zip(self.workers, self._lives, strict=True):
+            if logged:
+                life.lead(worker)
         self._kept: dict[tuple[int, int], bytes] = {}
         self._needed = script.taken_over()
         for worker in self.workers:
@@ -67,6 +69,7 @@ class Repeat:
             if 0 < after <= round:
                 self._kept[slot, after] = _packed(checkpoint.load(store, after, slot, line))
         for slot in sorted(self._script.running(round)):
+            self._lives[slot].number = self._script.life_at(slot, round)
             self.workers[slot].restore(checkpoint.load(store, round, slot, line))
 
     def advance(self, round: int, each: Each) -> list[tuple[Worker, RoundReport]]:
@@ -74,21 +77,20 @@ class Repeat:
 
         Raises: TrainingError; DataError where the log says that a worker had other inner steps behind it.
         """
-        turn = self._script.turns[round]
-        if not self._closes:
-            for slot in turn.lost:
-                self._lose(self.workers[slot], round)
-        # Where a round is closed over all, those that were lost in it take part to its end, and are succeeded afterwards.
-        after = turn.lost.keys() - turn.outcomes.keys() if self._closes else set[int]()
-        self._begin({slot: several for slot, several in turn.begins.items() if slot not in after})
-        self._alive = {slot: outcome.alive for slot, outcome in turn.outcomes.items()}
-        self._alive |= {slot: turn.lost[slot] for slot in after}
-        workers = [self.workers[slot] for slot in sorted(self._alive)]
-        reports = zip(workers, train_together(workers, round, each), strict=True)
+        turn, replaced = self._script.turns[round], list[Worker]()
+        for slot, several in turn.begins.items():
+            for begun in several:
+                life = self._lives[slot]
+                if (slot, life.number) in turn.lost and life.begun != begun:
+                    replaced.append(self.workers[slot])  # it has a part in the round too
+                    self._replace(slot)
+                self._take_over(slot, begun)
+        there = set(turn.outcomes) | {slot for slot, k in turn.lost if self._lives[slot].number == k}
+        workers = [*replaced, *(self.workers[slot] for slot in sorted(there))]
+        reports = [*zip(workers, train_together(workers, round, each), strict=True)][len(replaced) :]
         present = [(worker, report) for worker, report in reports if worker.index in turn.outcomes]
-        for slot in after:
+        for slot in there - turn.outcomes.keys():
             self.workers[slot].hashes()
-        self._begin({slot: several for slot, several in turn.begins.items() if slot in after})
         for worker, _ in present:
             steps, said = worker.replica.steps_taken, turn.outcomes[worker.index].steps
             if self._logged and steps != said:
@@ -99,27 +101,24 @@ class Repeat:
             self._keep(worker, round + 1)
         return present
 
-    def _begin(self, begins: Mapping[int, Sequence[Begun]]) -> None:
-        for slot, several in begins.items():
-            for begun in several:
-                self._take_over(slot, begun)
-
-    def _lose(self, worker: Worker, round: int) -> None:
-        """The round of a worker that is killed after it has sent: what it hears no longer matters."""
-        transport = self._transports[worker.index]
-        transport.lost, self._alive[worker.index] = True, self._script.turns[round].lost[worker.index]
-        for segment in worker.segments(round):
-            worker.train(segment)
-            worker.send(segment)
-        worker.loop.under_way.clear()
-        worker.hashes()
-        transport.lost = False
+    def _replace(self, slot: int) -> None:
+        """Lets another worker go on in a slot."""
+        life = self._lives[slot] = _Life(self._network.transport(slot), self._script, self._lives[slot].number)
+        self.workers[slot] = Worker(Replica(slot, self._config, self._task, self._like.device), self._method, life)
+        life.lead(self.workers[slot])
 
     def _take_over(self, slot: int, begun: Begun) -> None:
-        worker = self.workers[slot]
-        if begun == self._script.lives[slot][0].begun and (begun.after, begun.donor) == (0, slot):
+        worker, life, lives = self.workers[slot], self._lives[slot], self._script.lives[slot]
+        life.number = next(k for k, one in enumerate(lives) if one.begun is begun)
+        if life.number == 0 and (begun.after, begun.donor) == (0, slot):
             worker.replica.steps_taken = begun.steps
-            return
+        else:
+            self._adopt(worker, begun)
+        if begun.round:
+            worker.loop.send_ahead(begun.round)
+
+    def _adopt(self, worker: Worker, begun: Begun) -> None:
+        slot = worker.index
         found = self._states(begun.donor, begun.after, frozenset({(slot, begun)}))
         if not found:
             raise _impossible(
@@ -138,7 +137,7 @@ class Repeat:
     def _states(self, slot: int, after: int, asking: frozenset[tuple[int, Begun]]) -> list[bytes]:
         """The states that the worker in a slot has had after so many rounds: its own, and those that it took over."""
         found = [self._kept[slot, after]] if (slot, after) in self._kept else []
-        for begun, _, _ in self._script.lives.get(slot, ()):
+        for begun in [life.begun for life in self._script.lives.get(slot, ())]:
             if begun.after == after and begun.donor != slot and (slot, begun) not in asking:
                 theirs = self._states(begun.donor, after, asking | {(slot, begun)})
                 found += [_packed(self._of(unpacked(raw), begun)) for raw in theirs]
@@ -146,36 +145,48 @@ class Repeat:
 
     def _of(self, state: dict[str, Any], begun: Begun) -> dict[str, Any]:
         """A state with the place in the data of the slot that takes it over; the data of all workers is one object here."""
-        return {**state, "data": self._task.data.state(), "steps_taken": begun.steps}
+        return {**state, "data": self._task.data.state(), "steps_taken": begun.steps, "under_way": []}
 
     def _keep(self, worker: Worker, after: int) -> None:
         if (worker.index, after) in self._needed:
             self._kept[worker.index, after] = _packed(worker.state())
 
 
-class _LoggedTransport:
-    """The transport of one worker, for the messages that the script counts.
+class _Life:
+    """The transport of one process, for the messages that the script counts, and what else its log decides.
 
     Whether a message counts is known when it is sent, so that whoever receives it waits for those alone.
     """
 
     keeps_frames = True
 
-    def __init__(self, inner: MemoryTransport, script: Script) -> None:
+    def __init__(self, inner: MemoryTransport, script: Script, number: int = 0) -> None:
         self.worker, self._inner, self._script = inner.worker, inner, script
-        self.lost = False
-        """Whether the worker is one that is killed in this round after it has sent."""
+        self.number = number
+        """Which of the lives in its slot it is."""
+
+    @property
+    def begun(self) -> Begun | None:
+        """How it began; None in a slot that nobody has filled."""
+        lives = self._script.lives.get(self.worker, [])
+        return lives[self.number].begun if lives else None
+
+    def lead(self, worker: Worker) -> None:
+        """Lets a worker take part as the log says."""
+        alone = frozenset({self.worker})
+        worker.loop.alive = lambda of, fragment: self._script.alive.get(
+            ((self.worker, self.number), of, fragment), alone
+        )
+        worker.loop.next = lambda round: self._script.next.get(((self.worker, self.number), round))
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
         """See `gossamer.transport.Transport`."""
-        turn, pair = self._script.turns[ticket.round], (self.worker, peer)
-        if not self.lost and (pair in turn.heard or pair in turn.heard_of_lost):
+        if (Message(ticket.round, ticket.fragment, self.worker, peer), self.number) in self._script.heard:
             self._inner.expect(ticket, peer, like)
 
     def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
         """See `gossamer.transport.Transport`."""
-        turn = self._script.turns[ticket.round]
-        if (peer, self.worker) in (turn.heard_of_lost if self.lost else turn.heard):
+        if (Message(ticket.round, ticket.fragment, peer, self.worker), self.number) in self._script.sent:
             self._inner.post(ticket, peer, frames)
 
     def ready(self, ticket: Ticket) -> bool:
@@ -197,7 +208,7 @@ class _LoggedTransport:
 
 def _packed(state: Mapping[str, Any]) -> bytes:
     """A state as a donor packs it, so that it has the same hash: where no rounds are closed, their hash is 0."""
-    return packed({**state, "line": 0})
+    return packed({**state, "under_way": [], "line": 0})
 
 
 def _impossible(why: str) -> DataError:

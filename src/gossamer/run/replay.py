@@ -56,7 +56,7 @@ def replay_elastic(config: RunConfig, folder: Path, recorded: Path, *, progress:
             "run in rounds is repeated by gossamer simulate alone"
         )
     method, _, _ = in_rounds(config, parts)
-    script = script_of(lives, method.topology, config.rounds, closes=method.rule.needs == "everyone")
+    script = script_of(lives, method, config.rounds, config.seed)
     replay = _Replay(config, folder, parts, method, script)
     began = time.perf_counter()
     replay.run(progress)
@@ -108,6 +108,10 @@ class _Replay:
             losses = [report.whole.loss for _, report in reports]
             journal.end_round(finished, losses, step=finished * config.full_steps, tokens=self.tokens())
         for slot, (ended, behind) in self._script.turns[round].ends.items():
+            worker = self._repeat.workers[slot]
+            for exchange in worker.loop.pop_rest():
+                exchange.finish()
+                worker.replica.recompute()
             if behind < config.rounds:  # as a worker saves that leaves, or whose peers had ended
                 self._save(self._repeat.workers[slot], behind if ended.why == "left" else config.rounds)
 

@@ -183,15 +183,21 @@ def train_together(workers: Sequence[Worker], round: int, each: Each) -> list[Ro
         for report, phase, sent in zip(reports, phases, operations, strict=True):
             report.phases.append(phase)
             report.operations.append(sent)
-        for due in zip(*(worker.loop.pop_due(round, segment.stop) for worker, segment in turns), strict=True):
-            finish_all(due, each)
+        for key in workers[0].loop.due(round, segments[0].stop):
+            _finish(key, workers, each)
         each(lambda turn: turn[0].receive(turn[1]), turns)
     each(lambda worker: worker.replica.step_on_gradient(round), workers)
     if workers and round + 1 == workers[0].config.rounds:
-        for due in zip(*(worker.loop.pop_rest() for worker in workers), strict=True):
-            finish_all(due, each)
+        for key in dict.fromkeys(key for worker in workers for key in worker.loop.rest()):
+            _finish(key, workers, each)
         each(lambda worker: worker.replica.recompute(), workers)
     return reports
+
+
+def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None:
+    """Finishes the exchange of this round and fragment of all workers that have it under way."""
+    flying = [worker.loop.under_way for worker in workers]
+    finish_all([one.pop(key) for one in flying if key in one], each)
 
 
 def _record_seconds(record: RunFolder, config: RunConfig, parts: int) -> dict[str, float]:

@@ -7,7 +7,7 @@ such as the mean model, is computed afterwards by `gossamer evaluate`.
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,13 @@ def _restore(worker: Worker, past: History, folder: Path, round: int) -> Lineage
     return past.go_on(folder, round)
 
 
-def train_round(worker: Worker, round: int, config: RunConfig) -> RoundReport:
+def _nothing() -> None:
+    """After an inner step of a worker that has nothing in flight, or a stop of one that keeps no log."""
+
+
+def train_round(
+    worker: Worker, round: int, config: RunConfig, after_stop: Callable[[], None] = _nothing
+) -> RoundReport:  # fmt: skip
     """One round of this worker; after the last one, nothing is in flight."""
     loop = worker.loop
     overlaps = config.schedule.overlap_steps or loop.method.rule.delay_rounds
@@ -162,6 +168,7 @@ def train_round(worker: Worker, round: int, config: RunConfig) -> RoundReport:
         report.phases.append(worker.train(segment, after_step))
         report.operations.append(worker.send(segment))
         worker.receive(segment)
+        after_stop()
     worker.replica.step_on_gradient(round)
     if round + 1 == config.rounds:
         worker.receive_rest()
@@ -176,10 +183,6 @@ def end_round(journal: Journal, replica: Replica, finished: int, report: RoundRe
     if config.due(config.run.eval_every, finished):
         scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
         say(f"round {finished} of {config.rounds}: {scored}")
-
-
-def _nothing() -> None:
-    """After an inner step of a worker that has nothing in flight."""
 
 
 def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:

@@ -88,6 +88,7 @@ class Worker:
         if self.loop.method.rule.adapted is not None:
             self.set_local_steps(self.loop.adapted(self.config.local_steps_of(self.index)))
         start = 0
+        self.loop.enter(round)
         for stop in self.loop.stops(round):
             end = stop.after(self.replica.local_steps, self.config.full_steps)
             yield Segment(round, stop, start, end)
@@ -101,7 +102,7 @@ class Worker:
     def send(self, segment: Segment) -> list[Operation]:
         """Sends what is due at the stop of a segment."""
         if self.config.record.hash and segment.stop.sends:
-            self._hashes.append(self._hash([self.loop.fragment_of(p) for p in segment.stop.sends]))
+            self._hashes.append(self._hash(segment.stop))
         return self.loop.post(segment.round, segment.stop)
 
     def hashes(self) -> list[str]:
@@ -112,9 +113,9 @@ class Worker:
         taken, self._hashes = self._hashes, []
         return taken
 
-    def _hash(self, fragments: Sequence[int]) -> str:
+    def _hash(self, stop: Stop) -> str:
         replica, found = self.replica, hashlib.sha256(str(self.replica.steps_taken).encode())
-        parts = [self.loop.fragments[p].part for p in fragments]
+        parts = [self.loop.part(p) for p in stop.sends]
         trained = [] if replica.gradient is None else [replica.x]
         for t in [*trained, *(leaf for part in parts for leaf in (part.x, *leaves(part.s)))]:
             found.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)

@@ -71,10 +71,12 @@ class Closing:
     Args:
         limit_s: how long the leader waits for workers that are alive and not ready, or have not completed an attempt.
         beat_s: how often reports are repeated; letters may be lost with a connection.
+        per_round: how often a round of the run is closed, each time as what is called a round here: where fragments of the model
+            are sent one after the other, the mean of each is taken over a set of its own.
     """
 
-    def __init__(self, members: Members, *, limit_s: float, beat_s: float) -> None:
-        self.members, self._limit_s, self._beat_s = members, limit_s, beat_s
+    def __init__(self, members: Members, *, limit_s: float, beat_s: float, per_round: int = 1) -> None:
+        self.members, self._limit_s, self._beat_s, self.per_round = members, limit_s, beat_s, per_round
         self.outbox: list[tuple[int, Letter]] = []
         self.round, self.line = -1, 0
         self.named: Named | None = None
@@ -253,7 +255,8 @@ class Closing:
 
     def _say(self, peer: int, kind: LetterKind, values: object) -> None:
         body = body_of(json.dumps(values).encode())
-        self.outbox.append((peer, Letter(kind, self.members.me, round=max(self.round, 0), body=body)))
+        letter = Letter(kind, self.members.me, round=max(self.round, 0) // self.per_round, body=body)
+        self.outbox.append((peer, letter))
 
 
 def _plain(report: _Report) -> list[object]:

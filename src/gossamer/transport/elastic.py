@@ -55,6 +55,7 @@ class ElasticTransport:
         device: where the collected frames shall be.
         limit_bytes: the most bytes of a payload, for a rule that needs everyone, whose rounds are closed over those that are
             ready (`gossamer.transport.closing`); None for gossip.
+        closings: how often such a round is closed, once for each time that something is sent.
 
     Cost: one copy of each payload that is sent, as the sender may go on while a slow peer still reads; two threads per peer.
     """
@@ -63,7 +64,7 @@ class ElasticTransport:
 
     def __init__(
         self, members: Members, station: Station, *, host: Callable[[socket.socket], None] | None = None,
-        device: torch.device | None = None, limit_bytes: int | None = None,
+        device: torch.device | None = None, limit_bytes: int | None = None, closings: int = 1,
     ) -> None:  # fmt: skip
         self.worker, self._station, self._host = members.me, station, host
         self._device = device or torch.device("cpu")
@@ -73,7 +74,11 @@ class ElasticTransport:
         )
         self.core.limit_bytes = limit_bytes
         limit_s = min(station.timeout_s, station.deadline_s or station.timeout_s)
-        self.closing = Closing(members, limit_s=limit_s, beat_s=self._beat_s) if limit_bytes is not None else None
+        self.closing = None
+        if limit_bytes is not None:
+            self.closing = Closing(members, limit_s=limit_s, beat_s=self._beat_s, per_round=closings)
+        self.taken: Callable[[], int] | None = None
+        """The inner steps of this worker's slot so far, where it sends before the end of a round too."""
         self.stop: Callable[[], bool] = lambda: False
         """Whether a wait for a majority shall end."""
         self._owner = Owner(station.run, station.timeout_s, self._accepts, self._heard, self._lost)
@@ -117,7 +122,7 @@ class ElasticTransport:
                 self.core.enter(round, alive, peers(alive))
             else:
                 self.core.enter(round, alive, range(self.members.slots))
-                self.closing.enter(round)
+                self.closing.enter(round * self.closing.per_round)
                 self._tried = -1
             self._flush()
         return alive
@@ -137,13 +142,15 @@ class ElasticTransport:
         """See `gossamer.transport.Closes`. Raises: LeftOutError."""
         with self.changed:
             closing = self._closes()
+            before = closing.round
             if whole:
                 closing.hold(attempt, time.monotonic())
             self._until(lambda: closing.closed or closing.named is None or closing.named.attempt != attempt)
             if closing.closed:
                 closing.advance()
+                self._tried = -1
                 self.core.count_steps()
-            return closing.round > self.core.round
+            return closing.round > before
 
     def _closes(self) -> Closing:
         assert self.closing is not None
@@ -180,6 +187,8 @@ class ElasticTransport:
         if len(frames) == 1:
             payload = payload.clone()
         with self.changed:
+            if self.taken is not None:
+                self.core.steps = self.taken()
             self.core.post(ticket, peer, payload, time.monotonic())
             self._flush()
 
@@ -249,12 +258,14 @@ class ElasticTransport:
     def next_round(self) -> int:
         """The round to go on with."""
         with self.changed:
-            return self.core.next_round() if self.closing is None else self.closing.round
+            if self.closing is None:
+                return self.core.next_round()
+            return self.closing.round // self.closing.per_round
 
     def go_on_from(self, round: int, line: int) -> None:
         """Takes part again with another worker's state, for a rule that needs everyone."""
         with self.changed:
-            self._closes().enter(round, line)
+            self._closes().enter(round * self._closes().per_round, line)
 
     @property
     def line(self) -> int:

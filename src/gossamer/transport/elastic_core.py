@@ -28,7 +28,7 @@ from gossamer.transport.members import Members, Standing, news, read_news
 __all__ = ["ElasticCore", "Outcome", "Outgoing"]
 
 MOST_EARLY = 8
-"""Most payloads of one peer that are kept for rounds this worker has not reached; later ones are declined."""
+"""Most payloads of one peer and fragment that are kept for rounds this worker has not reached; later ones are declined."""
 
 
 class Outcome(StrEnum):
@@ -51,8 +51,10 @@ class Outgoing(NamedTuple):
 class _Pact:
     """An exchange with one peer under one ticket, from this end."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, view: int) -> None:
+        self.size, self.view = size, view
+        self.steps = 0
+        """Inner steps of this worker's slot that its payload contains."""
         self.posted_s: float | None = None
         self.theirs: Letter | None = None
         self.committed = False
@@ -102,7 +104,10 @@ class ElasticCore:
 
     def enter(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
         """Begins a round, in which it exchanges with these peers: its topology over `alive` says so."""
-        assert round > self.round, (round, self.round)
+        again = (
+            round == self.round and self.limit_bytes is not None
+        )  # it was left out, and others have not closed it yet
+        assert round > self.round or again, (round, self.round)
         self.round, self.passed = round, False
         self._planned = frozenset(peers)
         self.plan(alive)
@@ -120,7 +125,7 @@ class ElasticCore:
 
     def expect(self, ticket: Ticket, peer: int, size: int) -> None:
         """Announces an exchange with a peer whose payload has this many bytes."""
-        pact = self._pacts[ticket, peer] = _Pact(size)
+        pact = self._pacts[ticket, peer] = _Pact(size, self._view)
         self._sizes[ticket.fragment, ticket.leg] = size
         entry = self.members.entries.get(peer)
         if entry is None or entry.standing != Standing.ALIVE:
@@ -131,9 +136,12 @@ class ElasticCore:
     def post(self, ticket: Ticket, peer: int, payload: Tensor, now: float) -> None:
         """Sends this worker's payload, unless the exchange has failed already."""
         pact = self._pacts[ticket, peer]
-        pact.posted_s = now
+        pact.posted_s, pact.steps = now, self.steps
         if pact.outcome is None:
-            self._send(peer, LetterKind.PAYLOAD, ticket, payload)
+            letter = Letter(
+                LetterKind.PAYLOAD, self.me, ticket, pact.view, max(self.round, 0), self.steps, payload
+            )  # fmt: skip
+            self.outbox.append(Outgoing(peer, letter))
             self._commit(ticket, peer, pact)
 
     def knows(self, ticket: Ticket) -> bool:
@@ -231,7 +239,8 @@ class ElasticCore:
             if pact.outcome is Outcome.MADE:
                 assert pact.theirs is not None
                 payloads[peer] = pact.theirs.body
-                self._held_steps[peer] = pact.theirs.steps
+                for slot, steps in ((peer, pact.theirs.steps), (self.me, pact.steps)):
+                    self._held_steps[slot] = max(steps, self._held_steps.get(slot, 0))
         if self.limit_bytes is None:
             self.count_steps()
         return payloads, outcomes
@@ -240,8 +249,6 @@ class ElasticCore:
         """The steps that came with payloads since the last call are now part of this worker's parameters."""
         for peer, steps in self._held_steps.items():
             self.members.progress(peer, 0, steps)
-        if self._held_steps:
-            self.members.progress(self.me, 0, self.steps)
         self._held_steps.clear()
 
     def next_round(self) -> int:
@@ -309,14 +316,14 @@ class ElasticCore:
         ticket, peer = letter.ticket, letter.sender
         pact = self._pacts.get((ticket, peer))
         if pact is None:
-            kept = sum(other == peer for _, other in self._early)
+            kept = sum((early.fragment, other) == (ticket.fragment, peer) for early, other in self._early)
             if self._may_come(ticket, peer) and kept < MOST_EARLY:
                 self._early[ticket, peer] = letter
             else:
                 self._decline(ticket, peer)
         elif pact.outcome is not None:
             self._decline(ticket, peer)
-        elif letter.view != self._view or letter.body.numel() != pact.size:
+        elif letter.view != pact.view or letter.body.numel() != pact.size:
             pact.close()
             self._decline(ticket, peer)
         else:
