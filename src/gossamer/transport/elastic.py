@@ -106,11 +106,7 @@ class ElasticTransport:
         Raises: PeerError when another process has taken this worker's slot.
         """
         with self.changed:
-            if self.members.replaced:
-                raise PeerError(
-                    f"another process fills slot {self.worker} now, as this one was silent for {self._station.timeout_s:g} s; "
-                    "start it again to join with a free slot"
-                )
+            self._must_fill_its_slot()
             alive = self.members.alive(round) | {self.worker}
             self.core.steps = steps
             if self.closing is None:
@@ -122,6 +118,13 @@ class ElasticTransport:
             self._flush()
         return alive
 
+    def _must_fill_its_slot(self) -> None:
+        if self.members.replaced:
+            raise PeerError(
+                f"another process fills slot {self.worker} now, as this one was silent for {self._station.timeout_s:g} s; "
+                "start it again to join with a free slot"
+            )
+
     def named(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.Closes`. Raises: LeftOutError."""
         with self.changed:
@@ -130,7 +133,7 @@ class ElasticTransport:
             self._until(lambda: closing.named is not None and closing.named.attempt != before)
             assert closing.named is not None
             self._tried = closing.named.attempt
-            self.core.plan(closing.named.workers)
+            self.core.plan(closing.named.workers, closing.line)
             return closing.named
 
     def concluded(self, attempt: int, *, whole: bool) -> bool:
@@ -158,6 +161,7 @@ class ElasticTransport:
         """Waits for the leader, or for being it."""
         closing, start_s = self._closes(), time.perf_counter()
         while not done():
+            self._must_fill_its_slot()
             if closing.left_out or self.stop() or self._alone():
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
@@ -283,10 +287,9 @@ class ElasticTransport:
             self._flush()
 
     def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
-        """Gives a newcomer a slot, and tells everybody; None when all are filled."""
+        """See `ElasticCore.give_slot`."""
         with self.changed:
-            entry = self.members.give_slot(nonce, address)
-            self.core.spread()
+            entry = self.core.give_slot(nonce, address)
             self._flush()
         return entry
 
@@ -408,7 +411,9 @@ class ElasticTransport:
                     log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
                 self._reasons[link.peer] = why
                 self.core.lost(link.peer)
-                self._flush()
+            else:
+                self.core.tell_again(link.peer)
+            self._flush()
             self.changed.notify_all()
 
     def _look_at(self, now: float) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from gossamer.rng import key
 from gossamer.transport import Ticket
 from gossamer.transport.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind, body_of
-from gossamer.transport.members import Members, Standing, news, read_news
+from gossamer.transport.members import Members, SlotEntry, Standing, news, read_news
 
 __all__ = ["ElasticCore", "Outcome", "Outgoing"]
 
@@ -102,7 +102,7 @@ class ElasticCore:
 
     def enter(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
         """Begins a round, in which it exchanges with these peers: its topology over `alive` says so."""
-        assert round > self.round, (round, self.round)
+        assert round > self.round or self.limit_bytes is not None, (round, self.round)
         self.round, self.passed = round, False
         self._planned = frozenset(peers)
         self.plan(alive)
@@ -114,9 +114,9 @@ class ElasticCore:
                 del self._early[ticket, peer]
                 self._decline(ticket, peer)
 
-    def plan(self, workers: frozenset[int]) -> None:
-        """Fixes who takes part in this round, which the other end of each exchange must say too."""
-        self._view = key(0, "view", *sorted(workers))
+    def plan(self, workers: frozenset[int], line: int = 0) -> None:
+        """Fixes who takes part in this round, and after which rounds; the other end of each exchange must say the same."""
+        self._view = key(line, "view", *sorted(workers))
 
     def expect(self, ticket: Ticket, peer: int, size: int) -> None:
         """Announces an exchange with a peer whose payload has this many bytes."""
@@ -173,6 +173,22 @@ class ElasticCore:
         """Whether this process fills the slot, as far as is known."""
         entry = self.members.entries.get(slot)
         return nonce is None or entry is None or entry.nonce == nonce
+
+    def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
+        """Gives a newcomer a slot, and tells everybody; None when there is none to give.
+
+        A mean over everyone needs more than half of the slots. Who sees no more than that alive gives away none of a worker
+        that it merely cannot reach: both parts of a network would grow, and go on with two histories.
+        """
+        few = 2 * (len(self.members.of_standing(Standing.ALIVE)) + 1) <= self.members.slots
+        entry = self.members.give_slot(nonce, address, sure=few and self.limit_bytes is not None)
+        self.spread()
+        return entry
+
+    def tell_again(self, peer: int) -> None:
+        """Sends the news once more, as they may be lost: one of several connections with a peer is gone."""
+        self._told.pop(peer, None)
+        self.tell(peer)
 
     def lost(self, peer: int) -> None:
         """Notes that the connection with a peer is gone: its exchanges fail, and it is suspected."""
@@ -289,12 +305,13 @@ class ElasticCore:
         entries = read_news(letter.body.numpy().tobytes(), self.members.slots)
         if entries is None:
             return nonce
-        version = self.members.version
+        version, known = self.members.version, self.members.entries
         for before, after in self.members.merge(entries):
             if before is not None and (after.nonce != before.nonce or after.standing == Standing.LEFT):
                 self._give_up(after.slot)
         if self.members.version != version:
             self.spread()
+        if self.members.version != version or any(known[entry.slot].rank > entry.rank for entry in entries):
             self.tell(letter.sender)
         return next((entry.nonce for entry in entries if entry.slot == letter.sender), nonce)
 

@@ -28,6 +28,9 @@ class Standing(IntEnum):
     """It has ended on purpose."""
 
 
+_FILLED = (Standing.ALIVE, Standing.SUSPECT, Standing.JOINING)
+
+
 class SlotEntry(NamedTuple):
     """What is known of a slot."""
 
@@ -148,14 +151,15 @@ class Members:
         self.entries[self.me] = own._replace(standing=standing, since=own.since if since is None else since)
         self.version += 1
 
-    def give_slot(self, nonce: int, address: str, taken: Iterable[int] = ()) -> SlotEntry | None:
+    def give_slot(self, nonce: int, address: str, *, sure: bool = False) -> SlotEntry | None:
         """Gives a newcomer the lowest slot that nobody fills, and returns its entry; None when all are filled.
 
         One that somebody else has been given, and has not yet taken, comes last.
 
-        Args: `taken` are slots that others have been given and that they may still take.
+        Args: `sure` leaves out those whose worker may live where it cannot be reached.
         """
-        free = [slot for slot in range(self.slots) if slot != self.me and slot not in taken and self._is_free(slot)]
+        filled = {entry.slot for entry in self.entries.values() if entry.standing in _FILLED[: 3 if sure else 1]}
+        free = [slot for slot in range(self.slots) if slot != self.me and slot not in filled]
         if not free:
             return None
         free.sort(key=self._is_promised)
@@ -165,10 +169,6 @@ class Members:
         self.entries[free[0]] = entry
         self.version += 1
         return entry
-
-    def _is_free(self, slot: int) -> bool:
-        entry = self.entries.get(slot)
-        return entry is None or entry.standing != Standing.ALIVE
 
     def _is_promised(self, slot: int) -> bool:
         """Whether somebody has been given the slot, who may still come."""
