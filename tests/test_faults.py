@@ -275,6 +275,32 @@ def test_a_worker_that_has_taken_the_state_of_another_may_begin_its_round_once_m
     assert len(views) == 2, "a payload that follows other rounds is none of this one"
 
 
+@pytest.mark.parametrize("due_s", [0.0, 3.0, 7.0])
+def test_a_peer_that_falls_silent_holds_nobody_up_for_longer_than_the_timeout_whenever_its_payload_is_due(
+    due_s: float,
+) -> None:
+    core, _ = pair()
+    core.heard(Letter(LetterKind.PONG, 1), 0.0)
+    for step in range(80):
+        if step == round(10 * due_s):
+            core.post(TICKET, 1, BODY, due_s)
+        core.tick(0.1 * step)
+        assert core.settled(TICKET) or core.deadline() < 8.0
+    assert core.collect(TICKET)[1] == {1: Outcome.MISSED}
+    assert core.members.entries[1].standing is Standing.SUSPECT
+
+
+def test_a_worker_that_was_itself_stopped_does_not_suspect_those_whom_it_has_not_listened_to() -> None:
+    core, _ = pair()
+    core.tick(0.0)
+    core.outbox.clear()
+    core.tick(20.0)
+    assert core.members.entries[1].standing is Standing.ALIVE and said(core) == [(1, LetterKind.PING)]
+    for step in range(16):
+        core.tick(20.0 + 0.5 * step)
+    assert core.members.entries[1].standing is Standing.SUSPECT
+
+
 def test_a_slot_that_somebody_was_given_is_given_again_last() -> None:
     members = Members(4, 0, [SlotEntry(0, 0, 1, Standing.ALIVE, 0)])
     given_ones = [members.give_slot(nonce, f"host:{nonce}") for nonce in range(5, 9)]

@@ -48,9 +48,9 @@ class Averager(Participant):
             self.closing.heard(letter, self.network.now)
 
     def _watch(self, now: float) -> None:
-        self.closing.tick(now)
-        self.core.wait_for(self.closing.awaited, now)
+        self.core.wait_for(self.closing.awaited)
         self.core.tick(now)
+        self.closing.tick(now)
 
     def _enter(self, round: int) -> None:
         if self._must_end(round):

@@ -53,7 +53,7 @@ class Arrangement(NamedTuple):
     @property
     def limit_s(self) -> float:
         """How long a round may wait."""
-        return min(self.timeout_s, self.deadline_s or self.timeout_s)
+        return min(self.timeout_s - self.beat_s, self.deadline_s or self.timeout_s)
 
 
 class Kept(NamedTuple):
@@ -317,7 +317,7 @@ class Participant(ABC):
         assert self.core.kept <= MOST_EARLY * self.plan.slots, f"{self} keeps {self.core.kept} payloads"
         if self._waits_for is not None:
             waited_s = self.network.now - max(self._posted_s, self._resumed_s)
-            assert waited_s <= self.plan.limit_s + self.plan.beat_s + 0.01, f"{self} waits for {waited_s:.1f} s"
+            assert waited_s <= self.plan.limit_s + 0.01, f"{self} waits for {waited_s:.1f} s"
 
     def _fail(self, why: str) -> None:
         self.network.note(f"{self} {why}, and ends")

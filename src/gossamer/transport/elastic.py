@@ -72,8 +72,8 @@ class ElasticTransport:
             members, timeout_s=station.timeout_s, deadline_s=station.deadline_s, beat_s=self._beat_s
         )
         self.core.limit_bytes = limit_bytes
-        limit_s = min(station.timeout_s, station.deadline_s or station.timeout_s)
-        self.closing = Closing(members, limit_s=limit_s, beat_s=self._beat_s) if limit_bytes is not None else None
+        closes = limit_bytes is not None
+        self.closing = Closing(members, limit_s=self.core.limit_s, beat_s=self._beat_s) if closes else None
         self.stop: Callable[[], bool] = lambda: False
         """Whether a wait for a majority shall end."""
         self._owner = Owner(station.run, station.timeout_s, self._accepts, self._heard, self._lost)
@@ -165,7 +165,7 @@ class ElasticTransport:
             if closing.left_out or self.stop() or self._alone():
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
-            self.changed.wait(self._beat_s)
+            self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
             self._look_at(time.monotonic())
         self._flush()
         self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
@@ -418,9 +418,10 @@ class ElasticTransport:
 
     def _look_at(self, now: float) -> None:
         if self.closing is not None:
-            self.closing.tick(now)
-            self.core.wait_for(self.closing.awaited, now)
+            self.core.wait_for(self.closing.awaited)
         self.core.tick(now)
+        if self.closing is not None:
+            self.closing.tick(now)
 
     def _keep_house(self) -> None:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""

@@ -71,7 +71,8 @@ class ElasticCore:
 
     Args:
         members: its view, its own entry included.
-        timeout_s: how long an exchange may take from the moment its payload was posted, and how long a peer may be silent.
+        timeout_s: how long a fault of a peer may hold this worker up. A peer may be silent for a beat less, and an exchange may
+            take a beat less from the moment its payload was posted.
         deadline_s: how long a round waits for those that have not answered, whether they live or not; `timeout_s` if None.
         beat_s: how often a peer that is waited for is asked whether it lives.
     """
@@ -87,7 +88,9 @@ class ElasticCore:
         """The round that this worker is in, and the inner steps of its slot behind it."""
         self.passed = False
         """Whether a peer has declined because it is in a later round already."""
-        self._timeout_s, self._limit_s, self._beat_s = timeout_s, min(timeout_s, deadline_s or timeout_s), beat_s
+        self._patience_s, self._beat_s = timeout_s - beat_s, beat_s
+        self.limit_s = min(self._patience_s, deadline_s or timeout_s)
+        """How long an exchange may take."""
         self._pacts: dict[tuple[Ticket, int], _Pact] = {}
         self._early: dict[tuple[Ticket, int], Letter] = {}
         self._over: set[tuple[Ticket, int]] = set()
@@ -95,7 +98,10 @@ class ElasticCore:
         self._view = 0
         self._heard_s: dict[int, float] = {}
         self._asked_s: dict[int, float] = {}
-        self._awaited_s: dict[int, float] = {}
+        self._awaited: frozenset[int] = frozenset()
+        self._watched_s: dict[int, float] = {}
+        """Since when this worker needs something of a peer, or will in this round."""
+        self._ticked_s = -1e9
         self._told: dict[int, int] = {}
         self._sizes: dict[tuple[int, int], int] = {}
         self._held_steps: dict[int, int] = {}
@@ -202,34 +208,44 @@ class ElasticCore:
             self.spread()
 
     def tick(self, now: float) -> None:
-        """Closes what has taken too long, asks peers that are waited for whether they live, and suspects the silent."""
-        waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None and pact.posted_s is not None}
-        for peer in sorted(waits | self._awaited_s.keys()):
+        """Closes what has taken too long, asks those that this worker needs whether they live, and suspects the silent."""
+        waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None}
+        planned = {entry.slot for entry in self.members.of_standing(Standing.ALIVE)} & self._planned
+        # A worker that was itself stopped has not listened: who was silent then may live.
+        before = self._watched_s if now - self._ticked_s < 4 * self._beat_s else {}
+        self._ticked_s = now
+        self._watched_s = {peer: before.get(peer, now) for peer in waits | planned | self._awaited}
+        for peer in sorted(self._watched_s):
             if now - max(self._heard_s.get(peer, -1e9), self._asked_s.get(peer, -1e9)) >= self._beat_s:
                 self._asked_s[peer] = now
                 self._send(peer, LetterKind.PING)
         for (ticket, peer), pact in self._pacts.items():
-            if pact.outcome is None and pact.posted_s is not None and now >= pact.posted_s + self._limit_s:
+            if pact.outcome is None and pact.posted_s is not None and now >= pact.posted_s + self.limit_s:
                 pact.close()
                 self._decline(ticket, peer)
-                self._suspect_silent(peer, pact.posted_s, now)
-        for peer, since_s in self._awaited_s.items():
-            self._suspect_silent(peer, since_s, now)
+        for peer in sorted(self._watched_s):
+            if now >= self._silent_until_s(peer) and self.members.suspect(peer):
+                self._give_up(peer)
+                self.spread()
 
-    def _suspect_silent(self, peer: int, since_s: float, now: float) -> None:
-        """Suspects a peer that has said nothing for too long while it was waited for."""
-        silent_s = now - max(self._heard_s.get(peer, -1e9), since_s)
-        if silent_s >= min(self._timeout_s, max(4 * self._beat_s, self._limit_s)) and self.members.suspect(peer):
-            self.spread()
+    def _silent_until_s(self, peer: int) -> float:
+        """How long a peer that is asked whether it lives may be silent."""
+        since_s = max(self._heard_s.get(peer, -1e9), self._watched_s[peer])
+        return since_s + min(self._patience_s, max(4 * self._beat_s, self.limit_s))
 
-    def wait_for(self, peers: Iterable[int], now: float) -> None:
+    def wait_for(self, peers: Iterable[int]) -> None:
         """Notes of whom else something must come, be it no payload: they are asked whether they live too."""
-        self._awaited_s = {peer: self._awaited_s.get(peer, now) for peer in peers}
+        self._awaited = frozenset(peers)
 
     def deadline(self) -> float:
-        """When `tick` would close the first exchange that is waited for; infinite when none is."""
+        """When `tick` would next close an exchange, or suspect somebody; infinite when nobody is waited for."""
         posted = (pact.posted_s for pact in self._pacts.values() if pact.outcome is None and pact.posted_s is not None)
-        return min(posted, default=float("inf")) + self._limit_s
+        silent = (self._silent_until_s(peer) for peer in self._watched_s if self._may_be_suspected(peer))
+        return min(min(posted, default=float("inf")) + self.limit_s, min(silent, default=float("inf")))
+
+    def _may_be_suspected(self, peer: int) -> bool:
+        entry = self.members.entries.get(peer)
+        return entry is not None and entry.standing == Standing.ALIVE
 
     def settled(self, ticket: Ticket) -> bool:
         """Whether the exchanges of a ticket have all ended, one way or the other."""
