@@ -252,6 +252,8 @@ def test_a_worker_that_sees_no_majority_gives_no_slot_away_whose_worker_may_live
     core = ElasticCore(Members(5, 0, known), timeout_s=8.0)
     core.limit_bytes = 100
     assert core.give_slot(9, "host:9") is None
+    entry = core.give_slot(9, "host:9", ended={4})
+    assert entry is not None and entry.slot == 4, "its machine says that it runs no more"
     core.members.merge([known[3]._replace(standing=Standing.LEFT)])
     entry = core.give_slot(9, "host:9")
     assert entry is not None and entry.slot == 3

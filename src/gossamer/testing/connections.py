@@ -103,6 +103,8 @@ class FaultyConnection:
         if self.broken:
             return
         if not listener.listens or dialler.dead:
+            if listener.ended and not listener.quiet:
+                dialler.refused.add(listener.nonce)
             self.break_off("dialler")
             return
         self.open = True

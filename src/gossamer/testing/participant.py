@@ -81,6 +81,9 @@ class Participant(ABC):
         self.waiting: list[Callable[[], object]] = []
         """What has come while it was stopped."""
         self.dead = self.closed = self.stopped = self.listens = self.takes_part = self.disk_fails = False
+        self.quiet = False
+        self.refused = set[int]()
+        """The nonces of processes whose machines have said that they run no more."""
         self.rounds = self.made = 0
         self._resumed_s = self._posted_s = 0.0
         self._waits_for: Ticket | None = None
@@ -134,7 +137,7 @@ class Participant(ABC):
 
     def host(self, newcomer: "Participant") -> None:
         """Gives a newcomer a slot."""
-        own = self.core.give_slot(newcomer.nonce, newcomer.address)
+        own = self.core.give_slot(newcomer.nonce, newcomer.address, self.refused)
         self.flush()
         entries, network = dict(self.members.entries), self.network
         network.after(network.latency_s(), lambda: newcomer.receive(self, own, entries), newcomer)
@@ -295,7 +298,7 @@ class Participant(ABC):
 
     def crash(self, *, quiet: bool) -> None:
         """Ends without a word; `quiet` lets nobody notice by itself, as when a machine loses its power."""
-        self.dead, self.listens = True, False
+        self.dead, self.quiet, self.listens = True, quiet, False
         for connection in self.network.connections:
             if self in connection.processes:
                 side = connection.processes.index(self)

@@ -83,6 +83,8 @@ class ElasticTransport:
         self._dialled_s: dict[int, float] = {}
         self._reasons: dict[int, str] = {}
         """Why the last connection with a worker was lost that none has replaced."""
+        self._ended = set[int]()
+        """The nonces of processes that run no more: their machines have said that nobody listens at their addresses."""
         self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
         self._strangers = HalfOpen()
@@ -289,7 +291,7 @@ class ElasticTransport:
     def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
         """See `ElasticCore.give_slot`."""
         with self.changed:
-            entry = self.core.give_slot(nonce, address)
+            entry = self.core.give_slot(nonce, address, self._ended)
             self._flush()
         return entry
 
@@ -341,7 +343,11 @@ class ElasticTransport:
 
         def opened() -> socket.socket:
             limit_s = min(10.0, station.timeout_s)
-            return dial(entry.address, station.secret, run=station.run, me=me, timeout_s=limit_s)
+            try:
+                return dial(entry.address, station.secret, run=station.run, me=me, timeout_s=limit_s)
+            except ConnectionRefusedError:
+                self._ended.add(entry.nonce)
+                raise
 
         return self._add(entry.slot, opened)
 

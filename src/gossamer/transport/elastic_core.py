@@ -14,7 +14,7 @@ the loss of one small letter at the right moment, and moves the mean of all by o
 Sockets drive it in `gossamer.transport.elastic`, and a network with faults over virtual time in `gossamer.testing.faults`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -180,14 +180,20 @@ class ElasticCore:
         entry = self.members.entries.get(slot)
         return nonce is None or entry is None or entry.nonce == nonce
 
-    def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
+    def give_slot(self, nonce: int, address: str, ended: Container[int] = ()) -> SlotEntry | None:
         """Gives a newcomer a slot, and tells everybody; None when there is none to give.
 
-        A mean over everyone needs more than half of the slots. Who sees no more than that alive gives away none of a worker
-        that it merely cannot reach: both parts of a network would grow, and go on with two histories.
+        A mean over everyone needs more than half of the slots. Who sees no more than half alive gives away none of a worker that
+        it merely cannot reach: both parts of a network would grow, and go on with two histories.
+
+        Args: `ended` are the nonces of processes that are known to run no more.
         """
         few = 2 * (len(self.members.of_standing(Standing.ALIVE)) + 1) <= self.members.slots
-        entry = self.members.give_slot(nonce, address, sure=few and self.limit_bytes is not None)
+        unsure = self.members.of_standing(Standing.SUSPECT, Standing.JOINING)
+        kept = (
+            {entry.slot for entry in unsure if entry.nonce not in ended} if few and self.limit_bytes is not None else ()
+        )
+        entry = self.members.give_slot(nonce, address, kept)
         self.spread()
         return entry
 

@@ -6,7 +6,7 @@ equal, whatever the order in which the news came.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -26,9 +26,6 @@ class Standing(IntEnum):
     """Its connection was lost, or it has been silent. If it lives, it says so under its next incarnation."""
     LEFT = 3
     """It has ended on purpose."""
-
-
-_FILLED = (Standing.ALIVE, Standing.SUSPECT, Standing.JOINING)
 
 
 class SlotEntry(NamedTuple):
@@ -151,15 +148,14 @@ class Members:
         self.entries[self.me] = own._replace(standing=standing, since=own.since if since is None else since)
         self.version += 1
 
-    def give_slot(self, nonce: int, address: str, *, sure: bool = False) -> SlotEntry | None:
+    def give_slot(self, nonce: int, address: str, kept: Container[int] = ()) -> SlotEntry | None:
         """Gives a newcomer the lowest slot that nobody fills, and returns its entry; None when all are filled.
 
         One that somebody else has been given, and has not yet taken, comes last.
 
-        Args: `sure` leaves out those whose worker may live where it cannot be reached.
+        Args: `kept` are slots that nobody gets.
         """
-        filled = {entry.slot for entry in self.entries.values() if entry.standing in _FILLED[: 3 if sure else 1]}
-        free = [slot for slot in range(self.slots) if slot != self.me and slot not in filled]
+        free = [slot for slot in range(self.slots) if slot != self.me and slot not in kept and self._is_free(slot)]
         if not free:
             return None
         free.sort(key=self._is_promised)
@@ -169,6 +165,10 @@ class Members:
         self.entries[free[0]] = entry
         self.version += 1
         return entry
+
+    def _is_free(self, slot: int) -> bool:
+        entry = self.entries.get(slot)
+        return entry is None or entry.standing != Standing.ALIVE
 
     def _is_promised(self, slot: int) -> bool:
         """Whether somebody has been given the slot, who may still come."""

@@ -152,8 +152,8 @@ def _offer(letter: Letter, slots: int, address: str) -> tuple[Offer, int]:
             alive = sum(entry.standing == Standing.ALIVE for entry in entries or [])
             if slot is None and alive < slots:
                 raise PeerError(
-                    f"{alive} of {slots} workers are alive, as worker {donor} at {address} sees it, too few to know that the "
-                    "others do not train on elsewhere; join through one of those, or stop the run and resume it"
+                    f"{alive} of {slots} workers are alive, as worker {donor} at {address} sees it, and the others may train on "
+                    "where it cannot reach them; join through one of those, or stop the run and resume it"
                 )
             if slot is None:
                 raise PeerError(
