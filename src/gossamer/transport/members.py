@@ -8,12 +8,15 @@ equal, whatever the order in which the news came.
 import json
 from collections.abc import Container, Iterable, Mapping
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["Members", "SlotEntry", "Standing", "merged", "news", "read_news"]
 
 _LIMIT = 1 << 62
 _LONGEST_ADDRESS = 100
+_FEW = 32
+"""News that are kept as they were read or written: everybody sends the same to everybody."""
 
 
 class Standing(IntEnum):
@@ -120,6 +123,8 @@ class Members:
                 self._about_me(entry)
                 continue
             before = self.entries.get(entry.slot)
+            if before == entry:
+                continue
             after = entry if before is None else merged(before, entry)
             self.entries[entry.slot] = after
             if before is None or before.rank != after.rank:
@@ -190,7 +195,12 @@ class Members:
 
 def news(entries: Mapping[int, SlotEntry]) -> bytes:
     """What a worker sends of its view; `read_news` reads it."""
-    return json.dumps([list(entry) for _, entry in sorted(entries.items())], separators=(",", ":")).encode()
+    return _written(tuple(entry for _, entry in sorted(entries.items())))
+
+
+@lru_cache(maxsize=_FEW)
+def _written(entries: tuple[SlotEntry, ...]) -> bytes:
+    return json.dumps(entries, separators=(",", ":")).encode()
 
 
 def read_news(raw: bytes, slots: int) -> list[SlotEntry] | None:
@@ -200,13 +210,19 @@ def read_news(raw: bytes, slots: int) -> list[SlotEntry] | None:
     >>> read_news(news({1: entry}), slots=2) == [entry], read_news(news({1: entry}), slots=1), read_news(b"[[1]]", 2)
     (True, None, None)
     """
+    entries = _read(raw, slots)
+    return None if entries is None else list(entries)
+
+
+@lru_cache(maxsize=_FEW)
+def _read(raw: bytes, slots: int) -> tuple[SlotEntry, ...] | None:
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError):
         return None
     if not isinstance(values, list) or len(values) > slots:
         return None
-    entries = [entry for value in values if (entry := _entry(value, slots)) is not None]
+    entries = tuple(entry for value in values if (entry := _entry(value, slots)) is not None)
     return entries if len(entries) == len(values) == len({entry.slot for entry in entries}) else None
 
 
