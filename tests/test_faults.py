@@ -1,5 +1,7 @@
 """Elastic runs over a network with faults: a thousand seeds, and what they have found, each by name."""
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from gossamer.rules import diloco, gasloc, gossip
 from gossamer.testing import check_faults
+from gossamer.testing.faults import KINDS
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import without
 from gossamer.transport import Ticket
@@ -22,8 +25,10 @@ TICKET = Ticket(0)
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_thousand_runs_over_faulty_networks_keep_what_is_promised(part: int) -> None:
+    counts = Counter[str]()
     for seed in range(part, 1000, PARTS):
-        check_faults(seed=seed)
+        counts += check_faults(seed=seed).counts
+    assert all(counts[kind] >= 5 for kind in KINDS), counts
 
 
 def test_a_seed_repeats_its_faults_and_other_seeds_have_others() -> None:
@@ -301,6 +306,26 @@ def test_a_worker_that_was_itself_stopped_does_not_suspect_those_whom_it_has_not
     for step in range(16):
         core.tick(20.0 + 0.5 * step)
     assert core.members.entries[1].standing is Standing.SUSPECT
+
+
+@pytest.mark.parametrize(("nonce_a", "nonce_b"), [(50, 60), (60, 50)])
+def test_of_two_newcomers_that_two_donors_gave_one_slot_one_fills_it_and_the_other_learns_so(
+    nonce_a: int, nonce_b: int
+) -> None:
+    known = [SlotEntry(0, 0, 1, Standing.ALIVE, 0, "host:0"), SlotEntry(1, 0, 2, Standing.ALIVE, 0, "host:1")]
+    donors = [Members(3, me, [*known, SlotEntry(2, 0, 3, Standing.SUSPECT, 0, "host:2")]) for me in (0, 1)]
+    given_ones = [donor.give_slot(n, f"host:{n}") for donor, n in zip(donors, (nonce_a, nonce_b), strict=True)]
+    newcomers = [Members(3, 2, donor.entries.values()) for donor in donors]
+    assert [entry.slot for entry in given_ones if entry] == [2, 2]
+    for newcomer in newcomers:
+        newcomer.declare(Standing.ALIVE, 4)
+    views = [*donors, *newcomers]
+    for _ in range(2):
+        for view in views:
+            for other in views:
+                view.merge(list(other.entries.values()))
+    assert {view.entries[2].nonce for view in donors} == {60}
+    assert [view.replaced for view in newcomers] == [nonce_a == 50, nonce_b == 50]
 
 
 def test_a_slot_that_somebody_was_given_is_given_again_last() -> None:

@@ -9,6 +9,7 @@ that refuse a checkpoint. After some time the faults stop, and the run must beco
 import heapq
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,10 +22,15 @@ from gossamer.testing.participant import Arrangement, Participant
 from gossamer.topologies import make_topology
 from gossamer.transport.members import Members, SlotEntry, Standing
 
-__all__ = ["FaultReport", "FaultyNetwork", "check_faults"]
+__all__ = ["KINDS", "FaultReport", "FaultyNetwork", "check_faults"]
 
 FAULTY_S, SETTLE_S, CALM_S, END_S = 20.0, 30.0, 40.0, 60.0
 """Virtual seconds with faults, until all must know of each other again, in which all must exchange, and until all have ended."""
+KINDS = (
+    "break", "kill", "power", "stop", "join", "partition", "disk",
+    "lost letter", "late letter", "double letter", "overtaken letter",
+)  # fmt: skip
+"""What may happen; of two letters between the same processes one overtakes the other where they have two connections."""
 MOST_EVENTS = 40_000
 """More than ten times what a run needs: letters that answer each other without end are a fault."""
 
@@ -35,6 +41,8 @@ class FaultReport(NamedTuple):
     seed: int
     faults: tuple[str, ...]
     """What the network did, with its virtual second."""
+    counts: Counter[str]
+    """How often each kind of fault has happened, see `KINDS`."""
     rounds: int
     """That the workers have trained, all together."""
     letters: int
@@ -96,6 +104,7 @@ class FaultyNetwork:
         )
         self.now, self.letters, self.last_round = 0.0, 0, math.inf
         self.faults: list[str] = []
+        self.counts = Counter[str]()
         self.ledger = Ledger(seed, slots)
         self.processes: list[Participant] = []
         self.connections: list[FaultyConnection] = []
@@ -127,7 +136,7 @@ class FaultyNetwork:
         ledger = self.ledger
         rounds = sum(process.rounds for process in self.processes)
         return FaultReport(
-            self.seed, tuple(self.faults), rounds, self.letters, ledger.made, ledger.missed, ledger.unsure,
+            self.seed, tuple(self.faults), self.counts, rounds, self.letters, ledger.made, ledger.missed, ledger.unsure,
             ledger.one_sided, ledger.rounds_closed, ledger.retrained,
         )  # fmt: skip
 
@@ -149,6 +158,7 @@ class FaultyNetwork:
     def latency_s(self) -> float:
         """How long a letter takes."""
         long = self.faulty and self.random.random() < 0.03
+        self.counts["late letter"] += long
         return self.random.uniform(0.5, 1.5) * (self._delay_s if not long else 3.0)
 
     def phase_s(self, slot: int) -> float:
@@ -164,8 +174,9 @@ class FaultyNetwork:
         """The process that listens there."""
         return next((process for process in self.processes if process.address == address and process.listens), None)
 
-    def note(self, what: str) -> None:
+    def note(self, what: str, kind: str = "") -> None:
         """Keeps, and prints if asked, what the network did."""
+        self.counts.update([kind] if kind else [])
         self.faults.append(f"{self.now:7.3f} {what}")
         if self._verbose:
             print(self.faults[-1])
@@ -274,21 +285,21 @@ class FaultyNetwork:
         if open_ones:
             connection = self.random.choice(open_ones)
             how = self.random.choice(["both", "both", "dialler", "listener", "nobody"])
-            self.note(f"{connection} breaks, and notice: {how}")
+            self.note(f"{connection} breaks, and notice: {how}", "break")
             connection.break_off(how)
 
     def _crash(self, one: Participant) -> None:
         if not self._may_end(one):
             return
         quiet = self.random.random() < 0.3
-        self.note(f"{one} {'loses its power' if quiet else 'is killed'}")
+        self.note(f"{one} {'loses its power' if quiet else 'is killed'}", "power" if quiet else "kill")
         one.crash(quiet=quiet)
         if self.random.random() < 0.6:
             self.after(self.random.expovariate(1 / 4), self.newcomer)
 
     def _stop(self, one: Participant) -> None:
         time_s = self.random.choice([1.0, 5.0, 15.0])
-        self.note(f"{one} stops for {time_s:g} s")
+        self.note(f"{one} stops for {time_s:g} s", "stop")
         one.stopped = True
         self.after(min(time_s, FAULTY_S - self.now), one.proceed)
 
@@ -302,7 +313,7 @@ class FaultyNetwork:
             uid = len(self.processes)
             process = self._process(uid, self.random.randrange(1 << 61))
             donor = self.random.choice(donors)
-            self.note(f"{process} asks {donor} for a slot")
+            self.note(f"{process} asks {donor} for a slot", "join")
             self.after(self.latency_s(), lambda: process.ask(donor), process)
 
     def _partition(self, one: Participant) -> None:
@@ -312,7 +323,7 @@ class FaultyNetwork:
         self._halves = frozenset(self.random.sample(range(self.plan.slots), count))
         time_s = min(self.random.choice([1.0, 5.0, 20.0]), FAULTY_S - self.now)
         self._heals_s = self.now + time_s
-        self.note(f"the places {sorted(self._halves)} are cut off for {time_s:.1f} s")
+        self.note(f"the places {sorted(self._halves)} are cut off for {time_s:.1f} s", "partition")
         for connection in [c for c in self.connections if not c.broken]:
             a, b = connection.processes
             if self.heals_in_s(a, b) and self.random.random() < 0.5:
@@ -326,5 +337,5 @@ class FaultyNetwork:
     def _disk(self, one: Participant) -> None:
         if not self._may_end(one):
             return
-        self.note(f"the disk of {one} refuses")
+        self.note(f"the disk of {one} refuses", "disk")
         one.disk_fails = True

@@ -6,6 +6,7 @@ stands in `gossamer.testing.gossiper` and, for a rule that needs everyone, in `g
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,6 +83,8 @@ class Participant(ABC):
         """What has come while it was stopped."""
         self.dead = self.closed = self.stopped = self.listens = self.takes_part = self.disk_fails = False
         self.quiet = False
+        self.newest: dict[int, int] = {}
+        """The largest number of a letter that has come from each process."""
         self.refused = set[int]()
         """The nonces of processes whose machines have said that they run no more."""
         self.rounds = self.made = 0
@@ -89,7 +92,7 @@ class Participant(ABC):
         self._waits_for: Ticket | None = None
         self._dialled_s: dict[int, float] = {}
         self._blocked: tuple[float, Ticket] | None = None
-        self._origins: list[tuple[Letter, int]] = []
+        self._origins: deque[tuple[Letter, int]] = deque(maxlen=40)
 
     def __str__(self) -> str:
         return f"process {self.uid}" + (f" (worker {self.slot})" if self.listens or self.dead else "")
@@ -199,7 +202,7 @@ class Participant(ABC):
             end.connection.break_off("both")
             return
         if letter.kind == LetterKind.PAYLOAD:
-            self._origins = [*self._origins[-40:], (letter, end.connection.processes[1 - end.side].uid)]
+            self._origins.append((letter, end.connection.processes[1 - end.side].uid))
         end.nonce = self.core.heard(letter, self.network.now, end.nonce)
         if not self.core.is_filled_by(end.peer, end.nonce):
             end.send(self._greeting())

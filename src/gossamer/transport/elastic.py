@@ -123,8 +123,8 @@ class ElasticTransport:
     def _must_fill_its_slot(self) -> None:
         if self.members.replaced:
             raise PeerError(
-                f"another process fills slot {self.worker} now, as this one was silent for {self._station.timeout_s:g} s; "
-                "start it again to join with a free slot"
+                f"another process fills slot {self.worker} now: it was given the slot too, or this one could not be reached for "
+                f"{self._station.timeout_s:g} s; start it again with --join to get a free slot"
             )
 
     def named(self, round: int) -> tuple[int, frozenset[int]]:
