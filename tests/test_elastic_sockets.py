@@ -197,3 +197,14 @@ def test_a_worker_whose_slot_another_process_has_taken_does_not_wait_for_its_rou
         with pytest.raises(PeerError, match="another process fills slot 1"):
             transport.named(0)
         transport.close()
+
+
+def test_two_parts_of_a_network_that_have_replaced_each_other_meet_again() -> None:
+    with crew(2, timeout_s=1.0) as ((one, other), entries):
+        with one.changed, other.changed:
+            for transport, gone in ((one, entries[1]), (other, entries[0])):
+                newer = {gone.slot: gone._replace(incarnation=3, nonce=99, standing=Standing.LEFT, address="")}
+                letter = Letter(LetterKind.NEWS, gone.slot, body=body_of(news(newer)))
+                transport.core.heard(letter, time.monotonic(), gone.nonce)
+                transport.core.outbox.clear()
+        until(lambda: one.members.replaced and other.members.replaced)

@@ -105,6 +105,7 @@ class Participant(ABC):
     def knows(self, other: "Participant") -> bool:
         """Whether it would call the other one, or is connected with it."""
         known = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT) if self.listens else []
+        known += self.core.replaced.values() if self.listens else []
         return any(entry.address == other.address for entry in known)
 
     def take_place(self, members: Members, x: float, after: int) -> None:
@@ -259,6 +260,10 @@ class Participant(ABC):
                 self._dial(entry)
             elif ends:
                 self.core.tell(entry.slot)
+        for entry in self.core.replaced.values():
+            waited_s = now - self._dialled_s.get(entry.slot, -1e9)
+            if waited_s >= self.plan.timeout_s and entry.nonce not in self.refused:
+                self._dial(entry).nonce = entry.nonce
         self.flush()
         self._poll()
         self.network.after(beat_s, self._house, self)

@@ -160,7 +160,6 @@ class ElasticTransport:
         return not others and self.members.slots > 1
 
     def _until(self, done: Callable[[], bool]) -> None:
-        """Waits for the leader, or for being it."""
         closing, start_s = self._closes(), time.perf_counter()
         while not done():
             self._must_fill_its_slot()
@@ -438,10 +437,14 @@ class ElasticTransport:
                 self._look_at(now)
                 for entry in self.members.of_standing(Standing.SUSPECT):
                     waited_s, linked = now - self._dialled_s.get(entry.slot, -1e9), self._links_to(entry.slot)
-                    if entry.address and not linked and waited_s >= 2 * self._beat_s:
-                        self._open(entry)
-                    elif linked:
+                    if linked:
                         self.core.tell(entry.slot)
+                    elif entry.address and waited_s >= 2 * self._beat_s:
+                        self._open(entry)
+                for entry in self.core.replaced.values():
+                    again_s = self._dialled_s.get(entry.slot, -1e9) + self._station.timeout_s
+                    if now >= again_s and entry.nonce not in self._ended:
+                        self._open(entry).nonce = entry.nonce  # its greeting tells whom it knows
                 if not self._closed:
                     self._flush()
                 self.changed.notify_all()

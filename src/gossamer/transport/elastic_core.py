@@ -105,6 +105,8 @@ class ElasticCore:
         self._told: dict[int, int] = {}
         self._sizes: dict[tuple[int, int], int] = {}
         self._held_steps: dict[int, int] = {}
+        self.replaced: dict[int, SlotEntry] = {}
+        """The last process of each slot that another one has replaced: it may live, with others whom nobody here knows."""
 
     def enter(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
         """Begins a round, in which it exchanges with these peers: its topology over `alive` says so."""
@@ -193,7 +195,10 @@ class ElasticCore:
         kept = (
             {entry.slot for entry in unsure if entry.nonce not in ended} if few and self.limit_bytes is not None else ()
         )
+        before = dict(self.members.entries)
         entry = self.members.give_slot(nonce, address, kept)
+        if entry is not None and entry.slot in before and before[entry.slot].standing != Standing.LEFT:
+            self.replaced[entry.slot] = before[entry.slot]
         self.spread()
         return entry
 
@@ -331,6 +336,8 @@ class ElasticCore:
         for before, after in self.members.merge(entries):
             if before is not None and (after.nonce != before.nonce or after.standing == Standing.LEFT):
                 self._give_up(after.slot)
+            if before is not None and after.nonce != before.nonce and before.standing != Standing.LEFT:
+                self.replaced[after.slot] = before
         if self.members.version != version:
             self.spread()
         if self.members.version != version or any(known[entry.slot].rank > entry.rank for entry in entries):
