@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gossamer.rules import diloco, gasloc, gossip
 from gossamer.testing import check_faults
-from gossamer.testing.faults import KINDS
+from gossamer.testing.faults import FAULT_KINDS
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import without
 from gossamer.transport import Ticket
@@ -28,7 +28,7 @@ def test_a_thousand_runs_over_faulty_networks_keep_what_is_promised(part: int) -
     counts = Counter[str]()
     for seed in range(part, 1000, PARTS):
         counts += check_faults(seed=seed).counts
-    assert all(counts[kind] >= 5 for kind in KINDS), counts
+    assert all(counts[kind] >= 5 for kind in FAULT_KINDS), counts
 
 
 def test_a_seed_repeats_its_faults_and_other_seeds_have_others() -> None:

@@ -22,11 +22,11 @@ from gossamer.testing.participant import Arrangement, Participant
 from gossamer.topologies import make_topology
 from gossamer.transport.members import Members, SlotEntry, Standing
 
-__all__ = ["KINDS", "FaultReport", "FaultyNetwork", "check_faults"]
+__all__ = ["FAULT_KINDS", "FaultReport", "FaultyNetwork", "check_faults"]
 
 FAULTY_S, SETTLE_S, CALM_S, END_S = 20.0, 30.0, 40.0, 60.0
 """Virtual seconds with faults, until all must know of each other again, in which all must exchange, and until all have ended."""
-KINDS = (
+FAULT_KINDS = (
     "break", "kill", "power", "stop", "join", "partition", "disk",
     "lost letter", "late letter", "double letter", "overtaken letter",
 )  # fmt: skip
@@ -42,7 +42,7 @@ class FaultReport(NamedTuple):
     faults: tuple[str, ...]
     """What the network did, with its virtual second."""
     counts: Counter[str]
-    """How often each kind of fault has happened, see `KINDS`."""
+    """How often each kind of fault has happened, see `FAULT_KINDS`."""
     rounds: int
     """That the workers have trained, all together."""
     letters: int
