@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from gossamer.errors import PeerError
 from gossamer.transport import Ticket
 from gossamer.transport import letter as letters
 from gossamer.transport.elastic import ElasticTransport, Station
@@ -185,3 +186,25 @@ def test_what_a_worker_says_goes_over_the_newest_connection_of_its_peer() -> Non
         while LetterKind.PAYLOAD not in kinds:
             kinds.append(receive_letter(new, RUN, lambda letter, size: True).kind)
         old.close(), new.close()
+
+
+def test_a_worker_whose_slot_another_process_has_taken_does_not_wait_for_its_round_to_be_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        known = [SlotEntry(i, 0, 10 + i, Standing.ALIVE if i == 1 else Standing.SUSPECT, 0) for i in range(3)]
+        transport = ElasticTransport(Members(3, 1, known), Station(listener, RUN, SECRET, 8.0), limit_bytes=100)
+        transport.enter(0, lambda alive: [], 15)
+        transport.members.merge([known[1]._replace(incarnation=1, nonce=99)])
+        with pytest.raises(PeerError, match="another process fills slot 1"):
+            transport.named(0)
+        transport.close()
+
+
+def test_two_parts_of_a_network_that_have_replaced_each_other_meet_again() -> None:
+    with crew(2, timeout_s=1.0) as ((one, other), entries):
+        with one.changed, other.changed:
+            for transport, gone in ((one, entries[1]), (other, entries[0])):
+                newer = {gone.slot: gone._replace(incarnation=3, nonce=99, standing=Standing.LEFT, address="")}
+                letter = Letter(LetterKind.NEWS, gone.slot, body=body_of(news(newer)))
+                transport.core.heard(letter, time.monotonic(), gone.nonce)
+                transport.core.outbox.clear()
+        until(lambda: one.members.replaced and other.members.replaced)

@@ -36,7 +36,8 @@ class FaultyConnection:
         self.network, self.processes = network, (dialler, listener)
         self.ends = [End(self, 0, peer)]
         self.open = self.broken = False
-        self._letters: tuple[deque[Letter], deque[Letter]] = (deque(), deque())
+        self._letters: tuple[deque[tuple[int, Letter]], deque[tuple[int, Letter]]] = (deque(), deque())
+        """Each with its number among all letters."""
         self._last_s = [0.0, 0.0]
         network.connections.append(self)
         away_s = network.heals_in_s(dialler, listener)
@@ -53,6 +54,7 @@ class FaultyConnection:
         """
         network, end = self.network, self.ends[side]
         if self.broken:
+            network.counts["lost letter"] += 1
             if not end.tried:
                 end.tried = True
                 network.after(
@@ -60,9 +62,10 @@ class FaultyConnection:
                 )
             return
         twice = network.faulty and network.random.random() < 0.01
+        network.counts["double letter"] += twice
         for _ in range(1 + twice):
             network.letters += 1
-            self._letters[side].append(letter)
+            self._letters[side].append((network.letters, letter))
             if self.open:
                 self._later(side)
 
@@ -77,7 +80,8 @@ class FaultyConnection:
         for side, letters in enumerate(self._letters):
             reads = notice in ("both", ("listener", "dialler")[side]) and network.random.random() < 0.5
             for _ in range(network.random.randint(0, len(letters)) if reads and self.open else 0):
-                self._deliver(side, letters.popleft())
+                self._deliver(side, *letters.popleft())
+            network.counts["lost letter"] += len(letters)
             letters.clear()
         for end in self.ends:
             if notice in ("both", ("dialler", "listener")[end.side]):
@@ -89,7 +93,7 @@ class FaultyConnection:
             self.broken = True
             letters = self._letters[side]
             while letters and self.open:
-                self._deliver(side, letters.popleft())
+                self._deliver(side, *letters.popleft())
             for end in self.ends:
                 if end.side != side:
                     self._notify(end)
@@ -103,6 +107,8 @@ class FaultyConnection:
         if self.broken:
             return
         if not listener.listens or dialler.dead:
+            if listener.ended and not listener.quiet:
+                dialler.refused.add(listener.nonce)
             self.break_off("dialler")
             return
         self.open = True
@@ -129,13 +135,15 @@ class FaultyConnection:
             return
         if (away_s := network.heals_in_s(*self.processes)) > 0:
             network.after(away_s + 0.01, lambda: self._arrive(side), receiver)
-        elif not receiver.may_read(letters[0]):
+        elif not receiver.may_read(letters[0][1]):
             network.after(0.1, lambda: self._arrive(side), receiver)
         else:
-            self._deliver(side, letters.popleft())
+            self._deliver(side, *letters.popleft())
 
-    def _deliver(self, side: int, letter: Letter) -> None:
-        receiver = self.processes[1 - side]
+    def _deliver(self, side: int, number: int, letter: Letter) -> None:
+        receiver, sender = self.processes[1 - side], self.processes[side].uid
+        self.network.counts["overtaken letter"] += number < receiver.newest.get(sender, 0)
+        receiver.newest[sender] = max(number, receiver.newest.get(sender, 0))
         end = self.ends[1 - side]
         if receiver.stopped:
             receiver.waiting.append(lambda: receiver.take(end, letter))

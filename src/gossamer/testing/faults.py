@@ -9,20 +9,28 @@ that refuse a checkpoint. After some time the faults stop, and the run must beco
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from gossamer.rules import Rule
+from gossamer.testing.averager import Averager
 from gossamer.testing.connections import FaultyConnection
+from gossamer.testing.gossiper import Gossiper
 from gossamer.testing.ledger import Ledger
 from gossamer.testing.participant import Arrangement, Participant
 from gossamer.topologies import make_topology
 from gossamer.transport.members import Members, SlotEntry, Standing
 
-__all__ = ["FaultReport", "FaultyNetwork", "check_faults"]
+__all__ = ["FAULT_KINDS", "FaultReport", "FaultyNetwork", "check_faults"]
 
 FAULTY_S, SETTLE_S, CALM_S, END_S = 20.0, 30.0, 40.0, 60.0
 """Virtual seconds with faults, until all must know of each other again, in which all must exchange, and until all have ended."""
+FAULT_KINDS = (
+    "break", "kill", "power", "stop", "join", "partition", "disk",
+    "lost letter", "late letter", "double letter", "overtaken letter",
+)  # fmt: skip
+"""What may happen; of two letters between the same processes one overtakes the other where they have two connections."""
 MOST_EVENTS = 40_000
 """More than ten times what a run needs: letters that answer each other without end are a fault."""
 
@@ -33,6 +41,8 @@ class FaultReport(NamedTuple):
     seed: int
     faults: tuple[str, ...]
     """What the network did, with its virtual second."""
+    counts: Counter[str]
+    """How often each kind of fault has happened, see `FAULT_KINDS`."""
     rounds: int
     """That the workers have trained, all together."""
     letters: int
@@ -42,6 +52,8 @@ class FaultReport(NamedTuple):
     unsure: int
     one_sided: int
     """Exchanges that one end counted and the other could not be sure of, or did not live to see."""
+    closed: int
+    """Rounds that were closed over a majority, by a rule that needs everyone."""
     retrained: int
     """Steps of a slot that two processes trained, as the first one lived or nobody could be asked."""
 
@@ -54,11 +66,13 @@ def check_faults(
     After each exchange: no end has counted it that the other knows to be missed; two ends that have counted it pull each other
     by opposite amounts, so that the mean is kept; no wait is longer than the timeout; everything is finite. After each
     letter: what is kept of payloads that came early is bounded. For each slot: no step whose result another worker holds is
-    trained again, unless the process lives, or nobody who can be asked holds it. After the faults: all that live know each
-    other, everybody exchanges again, and the run ends.
+    trained again, unless the process lives, or nobody who can be asked holds it. Of a mean over everyone: each round is closed
+    over more than half of the slots, all that close it have the same parameters, bit for bit, and rounds have one history.
+    After the faults: all that live know each other, everybody exchanges again, and the run ends.
 
     Args:
-        rule: a gossip rule that keeps the mean; None computes plain gossip on a few Python numbers, which is fast.
+        rule: a gossip rule that keeps the mean, or one that needs everyone; None computes plain gossip or, with every fourth
+            seed, a plain mean on a few Python numbers, which is fast.
         seed: of every fault, delay and draw. The same seed gives the same run.
         workers: slots; 3 to 7 of them by the seed if None.
         verbose: whether to print each fault as it happens.
@@ -81,14 +95,17 @@ class FaultyNetwork:
         self.seed, self.random, self._verbose = seed, random.Random(f"faults {seed}"), verbose
         draw = self.random
         slots = workers or draw.randint(3, 7)
-        topology = make_topology(draw.choice(["random", "random", "ring", "complete"]), slots, seed)
+        name = draw.choice(["random", "random", "ring", "complete"])
+        self.everyone = seed % 4 == 3 if rule is None else rule.needs == "everyone"
+        topology = make_topology("complete" if self.everyone else name, slots, seed)
         deadline_s = draw.choice([None, None, 5.0])
         self.plan = Arrangement(
             slots, topology, rule, timeout_s=8.0, deadline_s=deadline_s, rejoin_rounds=draw.randint(1, 6)
         )
         self.now, self.letters, self.last_round = 0.0, 0, math.inf
         self.faults: list[str] = []
-        self.ledger = Ledger(seed)
+        self.counts = Counter[str]()
+        self.ledger = Ledger(seed, slots)
         self.processes: list[Participant] = []
         self.connections: list[FaultyConnection] = []
         self._events: list[tuple[float, int, Participant | None, Callable[[], object]]] = []
@@ -102,22 +119,25 @@ class FaultyNetwork:
         self._start()
         try:
             self._until(FAULTY_S)
+            self._fill_up()
             self._until_it_holds(self._must_agree, SETTLE_S)
             self._made = {
-                process.uid: process.made for island in self._islands() if len(island) > 1 for process in island
+                process.uid: process.made for island in self._islands() if self._goes_on(island) for process in island
             }
             self._until_it_holds(self._must_exchange, CALM_S)
             self.last_round = max((process.core.round for process in self.living if process.listens), default=0) + 2
             self._until(self.now + END_S)
-            assert not [*self.living], f"{[*map(str, self.living)]} do not end"
+            waiting = [process for island in self._islands() if not self._goes_on(island) for process in island]
+            late = [process for process in self.living if not (self.everyone and process in waiting)]
+            assert not late, f"{[*map(str, late)]} do not end"
             self.ledger.close()
         except AssertionError as error:
             raise AssertionError(f"seed {self.seed}, at {self.now:.3f} s: {error}") from error
         ledger = self.ledger
         rounds = sum(process.rounds for process in self.processes)
         return FaultReport(
-            self.seed, tuple(self.faults), rounds, self.letters, ledger.made, ledger.missed, ledger.unsure,
-            ledger.one_sided, ledger.retrained,
+            self.seed, tuple(self.faults), self.counts, rounds, self.letters, ledger.made, ledger.missed, ledger.unsure,
+            ledger.one_sided, ledger.rounds_closed, ledger.retrained,
         )  # fmt: skip
 
     @property
@@ -138,6 +158,7 @@ class FaultyNetwork:
     def latency_s(self) -> float:
         """How long a letter takes."""
         long = self.faulty and self.random.random() < 0.03
+        self.counts["late letter"] += long
         return self.random.uniform(0.5, 1.5) * (self._delay_s if not long else 3.0)
 
     def phase_s(self, slot: int) -> float:
@@ -153,8 +174,9 @@ class FaultyNetwork:
         """The process that listens there."""
         return next((process for process in self.processes if process.address == address and process.listens), None)
 
-    def note(self, what: str) -> None:
+    def note(self, what: str, kind: str = "") -> None:
         """Keeps, and prints if asked, what the network did."""
+        self.counts.update([kind] if kind else [])
         self.faults.append(f"{self.now:7.3f} {what}")
         if self._verbose:
             print(self.faults[-1])
@@ -163,12 +185,17 @@ class FaultyNetwork:
         slots, nonces = self.plan.slots, [self.random.randrange(1 << 61) for _ in range(self.plan.slots)]
         entries = [SlotEntry(i, 0, nonces[i], Standing.ALIVE, 0, f"process:{i}") for i in range(slots)]
         for i in range(slots):
-            process = Participant(self, uid=i, nonce=nonces[i], address=f"process:{i}")
-            self.processes.append(process)
-            process.take_place(Members(slots, i, entries), x=self.random.gauss(0, 1), after=0)
+            process = self._process(i, nonces[i])
+            x = self.random.gauss(0, 1)
+            process.take_place(Members(slots, i, entries), x=0.0 if self.everyone else x, after=0)
             self.after(0.0, process.begin, process)
         for when in self._fault_times():
             self.after(when, self._fault)
+
+    def _process(self, uid: int, nonce: int) -> Participant:
+        make = Averager if self.everyone else Gossiper
+        self.processes.append(make(self, uid=uid, nonce=nonce, address=f"process:{uid}"))
+        return self.processes[-1]
 
     def _fault_times(self) -> Iterator[float]:
         mean_s, when = self.random.choice([1.0, 3.0, 8.0, 100.0]), 0.0
@@ -198,6 +225,19 @@ class FaultyNetwork:
             else:
                 return
             self._until(self.now + 1.0)
+
+    def _fill_up(self) -> None:
+        """Starts newcomers until a rule that needs everyone can go on: somebody looks after the run, late but well."""
+        sure = [process for process in self.living if not process.disk_fails]
+        if self.everyone and self.now < FAULTY_S + SETTLE_S / 2:
+            if not self._goes_on(sure):
+                self.newcomer()
+            self.after(3.0, self._fill_up)
+
+    def _goes_on(self, island: Sequence[Participant]) -> bool:
+        """Whether these can train on: for a mean over everyone they fill more than half of the slots."""
+        slots = {process.slot for process in island}
+        return 2 * len(slots) > self.plan.slots if self.everyone else len(island) > 1
 
     def _must_exchange(self) -> None:
         for process in [process for process in self.living if process.uid in self._made]:
@@ -245,21 +285,21 @@ class FaultyNetwork:
         if open_ones:
             connection = self.random.choice(open_ones)
             how = self.random.choice(["both", "both", "dialler", "listener", "nobody"])
-            self.note(f"{connection} breaks, and notice: {how}")
+            self.note(f"{connection} breaks, and notice: {how}", "break")
             connection.break_off(how)
 
     def _crash(self, one: Participant) -> None:
         if not self._may_end(one):
             return
         quiet = self.random.random() < 0.3
-        self.note(f"{one} {'loses its power' if quiet else 'is killed'}")
+        self.note(f"{one} {'loses its power' if quiet else 'is killed'}", "power" if quiet else "kill")
         one.crash(quiet=quiet)
         if self.random.random() < 0.6:
             self.after(self.random.expovariate(1 / 4), self.newcomer)
 
     def _stop(self, one: Participant) -> None:
         time_s = self.random.choice([1.0, 5.0, 15.0])
-        self.note(f"{one} stops for {time_s:g} s")
+        self.note(f"{one} stops for {time_s:g} s", "stop")
         one.stopped = True
         self.after(min(time_s, FAULTY_S - self.now), one.proceed)
 
@@ -271,10 +311,9 @@ class FaultyNetwork:
         donors = [process for process in self.living if process.takes_part]
         if donors and len(self.living) <= self.plan.slots + 1:
             uid = len(self.processes)
-            process = Participant(self, uid=uid, nonce=self.random.randrange(1 << 61), address=f"process:{uid}")
-            self.processes.append(process)
+            process = self._process(uid, self.random.randrange(1 << 61))
             donor = self.random.choice(donors)
-            self.note(f"{process} asks {donor} for a slot")
+            self.note(f"{process} asks {donor} for a slot", "join")
             self.after(self.latency_s(), lambda: process.ask(donor), process)
 
     def _partition(self, one: Participant) -> None:
@@ -284,18 +323,19 @@ class FaultyNetwork:
         self._halves = frozenset(self.random.sample(range(self.plan.slots), count))
         time_s = min(self.random.choice([1.0, 5.0, 20.0]), FAULTY_S - self.now)
         self._heals_s = self.now + time_s
-        self.note(f"the places {sorted(self._halves)} are cut off for {time_s:.1f} s")
+        self.note(f"the places {sorted(self._halves)} are cut off for {time_s:.1f} s", "partition")
         for connection in [c for c in self.connections if not c.broken]:
             a, b = connection.processes
             if self.heals_in_s(a, b) and self.random.random() < 0.5:
                 self.after(self.random.uniform(0, time_s), lambda c=connection: c.break_off("both"))
 
     def _may_end(self, one: Participant) -> bool:
-        """Whether two others go on."""
-        return len([p for p in self.living if p.takes_part and not p.disk_fails and p is not one]) >= 2
+        """Whether others go on, two at least."""
+        others = [p for p in self.living if p.takes_part and not p.disk_fails and p is not one]
+        return len(others) >= 2 and self._goes_on(others)
 
     def _disk(self, one: Participant) -> None:
         if not self._may_end(one):
             return
-        self.note(f"the disk of {one} refuses")
+        self.note(f"the disk of {one} refuses", "disk")
         one.disk_fails = True

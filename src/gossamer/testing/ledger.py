@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from gossamer.transport import Ticket
+from gossamer.transport.closing import Named
 from gossamer.transport.elastic_core import Outcome
 
 __all__ = ["Ledger"]
@@ -21,14 +22,19 @@ class _Account(NamedTuple):
 class Ledger:
     """The exchanges of a run by ticket and both ends, and the steps of each slot whose results were counted."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, slots: int) -> None:
+        self._slot_count = slots
+        self._closed: dict[tuple[int, int], tuple[frozenset[int], int, tuple[float, ...]]] = {}
+        """Over whom an attempt of a round was closed, with which history and parameters."""
+        self._lines: dict[int, int] = {}
+        """The history before each round that was closed."""
         self._accounts: dict[tuple[Ticket, int, int], _Account] = {}
         """By ticket, process, and the slot of the peer."""
         self._slots: dict[int, int] = {}
         self._counted: dict[int, dict[tuple[int, int, int], set[int]]] = {}
         """By slot: first step, end and process, and who has counted them."""
         self._asked: dict[int, frozenset[int] | None] = {}
-        self.made = self.missed = self.unsure = self.one_sided = self.retrained = 0
+        self.made = self.missed = self.unsure = self.one_sided = self.retrained = self.closings = 0
 
     def born(self, uid: int, slot: int, *, asked: Collection[int] | None) -> None:
         """A process fills a slot.
@@ -67,6 +73,25 @@ class Ledger:
                 self.retrained += min(b, end) - max(a, first)
         spans.setdefault((first, end, uid), set()).add(by)
 
+    def closed(self, uid: int, round: int, line: int, then: int, named: Named, x: tuple[float, ...]) -> None:
+        """A process has made the update of a round; `line` is the history before it and `then` after it.
+
+        A leader that is cut off may close a round alone that the others then close anew: its own history ends there.
+        """
+        slot, workers = self._slots[uid], named.workers
+        where = f"round {round}, which process {uid} closes over {sorted(workers)},"
+        assert slot in workers, f"{where} is closed without its worker {slot}"
+        assert 2 * len(workers) > self._slot_count, f"{where} is closed by no majority of {self._slot_count}"
+        assert self._lines.setdefault(round, line) == line, f"{where} goes on with a second history"
+        known = self._closed.setdefault((round, named.attempt), (workers, then, x))
+        assert known == (workers, then, x), f"{where} has ended with other parameters or workers: {x} and {known}"
+        self.closings += 1
+
+    @property
+    def rounds_closed(self) -> int:
+        """How many rounds were closed."""
+        return len(self._lines)
+
     def close(self) -> None:
         """Counts the exchanges that one end alone has counted."""
         for (ticket, uid, _), account in self._accounts.items():
@@ -83,7 +108,8 @@ def _must_fit(ticket: Ticket, uid: int, ours: _Account, other: int, theirs: _Acc
             raise AssertionError(
                 f"{where}: one end has counted the exchange and process {one} knows that it was missed"
             )
-    if kinds == {Outcome.MADE}:
+    # Two parts of a network may each have a process in both slots, which exchange among themselves.
+    if kinds == {Outcome.MADE} and (ours.sender == other or theirs.sender == uid):
         assert (ours.sender, theirs.sender) == (other, uid), (
             f"{where}: an end has counted the payload of a third process"
         )

@@ -1,39 +1,39 @@
 """One process of an elastic run over the virtual network: what `gossamer.run.elastic` and its transport do, as events.
 
 `gossamer.transport.elastic` moves letters with sockets and threads, and `gossamer.run.elastic` trains between them. Here the same
-decisions are taken at virtual times; the exchanges and the view of the members are the same classes.
+decisions are taken at virtual times; the exchanges and the view of the members are the same classes. What it does in a round
+stands in `gossamer.testing.gossiper` and, for a rule that needs everyone, in `gossamer.testing.averager`.
 """
 
-import math
-import struct
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer.codecs import exact
 from gossamer.layout import Layout, Leaf
-from gossamer.rounds.exchange import Exchange, Part, Setup, begin, initial_state
+from gossamer.rounds.exchange import initial_state
 from gossamer.rules import Context, Rule
 from gossamer.testing.connections import End, FaultyConnection
 from gossamer.topologies import Topology
-from gossamer.topologies.mixing import Mixing, without
+from gossamer.topologies.mixing import Mixing
 from gossamer.transport import Ticket, wire
-from gossamer.transport.elastic_core import MOST_EARLY, ElasticCore, Outcome
+from gossamer.transport.elastic_core import MOST_EARLY, ElasticCore, Outgoing
 from gossamer.transport.letter import Letter, LetterKind, body_of
 from gossamer.transport.members import Members, SlotEntry, Standing, news
+from gossamer.tree import Tree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gossamer.testing.faults import FaultyNetwork
 
-__all__ = ["Arrangement", "Participant"]
+__all__ = ["LAYOUT", "LOCAL_STEPS", "NUMEL", "Arrangement", "Kept", "Participant"]
 
 NUMEL, LOCAL_STEPS = 2, 3
-_VECTOR = struct.Struct(f"<{NUMEL}d")
-_LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
+LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
 
 
 class Arrangement(NamedTuple):
@@ -54,10 +54,21 @@ class Arrangement(NamedTuple):
     @property
     def limit_s(self) -> float:
         """How long a round may wait."""
-        return min(self.timeout_s, self.deadline_s or self.timeout_s)
+        return min(self.timeout_s - self.beat_s, self.deadline_s or self.timeout_s)
 
 
-class Participant:
+class Kept(NamedTuple):
+    """The state of a process between two rounds, for those that ask for it."""
+
+    after: int
+    """Rounds of the run that it has behind it."""
+    x: tuple[float, ...]
+    s: Tree = ()
+    line: int = 0
+    """The hash of the rounds that were closed, see `gossamer.transport.closing`."""
+
+
+class Participant(ABC):
     """A process; `gossamer.transport.Transport` is what its exchanges see of it."""
 
     keeps_frames = False
@@ -71,13 +82,17 @@ class Participant:
         self.waiting: list[Callable[[], object]] = []
         """What has come while it was stopped."""
         self.dead = self.closed = self.stopped = self.listens = self.takes_part = self.disk_fails = False
+        self.quiet = False
+        self.newest: dict[int, int] = {}
+        """The largest number of a letter that has come from each process."""
+        self.refused = set[int]()
+        """The nonces of processes whose machines have said that they run no more."""
         self.rounds = self.made = 0
         self._resumed_s = self._posted_s = 0.0
         self._waits_for: Ticket | None = None
         self._dialled_s: dict[int, float] = {}
         self._blocked: tuple[float, Ticket] | None = None
-        self._origins: list[tuple[Letter, int]] = []
-        self._exchange: Exchange | None = None
+        self._origins: deque[tuple[Letter, int]] = deque(maxlen=40)
 
     def __str__(self) -> str:
         return f"process {self.uid}" + (f" (worker {self.slot})" if self.listens or self.dead else "")
@@ -90,6 +105,7 @@ class Participant:
     def knows(self, other: "Participant") -> bool:
         """Whether it would call the other one, or is connected with it."""
         known = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT) if self.listens else []
+        known += self.core.replaced.values() if self.listens else []
         return any(entry.address == other.address for entry in known)
 
     def take_place(self, members: Members, x: float, after: int) -> None:
@@ -98,6 +114,7 @@ class Participant:
         self.slot = self.worker = members.me
         self.core = ElasticCore(members, timeout_s=plan.timeout_s, deadline_s=plan.deadline_s, beat_s=plan.beat_s)
         self.x = torch.full((NUMEL,), x, dtype=torch.float64) if plan.rule else [x] * NUMEL
+        self.s: Tree = ()
         self.steps, self.finished, self.listens = members.own.steps, after, True
         if plan.rule is not None:
             mixing = plan.topology.mixing(0)
@@ -124,8 +141,7 @@ class Participant:
 
     def host(self, newcomer: "Participant") -> None:
         """Gives a newcomer a slot."""
-        own = self.members.give_slot(newcomer.nonce, newcomer.address)
-        self.core.spread()
+        own = self.core.give_slot(newcomer.nonce, newcomer.address, self.refused)
         self.flush()
         entries, network = dict(self.members.entries), self.network
         network.after(network.latency_s(), lambda: newcomer.receive(self, own, entries), newcomer)
@@ -155,8 +171,7 @@ class Participant:
 
     def flush(self) -> None:
         """Sends what the core wants to send."""
-        outbox, self.core.outbox = self.core.outbox, []
-        for peer, letter in outbox:
+        for peer, letter in self._outbox():
             entry = self.members.entries.get(peer)
             if self.closed or entry is None:
                 continue
@@ -166,6 +181,11 @@ class Participant:
             if ends:
                 known = [end for end in ends if end.nonce is not None]
                 (known or ends)[-1].send(letter)
+
+    def _outbox(self) -> list[Outgoing]:
+        """Takes what shall be sent."""
+        outbox, self.core.outbox = self.core.outbox, []
+        return outbox
 
     def accept(self, end: End) -> None:
         """Somebody has dialled."""
@@ -183,12 +203,17 @@ class Participant:
             end.connection.break_off("both")
             return
         if letter.kind == LetterKind.PAYLOAD:
-            self._origins = [*self._origins[-40:], (letter, end.connection.processes[1 - end.side].uid)]
+            self._origins.append((letter, end.connection.processes[1 - end.side].uid))
         end.nonce = self.core.heard(letter, self.network.now, end.nonce)
         if not self.core.is_filled_by(end.peer, end.nonce):
             end.send(self._greeting())
+        else:
+            self._heard(letter)
         self.flush()
         self._poll()
+
+    def _heard(self, letter: Letter) -> None:  # noqa: B027 - gossip needs no more
+        """Takes a letter in that the core has seen already."""
 
     def lost(self, end: End) -> None:
         """A connection is gone, and this end notices it."""
@@ -201,7 +226,9 @@ class Participant:
         entry = self.members.entries.get(end.peer)
         if entry is not None and self.core.is_filled_by(end.peer, end.nonce) and not self._ends_to(end.peer):
             self.core.lost(end.peer)
-            self.flush()
+        else:
+            self.core.tell_again(end.peer)
+        self.flush()
         self._poll()
 
     def _ends_to(self, slot: int) -> list[End]:
@@ -226,16 +253,24 @@ class Participant:
         if self.closed:
             return
         now, beat_s = self.network.now, self.plan.beat_s
-        self.core.tick(now)
+        self._watch(now)
         for entry in self.members.of_standing(Standing.SUSPECT):
             ends, waited_s = self._ends_to(entry.slot), now - self._dialled_s.get(entry.slot, -1e9)
             if entry.address and not ends and waited_s >= 2 * beat_s:
                 self._dial(entry)
             elif ends:
                 self.core.tell(entry.slot)
+        for entry in self.core.replaced.values():
+            waited_s = now - self._dialled_s.get(entry.slot, -1e9)
+            if waited_s >= self.plan.timeout_s and entry.nonce not in self.refused:
+                self._dial(entry).nonce = entry.nonce
         self.flush()
         self._poll()
         self.network.after(beat_s, self._house, self)
+
+    def _watch(self, now: float) -> None:
+        """Looks at the time."""
+        self.core.tick(now)
 
     def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
         """See `gossamer.transport.Transport`."""
@@ -271,7 +306,7 @@ class Participant:
 
     def crash(self, *, quiet: bool) -> None:
         """Ends without a word; `quiet` lets nobody notice by itself, as when a machine loses its power."""
-        self.dead, self.listens = True, False
+        self.dead, self.quiet, self.listens = True, quiet, False
         for connection in self.network.connections:
             if self in connection.processes:
                 side = connection.processes.index(self)
@@ -293,122 +328,52 @@ class Participant:
         assert self.core.kept <= MOST_EARLY * self.plan.slots, f"{self} keeps {self.core.kept} payloads"
         if self._waits_for is not None:
             waited_s = self.network.now - max(self._posted_s, self._resumed_s)
-            assert waited_s <= self.plan.limit_s + self.plan.beat_s + 0.01, f"{self} waits for {waited_s:.1f} s"
+            assert waited_s <= self.plan.limit_s + 0.01, f"{self} waits for {waited_s:.1f} s"
 
     def _fail(self, why: str) -> None:
         self.network.note(f"{self} {why}, and ends")
         self.close()
 
-    def _keep(self, after: int) -> None:
-        self.kept = after, float(self.x[0])
-
+    @abstractmethod
     def _enter(self, round: int) -> None:
-        if self.members.replaced or round >= self.network.last_round:
-            if self.members.replaced:
-                self._fail("has been replaced")
-            self.close()
-            return
-        core, plan, ticket = self.core, self.plan, Ticket(round)
-        alive = self.members.alive(round) | {self.slot}
-        self._mixing = plan.topology.mixing(round, alive)
-        core.steps = self.steps + LOCAL_STEPS
-        core.enter(round, alive, self._mixing.hears_from(self.slot))
-        if plan.rule is None:
-            for peer in self._mixing.hears_from(self.slot):
-                core.expect(ticket, peer, _VECTOR.size)
-        else:
-            assert isinstance(self.x, Tensor)
-            setup = Setup(plan.rule, exact(), self, Part(self.x, self.s, _LAYOUT), self.network.seed)
-            self._exchange = begin(setup, self._mixing, self._context(round, self._mixing))
-        self.flush()
-        self.network.after(self.network.phase_s(self.slot), lambda: self._trained(ticket), self)
+        """Begins a round, unless the run is over for this process."""
 
-    def _trained(self, ticket: Ticket) -> None:
-        drift = self.network.random.gauss(0, 1)
-        for i in range(NUMEL):
-            self.x[i] += drift
-        self.steps += LOCAL_STEPS
-        self._posted_s, self._waits_for = self.network.now, ticket
-        if self._exchange is None:
-            self._sent = tuple(map(float, self.x))
-            body = body_of(_VECTOR.pack(*self._sent))
-            for peer in self._mixing.sends_to(self.slot):
-                self.core.post(ticket, peer, body, self.network.now)
-        else:
-            self._exchange.post()
-            assert self._exchange.sent is not None and isinstance(self._exchange.sent.message, Tensor)
-            self._sent = tuple(self._exchange.sent.message.tolist())
-        self.flush()
-        self.network.after(self.plan.limit_s, self._tick, self)
-        self._poll()
-
-    def _tick(self) -> None:
-        self.core.tick(self.network.now)
-        self.flush()
-        self._poll()
-
+    @abstractmethod
     def _poll(self) -> None:
-        """Ends the round, once its exchanges have ended."""
-        ticket = self._waits_for
-        if ticket is None or self.ended or not self.core.settled(ticket):
-            return
-        self._waits_for = None
-        row = self._mixing.rows[self.slot]
-        if self._exchange is None:
-            told = {peer: _VECTOR.unpack(body.numpy().tobytes()) for peer, body in self._collect(ticket).items()}
-            told[self.slot] = self._sent
-            lost = [peer for peer, _ in row if peer not in told]
-            moved = [sum(w * (told[peer][i] - self._sent[i]) for peer, w in row if peer in told) for i in range(NUMEL)]
-            self.x = [sum(w * told[peer][i] for peer, w in without(row, self.slot, lost)) for i in range(NUMEL)]
-            off = max(abs(x - y - z) for x, y, z in zip(self.x, self._sent, moved, strict=True))
-            assert off < 1e-6 * (1 + abs(self.x[0])), f"{self} moves by other than its pulls in {ticket}"
-        else:
-            assert self._exchange.advance()
-            self._exchange.finish()
-        assert all(map(math.isfinite, map(float, self.x))), f"{self} has numbers that are not finite"
-        self.rounds, self.finished = self.rounds + 1, ticket.round + 1
-        self._keep(self.finished)
-        if self.disk_fails:
-            self._fail("cannot save a checkpoint")
-            return
-        round = self.core.next_round()
-        if round > self.finished + self.plan.rejoin_rounds and round < self.network.last_round:
-            self._fetch(round)
-        else:
-            self._enter(round)
+        """Goes on, as far as it needs to wait for nothing."""
 
+    @abstractmethod
     def _collect(self, ticket: Ticket) -> dict[int, Tensor]:
-        payloads, outcomes = self.core.collect(ticket)
-        weights, ledger = dict(self._mixing.rows[self.slot]), self.network.ledger
-        for peer, outcome in outcomes.items():
-            sender, pull = None, ()
-            if outcome is Outcome.MADE:
-                body = payloads[peer]
-                letter, sender = next(pair for pair in reversed(self._origins) if pair[0].body is body)
-                theirs = _VECTOR.unpack(body.numpy().tobytes())
-                pull = tuple(weights[peer] * (a - b) for a, b in zip(theirs, self._sent, strict=True))
-                self.made += 1
-                ledger.counted(sender, letter.steps - LOCAL_STEPS, letter.steps, self.uid)
-            ledger.enter(ticket, self.uid, peer, outcome, sender, pull)
-        return payloads
+        """The payloads of a ticket, which is over."""
 
-    def _fetch(self, round: int) -> None:
+    def _must_end(self, round: int) -> bool:
+        """Whether the run is over for this process, which it leaves then."""
+        if not self.members.replaced and round < self.network.last_round:
+            return False
+        if self.members.replaced:
+            self._fail("has been replaced")
+        self.close()
+        return True
+
+    def _keep(self, after: int) -> None:
+        self.kept = Kept(after, tuple(map(float, self.x)))
+
+    def _fetch(self, round: int, source: int | None = None) -> None:
         """Takes the state of the first worker that gives it, as this one is new or has been away for long."""
         network = self.network
-        for entry in self.members.of_standing(Standing.ALIVE):
+        for entry in sorted(self.members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != source):
             donor = network.process_at(entry.address)
             if donor is not None and donor.takes_part and not donor.stopped and not network.heals_in_s(self, donor):
-                network.after(3 * network.latency_s(), lambda donor=donor: self._adopt(*donor.kept, round), self)
+                network.after(3 * network.latency_s(), lambda donor=donor: self._adopt(donor.kept, round), self)
                 return
         self._fail("finds nobody to take a state from")
 
-    def _adopt(self, after: int, x: float, round: int) -> None:
+    def _adopt(self, kept: Kept, round: int) -> None:
         for i in range(NUMEL):
-            self.x[i] = x
-        self.finished, round = after, max(round, after)
+            self.x[i] = kept.x[i]
+        self.finished, round = kept.after, self._round_after(kept, round)
         self.steps = max(self.steps, self.members.own.steps)
         if not self.takes_part:
-            round = max(round, self.members.newest_round + 1)
             network = self.network
             others = [p for p in network.living if p is not self and p.takes_part]
             asked = {p.uid for p in others if not p.stopped and not network.heals_in_s(self, p)}
@@ -417,7 +382,19 @@ class Participant:
             self.core.spread()
             self.flush()
             self.takes_part = True
+        self._keep(self.finished)
         self._enter(round)
 
+    def _round_after(self, kept: Kept, round: int) -> int:
+        """The round to go on with after another worker's state, where `round` was aimed at."""
+        round = max(round, kept.after)
+        return round if self.takes_part else max(round, self.members.newest_round + 1)
+
+    def _drift(self) -> None:
+        """A local phase."""
+        drift = self.network.random.gauss(0, 1)
+        for i in range(NUMEL):
+            self.x[i] += drift
+
     def _context(self, round: int, mixing: Mixing) -> Context:
-        return Context(self.slot, mixing.n, round, LOCAL_STEPS, mixing.weight(self.slot), _LAYOUT, LOCAL_STEPS)
+        return Context(self.slot, mixing.n, round, LOCAL_STEPS, mixing.weight(self.slot), LAYOUT, LOCAL_STEPS)

@@ -87,6 +87,7 @@ class Closing:
         self._held, self._attempt = -1, -1
         self._ready_s: float | None = None
         self._named_s = self._said_s = -1e9
+        self._leader = members.me
         self._last: _Closed | None = None
         self._reports: dict[int, _Report] = {}
 
@@ -133,8 +134,8 @@ class Closing:
         """Repeats its report, and leads if it is the one to lead."""
         alive = self._alive
         leader = min(alive)
-        if again or now - self._said_s >= self._beat_s:
-            self._said_s = now
+        if again or leader != self._leader or now - self._said_s >= self._beat_s:
+            self._said_s, self._leader = now, leader
             if leader != self.members.me:
                 self._say(leader, LetterKind.REPORT, _plain(self._own))
         if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:

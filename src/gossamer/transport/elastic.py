@@ -73,10 +73,9 @@ class ElasticTransport:
             members, timeout_s=station.timeout_s, deadline_s=station.deadline_s, beat_s=self._beat_s
         )
         self.core.limit_bytes = limit_bytes
-        limit_s = min(station.timeout_s, station.deadline_s or station.timeout_s)
         self.closing = None
         if limit_bytes is not None:
-            self.closing = Closing(members, limit_s=limit_s, beat_s=self._beat_s, per_round=closings)
+            self.closing = Closing(members, limit_s=self.core.limit_s, beat_s=self._beat_s, per_round=closings)
         self.taken: Callable[[], int] | None = None
         """The inner steps of this worker's slot so far, where it sends before the end of a round too."""
         self.stop: Callable[[], bool] = lambda: False
@@ -88,6 +87,8 @@ class ElasticTransport:
         self._dialled_s: dict[int, float] = {}
         self._reasons: dict[int, str] = {}
         """Why the last connection with a worker was lost that none has replaced."""
+        self._ended = set[int]()
+        """The nonces of processes that run no more: their machines have said that nobody listens at their addresses."""
         self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
         self._strangers = HalfOpen()
@@ -111,11 +112,7 @@ class ElasticTransport:
         Raises: PeerError when another process has taken this worker's slot.
         """
         with self.changed:
-            if self.members.replaced:
-                raise PeerError(
-                    f"another process fills slot {self.worker} now, as this one was silent for {self._station.timeout_s:g} s; "
-                    "start it again to join with a free slot"
-                )
+            self._must_fill_its_slot()
             alive = self.members.alive(round) | {self.worker}
             self.core.steps = steps
             if self.closing is None:
@@ -127,6 +124,13 @@ class ElasticTransport:
             self._flush()
         return alive
 
+    def _must_fill_its_slot(self) -> None:
+        if self.members.replaced:
+            raise PeerError(
+                f"another process fills slot {self.worker} now: it was given the slot too, or this one could not be reached for "
+                f"{self._station.timeout_s:g} s; start it again with --join to get a free slot"
+            )
+
     def named(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.Closes`. Raises: LeftOutError."""
         with self.changed:
@@ -135,7 +139,7 @@ class ElasticTransport:
             self._until(lambda: closing.named is not None and closing.named.attempt != before)
             assert closing.named is not None
             self._tried = closing.named.attempt
-            self.core.plan(closing.named.workers)
+            self.core.plan(closing.named.workers, closing.line)
             return closing.named
 
     def concluded(self, attempt: int, *, whole: bool) -> bool:
@@ -162,13 +166,13 @@ class ElasticTransport:
         return not others and self.members.slots > 1
 
     def _until(self, done: Callable[[], bool]) -> None:
-        """Waits for the leader, or for being it."""
         closing, start_s = self._closes(), time.perf_counter()
         while not done():
+            self._must_fill_its_slot()
             if closing.left_out or self.stop() or self._alone():
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
-            self.changed.wait(self._beat_s)
+            self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
             self._look_at(time.monotonic())
         self._flush()
         self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
@@ -294,10 +298,9 @@ class ElasticTransport:
             self._flush()
 
     def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
-        """Gives a newcomer a slot, and tells everybody; None when all are filled."""
+        """See `ElasticCore.give_slot`."""
         with self.changed:
-            entry = self.members.give_slot(nonce, address)
-            self.core.spread()
+            entry = self.core.give_slot(nonce, address, self._ended)
             self._flush()
         return entry
 
@@ -349,7 +352,11 @@ class ElasticTransport:
 
         def opened() -> socket.socket:
             limit_s = min(10.0, station.timeout_s)
-            return dial(entry.address, station.secret, run=station.run, me=me, timeout_s=limit_s)
+            try:
+                return dial(entry.address, station.secret, run=station.run, me=me, timeout_s=limit_s)
+            except ConnectionRefusedError:
+                self._ended.add(entry.nonce)
+                raise
 
         return self._add(entry.slot, opened)
 
@@ -419,14 +426,17 @@ class ElasticTransport:
                     log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
                 self._reasons[link.peer] = why
                 self.core.lost(link.peer)
-                self._flush()
+            else:
+                self.core.tell_again(link.peer)
+            self._flush()
             self.changed.notify_all()
 
     def _look_at(self, now: float) -> None:
         if self.closing is not None:
-            self.closing.tick(now)
-            self.core.wait_for(self.closing.awaited, now)
+            self.core.wait_for(self.closing.awaited)
         self.core.tick(now)
+        if self.closing is not None:
+            self.closing.tick(now)
 
     def _keep_house(self) -> None:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""
@@ -437,10 +447,14 @@ class ElasticTransport:
                 self._look_at(now)
                 for entry in self.members.of_standing(Standing.SUSPECT):
                     waited_s, linked = now - self._dialled_s.get(entry.slot, -1e9), self._links_to(entry.slot)
-                    if entry.address and not linked and waited_s >= 2 * self._beat_s:
-                        self._open(entry)
-                    elif linked:
+                    if linked:
                         self.core.tell(entry.slot)
+                    elif entry.address and waited_s >= 2 * self._beat_s:
+                        self._open(entry)
+                for entry in self.core.replaced.values():
+                    again_s = self._dialled_s.get(entry.slot, -1e9) + self._station.timeout_s
+                    if now >= again_s and entry.nonce not in self._ended:
+                        self._open(entry).nonce = entry.nonce  # its greeting tells whom it knows
                 if not self._closed:
                     self._flush()
                 self.changed.notify_all()

@@ -14,7 +14,7 @@ the loss of one small letter at the right moment, and moves the mean of all by o
 Sockets drive it in `gossamer.transport.elastic`, and a network with faults over virtual time in `gossamer.testing.faults`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from gossamer.rng import key
 from gossamer.transport import Ticket
 from gossamer.transport.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind, body_of
-from gossamer.transport.members import Members, Standing, news, read_news
+from gossamer.transport.members import Members, SlotEntry, Standing, news, read_news
 
 __all__ = ["ElasticCore", "Outcome", "Outgoing"]
 
@@ -73,7 +73,8 @@ class ElasticCore:
 
     Args:
         members: its view, its own entry included.
-        timeout_s: how long an exchange may take from the moment its payload was posted, and how long a peer may be silent.
+        timeout_s: how long a fault of a peer may hold this worker up. A peer may be silent for a beat less, and an exchange may
+            take a beat less from the moment its payload was posted.
         deadline_s: how long a round waits for those that have not answered, whether they live or not; `timeout_s` if None.
         beat_s: how often a peer that is waited for is asked whether it lives.
     """
@@ -89,7 +90,9 @@ class ElasticCore:
         """The round that this worker is in, and the inner steps of its slot behind it."""
         self.passed = False
         """Whether a peer has declined because it is in a later round already."""
-        self._timeout_s, self._limit_s, self._beat_s = timeout_s, min(timeout_s, deadline_s or timeout_s), beat_s
+        self._patience_s, self._beat_s = timeout_s - beat_s, beat_s
+        self.limit_s = min(self._patience_s, deadline_s or timeout_s)
+        """How long an exchange may take."""
         self._pacts: dict[tuple[Ticket, int], _Pact] = {}
         self._early: dict[tuple[Ticket, int], Letter] = {}
         self._over: set[tuple[Ticket, int]] = set()
@@ -97,17 +100,19 @@ class ElasticCore:
         self._view = 0
         self._heard_s: dict[int, float] = {}
         self._asked_s: dict[int, float] = {}
-        self._awaited_s: dict[int, float] = {}
+        self._awaited: frozenset[int] = frozenset()
+        self._watched_s: dict[int, float] = {}
+        """Since when this worker needs something of a peer, or will in this round."""
+        self._ticked_s = -1e9
         self._told: dict[int, int] = {}
         self._sizes: dict[tuple[int, int], int] = {}
         self._held_steps: dict[int, int] = {}
+        self.replaced: dict[int, SlotEntry] = {}
+        """The last process of each slot that another one has replaced: it may live, with others whom nobody here knows."""
 
     def enter(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
         """Begins a round, in which it exchanges with these peers: its topology over `alive` says so."""
-        again = (
-            round == self.round and self.limit_bytes is not None
-        )  # it was left out, and others have not closed it yet
-        assert round > self.round or again, (round, self.round)
+        assert round > self.round or self.limit_bytes is not None, (round, self.round)
         self.round, self.passed = round, False
         self._planned = frozenset(peers)
         self.plan(alive)
@@ -119,9 +124,9 @@ class ElasticCore:
                 del self._early[ticket, peer]
                 self._decline(ticket, peer)
 
-    def plan(self, workers: frozenset[int]) -> None:
-        """Fixes who takes part in this round, which the other end of each exchange must say too."""
-        self._view = key(0, "view", *sorted(workers))
+    def plan(self, workers: frozenset[int], line: int = 0) -> None:
+        """Fixes who takes part in this round, and after which rounds; the other end of each exchange must say the same."""
+        self._view = key(line, "view", *sorted(workers))
 
     def expect(self, ticket: Ticket, peer: int, size: int) -> None:
         """Announces an exchange with a peer whose payload has this many bytes."""
@@ -182,6 +187,31 @@ class ElasticCore:
         entry = self.members.entries.get(slot)
         return nonce is None or entry is None or entry.nonce == nonce
 
+    def give_slot(self, nonce: int, address: str, ended: Container[int] = ()) -> SlotEntry | None:
+        """Gives a newcomer a slot, and tells everybody; None when there is none to give.
+
+        A mean over everyone needs more than half of the slots. Who sees no more than half alive gives away none of a worker that
+        it merely cannot reach: both parts of a network would grow, and go on with two histories.
+
+        Args: `ended` are the nonces of processes that are known to run no more.
+        """
+        few = 2 * (len(self.members.of_standing(Standing.ALIVE)) + 1) <= self.members.slots
+        unsure = self.members.of_standing(Standing.SUSPECT, Standing.JOINING)
+        kept = (
+            {entry.slot for entry in unsure if entry.nonce not in ended} if few and self.limit_bytes is not None else ()
+        )
+        before = dict(self.members.entries)
+        entry = self.members.give_slot(nonce, address, kept)
+        if entry is not None and entry.slot in before and before[entry.slot].standing != Standing.LEFT:
+            self.replaced[entry.slot] = before[entry.slot]
+        self.spread()
+        return entry
+
+    def tell_again(self, peer: int) -> None:
+        """Sends the news once more, as they may be lost: one of several connections with a peer is gone."""
+        self._told.pop(peer, None)
+        self.tell(peer)
+
     def lost(self, peer: int) -> None:
         """Notes that the connection with a peer is gone: its exchanges fail, and it is suspected."""
         for (_, other), pact in self._pacts.items():
@@ -194,34 +224,44 @@ class ElasticCore:
             self.spread()
 
     def tick(self, now: float) -> None:
-        """Closes what has taken too long, asks peers that are waited for whether they live, and suspects the silent."""
-        waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None and pact.posted_s is not None}
-        for peer in sorted(waits | self._awaited_s.keys()):
+        """Closes what has taken too long, asks those that this worker needs whether they live, and suspects the silent."""
+        waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None}
+        planned = {entry.slot for entry in self.members.of_standing(Standing.ALIVE)} & self._planned
+        # A worker that was itself stopped has not listened: who was silent then may live.
+        before = self._watched_s if now - self._ticked_s < 4 * self._beat_s else {}
+        self._ticked_s = now
+        self._watched_s = {peer: before.get(peer, now) for peer in waits | planned | self._awaited}
+        for peer in sorted(self._watched_s):
             if now - max(self._heard_s.get(peer, -1e9), self._asked_s.get(peer, -1e9)) >= self._beat_s:
                 self._asked_s[peer] = now
                 self._send(peer, LetterKind.PING)
         for (ticket, peer), pact in self._pacts.items():
-            if pact.outcome is None and pact.posted_s is not None and now >= pact.posted_s + self._limit_s:
+            if pact.outcome is None and pact.posted_s is not None and now >= pact.posted_s + self.limit_s:
                 pact.close()
                 self._decline(ticket, peer)
-                self._suspect_silent(peer, pact.posted_s, now)
-        for peer, since_s in self._awaited_s.items():
-            self._suspect_silent(peer, since_s, now)
+        for peer in sorted(self._watched_s):
+            if now >= self._silent_until_s(peer) and self.members.suspect(peer):
+                self._give_up(peer)
+                self.spread()
 
-    def _suspect_silent(self, peer: int, since_s: float, now: float) -> None:
-        """Suspects a peer that has said nothing for too long while it was waited for."""
-        silent_s = now - max(self._heard_s.get(peer, -1e9), since_s)
-        if silent_s >= min(self._timeout_s, max(4 * self._beat_s, self._limit_s)) and self.members.suspect(peer):
-            self.spread()
+    def _silent_until_s(self, peer: int) -> float:
+        """How long a peer that is asked whether it lives may be silent."""
+        since_s = max(self._heard_s.get(peer, -1e9), self._watched_s[peer])
+        return since_s + min(self._patience_s, max(4 * self._beat_s, self.limit_s))
 
-    def wait_for(self, peers: Iterable[int], now: float) -> None:
+    def wait_for(self, peers: Iterable[int]) -> None:
         """Notes of whom else something must come, be it no payload: they are asked whether they live too."""
-        self._awaited_s = {peer: self._awaited_s.get(peer, now) for peer in peers}
+        self._awaited = frozenset(peers)
 
     def deadline(self) -> float:
-        """When `tick` would close the first exchange that is waited for; infinite when none is."""
+        """When `tick` would next close an exchange, or suspect somebody; infinite when nobody is waited for."""
         posted = (pact.posted_s for pact in self._pacts.values() if pact.outcome is None and pact.posted_s is not None)
-        return min(posted, default=float("inf")) + self._limit_s
+        silent = (self._silent_until_s(peer) for peer in self._watched_s if self._may_be_suspected(peer))
+        return min(min(posted, default=float("inf")) + self.limit_s, min(silent, default=float("inf")))
+
+    def _may_be_suspected(self, peer: int) -> bool:
+        entry = self.members.entries.get(peer)
+        return entry is not None and entry.standing == Standing.ALIVE
 
     def settled(self, ticket: Ticket) -> bool:
         """Whether the exchanges of a ticket have all ended, one way or the other."""
@@ -296,12 +336,15 @@ class ElasticCore:
         entries = read_news(letter.body.numpy().tobytes(), self.members.slots)
         if entries is None:
             return nonce
-        version = self.members.version
+        version, known = self.members.version, self.members.entries
         for before, after in self.members.merge(entries):
             if before is not None and (after.nonce != before.nonce or after.standing == Standing.LEFT):
                 self._give_up(after.slot)
+            if before is not None and after.nonce != before.nonce and before.standing != Standing.LEFT:
+                self.replaced[after.slot] = before
         if self.members.version != version:
             self.spread()
+        if self.members.version != version or any(known[entry.slot].rank > entry.rank for entry in entries):
             self.tell(letter.sender)
         return next((entry.nonce for entry in entries if entry.slot == letter.sender), nonce)
 

@@ -6,14 +6,17 @@ equal, whatever the order in which the news came.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from enum import IntEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 __all__ = ["Members", "SlotEntry", "Standing", "merged", "news", "read_news"]
 
 _LIMIT = 1 << 62
 _LONGEST_ADDRESS = 100
+_FEW = 32
+"""News that are kept as they were read or written: everybody sends the same to everybody."""
 
 
 class Standing(IntEnum):
@@ -120,6 +123,8 @@ class Members:
                 self._about_me(entry)
                 continue
             before = self.entries.get(entry.slot)
+            if before == entry:
+                continue
             after = entry if before is None else merged(before, entry)
             self.entries[entry.slot] = after
             if before is None or before.rank != after.rank:
@@ -148,14 +153,14 @@ class Members:
         self.entries[self.me] = own._replace(standing=standing, since=own.since if since is None else since)
         self.version += 1
 
-    def give_slot(self, nonce: int, address: str, taken: Iterable[int] = ()) -> SlotEntry | None:
+    def give_slot(self, nonce: int, address: str, kept: Container[int] = ()) -> SlotEntry | None:
         """Gives a newcomer the lowest slot that nobody fills, and returns its entry; None when all are filled.
 
         One that somebody else has been given, and has not yet taken, comes last.
 
-        Args: `taken` are slots that others have been given and that they may still take.
+        Args: `kept` are slots that nobody gets.
         """
-        free = [slot for slot in range(self.slots) if slot != self.me and slot not in taken and self._is_free(slot)]
+        free = [slot for slot in range(self.slots) if slot != self.me and slot not in kept and self._is_free(slot)]
         if not free:
             return None
         free.sort(key=self._is_promised)
@@ -190,7 +195,12 @@ class Members:
 
 def news(entries: Mapping[int, SlotEntry]) -> bytes:
     """What a worker sends of its view; `read_news` reads it."""
-    return json.dumps([list(entry) for _, entry in sorted(entries.items())], separators=(",", ":")).encode()
+    return _written(tuple(entry for _, entry in sorted(entries.items())))
+
+
+@lru_cache(maxsize=_FEW)
+def _written(entries: tuple[SlotEntry, ...]) -> bytes:
+    return json.dumps(entries, separators=(",", ":")).encode()
 
 
 def read_news(raw: bytes, slots: int) -> list[SlotEntry] | None:
@@ -200,13 +210,19 @@ def read_news(raw: bytes, slots: int) -> list[SlotEntry] | None:
     >>> read_news(news({1: entry}), slots=2) == [entry], read_news(news({1: entry}), slots=1), read_news(b"[[1]]", 2)
     (True, None, None)
     """
+    entries = _read(raw, slots)
+    return None if entries is None else list(entries)
+
+
+@lru_cache(maxsize=_FEW)
+def _read(raw: bytes, slots: int) -> tuple[SlotEntry, ...] | None:
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError):
         return None
     if not isinstance(values, list) or len(values) > slots:
         return None
-    entries = [entry for value in values if (entry := _entry(value, slots)) is not None]
+    entries = tuple(entry for value in values if (entry := _entry(value, slots)) is not None)
     return entries if len(entries) == len(values) == len({entry.slot for entry in entries}) else None
 
 

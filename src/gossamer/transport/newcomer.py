@@ -148,12 +148,18 @@ def _offer(letter: Letter, slots: int, address: str) -> tuple[Offer, int]:
             "slot": int() | None as slot, "donor": int(donor), "after": int(after), "bytes": int(size),
             "sha256": str(sha256), "entries": str(text),
         } if letter.kind == LetterKind.OFFER:  # fmt: skip
+            entries = read_news(text.encode(), slots)
+            alive = sum(entry.standing == Standing.ALIVE for entry in entries or [])
+            if slot is None and alive < slots:
+                raise PeerError(
+                    f"{alive} of {slots} workers are alive, as worker {donor} at {address} sees it, and the others may train on "
+                    "where it cannot reach them; join through one of those, or stop the run and resume it"
+                )
             if slot is None:
                 raise PeerError(
                     f"all {slots} slots of the run are filled, as worker {donor} at {address} says; wait until one has left, "
                     "or start a run with more workers"
                 )
-            entries = read_news(text.encode(), slots)
             sound = 0 <= slot < slots and 0 <= donor < slots and 0 <= after < 1 << 31 and 0 <= size < LIMIT_BYTES
             if entries is not None and sound and len(sha256) == 64:
                 return Offer(slot, entries, donor, after, sha256, None), size

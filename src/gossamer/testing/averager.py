@@ -1,0 +1,187 @@
+"""A process of the virtual network whose rule needs everyone: its rounds are closed as real workers close them.
+
+`named` and `concluded` of `gossamer.transport.elastic` block; here the same decisions are taken as the letters come.
+"""
+
+import math
+import struct
+
+from torch import Tensor
+
+from gossamer.codecs import exact
+from gossamer.rounds.exchange import Exchange, Part, Setup, begin
+from gossamer.testing.participant import LAYOUT, LOCAL_STEPS, NUMEL, Kept, Participant
+from gossamer.transport import IncompleteError, Ticket
+from gossamer.transport.closing import Closing, Named
+from gossamer.transport.elastic_core import Outgoing
+from gossamer.transport.letter import Letter, LetterKind, body_of
+from gossamer.transport.members import Members, Standing
+from gossamer.tree import leaves, map_leaves, refill
+
+__all__ = ["Averager"]
+
+_VECTOR = struct.Struct(f"<{NUMEL}d")
+
+
+class Averager(Participant):
+    """A process whose rule takes a mean over everyone."""
+
+    _exchange: Exchange | None = None
+    _waits = False
+    """Whether its local phase is over, and the update of its round is not made."""
+    _tried = -1
+    """The last attempt of this round that it has taken part in."""
+
+    def take_place(self, members: Members, x: float, after: int) -> None:
+        plan = self.plan
+        self.closing = Closing(members, limit_s=plan.limit_s, beat_s=plan.beat_s)
+        super().take_place(members, x, after)
+        self.core.limit_bytes = 1 << 10
+
+    def _outbox(self) -> list[Outgoing]:
+        outbox = super()._outbox() + [Outgoing(peer, letter) for peer, letter in self.closing.outbox]
+        self.closing.outbox.clear()
+        return outbox
+
+    def _heard(self, letter: Letter) -> None:
+        if letter.kind in (LetterKind.REPORT, LetterKind.NAME, LetterKind.CLOSED):
+            self.closing.heard(letter, self.network.now)
+
+    def _watch(self, now: float) -> None:
+        self.core.wait_for(self.closing.awaited)
+        self.core.tick(now)
+        self.closing.tick(now)
+
+    def _enter(self, round: int) -> None:
+        if self._must_end(round):
+            return
+        self.core.steps = self.steps + LOCAL_STEPS
+        self.core.enter(round, self.members.alive(round) | {self.slot}, range(self.plan.slots))
+        self.closing.enter(round)
+        self._tried = -1
+        self.flush()
+        self.network.after(self.network.phase_s(self.slot), self._trained, self)
+
+    def _trained(self) -> None:
+        self._drift()
+        self._waits = True
+        self.closing.ready(self.network.now)
+        self.flush()
+        self._poll()
+
+    def _poll(self) -> None:
+        if not self._waits or self.ended:
+            return
+        if self._waits_for is not None and self.core.settled(self._waits_for) and self._receive(self._waits_for):
+            self.closing.hold(self._tried, self.network.now)
+        if self._waits_for is None:
+            self._conclude()
+        self.flush()
+
+    def _conclude(self) -> None:
+        """Makes the update, tries again, or takes another's state."""
+        closing = self.closing
+        if closing.closed:
+            self._update()
+        elif self.members.replaced:
+            self._must_end(closing.round)
+        elif closing.left_out or self._is_alone():
+            self._waits = False
+            self._fetch(closing.round, closing.source)
+        elif closing.named is not None and closing.named.attempt != self._tried:
+            self._try(closing.named)
+
+    def _is_alone(self) -> bool:
+        others = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT, Standing.JOINING)
+        return not others
+
+    def _try(self, named: Named) -> None:
+        """Takes part in an attempt."""
+        core, plan, round = self.core, self.plan, self.core.round
+        self._tried, self._workers, self._posted_s = named.attempt, sorted(named.workers), self.network.now
+        core.plan(named.workers, self.closing.line)
+        if plan.rule is None:
+            ticket = Ticket(round, 0, 2 * named.attempt)
+            others = [peer for peer in self._workers if peer != self.slot]
+            for peer in others:
+                core.expect(ticket, peer, _VECTOR.size)
+            body = body_of(_VECTOR.pack(*self.x))
+            for peer in others:
+                core.post(ticket, peer, body, self.network.now)
+            self._waits_for = ticket
+        else:
+            assert isinstance(self.x, Tensor)
+            setup = Setup(
+                plan.rule, exact(), self, Part(self.x, self.s, LAYOUT), self.network.seed, attempt=named.attempt
+            )
+            mixing = plan.topology.mixing(round, named.workers)
+            self._exchange = begin(setup, mixing, self._context(round, mixing))
+            self._exchange.post()
+            self._waits_for = self._exchange.waits_for
+        self.network.after(plan.limit_s, self._tick, self)
+        self._poll()
+
+    def _receive(self, ticket: Ticket) -> bool:
+        """Whether everything has come that the mean needs."""
+        whole = True
+        if self._exchange is None:
+            self._told = {peer: _VECTOR.unpack(body.numpy().tobytes()) for peer, body in self._collect(ticket).items()}
+            self._told[self.slot] = tuple(self.x)
+            whole = [*self._workers] == sorted(self._told)
+        else:
+            try:
+                if not self._exchange.advance():
+                    self._waits_for, self._posted_s = self._exchange.waits_for, self.network.now
+                    self.network.after(self.plan.limit_s, self._tick, self)
+                    return False
+            except IncompleteError:
+                whole = False
+        self._waits_for = None
+        return whole
+
+    def _tick(self) -> None:
+        self._watch(self.network.now)
+        self.flush()
+        self._poll()
+
+    def _update(self) -> None:
+        """Makes the update of a round that is closed."""
+        closing, round, line = self.closing, self.closing.round, self.closing.line
+        assert closing.named is not None
+        named = closing.named
+        assert named.attempt == self._tried, f"{self} closes round {round} with a mean that it does not have"
+        closing.advance()
+        self.core.count_steps()
+        if self._exchange is None:
+            self.x = [sum(self._told[peer][i] for peer in self._workers) / len(self._workers) for i in range(NUMEL)]
+        else:
+            self._exchange.finish()
+        assert all(map(math.isfinite, map(float, self.x))), f"{self} has numbers that are not finite"
+        self._waits = False
+        self.steps, self.finished = self.steps + LOCAL_STEPS, round + 1
+        self.rounds, self.made = self.rounds + 1, self.made + 1
+        for peer in self._workers:
+            if peer != self.slot:
+                steps, sender = next(
+                    (letter.steps, uid)
+                    for letter, uid in reversed(self._origins)
+                    if (letter.ticket, letter.sender) == (Ticket(round, 0, 2 * named.attempt), peer)
+                )
+                self.network.ledger.counted(sender, steps - LOCAL_STEPS, steps, self.uid)
+        self.network.ledger.closed(self.uid, round, line, closing.line, named, tuple(map(float, self.x)))
+        self._keep(self.finished)
+        if self.disk_fails:
+            self._fail("cannot save a checkpoint")
+        else:
+            self._enter(closing.round)
+
+    def _collect(self, ticket: Ticket) -> dict[int, Tensor]:
+        return self.core.collect(ticket)[0]
+
+    def _keep(self, after: int) -> None:
+        self.kept = Kept(after, tuple(map(float, self.x)), map_leaves(Tensor.clone, self.s), self.closing.line)
+
+    def _round_after(self, kept: Kept, round: int) -> int:
+        self.s = refill(kept.s, map(Tensor.clone, leaves(kept.s)))
+        self.closing.enter(kept.after, kept.line)
+        return kept.after
