@@ -27,12 +27,11 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.progress import say
 from gossamer.rng import key as random_key
 from gossamer.run.config import RunConfig, dump
-from gossamer.run.history import Resume, history, lineage
+from gossamer.run.history import History, Resume, history, lineage
 from gossamer.run.parts import own_parts
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import HERE, OWNED, Terms, run_key, run_settings, settled_server, terms_of, use_threads
-from gossamer.run.settle import WithServer
 from gossamer.run.task import Task, task_of
 from gossamer.transport import Turn
 from gossamer.transport.launch import device_of
@@ -136,8 +135,12 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
     parts = own_parts(config)
     settled, secret, task = settled_server(config, parts), folder_secret(folder), task_of(config, parts)
     key, settings = run_key(settled.config, task, parts), run_settings(settled.config, task, parts)
-    timeout_s, lost_s = config.run.timeout_s, None
+    timeout_s, lost_s, device = config.run.timeout_s, None, device_of(config.run.device, worker)
     while True:
+        past = history(config, folder) if resume else None
+        # Made before the server waits for a word: it takes seconds.
+        served = ServedWorker(worker, config, settled.config, folder, task, device, past and past.lineage)
+        hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
         left_s = timeout_s if lost_s is None else lost_s + timeout_s - time.monotonic()
         stream = connect(
             host, port, secret=secret, run=key, me=worker, server=config.workers, timeout_s=max(left_s, PAUSE_S),
@@ -145,7 +148,8 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
         )  # fmt: skip
         stream.wait_at_most(timeout_s)
         try:
-            return _take_part(stream, worker, config, settled, folder, task, resume=resume)
+            stream.send(Turn(0, 0, HELLO), [hello])
+            return _take_part(stream, served, settled.codec, folder, past, auto=resume == "auto")
         except LostConnectionError as error:
             now_s = time.monotonic()
             lost_s = now_s if lost_s is None or stream.answered else lost_s
@@ -161,18 +165,15 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
 
 
 def _take_part(
-    stream: Stream, worker: int, config: RunConfig, settled: WithServer, folder: Path, task: Task, *, resume: Resume
+    stream: Stream, served: ServedWorker, codec: Codec, folder: Path, past: History | None, *, auto: bool
 ) -> None:  # fmt: skip
     """Joins the server at the other end of a connection, and trains until it has nothing left."""
-    past = history(config, folder) if resume else None
-    device, line = device_of(config.run.device, worker), None if past is None else past.lineage
-    served = ServedWorker(worker, config, settled.config, folder, task, device, line)
-    stream.send(Turn(0, 0, HELLO), [torch.tensor([0] * OWNED + served.owned())[-OWNED:]])
+    config, worker = served.config, served.index
     arrived = [_starting_point(stream, 0, p, span) for p, span in enumerate(served.learner.spans)]
     terms = arrived[-1][1]
     served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
-    cut = terms.cut_round if terms.again else 0 if resume == "auto" else None
-    if resume == "auto" and not terms.again:
+    cut = terms.cut_round if terms.again else 0 if auto else None
+    if auto and not terms.again:
         checkpoint.rewind(folder / "checkpoints", 0, worker)
     if past is not None:
         past.go_on(folder, min(terms.cut_round, terms.round))
@@ -189,7 +190,7 @@ def _take_part(
         ) as events,
     ):
         stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
-        _train(stream, served, settled.codec, terms, record, events, stopwatch)
+        _train(stream, served, codec, terms, record, events, stopwatch)
 
 
 def _train(
