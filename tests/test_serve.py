@@ -24,12 +24,13 @@ from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
 from gossamer.record.seconds import read_seconds
 from gossamer.run.config import digest, dump
-from gossamer.run.evaluate import evaluate
+from gossamer.run.evaluate import Probe, evaluate
 from gossamer.run.parts import OURS
 from gossamer.run.serve import serve
-from gossamer.run.serve_protocol import Terms, run_key
+from gossamer.run.serve_protocol import Terms, run_key, settled_server
 from gossamer.run.serve_replay import replay_server
 from gossamer.run.serve_worker import work
+from gossamer.run.server_session import open_session
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
 from gossamer.transport import Turn, wire
@@ -528,6 +529,44 @@ def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_
     assert torch.equal(model(tmp_path / "replay", config), model(real, config))
     ours, theirs = ([(e["round"], e["loss"]) for e in evals(where)] for where in (real, tmp_path / "replay"))
     assert ours == theirs
+
+
+class _Slow(Probe):
+    """Validates once it may."""
+
+    may = threading.Event()
+
+    def loss(self, x, buffers=()):
+        assert self.may.wait(60)
+        return super().loss(x, buffers)
+
+
+def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same(tmp_path):
+    config = served(workers=2, server__name="heloco", run__eval_every=2, run__checkpoint_every=1)
+    pushes = torch.randn(2 * config.rounds, 192_960, generator=torch.Generator().manual_seed(1)) / 100
+    said = {}
+    for where, replays in (("replay", True), ("real", False)):
+        task = task_of(config)
+        probe = _Slow(config, task, torch.device("cpu"))
+        probe.may = threading.Event()
+        with open_session(config, settled_server(config), tmp_path / where, probe, None, replays=replays) as session:
+            if replays:
+                probe.may.set()
+            greeted = [reply for i in range(2) for reply in session.join(i, [], 0.0)]
+            assert len(greeted) == 2
+            for k, push in enumerate(pushes):
+                (reply,) = session.push(k % 2, 0, push, 0, k + 1.0, k + 1.0)
+                assert reply.terms.round == (k + 1) // 2
+                if k == 1:  # a round has ended and its worker has its answer
+                    store = tmp_path / where / "checkpoints"
+                    done = [len(evals(tmp_path / where)), len(checkpoint.rounds(store, 2))]
+                    assert done == ([1, 1] if replays else [0, 0])
+                    probe.may.set()
+            assert session.core.over
+            session.close(100.0)
+        said[where] = evals(tmp_path / where), model(tmp_path / where, config)
+    assert said["real"][0] == said["replay"][0] and len(said["real"][0]) == config.rounds
+    assert torch.equal(said["real"][1], said["replay"][1])
 
 
 def test_a_worker_that_has_come_again_from_elsewhere_is_refused_where_it_was(tmp_path, monkeypatch):

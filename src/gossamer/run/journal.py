@@ -25,12 +25,14 @@ Save = Callable[[int], None]
 """Saves what is to be kept after so many rounds."""
 
 
-def saver(digest: str | Lineage, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]]) -> Save:
-    """Saves the state of each owner, one after the other."""
+def saver(
+    digest: str | Lineage, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]], *, keep: int = 2
+) -> Save:  # fmt: skip
+    """Saves the state of each owner, one after the other, and keeps so many generations."""
 
     def save(finished: int) -> None:
         for owner, state in snapshots():
-            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=digest)
+            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=digest, keep=keep)
 
     return save
 
@@ -111,10 +113,15 @@ class EventJournal:
     Args:
         log: as the record of a `Journal`.
         seconds: where this process sees the local phases of all workers, records how their time was spent.
+        end_round: called in place of that of the journal.
     """
 
-    def __init__(self, journal: Journal, log: Callable[[], EventWriter], seconds: EventSeconds | None = None) -> None:
+    def __init__(
+        self, journal: Journal, log: Callable[[], EventWriter], seconds: EventSeconds | None = None,
+        end_round: Callable[..., None] | None = None,
+    ) -> None:  # fmt: skip
         self._journal, self._log, self._seconds = journal, log, seconds
+        self._end = end_round or journal.end_round
         self._losses: list[float] = []
         self.round = self.steps = 0
         """Rounds that are over and the steps that count for them; set both first for a run that is resumed."""
@@ -170,7 +177,7 @@ class EventJournal:
 
     def _end_round(self, finished: int) -> None:
         step = finished * self._journal.config.full_steps
-        self._journal.end_round(finished, self._losses, step=step, tokens=self.tokens, time_s=self.time_s)
+        self._end(finished, self._losses, step=step, tokens=self.tokens, time_s=self.time_s)
         self._losses.clear()
         for seconds in [] if self._seconds is None else self._seconds.round(finished - 1):
             self._journal.record.log_seconds(seconds)
