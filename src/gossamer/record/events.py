@@ -142,12 +142,14 @@ class EventWriter:
     ) -> None:  # fmt: skip
         make_folder(folder)
         self.path = folder / f"events{suffix}.jsonl"
+        kept = []
         if resume_round is not None and self.path.exists():
             lines = [line for _, line in records(self.path, _EVENTS) if line["round"] < resume_round]
             kept = [line for line in lines if not void(line)]
             atomic_write(self.path, "".join(map(json_line, kept)).encode())
         self._file = Appender(self.path)
-        self.write(-1, "start", network=network, workers=workers)
+        if not any(line["event"] == "start" for line in kept):
+            self.write(-1, "start", network=network, workers=workers)
 
     def __enter__(self) -> "EventWriter":
         return self
