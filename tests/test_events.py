@@ -2,8 +2,10 @@
 
 import itertools
 import math
+import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +31,7 @@ from gossamer.asynchronous.dadao import meetings_per_s
 from gossamer.clock import SERVER, Absence, GossipRun, LoopOptions, PairRun, Phase, Relay, ServerRun, Transfer, Update
 from gossamer.errors import ConfigError, PairingError
 from gossamer.layout import Layout, Leaf, arrange
-from gossamer.network.links import Network
+from gossamer.network.links import Network, from_options
 from gossamer.record import checkpoint
 from gossamer.rules import RULES, diloco, gasloc, gossip
 from gossamer.run.config import digest
@@ -120,6 +122,15 @@ RUNS = {
 every_run = pytest.mark.parametrize("make", RUNS.values(), ids=RUNS.keys())
 
 
+SITES = from_options(
+    {
+        "step_s": [1.0, 1.3, 2.9, 0.4], "latency_s": 0.05, "uplink_bps": 1e4, "downlink_bps": 1e4,
+        "sites": {"a": {"workers": [0, 1]}, "b": {"workers": [2, 3]}}, "routes": [{"between": ["a", "b"], "latency_s": 0.3}],
+    }
+)  # fmt: skip
+SAVED = RUNS | {"halos-sites": lambda ws, **o: ServerRun(SERVERS["halos"](), ws, SITES, options=LoopOptions(**o))}
+
+
 def models(run):
     return [run.model()] if isinstance(run, ServerRun) else run.models()
 
@@ -149,6 +160,51 @@ def test_a_run_may_be_stopped_anywhere_and_called_again(make):
         pass
     assert parts.time_s == whole.time_s == 20.0
     assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(models(parts), models(whole), strict=True))
+
+
+@pytest.mark.parametrize("make", SAVED.values(), ids=SAVED.keys())
+@settings(max_examples=8, deadline=None)
+@given(cut=st.integers(0, 150), away=st.booleans())
+def test_a_run_that_is_saved_after_any_event_and_loaded_is_the_one_that_went_on(make, cut, away):
+    options = {"budget": 40, "absences": [Absence(3.2, 1, "leave"), Absence(6.7, 1, "return")] if away else []}
+    whole, first, again = (make(walkers(4), **options) for _ in range(3))
+    expected, records = plain(whole.run()), []
+    for _ in range(cut):
+        records += first.step() or []
+    with tempfile.TemporaryDirectory() as folder:
+        state = {"loop": first.state(), "learners": [learner.x for learner in first.learners]}
+        checkpoint.save(Path(folder), 1, 0, state, digest="d")
+        saved = checkpoint.load(Path(folder), 1, 0, "d")
+    again.restore(saved["loop"])
+    for learner, x in zip(again.learners, saved["learners"], strict=True):
+        learner.x.copy_(x)
+    assert plain(records) + plain(again.run()) == expected
+    assert all(torch.equal(a, b) for a, b in zip(models(again), models(whole), strict=True))
+
+
+SPOILT = {
+    "another time": lambda state: state["agenda"].update(time_s=math.nan),
+    "another event": lambda state: state["agenda"]["planned"][0].update(name="Popen"),
+    "an event of the past": lambda state: state["agenda"]["planned"][0].update(time_s=0.0),
+    "another worker": lambda state: state["agenda"]["planned"][0]["event"].update(worker=4),
+    "two of one number": lambda state: state["agenda"]["planned"].append(state["agenda"]["planned"][0]),
+    "fewer workers": lambda state: state["phases"]["present"].pop(),
+    "another type": lambda state: state["phases"].update(begun="many"),
+    "one key less": lambda state: state.pop("phases"),
+}
+
+
+@every_run
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT.keys())
+def test_a_state_that_does_not_fit_is_refused(make, spoil):
+    run = make(walkers(4))
+    for _ in range(20):
+        run.step()
+    state = run.state()
+    state["agenda"]["planned"].sort(key=lambda one: one["name"] != "PhaseEnd")
+    spoil(state)
+    with pytest.raises(ValueError, match=r"."):
+        make(walkers(4)).restore(state)
 
 
 @every_run

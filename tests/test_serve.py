@@ -19,16 +19,18 @@ from gossamer.cli import main
 from gossamer.clock import SERVER
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.record import checkpoint
+from gossamer.record.arrivals import read_arrivals
 from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
 from gossamer.record.seconds import read_seconds
 from gossamer.run.config import digest, dump
-from gossamer.run.evaluate import evaluate
+from gossamer.run.evaluate import Probe, evaluate
 from gossamer.run.parts import OURS
 from gossamer.run.serve import serve
-from gossamer.run.serve_protocol import Terms, run_key
+from gossamer.run.serve_protocol import Terms, run_key, settled_server
 from gossamer.run.serve_replay import replay_server
 from gossamer.run.serve_worker import work
+from gossamer.run.server_session import open_session
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
 from gossamer.transport import Turn, wire
@@ -493,6 +495,92 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
     assert ours == theirs
     replay_server(config, tmp_path / "replay", tmp_path / "real")
     assert torch.equal(model(tmp_path / "replay", config), model(tmp_path / "real", config))
+
+
+@pytest.mark.timeout(240)
+def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_replay_to_the_same_bits(tmp_path):
+    config = served(
+        workers=3, server__name="heloco", run__steps=60, run__checkpoint_every=4, run__eval_every=30, run__pace_s=0.05
+    )
+    real = tmp_path / "real"
+    launcher = start(config, real)
+    pids, deadline = launcher.processes(4), time.monotonic() + 120
+    while not all(checkpoint.rounds(real / "checkpoints", i) for i in range(4)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(pids["serve"], signal.SIGKILL)  # the system cuts its name
+    told = next(line for line in launcher.lines() if "resume it with" in line)
+    server = Command(*shlex.split(told[told.index("gossamer train") :])[1:])
+    code, output = launcher.finish()
+    assert code == 0, output
+    assert "Traceback" not in output and output.count("trains this phase again") >= 3
+    code, said = server.finish()
+    assert code == 0, said
+    inputs = read_arrivals(real)
+    (again,) = (k for k, item in enumerate(inputs) if k and item.event == "serve")
+    assert inputs[again].round > 0
+    assert {item.worker for item in inputs[again:] if item.event == "join"} == {0, 1, 2}
+    for i in range(3):  # no phase counts twice: what was under way has been trained again
+        assert [e["number"] for e in events(real, i) if e["event"] == "phase"] == [
+            *range(read_events(real).absorbed[i])
+        ]
+    assert read_events(real).absorbed.sum() == 3 * 30
+    consistent(real, config)
+    replay_server(config, tmp_path / "replay", real)
+    assert torch.equal(model(tmp_path / "replay", config), model(real, config))
+    ours, theirs = ([(e["round"], e["loss"]) for e in evals(where)] for where in (real, tmp_path / "replay"))
+    assert ours == theirs
+
+
+class _Slow(Probe):
+    """Validates once it may."""
+
+    may = threading.Event()
+
+    def loss(self, x, buffers=()):
+        assert self.may.wait(60)
+        return super().loss(x, buffers)
+
+
+def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same(tmp_path):
+    config = served(workers=2, server__name="heloco", run__eval_every=2, run__checkpoint_every=1)
+    pushes = torch.randn(2 * config.rounds, 192_960, generator=torch.Generator().manual_seed(1)) / 100
+    said = {}
+    for where, replays in (("replay", True), ("real", False)):
+        task = task_of(config)
+        probe = _Slow(config, task, torch.device("cpu"))
+        probe.may = threading.Event()
+        with open_session(config, settled_server(config), tmp_path / where, probe, None, replays=replays) as session:
+            if replays:
+                probe.may.set()
+            greeted = [reply for i in range(2) for reply in session.join(i, [], 0.0)]
+            assert len(greeted) == 2
+            for k, push in enumerate(pushes):
+                (reply,) = session.push(k % 2, 0, push, 0, k + 1.0, k + 1.0)
+                assert reply.terms.round == (k + 1) // 2
+                if k == 1:  # a round has ended and its worker has its answer
+                    store = tmp_path / where / "checkpoints"
+                    done = [len(evals(tmp_path / where)), len(checkpoint.rounds(store, 2))]
+                    assert done == ([1, 1] if replays else [0, 0])
+                    probe.may.set()
+            assert session.core.over
+            session.close(100.0)
+        said[where] = evals(tmp_path / where), model(tmp_path / where, config)
+    assert said["real"][0] == said["replay"][0] and len(said["real"][0]) == config.rounds
+    assert torch.equal(said["real"][1], said["replay"][1])
+
+
+def test_a_worker_that_has_come_again_from_elsewhere_is_refused_where_it_was(tmp_path, monkeypatch):
+    config = served(workers=1, server__name="cgad", run__steps=2)
+    P = torch.empty(192_960)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        first = joined(port, common(config))
+        first.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        first.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
+        work(config, tmp_path, "127.0.0.1", port, 0)
+        with pytest.raises(PeerError, match="refused this process: worker 0 has come again from elsewhere"):
+            first.receive(Turn(0, 0, START), [P])
+        first.close()
+    assert server.error is None
 
 
 def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):

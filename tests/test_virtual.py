@@ -11,10 +11,11 @@ import torch
 
 from gossamer.asynchronous import PAIRS, SERVERS, a2cid2
 from gossamer.cli import main
-from gossamer.errors import ConfigError, DataError, PairingError
+from gossamer.errors import CheckpointError, ConfigError, DataError, PairingError
 from gossamer.record import checkpoint
 from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
+from gossamer.record.seconds import read_seconds
 from gossamer.report.table import summary_rows
 from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
@@ -78,15 +79,18 @@ every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.k
 
 
 @every_method
-def test_a_run_is_a_function_of_its_file_and_trains_the_tokens_of_a_run_in_rounds(method, tmp_path):
-    config = timed(**method)
+def test_a_run_is_a_function_of_its_file_and_trains_the_tokens_of_a_run_in_rounds_also_when_resumed(method, tmp_path):
+    config = timed(**{"run__checkpoint_every": 2, "run__eval_every": 4, **method})
     assert parse(tomllib.loads(dump(config))) == config
     outcome = simulate(config, tmp_path / "a")
-    simulate(config, tmp_path / "b")
-    assert same_run(tmp_path / "a", tmp_path / "b", config)
+    stopped = simulate(config, tmp_path / "b", until=1 + sum(map(ord, str(method))) % 3)
+    assert not stopped.over
+    resumed = simulate(config, tmp_path / "b", resume=True)
+    assert same_run(tmp_path / "a", tmp_path / "b", config) and resumed.result[:2] == outcome.result[:2]
+    assert read_seconds(tmp_path / "a") == read_seconds(tmp_path / "b")
     assert outcome.tokens == config.workers * config.run.steps * config.step_tokens
     scored = evals(tmp_path / "a")
-    assert [line["round"] for line in scored] == [2, 3] and scored[-1]["loss"] == outcome.loss < 5.7
+    assert [line["round"] for line in scored] == [1, 3] and scored[-1]["loss"] == outcome.loss < 5.7
     log = read_events(tmp_path / "a")
     assert log is not None and {"clock": log.end_s[-1]} == outcome.time_s
     phases = [line for line in lines(tmp_path / "a") if line["event"] == "phase"]
@@ -105,10 +109,11 @@ def test_every_push_is_absorbed_before_a_run_ends(name, tmp_path):
 
 
 @pytest.mark.parametrize("method", [METHODS[name] for name in ("heloco", "overlap", "a2cid2", "gossip")])
-def test_the_number_of_threads_changes_no_bit(method, tmp_path, monkeypatch):
-    config = timed(**method)
+def test_the_number_of_threads_changes_no_bit_nor_does_a_resume(method, tmp_path, monkeypatch):
+    config = timed(run__checkpoint_every=2, **method)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    simulate(config, tmp_path / "many")
+    simulate(config, tmp_path / "many", until=2)
+    simulate(config, tmp_path / "many", resume=True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     simulate(config, tmp_path / "one")
     assert same_run(tmp_path / "many", tmp_path / "one", config)
@@ -290,13 +295,27 @@ def test_what_is_for_rounds_is_refused_on_a_clock():
             settle(timed(server__name="cgad", codec__name="int8", **given))
 
 
-def test_resuming_and_pricing_a_run_that_looks_at_the_clock_are_refused(tmp_path, capsys):
-    simulate(timed(server__name="cgad", run__steps=2), tmp_path / "run")
+def test_pricing_a_run_that_looks_at_the_clock_is_refused_and_so_is_one_of_other_steps(tmp_path, capsys):
+    config = timed(server__name="cgad", run__steps=2)
+    simulate(config, tmp_path / "run")
     (tmp_path / "network.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\n")
-    assert main(["simulate", "--resume", str(tmp_path / "run")]) == 2
+    assert main(["simulate", "--resume", str(tmp_path / "run"), "--set", "run.steps=4"]) == 2
     assert main(["price", str(tmp_path / "run"), str(tmp_path / "network.toml")]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "start again with another --out" in first and "simulate it again" in second
+    assert "run.steps is 2 in" in first and "simulate it again" in second
+
+
+def test_a_checkpoint_that_does_not_fit_an_asynchronous_run_is_refused(tmp_path):
+    config = timed(server__name="cgad", run__checkpoint_every=2)
+    simulate(config, tmp_path, until=2)
+    store, line = tmp_path / "checkpoints", digest(config)
+    (round,) = checkpoint.rounds(store, 3, line)[-1:]
+    sound = checkpoint.load(store, round, 3, line)
+    for part, key in (("loop", "agenda"), ("journal", "seconds")):
+        spoilt = {**sound, "run": {**sound["run"], part: {k: v for k, v in sound["run"][part].items() if k != key}}}
+        checkpoint.save(store, round, 3, spoilt, digest=line)
+        with pytest.raises(CheckpointError, match="does not fit this run"):
+            simulate(config, tmp_path, resume=True)
 
 
 def test_list_names_servers_and_pairs(capsys):

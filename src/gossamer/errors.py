@@ -11,6 +11,7 @@
   x TrainingError      losses, parameters or messages became NaN or infinite
   x TransportError     bytes did not arrive as expected
     + PeerError        a worker died, hung or speaks another configuration
+      - LostConnectionError  a connection broke; the other end may be reached again
 
 Each message says, in one sentence, what happened, what was given, what is allowed and what to do. The command line
 prints it without a traceback and exits with code 2. Our own invariants use `assert`.
@@ -27,6 +28,7 @@ __all__ = [
     "DataError",
     "DiskError",
     "GossamerError",
+    "LostConnectionError",
     "MissingPackageError",
     "PairingError",
     "PeerError",
@@ -81,6 +83,10 @@ class TransportError(GossamerError, ConnectionError):
 
 class PeerError(TransportError):
     """A worker that died, hung or was started with another configuration."""
+
+
+class LostConnectionError(PeerError):
+    """A connection that broke without a word from the other end, which may be reached again."""
 
 
 def choose(what: str, got: str, allowed: Iterable[str]) -> str:

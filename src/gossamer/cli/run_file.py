@@ -67,12 +67,12 @@ def imported_parts(config: "RunConfig", told: Collection[str] = (), without: Col
 
 
 @contextlib.contextmanager
-def resume_hint(folder: Path, *, resumable: bool = True) -> Iterator[None]:
-    """Makes Ctrl-C print how to resume the run in this folder, if it is resumable and has a checkpoint."""
+def resume_hint(folder: Path) -> Iterator[None]:
+    """Makes Ctrl-C print how to resume the run in this folder, if it has a checkpoint."""
     try:
         yield
     except KeyboardInterrupt:
-        if resumable and any(folder.glob("checkpoints/round-*/*.json")):
+        if any(folder.glob("checkpoints/round-*/*.json")):
             raise KeyboardInterrupt(f"stopped; resume with --resume {folder}") from None
         raise
 

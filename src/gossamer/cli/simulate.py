@@ -26,7 +26,7 @@ def command(
         replay: compute the real run in this folder again from its record: a run with a server, or an elastic one
     """
     config, folder, resumed = run_and_folder(file, overrides, out, resume)
-    with output.silenced(), resume_hint(folder, resumable=not config.event_driven):
+    with output.silenced(), resume_hint(folder):
         if replay is not None:
             from gossamer.run.replay import replay_elastic
             from gossamer.run.serve_replay import replay_server

@@ -149,7 +149,8 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         say(checkpoint.ended(folder, config.rounds))
         return 0
     if config.server is not None:
-        return run_served(n, main, words, folder_secret(folder, make=True))
+        again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]
+        return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
     if config.run.elastic:
         return _start_elastic(config, folder, n, words)
     return run_local(n, main, words)

@@ -1,45 +1,107 @@
-"""The agenda of virtual time: planned events in order."""
+"""The agenda of virtual time: planned events in order. They are data, so that an agenda can be saved and continued."""
 
 import heapq
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from gossamer.clock.events import Record
+from gossamer.clock.saved import plain, rebuilt
 
-__all__ = ["ABSENCE", "ARRIVAL", "DECISION", "PHASE", "RELAY", "REPLY", "Action", "Agenda"]
+__all__ = ["ABSENCE", "ARRIVAL", "DECISION", "PHASE", "RELAY", "REPLY", "Agenda", "AgendaState"]
 
 # The order of events at the same time. Phases end before any message arrives, so that with equal clocks and free links all
 # messages of a round have arrived when the first is handled. What servers send each other in no time comes before the next
 # push.
 ABSENCE, PHASE, RELAY, ARRIVAL, DECISION, REPLY = range(6)
 
-Action = Callable[[], list[Record]]
+_Planned = tuple[float, int, int, int, Any]
+
+
+class _Saved(NamedTuple):
+    """A planned event, with the name of its type."""
+
+    time_s: float
+    kind: int
+    worker: int
+    serial: int
+    name: str
+    event: dict[str, Any]
+
+
+class AgendaState(NamedTuple):
+    """The part of a checkpoint for an agenda."""
+
+    time_s: float
+    serial: int
+    stuck: bool
+    planned: list[_Saved]
 
 
 class Agenda:
-    """The planned events and the virtual time."""
+    """The planned events and the virtual time.
 
-    def __init__(self) -> None:
+    Args:
+        perform: what an event does; it returns what has happened.
+        stuck: called when nothing but absences is planned.
+    """
+
+    def __init__(
+        self, perform: Callable[[Any], list[Record]], stuck: Callable[[], list[Record]] = lambda: []
+    ) -> None:  # fmt: skip
         self.time_s = 0.0
-        self._heap: list[tuple[float, int, int, int, Action]] = []
-        self._serial = itertools.count()
-        self._work = 0
+        self._perform, self._stuck = perform, stuck
+        self._heap: list[_Planned] = []
+        self._serial = self._work = 0
+        self._was_stuck = False  # since the last event
 
-    def plan(self, time_s: float, kind: int, worker: int, action: Action) -> None:
-        """Plans `action` at a time; at equal times smaller kinds come first, then smaller workers."""
+    def plan(self, time_s: float, kind: int, worker: int, event: Any) -> None:
+        """Plans an event, a named tuple, at a time; at equal times smaller kinds come first, then smaller workers."""
         self._work += kind != ABSENCE
-        heapq.heappush(self._heap, (time_s, kind, worker, next(self._serial), action))
+        heapq.heappush(self._heap, (time_s, kind, worker, self._serial, event))
+        self._serial += 1
 
-    def run(self, until_s: float, stuck: Action | None = None) -> Iterator[Record]:
-        """Runs all events up to and at `until_s`; calls `stuck` when nothing but absences is planned."""
-        while True:
-            if self._work == 0 and stuck is not None:
-                yield from stuck()
-            if not self._heap or self._heap[0][0] > until_s:
-                break
-            self.time_s, kind, _, _, action = heapq.heappop(self._heap)
-            self._work -= kind != ABSENCE
-            yield from action()  # an action is complete before its records are yielded, so a caller may stop anywhere
+    def step(self, until_s: float = math.inf) -> list[Record] | None:
+        """What the next event up to and at `until_s` did, which may be nothing; None when there is no such event."""
+        if self._work == 0 and not self._was_stuck:
+            self._was_stuck = True
+            if records := self._stuck():
+                return records
+        self._was_stuck = False
+        if not self._heap or self._heap[0][0] > until_s:
+            return None
+        self.time_s, kind, _, _, event = heapq.heappop(self._heap)
+        self._work -= kind != ABSENCE
+        return self._perform(event)
+
+    def run(self, until_s: float) -> Iterator[Record]:
+        """Runs all events up to and at `until_s`."""
+        while (records := self.step(until_s)) is not None:
+            yield from records  # an event is complete before its records are yielded, so a caller may stop anywhere
         if until_s < math.inf:
             self.time_s = max(self.time_s, until_s)
+
+    def state(self) -> AgendaState:
+        """The time and all that is planned."""
+        planned = [
+            _Saved(time_s, kind, worker, serial, type(event).__name__, plain(event))
+            for time_s, kind, worker, serial, event in sorted(self._heap)
+        ]
+        return AgendaState(self.time_s, self._serial, self._was_stuck, planned)
+
+    def restore(self, state: AgendaState, kinds: Sequence[type]) -> list[Any]:
+        """Continues from a state, with events of these kinds; returns them. Raises ValueError for any other."""
+        named = {kind.__name__: kind for kind in kinds}
+        if not 0 <= state.time_s < math.inf or not {one.name for one in state.planned} <= named.keys():
+            raise ValueError(f"a time of {state.time_s} and events {sorted({one.name for one in state.planned})}")
+        heap: list[_Planned] = []
+        for time_s, kind, worker, serial, name, event in state.planned:
+            if not (time_s >= state.time_s and ABSENCE <= kind <= REPLY and 0 <= serial < state.serial):
+                raise ValueError(f"event {serial} of kind {kind} at {time_s} s, when it is {state.time_s} s")
+            heap.append((time_s, kind, worker, serial, rebuilt(named[name], event)))
+        if len({serial for _, _, _, serial, _ in heap}) < len(heap):
+            raise ValueError("two events with one number")
+        heapq.heapify(heap)
+        self.time_s, self._serial, self._was_stuck, self._heap = state.time_s, state.serial, state.stuck, heap
+        self._work = sum(kind != ABSENCE for _, kind, _, _, _ in heap)
+        return [event for *_, event in heap]

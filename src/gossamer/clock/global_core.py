@@ -1,7 +1,7 @@
 """The decisions of a global server above those of regions, without input or output."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +9,17 @@ from torch import Tensor
 from gossamer.asynchronous import PushInfo, ServerRule
 from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
+from gossamer.tree import leaves, must_fit, refill
 
-__all__ = ["GlobalCore"]
+__all__ = ["GlobalCore", "GlobalState"]
+
+
+class GlobalState(NamedTuple):
+    """The part of a checkpoint for a global server; `sent` has a region, a fragment, and the updates when it was answered."""
+
+    states: list[list[Tensor]]
+    updates: list[int]
+    sent: list[tuple[int, int, int]]
 
 
 class GlobalCore:
@@ -44,6 +53,21 @@ class GlobalCore:
         self._updates[fragment] += 1
         self._sent[region, fragment] = self._updates[fragment]
         return self._rule.greet(state)
+
+    def state(self) -> GlobalState:
+        """All that it knows."""
+        sent = [(region, p, updates) for (region, p), updates in self._sent.items()]
+        return GlobalState([leaves(state) for state in self._states], self._updates, sent)
+
+    def restore(self, state: GlobalState) -> None:
+        """Continues from a state. Raises ValueError when it does not fit."""
+        pairs = [*zip(self._states, state.states, strict=True)]
+        for mine, theirs in pairs:
+            must_fit(theirs, leaves(mine))
+        if len(state.updates) != len(pairs):
+            raise ValueError(f"updates of {len(state.updates)} fragments for {len(pairs)}")
+        self._states, self._updates = [refill(mine, theirs) for mine, theirs in pairs], state.updates
+        self._sent = {(region, p): updates for region, p, updates in state.sent}
 
     def model(self) -> Tensor:
         """The global parameters `[P]`."""

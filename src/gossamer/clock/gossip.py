@@ -4,14 +4,15 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from gossamer.clock.agenda import DECISION, Agenda
+from gossamer.clock.agenda import DECISION, Agenda, AgendaState
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
-from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
+from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
+from gossamer.clock.saved import plain, rebuilt, within
 from gossamer.codecs import exact
 from gossamer.network.links import Network
 from gossamer.rounds.exchange import initial_state, own_message
@@ -21,9 +22,26 @@ from gossamer.rounds.pairing import check
 from gossamer.rules import Context, Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
-from gossamer.tree import Tree
+from gossamer.tree import Tree, leaves, must_fit, refill
 
 __all__ = ["GossipRun"]
+
+
+class _Mix(NamedTuple):
+    """An event: a worker mixes what it has just published with what has reached it from those that were present."""
+
+    worker: int
+    number: int
+    present: list[int]
+
+
+class _GossipState(NamedTuple):
+    """The part of a checkpoint for this loop; `published` has times and the tensors of messages, for each worker."""
+
+    agenda: AgendaState
+    phases: PhasesState
+    states: list[list[Tensor]]
+    published: list[list[tuple[float, list[Tensor]]]]
 
 
 class GossipRun:
@@ -58,7 +76,7 @@ class GossipRun:
         codec = options.codec or exact()
         check(Facts(kind="no waiting", workers=len(learners), rule=rule, topology=topology, codec=codec))
         self.rule, self.topology, self.learners = rule, topology, learners
-        self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
+        self._options, self._agenda, self._durations = options, Agenda(self._perform), Durations(network, len(learners))
         self._phases = Phases(self._agenda, self._durations, learners, options, self._publish, self._change)
         first = topology.mixing(0)
         self._states = [
@@ -88,6 +106,37 @@ class GossipRun:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
         return self._agenda.run(until_s)
 
+    def step(self) -> list[Record] | None:
+        """What the next event did; None after the last."""
+        return self._agenda.step()
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        published = [[(time_s, leaves(message)) for time_s, message in own] for own in self._published]
+        states = [leaves(s) for s in self._states]
+        return plain(_GossipState(self._agenda.state(), self._phases.state(), states, published))
+
+    def restore(self, state: Any) -> None:
+        """Continues from a state, before the learners are restored. Raises ValueError when it does not fit."""
+        saved, n = rebuilt(_GossipState, state), len(self.learners)
+        if (len(saved.states), len(saved.published)) != (n, n) or not all(saved.published):
+            raise ValueError(f"{len(saved.states)} states and {len(saved.published)} messages for {n} workers")
+        for i in range(n):
+            (_, like), mine = self._published[i][0], self._states[i]
+            must_fit(saved.states[i], leaves(mine))
+            for _, message in saved.published[i]:
+                must_fit(message, leaves(like))
+            self._states[i] = refill(mine, saved.states[i])
+            self._published[i] = [(time_s, refill(like, message)) for time_s, message in saved.published[i]]
+        self._phases.restore(saved.phases)
+        events = self._agenda.restore(saved.agenda, (PhaseEnd, Absence, _Mix))
+        within(events, worker=n)
+        if not all(0 <= j < n for event in events if isinstance(event, _Mix) for j in event.present):
+            raise ValueError(f"a worker beyond {n} was present")
+
+    def _perform(self, event: PhaseEnd | Absence | _Mix) -> list[Record]:
+        return self._mix(*event) if isinstance(event, _Mix) else self._phases.perform(event)
+
     def _context(self, i: int, number: int, mixing: Mixing) -> Context:
         learner = self.learners[i]
         return Context(i, mixing.n, number, learner.local_steps, mixing.weight(i), learner.layout)
@@ -97,18 +146,19 @@ class GossipRun:
 
     def _publish(self, i: int, number: int, start_s: float) -> list[Record]:
         report = self.learners[i].local_phase(number)
-        present = frozenset(j for j, present in enumerate(self._phases.present) if present)
-        mixing = self.topology.mixing(number, present)
+        present = [j for j, present in enumerate(self._phases.present) if present]
+        mixing = self.topology.mixing(number, frozenset(present))
         sent, own = self._send(i, number, mixing), self._published[i]
         message, _ = self._options.transmit(sent, self.learners[i].layout, i, number)
         own.append((self.time_s, message))
         oldest_of_use = bisect_right(own, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
         del own[:oldest_of_use]
-        self._agenda.plan(self.time_s, DECISION, i, partial(self._mix, i, number, message, mixing))
+        self._agenda.plan(self.time_s, DECISION, i, _Mix(i, number, present))
         return [Phase(start_s, self.time_s, i, number, report)]
 
-    def _mix(self, i: int, number: int, sent: Tree, mixing: Mixing) -> list[Record]:
-        received, records = [], []
+    def _mix(self, i: int, number: int, present: Sequence[int]) -> list[Record]:
+        mixing, sent = self.topology.mixing(number, frozenset(present)), self._published[i][-1][1]
+        received, records = [], list[Record]()
         for j in mixing.hears_from(i):
             left_s = self.time_s - self._durations.transfer_s(j, i, self._bytes)
             newest = bisect_right(self._published[j], left_s, key=lambda version: version[0]) - 1

@@ -5,19 +5,20 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gossamer.asynchronous import PairRule, Rates, conditions
-from gossamer.clock.agenda import DECISION, REPLY, Agenda
+from gossamer.clock.agenda import DECISION, REPLY, Agenda, AgendaState
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
-from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
+from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
+from gossamer.clock.saved import plain, rebuilt, tensors_of, within
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network
 from gossamer.rng import numpy_rng
-from gossamer.tree import Tree
+from gossamer.tree import Tree, leaves, must_fit, refill
 
 __all__ = ["PairRun"]
 
@@ -31,6 +32,45 @@ class _Peer:
     start: Tensor  # of the local phase it is in
     time_s: float = 0.0
     meets: int | None = None  # the number of the meeting it is in
+
+
+class _Begin(NamedTuple):
+    """An event: two workers begin to meet, if both are here and free."""
+
+    worker: int
+    other: int
+
+
+class _Meet(NamedTuple):
+    """An event: the messages of a meeting have arrived, which takes place if both ends are still in it."""
+
+    number: int
+    worker: int
+    other: int
+    sent: tuple[Tensor, Tensor]
+    bytes: int
+    start_s: float
+
+
+class _PeerState(NamedTuple):
+    """A `_Peer`, with the tensors of the rule's state."""
+
+    x: Tensor
+    s: list[Tensor]
+    start: Tensor
+    time_s: float
+    meets: int | None
+
+
+class _PairState(NamedTuple):
+    """The part of a checkpoint for this loop."""
+
+    agenda: AgendaState
+    phases: PhasesState
+    peers: list[_PeerState]
+    rng: dict[str, Any]
+    meetings: int
+    planned: bool
 
 
 class PairRun:
@@ -67,12 +107,12 @@ class PairRun:
         if rule.settle is not None:
             rule = rule.settle(*conditions(len(learners), rates))
         self.rule, self.learners = rule, learners
-        self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
+        self._options, self._agenda, self._durations = options, Agenda(self._perform), Durations(network, len(learners))
         self._phases = Phases(self._agenda, self._durations, learners, options, self._end_phase, self._change)
         self._pairs = sorted(rates)
         self._edges = list(itertools.accumulate(rates[pair] for pair in self._pairs))
         self._rng = numpy_rng(options.seed, "meetings")
-        self._meetings = itertools.count()
+        self._meetings = 0
         self._meeting_planned = False
         starts = [learner.x.clone() for learner in learners]
         self._peers = [_Peer(x, rule.init(x), x) for x in starts]
@@ -96,6 +136,40 @@ class PairRun:
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
         return self._agenda.run(until_s)
+
+    def step(self) -> list[Record] | None:
+        """What the next event did; None after the last."""
+        return self._agenda.step()
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        peers = [_PeerState(peer.x, leaves(peer.s), peer.start, peer.time_s, peer.meets) for peer in self._peers]
+        agenda, phases, rng = self._agenda.state(), self._phases.state(), dict(self._rng.bit_generator.state)
+        return plain(_PairState(agenda, phases, peers, rng, self._meetings, self._meeting_planned))
+
+    def restore(self, state: Any) -> None:
+        """Continues from a state. Raises ValueError, TypeError or KeyError when it does not fit."""
+        saved, n = rebuilt(_PairState, state), len(self.learners)
+        for mine, theirs in zip(self._peers, saved.peers, strict=True):
+            must_fit([theirs.x, theirs.start, *theirs.s], [mine.x, mine.start, *leaves(mine.s)])
+        peers = zip(self._peers, saved.peers, strict=True)
+        self._peers = [_Peer(x, refill(mine.s, s), start, at_s, meets) for mine, (x, s, start, at_s, meets) in peers]
+        self._rng.bit_generator.state = saved.rng
+        self._meetings, self._meeting_planned = saved.meetings, saved.planned
+        self._phases.restore(saved.phases)
+        events = self._agenda.restore(saved.agenda, (PhaseEnd, Absence, _Begin, _Meet))
+        within(events, worker=n, other=n)
+        for tensor in tensors_of(events):
+            must_fit([tensor], [self._peers[0].x])
+
+    def _perform(self, event: PhaseEnd | Absence | _Begin | _Meet) -> list[Record]:
+        match event:
+            case _Begin():
+                return self._begin_meeting(*event)
+            case _Meet():
+                return self._meet(*event)
+            case _:
+                return self._phases.perform(event)
 
     def _now(self, i: int) -> _Peer:
         """The peer, advanced to the present virtual time."""
@@ -124,13 +198,13 @@ class PairRun:
         wait_s = self._rng.exponential(1 / self._edges[-1])
         place = bisect_right(self._edges, self._rng.random() * self._edges[-1])
         i, j = self._pairs[min(place, len(self._pairs) - 1)]
-        self._agenda.plan(self.time_s + wait_s, DECISION, i, partial(self._begin_meeting, i, j))
+        self._agenda.plan(self.time_s + wait_s, DECISION, i, _Begin(i, j))
 
     def _begin_meeting(self, i: int, j: int) -> list[Record]:
         self._plan_meeting()
         if all(self._phases.present[k] and self._peers[k].meets is None for k in (i, j)):
-            number = next(self._meetings)
-            sent, size = [], 0
+            number, self._meetings = self._meetings, self._meetings + 1
+            sent, size = list[Tensor](), 0
             for k in (i, j):
                 peer = self._now(k)
                 peer.meets = number
@@ -138,15 +212,14 @@ class PairRun:
                 message, size = self._options.transmit(told, layout, k, number)
                 sent.append(message)
             takes_s = max(self._durations.transfer_s(i, j, size), self._durations.transfer_s(j, i, size))
-            action = partial(self._meet, number, (i, j), (sent[0], sent[1]), size, self.time_s)
-            self._agenda.plan(self.time_s + takes_s, REPLY, i, action)
+            meeting = _Meet(number, i, j, (sent[0], sent[1]), size, self.time_s)
+            self._agenda.plan(self.time_s + takes_s, REPLY, i, meeting)
         return []
 
     def _meet(
-        self, number: int, ends: tuple[int, int], sent: tuple[Tensor, Tensor], size: int, start_s: float
+        self, number: int, i: int, j: int, sent: tuple[Tensor, Tensor], size: int, start_s: float
     ) -> list[Record]:
-        i, j = ends
-        if any(self._peers[k].meets != number for k in ends):
+        if any(self._peers[k].meets != number for k in (i, j)):
             return []
         for k, own, other in ((i, sent[0], sent[1]), (j, sent[1], sent[0])):
             peer = self._now(k)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -17,7 +16,18 @@ from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import Tree
 
-__all__ = ["DEFAULTS", "Begins", "Budget", "Learner", "LoopOptions", "Phases", "Report", "ordered"]
+__all__ = [
+    "DEFAULTS",
+    "Begins",
+    "Budget",
+    "Learner",
+    "LoopOptions",
+    "PhaseEnd",
+    "Phases",
+    "PhasesState",
+    "Report",
+    "ordered",
+]
 
 
 class Report(Protocol):
@@ -105,6 +115,24 @@ class Budget:
         self.begun -= steps
 
 
+class PhaseEnd(NamedTuple):
+    """An event: a worker's local phase ends, unless the worker has left since."""
+
+    worker: int
+    epoch: int
+    start_s: float
+
+
+class PhasesState(NamedTuple):
+    """The part of a checkpoint for the local phases of all workers."""
+
+    present: list[bool]
+    epoch: list[int]
+    trains: list[bool]
+    ended: list[int]
+    begun: int
+
+
 class Phases:
     """When each worker trains over virtual time. A worker that leaves loses its current phase and returns its steps.
 
@@ -128,7 +156,7 @@ class Phases:
         self.count = [0] * len(learners)
         """Phases of each worker that have ended."""
         for absence in ordered(options.absences, len(learners)):
-            agenda.plan(absence.time_s, ABSENCE, absence.worker, partial(self._change, absence))
+            agenda.plan(absence.time_s, ABSENCE, absence.worker, absence)
 
     def begin(self, worker: int) -> None:
         """Begins the worker's next phase, unless the budget is spent."""
@@ -136,8 +164,22 @@ class Phases:
         self.trains[worker] = self._budget.claim(steps)
         if self.trains[worker]:
             end_s = start_s + self._durations.phase_s(worker, number, steps)
-            self._agenda.plan(end_s, PHASE, worker, partial(self._end, worker, self.epoch[worker], start_s))
+            self._agenda.plan(end_s, PHASE, worker, PhaseEnd(worker, self.epoch[worker], start_s))
             self._begins(worker, number)
+
+    def perform(self, event: PhaseEnd | Absence) -> list[Record]:
+        """What an event of a phase or a presence does."""
+        return self._change(event) if isinstance(event, Absence) else self._end(*event)
+
+    def state(self) -> PhasesState:
+        """Who is present and trains, and how much has been begun."""
+        return PhasesState(self.present, self.epoch, self.trains, self.count, self._budget.begun)
+
+    def restore(self, state: PhasesState) -> None:
+        """Continues from a state. Raises ValueError when it is of another number of workers."""
+        if any(len(each) != len(self._learners) for each in state[:4]):
+            raise ValueError(f"{len(state.present)} workers for {len(self._learners)}")
+        self.present, self.epoch, self.trains, self.count, self._budget.begun = state
 
     def _end(self, worker: int, epoch: int, start_s: float) -> list[Record]:
         if epoch != self.epoch[worker]:

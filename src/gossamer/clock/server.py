@@ -2,25 +2,80 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gossamer.asynchronous import ServerRule, Slack
-from gossamer.clock.agenda import ARRIVAL, DECISION, RELAY, REPLY, Agenda
+from gossamer.clock.agenda import ARRIVAL, DECISION, RELAY, REPLY, Agenda, AgendaState
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
-from gossamer.clock.global_core import GlobalCore
-from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
-from gossamer.clock.server_core import WAITS, Push, RegionReport, Send, ServerAction, ServerCore
-from gossamer.clock.server_worker import ServerWorker
+from gossamer.clock.global_core import GlobalCore, GlobalState
+from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
+from gossamer.clock.saved import plain, rebuilt, within
+from gossamer.clock.server_core import WAITS, CoreState, Push, RegionReport, Send, ServerAction, ServerCore
+from gossamer.clock.server_worker import ServerWorker, ServerWorkerState
 from gossamer.network.links import Network
 from gossamer.rounds.facts import Facts
 from gossamer.rounds.pairing import check
-from gossamer.tree import nbytes
+from gossamer.tree import must_fit, nbytes
 
 __all__ = ["ServerRun"]
+
+
+class _Arrival(NamedTuple):
+    """An event: a push arrives."""
+
+    worker: int
+    epoch: int
+    push: Push
+    slack: Slack
+    bytes: int
+    start_s: float
+
+
+class _Reply(NamedTuple):
+    """An event: starting points arrive."""
+
+    epoch: int
+    sent: Send
+    start_s: float
+
+
+class _Closing(NamedTuple):
+    """An event: a window may close."""
+
+    region: int
+
+
+class _ReportArrival(NamedTuple):
+    """An event: the report of a region arrives at the global server, which absorbs it and sends its model."""
+
+    region: int
+    report: RegionReport
+    start_s: float
+
+
+class _Merge(NamedTuple):
+    """An event: the global model arrives at a region."""
+
+    region: int
+    fragment: int
+    x: Tensor
+    start_s: float
+
+
+_EVENTS = (PhaseEnd, Absence, _Arrival, _Reply, _Closing, _ReportArrival, _Merge)
+
+
+class _ServerState(NamedTuple):
+    """The part of a checkpoint for this loop: the cores of regions, the global one, and the workers."""
+
+    agenda: AgendaState
+    phases: PhasesState
+    cores: list[CoreState]
+    above: GlobalState | None
+    workers: list[ServerWorkerState]
 
 
 class ServerRun:
@@ -56,7 +111,8 @@ class ServerRun:
         self.spans = ((0, layout.numel),) if spans is None else spans
         check(Facts(kind="server", server=rule.name, fragments=len(self.spans), overlap=overlap))
         self.learners = learners
-        self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
+        self._options, self._durations = options, Durations(network, len(learners))
+        self._agenda = Agenda(self._perform, self._flush)
         regions = self._durations.regions if rule.regions is not None else (0,) * len(learners)
         self._region, self._near = regions, rule.regions is not None
         steps = [learner.local_steps for learner in learners]
@@ -87,7 +143,39 @@ class ServerRun:
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
-        return self._agenda.run(until_s, self._flush)
+        return self._agenda.run(until_s)
+
+    def step(self) -> list[Record] | None:
+        """What the next event did; None after the last."""
+        return self._agenda.step()
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint for this loop; the learners have parts of their own."""
+        cores, above = [core.whole_state() for core in self._cores], self._global and self._global.state()
+        workers = [worker.state() for worker in self._workers]
+        return plain(_ServerState(self._agenda.state(), self._phases.state(), cores, above, workers))
+
+    def restore(self, state: Any) -> None:
+        """Continues from a state, before the learners are restored. Raises ValueError when it does not fit."""
+        saved, parts = rebuilt(_ServerState, state), len(self.spans)
+        limits = {"worker": len(self.learners), "fragment": parts, "region": len(self._cores)}
+        within(saved.cores, **limits)
+        if (saved.above is None) != (self._global is None):
+            raise ValueError("one of the two has a global server")
+        for core, theirs in zip(self._cores, saved.cores, strict=True):
+            core.restore_whole(theirs)
+        if self._global is not None and saved.above is not None:
+            self._global.restore(saved.above)
+        for worker, theirs in zip(self._workers, saved.workers, strict=True):
+            worker.restore(theirs)
+        self._phases.restore(saved.phases)
+        events = self._agenda.restore(saved.agenda, _EVENTS)
+        within(events, **limits)
+        x = self.learners[0].x
+        for p, tensor in (found for event in events for found in _of_fragments(event)):
+            if not 0 <= p < parts:
+                raise ValueError(f"a message of fragment {p}, of {parts}")
+            must_fit([tensor], [x[slice(*self.spans[p])]])
 
     def _core(self, worker: int) -> ServerCore:
         return self._cores[self._region[worker]]
@@ -109,43 +197,56 @@ class ServerRun:
                 reply_s = self._transfer_s(SERVER, i, nbytes(push.message))
                 slack = Slack(steps, (self.time_s - start_s) / steps, push_s + reply_s)
             epoch, push = self._phases.epoch[i], push._replace(message=message)
-            self._agenda.plan(arrives_s, ARRIVAL, i, partial(self._arrive, i, epoch, push, slack, (size, self.time_s)))
+            self._agenda.plan(arrives_s, ARRIVAL, i, _Arrival(i, epoch, push, slack, size, self.time_s))
         if worker.waits_for is None:
             self._phases.begin(i)
         return [Phase(start_s, self.time_s, i, number, report)]
 
-    def _arrive(self, i: int, epoch: int, push: Push, slack: Slack, sent: tuple[int, float]) -> list[Record]:
-        size, start_s = sent
+    def _arrive(self, i: int, epoch: int, push: Push, slack: Slack, size: int, start_s: float) -> list[Record]:
         arrived = Transfer("push", start_s, self.time_s, i, SERVER, push.fragment, size)
         waits = epoch == self._phases.epoch[i]
         actions = self._core(i).push(i, push, self.time_s, reply=waits, slack=slack)
-        return [arrived, *self._perform(self._region[i], actions)]
+        return [arrived, *self._carry_out(self._region[i], actions)]
 
     def _tick(self, region: int) -> list[Record]:
-        return self._perform(region, self._cores[region].tick(self.time_s))
+        return self._carry_out(region, self._cores[region].tick(self.time_s))
 
     def _flush(self) -> list[Record]:
         records: list[Record] = []
         for region, core in enumerate(self._cores):
-            records += self._perform(region, core.flush(self.time_s))
+            records += self._carry_out(region, core.flush(self.time_s))
             while closed := self._tick(region):
                 records += closed
         return records
 
-    def _perform(self, region: int, actions: Sequence[ServerAction]) -> list[Record]:
+    def _perform(self, event: Any) -> list[Record]:
+        match event:
+            case _Arrival():
+                return self._arrive(*event)
+            case _Reply():
+                return self._receive(*event)
+            case _Closing():
+                return self._tick(*event)
+            case _ReportArrival():
+                return self._answer(*event)
+            case _Merge():
+                return self._merge(*event)
+            case _:
+                return self._phases.perform(event)
+
+    def _carry_out(self, region: int, actions: Sequence[ServerAction]) -> list[Record]:
         """Plans the actions of a region's core; returns its updates."""
         for action in actions:
             if isinstance(action, Send):
                 size = sum(nbytes(start.x) for start in action.starts.values())
                 arrives_s = self.time_s + self._transfer_s(SERVER, action.worker, size)
-                reply = partial(self._receive, self._phases.epoch[action.worker], action, self.time_s)
+                reply = _Reply(self._phases.epoch[action.worker], action, self.time_s)
                 self._agenda.plan(arrives_s, REPLY, action.worker, reply)
             elif isinstance(action, RegionReport):
                 arrives_s = self.time_s + self._durations.relay_s(region, nbytes(action.message))
-                answer = partial(self._answer, region, action, self.time_s)
-                self._agenda.plan(arrives_s, RELAY, region, answer)
+                self._agenda.plan(arrives_s, RELAY, region, _ReportArrival(region, action, self.time_s))
             elif not isinstance(action, Update):
-                self._agenda.plan(action.at_s, DECISION, action.fragment, partial(self._tick, region))
+                self._agenda.plan(action.at_s, DECISION, action.fragment, _Closing(region))
         return [action for action in actions if isinstance(action, Update)]
 
     def _answer(self, region: int, report: RegionReport, start_s: float) -> list[Record]:
@@ -153,7 +254,7 @@ class ServerRun:
         assert self._global is not None
         p, size = report.fragment, nbytes(report.message)
         x = self._global.report(region, p, report.message)
-        merge = partial(self._merge, region, p, x, self.time_s)
+        merge = _Merge(region, p, x, self.time_s)
         self._agenda.plan(self.time_s + self._durations.relay_s(region, nbytes(x)), RELAY, region, merge)
         return [Relay("report", start_s, self.time_s, region, p, size)]
 
@@ -176,4 +277,19 @@ class ServerRun:
         self._workers[i].leave()
         core = self._core(i)
         actions = core.join(i) if absence.change == "return" else core.leave(i, self.time_s)
-        return self._perform(self._region[i], actions)
+        return self._carry_out(self._region[i], actions)
+
+
+def _of_fragments(event: Any) -> list[tuple[int, Tensor]]:
+    """The tensors of an event, each with its fragment."""
+    match event:
+        case _Arrival(push=push):
+            return [(push.fragment, push.message)]
+        case _Reply(sent=sent):
+            return [(p, start.x) for p, start in sent.starts.items()]
+        case _ReportArrival(report=report):
+            return [(report.fragment, report.message)]
+        case _Merge(fragment=p, x=x):
+            return [(p, x)]
+        case _:
+            return []

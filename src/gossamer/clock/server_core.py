@@ -35,7 +35,17 @@ from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import leaves, must_fit, refill
 
-__all__ = ["WAITS", "CloseWindow", "Push", "RegionReport", "Send", "ServerAction", "ServerCore", "StartingPoint"]
+__all__ = [
+    "WAITS",
+    "CloseWindow",
+    "CoreState",
+    "Push",
+    "RegionReport",
+    "Send",
+    "ServerAction",
+    "ServerCore",
+    "StartingPoint",
+]
 
 
 WAITS = Slack()
@@ -165,6 +175,33 @@ class _Member:
     joins: int = 0
     present: bool = False
     trains: bool = False
+
+
+class _FragmentCopy(NamedTuple):
+    outer: list[Tensor]
+    updates: int
+    waiting: list[_Waiting]
+    closes_s: float
+    merged_updates: int
+    reported: bool
+
+
+class _MemberCopy(NamedTuple):
+    phases: int
+    joins: int
+    present: bool
+    trains: bool
+
+
+class CoreState(NamedTuple):
+    """The part of a checkpoint for a server over virtual time."""
+
+    fragments: list[_FragmentCopy]
+    members: list[_MemberCopy]
+    seen: list[int]
+    sent: list[tuple[int, int, int, int]]
+    absorbed_steps: int
+    refused: bool
 
 
 class ServerCore:
@@ -330,6 +367,29 @@ class ServerCore:
             ) from None
         if self._budget is not None:
             self._budget.begun = self.absorbed_steps
+
+    def whole_state(self) -> CoreState:
+        """The state with the pushes that wait and those who train, of a server that nothing is lost with."""
+        fragments = [
+            _FragmentCopy(leaves(f.state), f.updates, f.waiting, f.closes_s, f.merged_updates, f.reported)
+            for f in self._fragments
+        ]
+        members = [_MemberCopy(m.phases, m.joins, m.present, m.trains) for m in self._members]
+        sent = [(*whom, *when) for whom, when in self._sent.items()]
+        return CoreState(fragments, members, sorted(self._seen), sent, self.absorbed_steps, self._refused)
+
+    def restore_whole(self, state: CoreState) -> None:
+        """Continues from a whole state. Raises ValueError when it does not fit."""
+        for fragment, saved in zip(self._fragments, state.fragments, strict=True):
+            must_fit(saved.outer, leaves(fragment.state))
+            for one in saved.waiting:
+                must_fit([one.push.message], [fragment.start().x])
+            fragment.state = refill(fragment.state, saved.outer)
+            _, fragment.updates, fragment.waiting, fragment.closes_s, fragment.merged_updates, fragment.reported = saved
+        for member, saved in zip(self._members, state.members, strict=True):
+            member.phases, member.joins, member.present, member.trains = saved
+        self._seen, self.absorbed_steps, self._refused = set(state.seen), state.absorbed_steps, state.refused
+        self._sent = {(worker, p): (updates, phases) for worker, p, updates, phases in state.sent}
 
     # Decisions
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gossamer.clock.phases import Learner, Report
 from gossamer.clock.server_core import Push, StartingPoint
+from gossamer.tree import must_fit
 
-__all__ = ["ServerWorker"]
+__all__ = ["ServerWorker", "ServerWorkerState"]
 
 
 @dataclass
@@ -17,6 +19,21 @@ class _Held:
     tokens: int = 0
     steps: int = 0
     unanswered: bool = False  # pushed, and the reply has not arrived
+
+
+class _HeldState(NamedTuple):
+    start: StartingPoint
+    tokens: int
+    steps: int
+    unanswered: bool
+
+
+class ServerWorkerState(NamedTuple):
+    """The part of a checkpoint for one worker of a server, by fragment."""
+
+    held: dict[int, _HeldState]
+    inbox: dict[int, StartingPoint]
+    waits_for: int | None
 
 
 class ServerWorker:
@@ -71,6 +88,22 @@ class ServerWorker:
     def leave(self) -> None:
         """Drops unused replies; the worker needs starting points of all fragments to continue."""
         self._inbox, self.waits_for = {}, len(self.spans) - 1
+
+    def state(self) -> ServerWorkerState:
+        """The starting points it has, and the work since."""
+        held = {p: _HeldState(one.start, one.tokens, one.steps, one.unanswered) for p, one in self._held.items()}
+        return ServerWorkerState(held, dict(self._inbox), self.waits_for)
+
+    def restore(self, state: ServerWorkerState) -> None:
+        """Continues from a state; the learner has its own. Raises ValueError when it does not fit."""
+        for p, start in [*((p, one.start) for p, one in state.held.items()), *state.inbox.items()]:
+            if p not in self._held:
+                raise ValueError(f"a starting point of fragment {p}, of {len(self.spans)}")
+            must_fit([start.x], [self._held[p].start.x])
+        if len(state.held) != len(self.spans) or state.waits_for not in (None, *self._held):
+            raise ValueError(f"{len(state.held)} starting points, and it waits for fragment {state.waits_for}")
+        self._held = {p: _Held(*one) for p, one in state.held.items()}
+        self._inbox, self.waits_for = dict(state.inbox), state.waits_for
 
     def _start_from(self, p: int, start: StartingPoint) -> _Held:
         a, b = self.spans[p]

@@ -13,6 +13,7 @@ while the r-th part of the run was under way; a round is as many inner steps of 
 * `{"event":"leave","worker":i,"time_s":t}`, also "return".
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -126,6 +127,7 @@ class EventWriter:
     Args:
         suffix: of the file's name, such as "-003" for a worker of a real run.
         resume_round: the first round to run again: lines of it and of later rounds are dropped. None keeps all.
+        void: whether a line of an earlier round is dropped too.
 
     >>> import tempfile
     >>> with EventWriter(Path(tempfile.mkdtemp()), network="even", workers=1) as log:
@@ -135,15 +137,19 @@ class EventWriter:
     """
 
     def __init__(
-        self, folder: Path, *, network: str, workers: int, suffix: str = "", resume_round: int | None = None
-    ) -> None:
+        self, folder: Path, *, network: str, workers: int, suffix: str = "", resume_round: int | None = None,
+        void: Callable[[Mapping[str, Any]], bool] = lambda line: False,
+    ) -> None:  # fmt: skip
         make_folder(folder)
         self.path = folder / f"events{suffix}.jsonl"
+        kept = []
         if resume_round is not None and self.path.exists():
-            kept = [line for _, line in records(self.path, _EVENTS) if line["round"] < resume_round]
+            lines = [line for _, line in records(self.path, _EVENTS) if line["round"] < resume_round]
+            kept = [line for line in lines if not void(line)]
             atomic_write(self.path, "".join(map(json_line, kept)).encode())
         self._file = Appender(self.path)
-        self.write(-1, "start", network=network, workers=workers)
+        if not any(line["event"] == "start" for line in kept):
+            self.write(-1, "start", network=network, workers=workers)
 
     def __enter__(self) -> "EventWriter":
         return self

@@ -22,7 +22,7 @@ before training has round -1. A number that is not finite is written as null.
 
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -92,6 +92,7 @@ class RunFolder:
         worker: the number of the one worker that writes here; None when one process writes for all.
         resume_round: the first round to run (again): lines of it and of later rounds are dropped. None starts a run.
         traced_per_round: entries that a worker writes into the trace in one round.
+        void: whether a line of metrics of an earlier round is dropped too.
     Raises: ConfigError when a new run would mix with an old one, or a package that the config asks for is missing; DiskError,
         wherever it writes.
     """
@@ -105,9 +106,10 @@ class RunFolder:
         worker: int | None = None,
         resume_round: int | None = None,
         traced_per_round: int = 1,
+        void: Callable[[Mapping[str, Any]], bool] = lambda line: False,
     ) -> None:
         self.path = Path(path)
-        self._traced_per_round = traced_per_round
+        self._traced_per_round, self._void = traced_per_round, void
         self.worker = worker
         self._config = config or RecordConfig()
         self._run_toml = run_toml
@@ -193,7 +195,7 @@ class RunFolder:
         _cut(self._trace_path, round * self._traced_per_round)
         _cut(self._seconds_path, round)
         _cut(self._machines_path, round)
-        return _cut(self._metrics_path, round)
+        return _cut(self._metrics_path, round, self._void)
 
     def write_text(self, name: str, text: str) -> None:
         """Puts a text file into the folder, all at once."""
@@ -256,11 +258,12 @@ def run_file(folder: Path) -> Path:
     return path
 
 
-def _cut(path: Path, round: int) -> int:
-    """Rewrites a JSONL file without the lines of `round` and later; returns the first step that none of the rest has."""
+def _cut(path: Path, round: int, void: Callable[[Mapping[str, Any]], bool] = lambda line: False) -> int:
+    """Rewrites a JSONL file without the lines of `round` and later and without the void; returns the first step after it."""
     if not path.exists():
         return 0
-    kept = [value for where, value in json_lines(path) if _LINES.of(value, where)["round"] < round]
+    lines = [value for where, value in json_lines(path) if _LINES.of(value, where)["round"] < round]
+    kept = [value for value in lines if not void(value)]
     atomic_write(path, "".join(map(json_line, kept)).encode())
     return max([0, *(value["step"] + 1 for value in kept if isinstance(value.get("step"), int))])
 

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gossamer.clock import Absence, Phase, Record, Relay, Transfer, Update
+from gossamer.clock.saved import plain, rebuilt
 from gossamer.errors import TrainingError
 from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
@@ -25,12 +26,14 @@ Save = Callable[[int], None]
 """Saves what is to be kept after so many rounds."""
 
 
-def saver(digest: str | Lineage, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]]) -> Save:
-    """Saves the state of each owner, one after the other."""
+def saver(
+    digest: str | Lineage, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]], *, keep: int = 2
+) -> Save:  # fmt: skip
+    """Saves the state of each owner, one after the other, and keeps so many generations."""
 
     def save(finished: int) -> None:
         for owner, state in snapshots():
-            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=digest)
+            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=digest, keep=keep)
 
     return save
 
@@ -104,6 +107,14 @@ class Journal:
             self._progress.update(config.name, finished, **shown)
 
 
+class _JournalState(NamedTuple):
+    round: int
+    steps: int
+    tokens: int
+    time_s: float
+    loss: float
+
+
 class EventJournal:
     """Writes the record of a run that does not go in rounds: every event, and `Journal.end_round` when a round is over.
 
@@ -113,10 +124,15 @@ class EventJournal:
     Args:
         log: as the record of a `Journal`.
         seconds: where this process sees the local phases of all workers, records how their time was spent.
+        end_round: called in place of that of the journal.
     """
 
-    def __init__(self, journal: Journal, log: Callable[[], EventWriter], seconds: EventSeconds | None = None) -> None:
+    def __init__(
+        self, journal: Journal, log: Callable[[], EventWriter], seconds: EventSeconds | None = None,
+        end_round: Callable[..., None] | None = None,
+    ) -> None:  # fmt: skip
         self._journal, self._log, self._seconds = journal, log, seconds
+        self._end = end_round or journal.end_round
         self._losses: list[float] = []
         self.round = self.steps = 0
         """Rounds that are over and the steps that count for them; set both first for a run that is resumed."""
@@ -129,7 +145,6 @@ class EventJournal:
 
     def enter(self, event: Record, time_s: float, local_steps: Sequence[int]) -> None:
         """Writes one event, and ends the rounds that end with it; the last ends with the run."""
-        config = self._journal.config
         if self._seconds is not None:
             self._seconds.enter(event)
         fields = {name: value for name, value in event._asdict().items() if name not in ("report", "change", "kind")}
@@ -144,6 +159,11 @@ class EventJournal:
             self.steps += sum(local_steps[i] for i in event.workers)
         else:
             self._enter_phase(event, local_steps[event.worker])
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Ends the rounds that are over with the steps that were taken, but the last."""
+        config = self._journal.config
         while self.round < min(self.steps // (config.workers * config.full_steps), config.rounds - 1):
             self.round += 1
             self._end_round(self.round)
@@ -172,7 +192,21 @@ class EventJournal:
 
     def _end_round(self, finished: int) -> None:
         step = finished * self._journal.config.full_steps
-        self._journal.end_round(finished, self._losses, step=step, tokens=self.tokens, time_s=self.time_s)
-        self._losses.clear()
+        losses, self._losses = self._losses, []
         for seconds in [] if self._seconds is None else self._seconds.round(finished - 1):
             self._journal.record.log_seconds(seconds)
+        self._end(finished, losses, step=step, tokens=self.tokens, time_s=self.time_s)
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint at the end of a round."""
+        seconds = None if self._seconds is None else self._seconds.state()
+        journal = _JournalState(self.round, self.steps, self.tokens, self.time_s, self._journal.loss)
+        return {**plain(journal), "seconds": seconds}
+
+    def restore(self, state: Any) -> None:
+        """Continues from a state. Raises KeyError and ValueError when it does not fit."""
+        seconds = state["seconds"]
+        saved = rebuilt(_JournalState, {name: state[name] for name in _JournalState._fields})
+        self.round, self.steps, self.tokens, self.time_s, self._journal.loss = saved
+        if self._seconds is not None:
+            self._seconds.restore(seconds)

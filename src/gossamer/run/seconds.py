@@ -3,10 +3,12 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gossamer.clock import SERVER, Absence, Phase, Record, Transfer, Update
+from gossamer.clock.saved import plain, rebuilt
 from gossamer.network.links import Floats, Network
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
@@ -203,6 +205,24 @@ def _due(
 # --- known ------------------------------------------------------------------------------------------------------------
 
 
+class _TallyState(NamedTuple):
+    end_s: float
+    compute_s: float
+    transfer_s: float
+    other_s: float
+    waiting_for: dict[int, float]
+
+
+class _SecondsState(NamedTuple):
+    """As the fields of `EventSeconds`; `pushed_s` has fragment, worker and time."""
+
+    tallies: list[_TallyState]
+    spans: list[list[tuple[float, float]]]
+    away_until: dict[int, float]
+    pushed_s: list[tuple[int, int, float]]
+    waits_for: list[int]
+
+
 class EventSeconds:
     """The seconds of all workers of a run over virtual time, by its events.
 
@@ -217,6 +237,24 @@ class EventSeconds:
         self._away_until: dict[int, float] = {}
         self._pushed_s: dict[tuple[int, int], float] = {}
         self._waits_for = [SERVER] * workers
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint for what no round has yet."""
+        tallies = [
+            _TallyState(one.end_s, one.compute_s, one.transfer_s, one.other_s, one.waiting_for) for one in self._tallies
+        ]
+        pushed_s = [(*which, when_s) for which, when_s in self._pushed_s.items()]
+        return plain(_SecondsState(tallies, self._spans, self._away_until, pushed_s, self._waits_for))
+
+    def restore(self, state: Any) -> None:
+        """Continues from a state. Raises ValueError when it does not fit."""
+        saved = rebuilt(_SecondsState, state)
+        if len(saved.spans) != len(self._tallies) or len(saved.waits_for) != len(self._tallies):
+            raise ValueError(f"seconds of {len(saved.spans)} workers for {len(self._tallies)}")
+        for mine, theirs in zip(self._tallies, saved.tallies, strict=True):
+            mine.end_s, mine.compute_s, mine.transfer_s, mine.other_s, mine.waiting_for = theirs
+        self._spans, self._away_until, self._waits_for = saved.spans, saved.away_until, saved.waits_for
+        self._pushed_s = {(p, worker): when_s for p, worker, when_s in saved.pushed_s}
 
     def enter(self, event: Record) -> None:
         """Counts one event, in the order in which they happen."""

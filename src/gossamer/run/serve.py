@@ -6,6 +6,10 @@ more, `gossamer.run.serve_replay` recomputes them from the record of arrivals.
 A worker may die, hang or come late: its connection ends, the other workers take its unfinished steps, and when it returns
 it receives the server's model and continues with its own last checkpoint of the inner optimizer. That may be older than the
 server's, which is written first, as neither waits for the other.
+
+The server may die too. One that is resumed goes on from its newest snapshot, and its workers, which try again for
+`run.timeout_s`, join it as workers that return do. It grants every phase anew, so what they were training when it died, and what
+it absorbed after its snapshot, is trained again and counts once.
 """
 
 import logging
@@ -51,10 +55,12 @@ REPORTED = 20
 
 
 class _Connection:
-    """A connection whose worker has identified itself. Its replies are put into `replies`; None ends it."""
+    """A connection whose worker has identified itself. Its replies are put into `replies`."""
 
     def __init__(self, worker: int, stream: Stream) -> None:
         self.worker, self.stream = worker, stream
+        self.replaced = False
+        """Whether the worker has come again over another connection; None in `replies` tells its thread."""
         self.replies: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
 
 
@@ -174,13 +180,14 @@ class _Server:
         worker, current = connection.worker, self._connections.get(connection.worker)
         if isinstance(item, _Joined):
             if current is not None:
-                current.stream.close()
+                current.replaced = True
                 current.replies.put(None)
+                current.stream.stop_listening()
                 self._drop(current, "came again over another connection", now_s)
             self._connections[worker] = connection
             self._send(self._session.join(worker, item.owned, now_s))
         elif connection is not current:
-            connection.replies.put(None)  # messages over the replaced connection are ignored
+            return  # messages over the replaced connection are ignored
         elif isinstance(item, _Pushed):
             _, p, message, size, start_s = item
             self._send(self._session.push(worker, p, message, size, start_s, now_s))
@@ -234,11 +241,12 @@ class _Server:
             self._inputs.put(_Joined(connection, owned))
             self._exchange(connection)
         except GossamerError as error:
-            if connection is not None:
-                self._inputs.put(_Lost(connection, str(error)))
-            else:
+            if connection is None:
                 log.warning("refused a worker from %s: %s", who, error)
-            stream.refuse(str(error))
+            else:
+                self._inputs.put(_Lost(connection, str(error)))
+            replaced = connection is not None and connection.replaced
+            stream.refuse(f"worker {worker} has come again from elsewhere" if replaced else str(error))
         else:
             self._inputs.put(_Lost(connection, None))
         finally:
@@ -262,14 +270,19 @@ class _Server:
         return _Connection(stream.peer, stream), [int(round) for round in owned]
 
     def _exchange(self, connection: _Connection) -> None:
-        """Sends each reply and receives the push that follows it, until nothing is left to train."""
+        """Sends each reply and receives the push that follows it, until nothing is left to train.
+
+        Raises: PeerError when the worker has come again over another connection.
+        """
         stream, spans, number = connection.stream, self._session.core.spans, 0
-        while (reply := connection.replies.get()) is not None:
+        while True:
+            if (reply := connection.replies.get()) is None:
+                raise PeerError(f"{stream.name} has come again over another connection")
             for p, (x, updates) in reply.send.starts.items():
                 terms = torch.tensor(reply.terms._replace(updates=updates), dtype=torch.int64)
                 stream.send(Turn(number, p, START), [terms, x])
             if not reply.terms.go:
-                break
+                return
             number = reply.terms.phases
             p = number % len(spans)
             like, start_s = torch.empty(spans[p][1] - spans[p][0]), self._now()

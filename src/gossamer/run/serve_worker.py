@@ -1,9 +1,14 @@
-"""One worker of a server: what it does between two messages, and the process that does it over a connection."""
+"""One worker of a server: what it does between two messages, and the process that does it over a connection.
 
+A worker that loses its connection drops the phase it is in, and joins again as a process that was started again would: from the
+server's starting points and its own last checkpoint. The server's record of arrivals therefore needs no word about it.
+"""
+
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +17,7 @@ from gossamer.clock.server_core import Push, StartingPoint
 from gossamer.clock.server_worker import ServerWorker
 from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import encode
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, LostConnectionError, PeerError
 from gossamer.finite import must_be_finite
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
@@ -22,7 +27,7 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.progress import say
 from gossamer.rng import key as random_key
 from gossamer.run.config import RunConfig, dump
-from gossamer.run.history import Resume, history, lineage
+from gossamer.run.history import History, Resume, history, lineage
 from gossamer.run.parts import own_parts
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
@@ -35,6 +40,11 @@ from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
 from gossamer.tree import leaves, nbytes
 
 __all__ = ["ServedWorker", "Trained", "work"]
+
+log = logging.getLogger("gossamer")
+
+PAUSE_S = 0.2
+"""Before a worker tries again, so that a server that hangs up on it is not asked without end."""
 
 
 class Trained(NamedTuple):
@@ -110,7 +120,8 @@ class ServedWorker:
 def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
     """Trains one worker of the server at this address until there is nothing left to train.
 
-    Both prove that they know the secret of the run, which is in GOSSAMER_SECRET or the run folder.
+    Both prove that they know the secret of the run, which is in GOSSAMER_SECRET or the run folder. When the connection breaks it
+    tries again for `run.timeout_s`, in which the server may be resumed.
 
     Args: `resume` lets settings differ from those in the folder, as the server does; with "auto" the run may also start again.
     Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it.
@@ -123,39 +134,63 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
         )
     parts = own_parts(config)
     settled, secret, task = settled_server(config, parts), folder_secret(folder), task_of(config, parts)
-    past = history(config, folder) if resume else None
-    device, line = device_of(config.run.device, worker), None if past is None else past.lineage
-    served = ServedWorker(worker, config, settled.config, folder, task, device, line)
-    stream = connect(
-        host,
-        port,
-        secret=secret,
-        run=run_key(settled.config, task, parts),
-        me=worker,
-        server=config.workers,
-        timeout_s=config.run.timeout_s,
-        settings=run_settings(settled.config, task, parts),
-    )
-    try:
-        stream.send(Turn(0, 0, HELLO), [torch.tensor([0] * OWNED + served.owned())[-OWNED:]])
-        arrived = [_starting_point(stream, 0, p, span) for p, span in enumerate(served.learner.spans)]
-        terms = arrived[-1][1]
-        served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
-        cut = terms.cut_round if terms.again else 0 if resume == "auto" else None
-        if resume == "auto" and not terms.again:
-            checkpoint.rewind(folder / "checkpoints", 0, worker)
-        if past is not None:
-            past.go_on(folder, min(terms.cut_round, terms.round))
-        with (
-            RunFolder(folder, dump(config), config.record, worker=worker, resume_round=cut) as record,
-            EventWriter(
-                folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut
-            ) as events,
-        ):
-            stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
-            _train(stream, served, settled.codec, terms, record, events, stopwatch)
-    finally:
-        stream.close()
+    key, settings = run_key(settled.config, task, parts), run_settings(settled.config, task, parts)
+    timeout_s, lost_s, device = config.run.timeout_s, None, device_of(config.run.device, worker)
+    while True:
+        past = history(config, folder) if resume else None
+        # Made before the server waits for a word: it takes seconds.
+        served = ServedWorker(worker, config, settled.config, folder, task, device, past and past.lineage)
+        hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
+        left_s = timeout_s if lost_s is None else lost_s + timeout_s - time.monotonic()
+        stream = connect(
+            host, port, secret=secret, run=key, me=worker, server=config.workers, timeout_s=max(left_s, PAUSE_S),
+            settings=settings,
+        )  # fmt: skip
+        stream.wait_at_most(timeout_s)
+        try:
+            stream.send(Turn(0, 0, HELLO), [hello])
+            return _take_part(stream, served, settled.codec, folder, past, auto=resume == "auto")
+        except LostConnectionError as error:
+            now_s = time.monotonic()
+            lost_s = now_s if lost_s is None or stream.answered else lost_s
+            if now_s - lost_s >= timeout_s:
+                raise PeerError(
+                    f"{str(error).partition(';')[0]} for {timeout_s:g} s; look at the server's log"
+                ) from None
+            log.warning("%s; worker %d tries again for %g s, and trains this phase again", error, worker, timeout_s)
+            resume = "auto"
+            time.sleep(PAUSE_S)
+        finally:
+            stream.close()
+
+
+def _take_part(
+    stream: Stream, served: ServedWorker, codec: Codec, folder: Path, past: History | None, *, auto: bool
+) -> None:  # fmt: skip
+    """Joins the server at the other end of a connection, and trains until it has nothing left."""
+    config, worker = served.config, served.index
+    arrived = [_starting_point(stream, 0, p, span) for p, span in enumerate(served.learner.spans)]
+    terms = arrived[-1][1]
+    served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
+    cut = terms.cut_round if terms.again else 0 if auto else None
+    if auto and not terms.again:
+        checkpoint.rewind(folder / "checkpoints", 0, worker)
+    if past is not None:
+        past.go_on(folder, min(terms.cut_round, terms.round))
+
+    def void(line: Mapping[str, Any]) -> bool:
+        """Whether this is of a phase that the server does not know, which is trained again."""
+        steps = terms.phases * served.learner.local_steps
+        return line.get("number", -1) >= terms.phases or (line.get("kind") == "train" and line["step"] > steps)
+
+    with (
+        RunFolder(folder, dump(config), config.record, worker=worker, resume_round=cut, void=void) as record,
+        EventWriter(
+            folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut, void=void
+        ) as events,
+    ):
+        stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
+        _train(stream, served, codec, terms, record, events, stopwatch)
 
 
 def _train(

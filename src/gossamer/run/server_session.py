@@ -1,14 +1,20 @@
 """One process of a real server without its connections: the core, its records and its checkpoints.
 
+Nobody waits for a validation or a snapshot: a round that ends is validated and saved in a thread, as the server was then, while
+the next pushes are absorbed and answered. A round that is due before the last is done waits for it, so at most one is under way.
+
 Sockets (`gossamer.run.serve`) and the replay of a record (`gossamer.run.serve_replay`) give it the same inputs.
 """
 
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gossamer.clock import SERVER, Absence, Transfer, Update
@@ -40,6 +46,13 @@ class Reply(NamedTuple):
     terms: Terms
 
 
+class _Ended(NamedTuple):
+    """The server as it was at the end of the round that is validated and saved. No rule writes into its old state."""
+
+    round: int
+    state: dict[str, Any]
+
+
 class ServerSession:
     """The core of one server process with its records. Inputs come from one thread, with the seconds since the run began.
 
@@ -48,14 +61,17 @@ class ServerSession:
         start: rounds of the run that are over, whose checkpoint is restored; 0 for a run that starts again, None for a new one.
         record, events: the files of this process.
         arrivals: where every input is written first; None in a replay.
+        aside: the thread that validates and saves; None to do so at once.
     """
 
     def __init__(
         self, config: RunConfig, settled: WithServer, folder: Path, probe: Probe, start: int | None, record: RunFolder,
-        events: EventWriter, arrivals: ArrivalWriter | None,
+        events: EventWriter, arrivals: ArrivalWriter | None, aside: ThreadPoolExecutor | None = None,
     ) -> None:  # fmt: skip
         self.config, self.record, self.events, self._arrivals = config, record, events, arrivals
         self._probe, self._resumed = probe, start or None
+        self._aside, self._under_way = aside, Future[None]()
+        self._under_way.set_result(None)
         self._local_steps = [settled.config.local_steps_of(i) for i in range(config.workers)]
         n, saved = config.workers, dict[str, Any]()
         line = lineage(config, folder)
@@ -73,8 +89,10 @@ class ServerSession:
             self.core.restore(saved)
         self._now_s = self.begin_s
         self._write("serve", workers=n, round=start or 0, digest=digest(config))
-        save = saver(line, folder, lambda: [(n, {**self.core.state(), "time_s": self._now_s})])
-        self.journal = EventJournal(Journal(config, lambda: record, self._assess, save), lambda: events)
+        self._ended = _Ended(0, {})
+        save = saver(line, folder, lambda: [(n, self._ended.state)], keep=2 if arrivals is not None else 3)
+        self._journal = Journal(config, lambda: record, self._assess, save)
+        self.journal = EventJournal(self._journal, lambda: events, end_round=self._end_round)
         self.journal.round, self.journal.steps = start or 0, self.core.absorbed_steps
 
     def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:
@@ -107,7 +125,9 @@ class ServerSession:
         return self._perform(self.core.leave(worker, now_s))
 
     def tick(self, now_s: float) -> list[Reply]:
-        """Closes the windows that are due."""
+        """Closes the windows that are due. Raises what validating or saving has raised."""
+        if self._under_way.done():
+            self._under_way.result()
         replies: list[Reply] = []
         while actions := self.core.tick(now_s):
             self._now_s = now_s
@@ -119,6 +139,20 @@ class ServerSession:
         """The last round is over: validates and saves."""
         self._now_s = self.journal.time_s = now_s
         self.journal.end()
+        self._under_way.result()
+
+    def _end_round(self, finished: int, losses: Sequence[float], **behind: Any) -> None:
+        """Has the end of a round validated and saved, after that of the one before."""
+        run = self.config.run
+        if not any(self.config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
+            return
+        self._under_way.result()
+        self._ended = _Ended(finished, {**self.core.state(), "time_s": self._now_s})
+        end = partial(self._journal.end_round, finished, [*losses], **behind)
+        if self._aside is None:
+            end()
+        else:
+            self._under_way = self._aside.submit(end)
 
     def _perform(self, actions: Sequence[ServerAction], joined: Terms | None = None) -> list[Reply]:
         replies: list[Reply] = []
@@ -135,9 +169,10 @@ class ServerSession:
         return replies
 
     def _assess(self) -> dict[str, Any]:
-        loss = self._probe.loss(self.core.model())
+        round, state = self._ended
+        loss = self._probe.loss(state["x"])
         say(
-            f"round {self.journal.round} of {self.config.rounds}: validation {loss:.4f} after {self.core.updates} updates, "
+            f"round {round} of {self.config.rounds}: validation {loss:.4f} after {sum(state['updates'])} updates, "
             f"{self.core.present} workers"
         )
         return {"loss": loss}
@@ -163,7 +198,10 @@ def open_session(
     with contextlib.ExitStack() as files:
         record = files.enter_context(RunFolder(folder, dump(config), config.record, worker=owner, resume_round=start))
         events = files.enter_context(EventWriter(folder, network=HERE, workers=n, suffix=suffix, resume_round=start))
-        arrivals = None
+        arrivals = aside = None
         if not replays:
             arrivals = files.enter_context(ArrivalWriter(folder, resume=bool(start)))
-        yield ServerSession(config, settled, folder, probe, start, record, events, arrivals)
+            aside = files.enter_context(
+                ThreadPoolExecutor(1, "aside", torch.set_num_threads, (torch.get_num_threads(),))
+            )
+        yield ServerSession(config, settled, folder, probe, start, record, events, arrivals, aside)

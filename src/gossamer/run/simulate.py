@@ -8,7 +8,6 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.progress import Progress, say
@@ -41,8 +40,7 @@ def simulate(
     Args:
         run: a run file, its settings as a dictionary, or a `RunConfig`; what is `given` by keyword overrides it.
         out: the run folder; None records into a temporary one, which goes with the returned object.
-        resume: continue from the newest sound checkpoint in `out`; "auto" starts where there is none. An asynchronous run is
-            only started, with "auto" again from the beginning.
+        resume: continue from the newest sound checkpoint in `out`; "auto" starts where there is none.
         until: stop after this many rounds; `Simulation.go_on` continues.
         progress: show how it goes, on stderr.
         given: see `gossamer.run.keywords.Keywords`: `model`, `data`, `loss`, `optimizer`, `rule`, `topology`, …
@@ -75,23 +73,18 @@ def simulate(
 
 
 def _engine(config: RunConfig, folder: Path, parts: Parts, *, resume: Resume, progress: Progress | None) -> Engine:
-    if config.event_driven and resume is True:
-        raise ConfigError(
-            f"cannot resume '{folder}': an asynchronous run keeps no record of what was in flight when it stopped; start again "
-            "with another --out"
-        )
     kept = config.record.keep_checkpoints
     emptied = not kept and not (folder / "checkpoints").exists()
-    if resume and (config.event_driven or emptied) and is_finished(config, folder):
+    if resume and emptied and is_finished(config, folder):
         say(checkpoint.ended(folder, config.rounds, kept=kept))
         return _Ended(config, folder, parts)
     if config.event_driven:
-        return Events(config, folder, parts, progress=progress, again=bool(resume))
+        return Events(config, folder, parts, resume=resume, progress=progress)
     return Rounds(config, folder, parts, resume=resume, progress=progress)
 
 
 class _Ended:
-    """An asynchronous run that has ended in its folder."""
+    """A run that has ended in its folder, without its checkpoints."""
 
     def __init__(self, config: RunConfig, folder: Path, parts: Parts = OURS) -> None:
         self.config, self.folder, self.task, self.finished = config, folder, task_of(config, parts), config.rounds

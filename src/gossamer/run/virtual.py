@@ -7,6 +7,7 @@ steps has been taken. Validations, checkpoints and the learning-rate schedule co
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
@@ -16,22 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.clock import GossipRun, LoopOptions, PairRun, ServerRun
+from gossamer.clock import Absence, GossipRun, LoopOptions, PairRun, Phase, Record, Relay, ServerRun, Transfer, Update
+from gossamer.clock.saved import plain, rebuilt, within
+from gossamer.errors import CheckpointError, ConfigError
 from gossamer.network.links import Network
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
-from gossamer.record.progress import Progress
+from gossamer.record.progress import Progress, say
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe, Probes, Result, assess, mean_buffers, mean_of, publish
+from gossamer.run.history import Resume, history
 from gossamer.run.journal import EventJournal, Journal, saver
 from gossamer.run.lanes import Lanes
 from gossamer.run.parts import OURS, Parts
 from gossamer.run.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.seconds import EventSeconds
 from gossamer.run.settle import InPairs, InRounds, WithoutWaiting, WithServer, settle
-from gossamer.run.task import Task, task_of
+from gossamer.run.task import Task, moved, task_of
 from gossamer.transport.launch import one_device
-from gossamer.tree import leaves
+from gossamer.tree import leaves, must_fit
 
 __all__ = ["Events"]
 
@@ -41,8 +47,8 @@ logger = logging.getLogger("gossamer")
 class Events:
     """A simulation over virtual time, a pure function of run file and seed. It holds files and threads while it is `opened` only.
 
-    Args: `again` replaces what an interrupted run has left in the folder; otherwise as in `gossamer.simulate`.
-    Raises: ConfigError, PairingError and DataError.
+    Args: as in `gossamer.simulate`.
+    Raises: ConfigError, PairingError, DataError and CheckpointError.
     Cost: parameters, gradients and inner state of every worker, and what the method keeps of its own.
     """
 
@@ -55,25 +61,28 @@ class Events:
         folder: Path,
         parts: Parts = OURS,
         *,
+        resume: Resume = False,
         progress: Progress | None = None,
-        again: bool = False,
     ) -> None:
         settled = settle(config, parts)
         assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
         self.config, self.folder, self._name = config, folder, settled.network_name
         for sentence in () if isinstance(settled, WithServer) else settled.warnings:
             logger.warning(sentence)
-        device = one_device(config.run.device)
+        device, self._tally = one_device(config.run.device), _Tally(config)
         self.task, self._lanes = task_of(config, parts), Lanes(device, config, alone=bool(parts.own))
-        tally = _Tally(config)
-        self._learners = [_Learner(i, settled.config, self.task, device, tally) for i in range(config.workers)]
+        self._learners = [_Learner(i, settled.config, self.task, device, self._tally) for i in range(config.workers)]
         must_start_alike(self._learners)
         self._run, probe = _loop(settled, settled.network, self._learners), Probe(config, self.task, device)
-        save = saver(digest(config), folder, lambda: _snapshots(self._run, config.workers))
+        self._pending: deque[Record] = deque()
+        newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, Lineage(digest(config)))
+        save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
         journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save, progress)
         self._events = EventJournal(journal, lambda: self._log, EventSeconds(config.workers, self._name))
-        self._happening, self._busy_s, self.finished = self._run.run(), 0.0, 0
-        self._cut = 0 if again else None
+        self._busy_s, self.finished, self._cut = 0.0, newest, newest if resume else None
+        if newest:
+            self._restore(checkpoint.load(folder / "checkpoints", newest, config.owners[0], line), device)
+        self._tokens_before = self._events.tokens
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -92,12 +101,14 @@ class Events:
     def advance(self) -> None:
         """Goes on to the end of the next round. Raises TrainingError when a number is not finite."""
         began, steps = time.perf_counter(), [learner.local_steps for learner in self._learners]
+        self._events.catch_up()  # a checkpoint may be of the first of several rounds that one event ended
         while self._events.round == self.finished:
-            event = next(self._happening, None)
-            if event is None:
-                self._events.end()
+            if self._pending:
+                self._events.enter(self._pending.popleft(), self._run.time_s, steps)
+            elif (records := self._run.step()) is not None:
+                self._pending.extend(records)
             else:
-                self._events.enter(event, self._run.time_s, steps)
+                self._events.end()
         self.finished = self._events.round
         self._busy_s += time.perf_counter() - began
 
@@ -105,7 +116,8 @@ class Events:
         """The figures of the rounds so far; after the last, the model is published."""
         if self.finished == self.config.rounds and self.config.record.export:
             publish(self.config, self.task, _model(self._run), self.folder, mean_buffers(self.buffers()))
-        events, speed = self._events, self._events.tokens / self._busy_s if self._busy_s else 0.0
+        events = self._events
+        speed = (events.tokens - self._tokens_before) / self._busy_s if self._busy_s else 0.0
         return Result(events.loss, events.tokens, speed, {self._name: events.time_s})
 
     def models(self) -> list[Tensor]:
@@ -116,6 +128,34 @@ class Events:
         """The buffers of each worker's model."""
         return [learner.buffers for learner in self._learners]
 
+    def _state(self) -> dict[str, Any]:
+        """What the run goes on from: the loop, the learners, the journal, and what has happened and is not in it yet."""
+        return {
+            "loop": self._run.state(),
+            "learners": [learner.state() for learner in self._learners],
+            "steps": self._tally.steps,
+            "journal": self._events.state(),
+            "pending": [[type(record).__name__, plain(record)] for record in self._pending],
+        }
+
+    def _restore(self, saved: Any, device: torch.device) -> None:
+        """Continues from a checkpoint. Raises CheckpointError when it does not fit."""
+        try:
+            state = moved(saved["run"], device)
+            self._run.restore(state["loop"])
+            for learner, theirs in zip(self._learners, state["learners"], strict=True):
+                learner.restore(theirs)
+            self._tally.steps = int(state["steps"])
+            self._events.restore(state["journal"])
+            records = [rebuilt(_RECORDS[name], record) for name, record in state["pending"]]
+            within(records, worker=len(self._learners))
+            self._pending.extend(_reported(record) for record in records)
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise CheckpointError(
+                f"the checkpoint in '{self.folder}' does not fit this run ({str(error).splitlines()[0]}); resume with the run "
+                "file that wrote it"
+            ) from None
+
     def _assessed(self, probe: Probe) -> dict[str, Any]:
         """The figures of a validation: of the server's model, or of the mean and each worker's own."""
         run, buffers = self._run, self.buffers()
@@ -125,6 +165,31 @@ class Events:
 
 
 _Loop = ServerRun | PairRun | GossipRun
+_RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Absence, Phase, Transfer, Relay, Update)}
+
+
+def _found(config: RunConfig, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
+    """The round to go on from, 0 to start, and whose checkpoints count. Raises CheckpointError and ConfigError."""
+    store, past, owner = folder / "checkpoints", history(config, folder), config.owners[0]
+    if "run.steps" in past.changes:
+        raise ConfigError(
+            f"run.steps is {past.changes['run.steps'][0]} in '{folder}' and {config.run.steps} now, but an asynchronous run "
+            "keeps it, as its workers have shared its steps out; set it back, or start again with another --out"
+        )
+    newest = past.newest(
+        folder, checkpoint.owned(store, config.owners, past.lineage), auto=auto, owners=config.owners,
+        faults=lambda round: [checkpoint.fault(store, round, owner, past.lineage)],
+    )  # fmt: skip
+    if newest == config.rounds:
+        say(checkpoint.ended(folder, newest))
+    for each in config.owners:
+        checkpoint.rewind(store, newest, each)
+    return newest, past.go_on(folder, newest)
+
+
+def _reported(record: Record) -> Record:
+    """The record with the report of its phase."""
+    return record._replace(report=rebuilt(LocalPhase, record.report)) if isinstance(record, Phase) else record
 
 
 def _loop(settled: WithServer | InPairs | WithoutWaiting, network: Network, learners: "Sequence[_Learner]") -> _Loop:
@@ -183,6 +248,22 @@ class _Learner(Replica):
         if self.pool is not None:
             self._ahead = self.pool.submit(super().local_phase, number)
 
+    def state(self) -> dict[str, Any]:
+        """As `Replica.state`, with its parameters and its place in the run. Cost: waits for a phase that is computed ahead."""
+        ahead = None if self._ahead is None else plain(self._ahead.result())
+        place = {"x": self.x, "round": self.round, "steps_taken": self.steps_taken, "ahead": ahead}
+        return {**super().state(), **place}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores a saved state. Raises CheckpointError, KeyError and ValueError when it does not fit."""
+        must_fit([state["x"]], [self.x])
+        self.x.copy_(state["x"])
+        super().restore(state)
+        self.round, self.steps_taken = int(state["round"]), int(state["steps_taken"])
+        if state["ahead"] is not None:
+            self._ahead = Future()
+            self._ahead.set_result(rebuilt(LocalPhase, state["ahead"]))
+
     def local_phase(self, round: int) -> LocalPhase:
         """The inner steps of a phase, which ends now."""
         phase = super().local_phase(round) if self._ahead is None else self._ahead.result()
@@ -195,8 +276,8 @@ def _model(run: _Loop) -> Tensor:
     return run.model() if isinstance(run, ServerRun) else mean_of(run.models())
 
 
-def _snapshots(run: _Loop, workers: int) -> list[tuple[int, dict[str, Any]]]:
-    """The states to save, by owner; the server comes after the workers."""
+def _snapshots(run: _Loop, workers: int, state: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """What to save, by owner, the first with the state of the whole run; the server comes after the workers."""
     if isinstance(run, ServerRun):
-        return [(workers, {"x": run.model(), "outer": leaves(tuple(run.states()))})]
-    return [(i, {"x": x}) for i, x in enumerate(run.models())]
+        return [(workers, {"x": run.model(), "outer": leaves(tuple(run.states())), "run": state})]
+    return [(i, {"x": x, "run": state} if i == 0 else {"x": x}) for i, x in enumerate(run.models())]

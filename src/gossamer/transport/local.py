@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import math
 import multiprocessing
 import os
 import shlex
@@ -99,8 +100,12 @@ def _workers(
         yield workers, Entries(shared_part(store), secret)
 
 
-def run_served(n: int, work: Work, argv: Sequence[str], secret: bytes, *, grace_s: float = 10.0) -> int:
+def run_served(
+    n: int, work: Work, argv: Sequence[str], secret: bytes, *, resume: Sequence[str] = (), grace_s: float = 10.0
+) -> int:
     """Runs a server and n workers on this machine over loopback; a worker that fails does not stop the others.
+
+    When a signal ends the server, its workers try again as long as they do, and somebody may resume it at its port.
 
     The listening socket is made here and inherited by the server, so that no other process can take its port.
 
@@ -108,11 +113,13 @@ def run_served(n: int, work: Work, argv: Sequence[str], secret: bytes, *, grace_
         work: as in `run_local`.
         argv: the arguments of every process; `--server HOST:PORT` and, for workers, `--worker I` are added.
         secret: of the run, which each gets in its environment.
-        grace_s: how long workers have to end by themselves once the server has ended.
-    Returns: the exit code of the server (128 + k if signal k ended it).
+        resume: the arguments with which the server is resumed, without `--server HOST:PORT`.
+        grace_s: how long workers have to end by themselves once the server has ended by itself.
+    Returns: the exit code of the server (128 + k if signal k ended it); 0 when all workers trained to the end of a resumed one.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener, _children(n, work, secret) as start:
-        words = [*argv, "--server", f"127.0.0.1:{listener.getsockname()[1]}"]
+        address = ["--server", f"127.0.0.1:{listener.getsockname()[1]}"]
+        words = [*argv, *address]
         workers = [start([*words, "--worker", str(i)], f"[{i}] ", {}) for i in range(n)]
         server = start(words, "[server] ", {}, listener)
         listener.close()  # the server has it now; once the server is gone, nobody can connect
@@ -127,8 +134,14 @@ def run_served(n: int, work: Work, argv: Sequence[str], secret: bytes, *, grace_
                     )
             time.sleep(0.05)
         deadline = time.monotonic() + grace_s
+        if code < 0:
+            again = shlex.join(["gossamer", *resume, *address])
+            log.warning("the server ended with code %d; its workers try again; resume it with %s", code, again)
+            deadline = math.inf
         while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
             time.sleep(0.05)
+        if code < 0 and all(worker.exitcode == 0 for worker in workers):
+            return 0
         return code if code >= 0 else 128 - code
 
 

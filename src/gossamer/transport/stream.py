@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gossamer.errors import PeerError, TransportError
+from gossamer.errors import LostConnectionError, PeerError, TransportError
 from gossamer.transport import Turn, wire
 from gossamer.transport.alike import read_settings
 from gossamer.transport.handshake import HANDSHAKE_S, prove_to_server
@@ -39,12 +39,15 @@ class Stream:
         me, peer: the numbers of both ends.
         name: of the other end, in error messages.
         timeout_s: how long to wait for the next bytes.
+    A connection that breaks raises LostConnectionError.
     """
 
     def __init__(
         self, sock: socket.socket, *, run: int, me: int, peer: int, name: str, timeout_s: float
     ) -> None:  # fmt: skip
         self.peer, self.name = peer, name
+        self.answered = False
+        """Whether a message has arrived."""
         self._sock, self._run, self._me = sock, run, me
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.wait_at_most(timeout_s)
@@ -55,7 +58,10 @@ class Stream:
         self._sock.settimeout(timeout_s)
 
     def send(self, turn: Turn, frames: Sequence[Tensor]) -> int:
-        """Sends one message; returns the bytes of its payload. Raises PeerError when the other end accepts no more bytes."""
+        """Sends one message; returns the bytes of its payload.
+
+        Raises: PeerError when the other end accepts no more bytes, with its reason if it sent one before it hung up.
+        """
         payload = wire.pack_frames([frame.cpu() for frame in frames])
         header = wire.Header(self._run, turn, self._me, payload.numel(), wire.checksum(payload))
         try:
@@ -66,7 +72,7 @@ class Stream:
             ):  # so that the timeout limits progress, not the whole transfer
                 self._sock.sendall(view[start : start + _PIECE_BYTES])
         except OSError as error:
-            raise self._lost(error) from None
+            raise self._refusal_before(error) or self._lost(error) from None
         return payload.numel()
 
     def receive(self, turn: Turn, like: Sequence[Tensor]) -> list[Tensor]:
@@ -75,9 +81,8 @@ class Stream:
         Raises: PeerError or TransportError when anything else arrives, or nothing within the timeout.
         """
         header = self._header()
-        if header.ticket.kind == _REFUSE and header.payload_bytes <= _LIMIT_REFUSAL_BYTES:
-            text = self._text(header.payload_bytes)
-            raise PeerError(f"{self.name} refused this process: {''.join(c for c in text if c.isprintable())}")
+        if (refusal := self._refusal(header)) is not None:
+            raise refusal
         wire.check_header(header, wire.Header(self._run, turn, self.peer, wire.frames_bytes(like), 0))
         payload = self._exactly(header.payload_bytes)
         if (found := wire.checksum(payload)) != header.checksum:
@@ -85,6 +90,7 @@ class Stream:
                 f"{self.name} sent {header.payload_bytes} bytes with checksum {header.checksum:016x} that arrived with "
                 f"{found:016x}; a network card or memory is faulty: test both machines"
             )
+        self.answered = True
         return wire.unpack_frames(payload, like)
 
     def refuse(self, reason: str) -> None:
@@ -106,6 +112,11 @@ class Stream:
             return read_settings(json.loads(self._text(header.payload_bytes))) or {}
         except (ValueError, RecursionError):
             return {}
+
+    def stop_listening(self) -> None:
+        """Ends what the thread of this connection waits for; what it sends still arrives."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RD)
 
     def close(self) -> None:
         """Ends the connection, also for another thread that waits on it; may be called twice."""
@@ -129,7 +140,9 @@ class Stream:
             except OSError as error:
                 raise self._lost(error) from None
             if not got:
-                raise PeerError(f"{self.name} closed the connection after {filled} of {size} bytes; look at its log")
+                raise LostConnectionError(
+                    f"{self.name} closed the connection after {filled} of {size} bytes; look at its log"
+                )
             filled += got
         return buffer
 
@@ -138,7 +151,23 @@ class Stream:
             return PeerError(
                 f"{self.name} did nothing for {self._timeout_s:g} s; look at its log, or raise run.timeout_s"
             )
-        return PeerError(f"the connection with {self.name} was lost ({error}); look at its log")
+        return LostConnectionError(f"the connection with {self.name} was lost ({error}); look at its log")
+
+    def _refusal(self, header: wire.Header[Turn]) -> PeerError | None:
+        """The refusal, with the reason of the other end, that this is the header of; None if it is no refusal."""
+        if header.ticket.kind != _REFUSE or header.payload_bytes > _LIMIT_REFUSAL_BYTES:
+            return None
+        text = self._text(header.payload_bytes)
+        return PeerError(f"{self.name} refused this process: {''.join(c for c in text if c.isprintable())}")
+
+    def _refusal_before(self, error: OSError) -> PeerError | None:
+        """What the other end refused this process with before it hung up, if it did."""
+        if isinstance(error, TimeoutError):
+            return None
+        try:
+            return self._refusal(self._header())
+        except TransportError:
+            return None
 
 
 def _bytes(content: bytes) -> Tensor:
