@@ -46,8 +46,10 @@ docs: .venv/.installed  ## build the site strictly into site/
 	PYTHONPATH=docs NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --config-file build/docs/mkdocs.yml --site-dir $(CURDIR)/site
 
 # torch comes first and on its own, so that the build pip is configured for (CPU or CUDA) is settled before anything asks for it.
+# Python compiles the few modules that are used when it first imports them: pip would compile all, on one core, for a minute.
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -c 'import gossamer.cli.train, torch._dynamo, transformers'
 	touch $@

@@ -1,13 +1,12 @@
 """The shape of the package: imports go one way, light commands stay light, and everything public is declared and explained."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import gossamer
 from gossamer.cli import VERBS
@@ -19,7 +18,6 @@ SOURCES = {  # by dotted name
     ).splitlines()
     for path in sorted(SOURCE.rglob("*.py"))
 }
-MODULES = {name: ast.parse("\n".join(source)) for name, source in SOURCES.items()}
 
 LAYERS = (  # a room (a module, or a package of modules) imports from the rooms above its own line only
     "errors rng tree",
@@ -107,6 +105,12 @@ LATE |= {"accelerate", "lightning"}
 FOREIGN = {"gossamer.integrations.lightning", "gossamer.integrations.transformers"}  # import seconds of a framework
 
 
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """All modules of the package, parsed by the process that runs these tests, and not by each that collects them."""
+    return {name: ast.parse("\n".join(source)) for name, source in SOURCES.items()}
+
+
 def unit(module: str) -> str:
     """The part of the package that a module belongs to: `gossamer.rules.diloco` to `rules`."""
     return module.split(".")[1] if "." in module else module
@@ -123,15 +127,15 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 
 def test_every_module_has_its_layer() -> None:
-    assert {unit(name) for name in MODULES} - {"gossamer"} == set(LAYER), "give a new module a place in LAYERS"
+    assert {unit(name) for name in modules()} - {"gossamer"} == set(LAYER), "give a new module a place in LAYERS"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_go_one_way(module: str) -> None:
-    own = LAYER.get(unit(module), len(LAYERS))  # the package itself, whose names are those of all rooms
-    for name in imported(MODULES[module]):
-        if name.startswith("gossamer.") and unit(name) != "__version__" and unit(name) != unit(module):
-            assert LAYER[unit(name)] < own, f"{module} imports {name}, which is not in a layer below its own"
+def test_imports_go_one_way() -> None:
+    for module, tree in modules().items():
+        own = LAYER.get(unit(module), len(LAYERS))  # the package itself, whose names are those of all rooms
+        for name in imported(tree):
+            if name.startswith("gossamer.") and unit(name) != "__version__" and unit(name) != unit(module):
+                assert LAYER[unit(name)] < own, f"{module} imports {name}, which is not in a layer below its own"
 
 
 def at_import(tree: ast.Module) -> ast.Module:
@@ -140,9 +144,10 @@ def at_import(tree: ast.Module) -> ast.Module:
     return ast.Module([node for node in statements if not ast.unparse(node).startswith("if TYPE_CHECKING:")], [])
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_slow_and_optional_packages_are_imported_where_they_are_used(module: str) -> None:
-    assert not {name.split(".")[0] for name in imported(at_import(MODULES[module]))} & LATE
+def test_slow_and_optional_packages_are_imported_where_they_are_used() -> None:
+    for module, tree in modules().items():
+        early = {name.split(".")[0] for name in imported(at_import(tree))} & LATE
+        assert not early, f"{module} imports {sorted(early)} when it is imported"
 
 
 def test_modules_that_need_no_torch_do_not_import_it() -> None:
@@ -166,13 +171,17 @@ def test_help_imports_nothing_slow() -> None:
     assert not set(loaded.split()) & (LATE | {"torch", "numpy", "pydantic"})
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if not name.endswith("__main__") and name not in FOREIGN])
-def test_all_holds_what_is_public(module: str) -> None:  # and ruff sees to it that it is sorted
-    loaded = importlib.import_module(module)
-    assert all(hasattr(loaded, name) for name in loaded.__all__)
-    defined = [node.name for node in MODULES[module].body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    forgotten = {name for name in defined if not name.startswith("_")} - set(loaded.__all__)
-    assert not forgotten, "put these into __all__, or a _ before them"
+def test_all_holds_what_is_public() -> None:  # and ruff sees to it that it is sorted
+    for module, tree in modules().items():
+        if module.endswith("__main__") or module in FOREIGN:
+            continue
+        loaded = importlib.import_module(module)
+        assert not [name for name in loaded.__all__ if not hasattr(loaded, name)], (
+            f"{module} lacks what is in its __all__"
+        )
+        defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        forgotten = {name for name in defined if not name.startswith("_")} - set(loaded.__all__)
+        assert not forgotten, f"put these into __all__ of {module}, or a _ before them"
 
 
 def test_the_public_names_of_the_package_are_sorted() -> None:
@@ -191,10 +200,9 @@ def undocumented(owner: str, node: ast.AST) -> Iterator[str]:
                 yield from undocumented(name, part)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_everything_public_is_explained(module: str) -> None:
-    assert ast.get_docstring(MODULES[module]) is not None
-    assert list(undocumented(module, MODULES[module])) == []
+def test_everything_public_is_explained() -> None:
+    assert [module for module, tree in modules().items() if ast.get_docstring(tree) is None] == []
+    assert [name for module, tree in modules().items() for name in undocumented(module, tree)] == []
 
 
 def functions(owner: str, node: ast.AST) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -221,7 +229,7 @@ def too_large(module: str) -> Iterator[tuple[str, str]]:
     source, name = SOURCES[module], module.removeprefix("gossamer.")
     if len(source) > LONGEST_FILE:
         yield name, "file"
-    for where, function in functions(name, MODULES[module]):
+    for where, function in functions(name, modules()[module]):
         length = (function.end_lineno or 0) - function.lineno + 1
         if length > LONGEST_WITH_DOCSTRING or code_lines(function, source) > LONGEST_FUNCTION:
             yield where, "function"
@@ -230,9 +238,8 @@ def too_large(module: str) -> Iterator[tuple[str, str]]:
             yield where, "parameters"
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_files_functions_and_signatures_stay_small(module: str) -> None:
-    found = [(where, what) for where, what in too_large(module) if TOO_LARGE.get(where) != what]
+def test_files_functions_and_signatures_stay_small() -> None:
+    found = [one for module in modules() for one in too_large(module) if TOO_LARGE.get(one[0]) != one[1]]
     assert not found, "take it apart, or group its options in a settings object"
 
 
@@ -250,14 +257,16 @@ def defined(tree: ast.Module) -> Iterator[tuple[str, type[ast.AST]]]:
 
 def test_no_class_and_no_exported_name_is_defined_in_two_modules() -> None:
     homes: dict[str, list[str]] = {}
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         for name, _ in defined(tree):
             homes.setdefault(name, []).append(module)
-    packages = [name for name in MODULES if (SOURCE.parent / name.replace(".", "/")).is_dir()]
+    packages = [name for name in modules() if (SOURCE.parent / name.replace(".", "/")).is_dir()]
     exported = {name for package in packages for name in importlib.import_module(package).__all__}
     for package in packages:  # "import NAME as NAME" exports a name, too
-        aliases = (alias for node in MODULES[package].body if isinstance(node, ast.ImportFrom) for alias in node.names)
+        aliases = (
+            alias for node in modules()[package].body if isinstance(node, ast.ImportFrom) for alias in node.names
+        )
         exported |= {alias.name for alias in aliases if alias.asname == alias.name}
-    classes = {name for tree in MODULES.values() for name, kind in defined(tree) if kind is ast.ClassDef}
+    classes = {name for tree in modules().values() for name, kind in defined(tree) if kind is ast.ClassDef}
     twice = {name: homes[name] for name in (exported | classes) - TWO_HOMES if len(homes.get(name, [])) > 1}
     assert not twice, "one word, one thing: rename one of them"

@@ -121,14 +121,23 @@ def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
 
 COMPARISON = load(ROOT / "src" / "gossamer" / "configs" / "methods.toml")
 TINY = {
-    "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64,
+    "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64, "model.layers": 1,
     "data.source": str(TEXT), "data.seq_len": 16, "data.batch_size": 2, "run.steps": 9, "run.local_steps": 3,
     "run.eval_every": 0, "run.eval_batches": 2, "run.threads": 1,
 }  # fmt: skip
 LONGER = [  # their messages are under way for more steps than the others have in a round
-    {"method": name, "run.steps": 15, "run.local_steps": 5} for name in ("gasloc_overlapped", "gasloc_streaming")
+    {"method": name, "run.steps": 15, "run.local_steps": 5, "model.layers": 3}
+    for name in ("gasloc_overlapped", "gasloc_streaming")
 ]
-TABLES = {"variant": COMPARISON["variant"] + LONGER, "network": {"straggler": {"step_s": 0.1, "downlink_bps": 1e6}}}
+DEEPER = [  # a layer for each fragment; each costs as much time as all the rest of a run
+    {"method": name, "model.layers": recipe.settings["schedule.fragments"]}
+    for name, recipe in recipes().items()
+    if "schedule.fragments" in recipe.settings and name not in [row["method"] for row in LONGER]
+]
+TABLES = {
+    "variant": COMPARISON["variant"] + LONGER + DEEPER,
+    "network": {"straggler": {"step_s": 0.1, "downlink_bps": 1e6}},
+}
 SMALL = {run.label: run.config for run in points(with_settings(COMPARISON | TABLES, TINY))}
 
 
