@@ -14,11 +14,11 @@ import torch
 from gossamer.errors import PeerError
 from gossamer.transport import Ticket
 from gossamer.transport import letter as letters
-from gossamer.transport.elastic import ElasticTransport, Station
+from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.elastic_core import Outcome
 from gossamer.transport.handshake import dial
 from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.link import receive_letter
+from gossamer.transport.link import Station, receive_letter
 from gossamer.transport.members import Members, SlotEntry, Standing, news
 
 RUN, SECRET = 77, b"the secret of this run"

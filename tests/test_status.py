@@ -24,7 +24,8 @@ from gossamer.run.config import dump
 from gossamer.run.ending import ending
 from gossamer.run.held import to_resume, to_score
 from gossamer.run.standings import changes
-from gossamer.transport.elastic import ElasticTransport, Station
+from gossamer.transport.elastic import ElasticTransport
+from gossamer.transport.link import Station
 from gossamer.transport.members import Members, SlotEntry, Standing
 from gossamer.transport.watch import look
 from tiny import tiny

@@ -15,8 +15,8 @@ from gossamer.run.config import RunConfig, decisive, digest
 from gossamer.run.held import Held, held_by, to_resume
 from gossamer.run.history import Resume, history, lineage, must_go_on
 from gossamer.transport.alike import short_settings
-from gossamer.transport.elastic import Station
 from gossamer.transport.launch import agree, join
+from gossamer.transport.link import Station
 from gossamer.transport.members import Members, SlotEntry, Standing, news, read_news
 from gossamer.transport.newcomer import Applicant, ask
 from gossamer.transport.secret import folder_secret

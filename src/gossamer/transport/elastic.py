@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,26 +22,14 @@ from gossamer.transport.closing import Closing, LeftOutError
 from gossamer.transport.elastic_core import ElasticCore, Outcome, Outgoing
 from gossamer.transport.handshake import HalfOpen, dial, prove_to_worker
 from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.link import Connection, Listener, Owner
+from gossamer.transport.link import Connection, Listener, Owner, Station
 from gossamer.transport.members import Members, SlotEntry, Standing, news
+from gossamer.transport.newcomer import NEWCOMER
 from gossamer.transport.watch import WATCHER, View, show
 
-__all__ = ["NEWCOMER", "ElasticTransport", "Station"]
-
-NEWCOMER = (1 << 32) - 1
-"""The number with which a process that has no slot yet opens a connection."""
+__all__ = ["ElasticTransport"]
 
 log = logging.getLogger("gossamer")
-
-
-class Station(NamedTuple):
-    """Where a worker listens, and what it proves itself with."""
-
-    listener: socket.socket
-    run: int
-    secret: bytes
-    timeout_s: float
-    deadline_s: float | None = None
 
 
 class ElasticTransport:

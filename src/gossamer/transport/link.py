@@ -19,9 +19,19 @@ from gossamer.transport import letter as letters
 from gossamer.transport import wire
 from gossamer.transport.letter import Letter
 
-__all__ = ["Connection", "Listener", "Owner", "exactly", "receive_letter", "send_letter"]
+__all__ = ["Connection", "Listener", "Owner", "Station", "exactly", "receive_letter", "send_letter"]
 
 PIECE_BYTES = 1 << 20
+
+
+class Station(NamedTuple):
+    """Where a worker listens, and what it proves itself with."""
+
+    listener: socket.socket
+    run: int
+    secret: bytes
+    timeout_s: float
+    deadline_s: float | None = None
 
 
 class Owner(NamedTuple):

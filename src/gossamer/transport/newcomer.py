@@ -16,13 +16,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
-from gossamer.transport.elastic import NEWCOMER
 from gossamer.transport.handshake import dial
 from gossamer.transport.letter import NEWS_BYTES, Letter, LetterKind, body_of
 from gossamer.transport.link import receive_letter, send_letter
 from gossamer.transport.members import SlotEntry, Standing, news, read_news
 
-__all__ = ["Applicant", "Handover", "Offer", "ask", "host"]
+__all__ = ["NEWCOMER", "Applicant", "Handover", "Offer", "ask", "host"]
+
+NEWCOMER = (1 << 32) - 1
+"""The number with which a process that has no slot yet opens a connection."""
 
 CHUNK_BYTES = 1 << 20
 LIMIT_BYTES = 1 << 38
