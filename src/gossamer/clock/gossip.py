@@ -11,14 +11,13 @@ from torch import Tensor
 from gossamer.clock.agenda import DECISION, Agenda
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
+from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
 from gossamer.codecs import exact
 from gossamer.network.links import Network
-from gossamer.rounds.exchange import initial_state, own_message
 from gossamer.rounds.facts import Facts
-from gossamer.rounds.kernel import Decoded, outer_update
 from gossamer.rounds.pairing import check
-from gossamer.rules import Context, Rule
+from gossamer.rules import Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
 from gossamer.tree import Tree
@@ -61,11 +60,9 @@ class GossipRun:
         self._options, self._agenda, self._durations = options, Agenda(), Durations(network, len(learners))
         self._phases = Phases(self._agenda, self._durations, learners, options, self._publish, self._change)
         first = topology.mixing(0)
-        self._states = [
-            initial_state(rule, first, learner.x, self._context(i, 0, first)) for i, learner in enumerate(learners)
-        ]
-        self._bytes = options.transmit(self._send(0, 0, first), learners[0].layout, 0, 0)[1]
-        self._published = [[(-math.inf, self._send(i, 0, first))] for i in range(len(learners))]
+        self._workers = [GossipWorker(i, rule, learner, first) for i, learner in enumerate(learners)]
+        self._bytes = options.transmit(self._workers[0].message(0, first), learners[0].layout, 0, 0)[1]
+        self._published = [[(-math.inf, worker.message(0, first))] for worker in self._workers]
         pairs = itertools.permutations(range(len(learners)), 2)
         self._slowest_s = max((self._durations.transfer_s(j, i, self._bytes) for j, i in pairs), default=0.0)
         for i in range(len(learners)):
@@ -82,24 +79,17 @@ class GossipRun:
 
     def states(self) -> list[Tree]:
         """The rule's state of each worker."""
-        return list(self._states)
+        return [worker.s for worker in self._workers]
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
         return self._agenda.run(until_s)
 
-    def _context(self, i: int, number: int, mixing: Mixing) -> Context:
-        learner = self.learners[i]
-        return Context(i, mixing.n, number, learner.local_steps, mixing.weight(i), learner.layout)
-
-    def _send(self, i: int, number: int, mixing: Mixing) -> Tree:
-        return own_message(self.rule, self.learners[i].x, self._states[i], self._context(i, number, mixing))
-
     def _publish(self, i: int, number: int, start_s: float) -> list[Record]:
         report = self.learners[i].local_phase(number)
         present = frozenset(j for j, present in enumerate(self._phases.present) if present)
         mixing = self.topology.mixing(number, present)
-        sent, own = self._send(i, number, mixing), self._published[i]
+        sent, own = self._workers[i].message(number, mixing), self._published[i]
         message, _ = self._options.transmit(sent, self.learners[i].layout, i, number)
         own.append((self.time_s, message))
         oldest_of_use = bisect_right(own, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
@@ -108,17 +98,15 @@ class GossipRun:
         return [Phase(start_s, self.time_s, i, number, report)]
 
     def _mix(self, i: int, number: int, sent: Tree, mixing: Mixing) -> list[Record]:
-        received, records = [], []
+        received, records = dict[int, Tree](), list[Record]()
         for j in mixing.hears_from(i):
             left_s = self.time_s - self._durations.transfer_s(j, i, self._bytes)
             newest = bisect_right(self._published[j], left_s, key=lambda version: version[0]) - 1
             published_s, message = self._published[j][newest]
-            received.append(message)
+            received[j] = message
             if published_s > -math.inf:
                 records.append(Transfer("fetch", left_s, self.time_s, j, i, 0, self._bytes))
-        x, s = self.learners[i].x, self._states[i]
-        messages = Decoded(sent, tuple(received), i, mixing.rows[i])
-        outer_update(self.rule, self.rule.hear, x, s, messages, self._context(i, number, mixing))
+        self._workers[i].mix(number, sent, received, mixing)
         self._phases.begin(i)
         return records
 

@@ -13,6 +13,7 @@ from gossamer.asynchronous import PairRule, Rates, conditions
 from gossamer.clock.agenda import DECISION, REPLY, Agenda
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
+from gossamer.clock.pair_worker import PairWorker
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, Phases
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network
@@ -24,11 +25,9 @@ __all__ = ["PairRun"]
 
 @dataclass
 class _Peer:
-    """The state of a worker that meets others; x and s are at time_s."""
+    """A worker at time_s."""
 
-    x: Tensor
-    s: Tree
-    start: Tensor  # of the local phase it is in
+    worker: PairWorker
     time_s: float = 0.0
     meets: int | None = None  # the number of the meeting it is in
 
@@ -74,8 +73,7 @@ class PairRun:
         self._rng = numpy_rng(options.seed, "meetings")
         self._meetings = itertools.count()
         self._meeting_planned = False
-        starts = [learner.x.clone() for learner in learners]
-        self._peers = [_Peer(x, rule.init(x), x) for x in starts]
+        self._peers = [_Peer(PairWorker(rule, learner)) for learner in learners]
         for i in range(len(learners)):
             self._begin_phase(i)
         self._plan_meeting()
@@ -87,33 +85,35 @@ class PairRun:
 
     def models(self) -> list[Tensor]:
         """The parameters `[P]` of each worker, all at the present virtual time."""
-        return [self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)[0] for peer in self._peers]
+        return [x for x, _ in self._advanced()]
 
     def states(self) -> list[Tree]:
         """The rule's state of each worker, all at the present virtual time."""
-        return [self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)[1] for peer in self._peers]
+        return [s for _, s in self._advanced()]
+
+    def _advanced(self) -> list[tuple[Tensor, Tree]]:
+        now_s = self.time_s
+        return [self.rule.advance(peer.worker.x, peer.worker.s, now_s - peer.time_s) for peer in self._peers]
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
         return self._agenda.run(until_s)
 
-    def _now(self, i: int) -> _Peer:
-        """The peer, advanced to the present virtual time."""
+    def _now(self, i: int) -> PairWorker:
+        """The worker, advanced to the present virtual time."""
         peer = self._peers[i]
-        peer.x, peer.s = self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)
+        peer.worker.advance(self.time_s - peer.time_s)
         peer.time_s = self.time_s
-        return peer
+        return peer.worker
 
     def _begin_phase(self, i: int) -> None:
-        peer = self._now(i)
-        peer.start = peer.x
-        self.learners[i].x.copy_(peer.start)
+        self._now(i).begin()
         self._phases.begin(i)
 
     def _end_phase(self, i: int, number: int, start_s: float) -> list[Record]:
-        learner, peer = self.learners[i], self._now(i)
-        report = learner.local_phase(number)
-        peer.x, peer.s = self.rule.learn(peer.x, peer.s, learner.x - peer.start)
+        worker = self._now(i)
+        report = self.learners[i].local_phase(number)
+        worker.learn()
         self._begin_phase(i)
         return [Phase(start_s, self.time_s, i, number, report)]
 
@@ -132,9 +132,8 @@ class PairRun:
             number = next(self._meetings)
             sent, size = [], 0
             for k in (i, j):
-                peer = self._now(k)
-                peer.meets = number
-                told, layout = self.rule.tell(peer.x, peer.s), self.learners[k].layout
+                told, layout = self._now(k).tell(), self.learners[k].layout
+                self._peers[k].meets = number
                 message, size = self._options.transmit(told, layout, k, number)
                 sent.append(message)
             takes_s = max(self._durations.transfer_s(i, j, size), self._durations.transfer_s(j, i, size))
@@ -149,16 +148,16 @@ class PairRun:
         if any(self._peers[k].meets != number for k in ends):
             return []
         for k, own, other in ((i, sent[0], sent[1]), (j, sent[1], sent[0])):
-            peer = self._now(k)
-            peer.x, peer.s = self.rule.meet(peer.x, peer.s, own, other)
-            peer.meets = None
+            self._now(k).meet(own, other)
+            self._peers[k].meets = None
         return [
             Transfer("meet", start_s, self.time_s, i, j, 0, size),
             Transfer("meet", start_s, self.time_s, j, i, 0, size),
         ]
 
     def _change(self, absence: Absence) -> list[Record]:
-        peer = self._now(absence.worker)
+        self._now(absence.worker)
+        peer = self._peers[absence.worker]
         if absence.change == "return":
             self._begin_phase(absence.worker)
             if not self._meeting_planned:
