@@ -78,6 +78,10 @@ def command(
             words += ["--resume", resumed] if resumed == AUTO else []
             words += ["--quiet"] if output.quiet else []
             code = _start_workers(config, folder, local, [*words, *sets], resume=resumed)
+        elif config.kind in ("pair", "no waiting") and join is None:
+            from gossamer.run.async_train import train_asynchronous
+
+            train_asynchronous(config, folder, resume=resumed)
         elif config.run.elastic:
             from gossamer.run.elastic import train_elastic
 
@@ -128,7 +132,13 @@ def import_early() -> None:
     torch imports its compiler in the first step of any optimizer, which takes as long as importing the rest.
     """
     if sys.platform == "linux":
-        work = ["gossamer.run.train", "gossamer.run.elastic", "gossamer.run.serve", "gossamer.run.serve_worker"]
+        work = [
+            "gossamer.run.train",
+            "gossamer.run.elastic",
+            "gossamer.run.async_train",
+            "gossamer.run.serve",
+            "gossamer.run.serve_worker",
+        ]
         multiprocessing.set_forkserver_preload(["gossamer.transport.local", "torch._dynamo", *work])
         forkserver.ensure_running()
 
@@ -152,6 +162,8 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         return run_served(n, main, words, folder_secret(folder, make=True))
     if config.run.elastic:
         return _start_elastic(config, folder, n, words)
+    if config.kind in ("pair", "no waiting"):
+        return _start_asynchronous(folder, n, words)
     return run_local(n, main, words)
 
 
@@ -171,6 +183,24 @@ def _start_elastic(config: "RunConfig", folder: Path, n: int, words: list[str]) 
 
     codes = run_elastic(n, main, words, folder_secret(folder, make=True), fell)
     end = ending(codes, lost, read_outcomes(folder), config.rounds)
+    for sentence in end.sentences:
+        log.warning("%s", sentence)
+    return end.code
+
+
+def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
+    """Starts workers that wait for nobody on this machine, and says at the end who was lost on the way."""
+    from gossamer.cli import main
+    from gossamer.record.order import phases_in, read_order
+    from gossamer.run.ending import ending_of_order
+    from gossamer.transport.local import run_elastic
+    from gossamer.transport.secret import folder_secret
+
+    def fell(worker: int, code: int) -> None:
+        phases = phases_in(read_order(folder).get(worker, []))
+        log.warning("worker %d ended with code %d after %d local phases, and the others go on", worker, code, phases)
+
+    end = ending_of_order(run_elastic(n, main, words, folder_secret(folder, make=True), fell), read_order(folder))
     for sentence in end.sentences:
         log.warning("%s", sentence)
     return end.code

@@ -1,4 +1,4 @@
-"""One worker of gossip without waiting, without clock or connection: virtual time, real processes and replays all run this code."""
+"""One worker of gossip that waits for nobody, without clock or connection: for virtual time, real processes and replays."""
 
 from collections.abc import Mapping
 

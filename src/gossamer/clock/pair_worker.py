@@ -1,4 +1,4 @@
-"""One worker that meets others, without clock or connection: virtual time, real processes and replays all run this code."""
+"""One worker that meets others, without clock or connection: for virtual time, real processes and replays."""
 
 from torch import Tensor
 
