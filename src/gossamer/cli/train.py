@@ -69,7 +69,7 @@ def command(
 
         os.environ[SECRET] = read_secret(served.secret)
     code = 0
-    with resume_hint(folder), output.silenced():
+    with resume_hint(folder, resumable=config.kind in ("rounds", "server")), output.silenced():
         if local is not None:
             sets = [word for one in overrides for word in ("--set", one)]
             words = (
@@ -163,6 +163,9 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
     if config.run.elastic:
         return _start_elastic(config, folder, n, words)
     if config.kind in ("pair", "no waiting"):
+        from gossamer.run.async_train import must_not_resume
+
+        must_not_resume(folder, resume=resume)
         return _start_asynchronous(folder, n, words)
     return run_local(n, main, words)
 

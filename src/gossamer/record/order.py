@@ -3,24 +3,20 @@
 Which message of a peer was the newest, and when two workers met, follows from seconds that no seed repeats. With these files a
 run can be computed again, bit for bit (`gossamer.run.async_replay`). Gossip without waiting writes
 
-* `{"event":"publish","number":k,"round":r,"start_s":a,"time_s":t}`: local phase k has ended, for whose learning rate r rounds
-of the
-  run were over; the message of this worker is its version k + 1 now.
-* `{"event":"mix","number":k,"alive":[...],"heard":[[j,v],...],"time_s":t}`: the outer update that follows. `alive` are the
-workers over
-  which its topology was drawn, null for all; `heard` has the version of each peer's message that was mixed. The weight of a peer
-  that is missing stayed at home.
+* `{"event":"publish","number":k,"round":r,"start_s":a,"time_s":t}`: local phase k has ended, for whose learning rate r rounds of
+  the run were over; the message of this worker is its version k + 1 now.
+* `{"event":"mix","number":k,"alive":[...],"heard":[[j,v],...],"time_s":t}`: the outer update that follows. Its topology was drawn
+  over the workers that are `alive`, null for all; `heard` has the version of each peer's message that was mixed. The weight of a
+  peer that is missing stayed at home.
 
 and workers that meet in pairs
 
-* `{"event":"learn","number":k,"round":r,"dt":d,"start_s":a,"time_s":t}`: local phase k has ended, and the next one begins from
-here.
-* `{"event":"tell","peer":j,"starter":i,"number":m,"dt":d,"time_s":t}`: the message for the m-th meeting that worker i has
-started.
+* `{"event":"learn","number":k,"round":r,"dt":d,"start_s":a,"time_s":t}`: local phase k has ended, and the next one begins here.
+* `{"event":"tell","peer":j,"starter":i,"number":m,"dt":d,"time_s":t}`: the message for meeting m of those that worker i started.
 * `{"event":"meet","peer":j,"starter":i,"number":m,"dt":d,"time_s":t}`: that meeting, at this end.
 
-`dt` is the time that passes for the method before an event since the one above it, exact to the last bit. Both end with
-`{"event":"end","why":"finished" | "left","dt":d,"time_s":t}`, unless they are killed. `time_s` counts from when the worker began.
+`dt` is the time that passes for the method before an event since the one above it, exact to the last bit. Unless a worker is
+killed, it ends with `{"event":"end","why":"finished" | "left","round":r,"dt":d,"time_s":t}`. `time_s` counts from its begin.
 """
 
 from pathlib import Path
@@ -95,6 +91,7 @@ class _Meeting(TypedDict):
 class _End(TypedDict):
     event: Literal["end"]
     why: Literal["finished", "left"]
+    round: _Whole
     dt: _Seconds
     time_s: _Seconds
 
@@ -157,6 +154,8 @@ class Finished(NamedTuple):
     """The worker ended on purpose."""
 
     why: Literal["finished", "left"]
+    round: int
+    """Rounds of the run that are over, as far as the worker knows."""
     dt: float
     time_s: float
 
@@ -258,7 +257,7 @@ def _event_of(line: _Line) -> OrderEvent:
     if line["event"] == "learn":
         return Learned(line["number"], line["round"], line["dt"], line["start_s"], line["time_s"])
     if line["event"] == "end":
-        return Finished(line["why"], line["dt"], line["time_s"])
+        return Finished(line["why"], line["round"], line["dt"], line["time_s"])
     kind = Told if line["event"] == "tell" else Met
     return kind(line["peer"], line["starter"], line["number"], line["dt"], line["time_s"])
 

@@ -142,13 +142,14 @@ class AsyncParticipant(ABC):
         left = self._asked.is_set()
         self._stay(left)
         why = "left" if left and self._claims(number) else "finished"
+        finished = self.config.rounds if why == "finished" else round
         with self.transport.changed:
-            self.log.write(Finished(why, self.end(), self.now_s()))
+            self.log.write(Finished(why, finished, self.end(), self.now_s()))
         self.record.log_seconds(self.stopwatch.round(round))
         if why == "finished":
-            self._end_round(journal, self.config.rounds, number, report)
+            self._end_round(journal, finished, number, report)
         else:
-            self._save(round)
+            self._save(finished)
             say(f"worker {self.slot} leaves after {number} local phases, as it was asked to, and has saved its state")
 
     def _end_round(self, journal: Journal, finished: int, phases: int, report: LocalPhase | None) -> None:

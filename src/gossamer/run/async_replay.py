@@ -127,8 +127,7 @@ class _Replay:
             log_phase(self._record, self._events, replica, place, report, (event.start_s, event.time_s))
         elif isinstance(event, Finished):
             run.end(i, event)
-            finished = config.rounds if event.why == "finished" else self._round[i]
-            save_worker(config, self._folder, finished, replica, run.x(i), run.outer(i))
+            save_worker(config, self._folder, event.round, replica, run.x(i), run.outer(i))
         else:
             for kind, source in run.take(i, event):
                 self._events.write(
@@ -331,6 +330,6 @@ class _Pairs(_Run):
 
 def _impossible(i: int, why: str) -> NoReturn:
     raise DataError(
-        f"the order of events contradicts itself at worker {i}: {why}; bring the files order-*.jsonl of all workers together, as the "
-        "run wrote them"
+        f"the order of events contradicts itself at worker {i}: {why}; bring the files order-*.jsonl of all workers together, as "
+        "the run wrote them"
     )

@@ -20,7 +20,7 @@ from gossamer.run.serve_protocol import run_key, use_threads
 from gossamer.run.settle import InPairs, WithoutWaiting, settle
 from gossamer.run.task import task_of
 
-__all__ = ["train_asynchronous"]
+__all__ = ["must_not_resume", "train_asynchronous"]
 
 log = logging.getLogger("gossamer")
 
@@ -32,11 +32,7 @@ def train_asynchronous(config: RunConfig, folder: Path, *, resume: Resume = Fals
     Raises: ConfigError, DataError, TrainingError; PeerError when the others do not come.
     Cost: one model, its gradients and inner state, what the method keeps, and one message.
     """
-    if resume is True:
-        raise ConfigError(
-            f"cannot resume '{folder}': a run that waits for nobody keeps no record of what was in flight when it stopped; start "
-            "again with another --out"
-        )
+    must_not_resume(folder, resume=resume)
     parts = own_parts(config)
     use_threads(config)
     settled = settle(config, parts, real=True)
@@ -51,3 +47,12 @@ def train_asynchronous(config: RunConfig, folder: Path, *, resume: Resume = Fals
             PairParticipant(config, settled, folder, task, seat, asked, again=again).train()
         else:
             GossipParticipant(config, settled, folder, task, seat, asked, again=again).train()
+
+
+def must_not_resume(folder: Path, *, resume: Resume) -> None:
+    """Raises ConfigError for a run that waits for nobody and shall go on, which it cannot."""
+    if resume is True:
+        raise ConfigError(
+            f"cannot resume '{folder}': a run that waits for nobody keeps no record of what was in flight when it stopped; start "
+            "again with another --out"
+        )

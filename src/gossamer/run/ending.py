@@ -1,4 +1,4 @@
-"""How an elastic run has ended whose workers a launcher has started, or one that waits for nobody: exit code, and who was lost."""
+"""How an elastic run has ended whose workers a launcher has started, or one that waits for nobody: exit code, and who died."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -59,7 +59,7 @@ def ending_of_order(codes: Mapping[int, int], order: Mapping[int, list[OrderEven
         codes: as of `ending`.
         order: of the events of each worker.
 
-    >>> ending_of_order({1: 137, 0: 0}, {0: [Finished("finished", 0.0, 9.5)], 1: []})
+    >>> ending_of_order({1: 137, 0: 0}, {0: [Finished("finished", 20, 0.0, 9.5)], 1: []})
     Ending(code=0, sentences=['worker 1 ended with code 137 after 0 local phases'])
     """
     phases = {i: phases_in(order.get(i, [])) for i in codes}
