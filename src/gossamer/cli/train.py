@@ -78,9 +78,14 @@ def command(
             words += ["--resume", resumed] if resumed == AUTO else []
             words += ["--quiet"] if output.quiet else []
             code = _start_workers(config, folder, local, [*words, *sets], resume=resumed)
-        elif config.kind in ("pair", "no waiting") and join is None:
+        elif config.kind in ("pair", "no waiting"):
             from gossamer.run.async_train import train_asynchronous
 
+            if (join, served.server, served.worker) != (None, None, None):
+                raise ConfigError(
+                    f"--join {join} --server {served.server} --worker {served.worker} was given, and the workers of this run "
+                    f"({config.kind}) start together and have no server; start it with --local {config.workers} or under torchrun"
+                )
             train_asynchronous(config, folder, resume=resumed)
         elif config.run.elastic:
             from gossamer.run.elastic import train_elastic

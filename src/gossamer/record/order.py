@@ -225,6 +225,10 @@ def _events(path: Path) -> list[OrderEvent]:
         event = _event_of(line)
         if events and isinstance(events[-1], Finished):
             _impossible(where, "it follows the end")
+        if not isinstance(event, Finished):
+            kinds.add(isinstance(event, Published | Mixed))
+        if len(kinds) == 2:
+            _impossible(where, "gossip and meetings do not go together")
         if isinstance(event, Published | Learned) and event.number != phases:
             _impossible(where, f"phase {event.number} ends after {phases} others")
         follows = isinstance(event, Mixed) and events and isinstance(events[-1], Published)
@@ -239,10 +243,6 @@ def _events(path: Path) -> list[OrderEvent]:
                     where, f"a meeting with worker {event.peer} that was told {'twice' if key in told else 'never'}"
                 )
             told.symmetric_difference_update({key})
-        if not isinstance(event, Finished):
-            kinds.add(isinstance(event, Published | Mixed))
-        if len(kinds) == 2:
-            _impossible(where, "gossip and meetings do not go together")
         phases += isinstance(event, Published | Learned)
         events.append(event)
     return events

@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer.asynchronous import PairRule, conditions
 from gossamer.clock.pair_worker import PairWorker
 from gossamer.record.order import Learned, Met, Told
+from gossamer.record.progress import say
 from gossamer.rng import numpy_rng
 from gossamer.run.async_messages import Messages
 from gossamer.run.async_participant import AsyncParticipant
@@ -104,6 +105,11 @@ class PairParticipant(AsyncParticipant):
         self._ended.set()
         if self._failed is not None:
             raise self._failed
+        m = self._meetings
+        if m.missed or m.unsure:
+            say(
+                f"worker {self.slot} met {m.made} times; {m.missed} meetings failed, {m.unsure} may count at the other end alone"
+            )
         return self._pass()
 
     def _pass(self) -> float:
