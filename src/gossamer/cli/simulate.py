@@ -23,8 +23,7 @@ def command(
     Args:
         out: run folder (default: runs/NAME)
         resume: continue this run folder from its newest sound checkpoint, with --set for what changes; auto: continue or start
-        replay: compute the real run in this folder again from its record: a run with a server, an elastic one, or
-            one that waits for nobody
+        replay: compute the real run in this folder again from its record: one with a server, elastic, or that waits for nobody
     """
     config, folder, resumed = run_and_folder(file, overrides, out, resume)
     with output.silenced(), resume_hint(folder, resumable=not config.event_driven):

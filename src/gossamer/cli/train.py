@@ -78,34 +78,8 @@ def command(
             words += ["--resume", resumed] if resumed == AUTO else []
             words += ["--quiet"] if output.quiet else []
             code = _start_workers(config, folder, local, [*words, *sets], resume=resumed)
-        elif config.kind in ("pair", "no waiting"):
-            from gossamer.run.async_train import train_asynchronous
-
-            if (join, served.server, served.worker) != (None, None, None):
-                raise ConfigError(
-                    f"--join {join} --server {served.server} --worker {served.worker} was given, and the workers of this run "
-                    f"({config.kind}) start together and have no server; start it with --local {config.workers} or under torchrun"
-                )
-            train_asynchronous(config, folder, resume=resumed)
-        elif config.run.elastic:
-            from gossamer.run.elastic import train_elastic
-
-            train_elastic(config, folder, join=join, resume=resumed is not False)
-        elif join is not None:
-            raise ConfigError(
-                f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true"
-            )
-        elif config.server is not None:
-            _train_served(config, folder, served.server, served.worker, resume=resumed)
-        elif served.server is not None or served.worker is not None:
-            raise ConfigError(
-                f"--server {served.server} --worker {served.worker} was given but the run file has no [server]; start it under "
-                "torchrun"
-            )
         else:
-            from gossamer.run.train import train
-
-            train(config, folder, resume=resumed)
+            _train_one(config, folder, join, served, resume=resumed)
     if code == 0 and output.json:
         print_json(_result(config, folder, local, served))
     elif code == 0 and local is not None:
@@ -113,6 +87,38 @@ def command(
             f"run: {folder}, {config.rounds} rounds of {config.workers} workers; gossamer evaluate {folder} scores it"
         )
     return code
+
+
+def _train_one(
+    config: "RunConfig", folder: Path, join: str | None, served: ServerOptions, *, resume: "Resume"
+) -> None:  # fmt: skip
+    """What this process is in the run: one of its workers, or its server."""
+    if config.kind in ("pair", "no waiting"):
+        from gossamer.run.async_train import train_asynchronous
+
+        if (join, served.server, served.worker) != (None, None, None):
+            raise ConfigError(
+                f"--join {join} --server {served.server} --worker {served.worker} was given, and the workers of this run "
+                f"({config.kind}) start together and have no server; start it with --local {config.workers} or under torchrun"
+            )
+        train_asynchronous(config, folder, resume=resume)
+    elif config.run.elastic:
+        from gossamer.run.elastic import train_elastic
+
+        train_elastic(config, folder, join=join, resume=resume is not False)
+    elif join is not None:
+        raise ConfigError(f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true")
+    elif config.server is not None:
+        _train_served(config, folder, served.server, served.worker, resume=resume)
+    elif served.server is not None or served.worker is not None:
+        raise ConfigError(
+            f"--server {served.server} --worker {served.worker} was given but the run file has no [server]; start it under "
+            "torchrun"
+        )
+    else:
+        from gossamer.run.train import train
+
+        train(config, folder, resume=resume)
 
 
 def _result(config: "RunConfig", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.record.order import Mixed, Published
-from gossamer.run.async_messages import Messages
+from gossamer.run.async_messages import MessageForm
 from gossamer.run.async_participant import PATIENCE_S, AsyncParticipant
 from gossamer.run.config import RunConfig
 from gossamer.run.meeting import Seat
@@ -40,7 +40,7 @@ class GossipParticipant(AsyncParticipant):
         m = settled.method
         self._topology, first = m.topology, m.topology.mixing(0)
         self._core = GossipWorker(self.slot, m.rule, self.replica, first)
-        self._messages = Messages(
+        self._messages = MessageForm(
             m.codec, self.replica.layout, self._core.message(0, first), seed=config.seed, worker=self.slot, device=self.device
         )  # fmt: skip
         self.calls = self._fetches = Fetches(seat.members, self._messages.wire_bytes, limit_s=self.limit_s)

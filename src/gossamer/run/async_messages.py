@@ -12,10 +12,10 @@ from gossamer.layout import Layout
 from gossamer.transport import wire
 from gossamer.tree import Tree, leaves, nbytes, refill
 
-__all__ = ["Messages"]
+__all__ = ["MessageForm"]
 
 
-class Messages:
+class MessageForm:
     """Encodes and decodes messages of one form.
 
     Args:

@@ -13,7 +13,7 @@ from gossamer.clock.pair_worker import PairWorker
 from gossamer.record.order import Learned, Met, Told
 from gossamer.record.progress import say
 from gossamer.rng import numpy_rng
-from gossamer.run.async_messages import Messages
+from gossamer.run.async_messages import MessageForm
 from gossamer.run.async_participant import AsyncParticipant
 from gossamer.run.config import RunConfig
 from gossamer.run.meeting import Seat
@@ -51,7 +51,7 @@ class PairParticipant(AsyncParticipant):
         super().__init__(config, settled.config, folder, task, seat, asked, again=again)
         self._in_phases = settled.rule.settle is not None
         self._core = PairWorker(settled_pair(settled), self.replica)
-        self._messages = Messages(
+        self._messages = MessageForm(
             settled.codec, self.replica.layout, self._core.tell(), seed=config.seed, worker=self.slot, device=self.device
         )  # fmt: skip
         self.calls = self._meetings = Meetings(
