@@ -102,6 +102,9 @@ def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gi
     code, output = run("train", "--resume", folder, "--local", 4)
     assert code == 2 and "cannot resume" in output and "another --out" in output
 
+    code, output = run("train", tmp_path / "run.toml", "--join", "auto")
+    assert code == 2 and "start together" in output and "--local 4" in output
+
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "order-003.jsonl").unlink()
     with pytest.raises(DataError, match="heard a message of worker 3 that was never sent"):
