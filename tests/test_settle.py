@@ -156,7 +156,6 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "clock": (SERVER._replace(networks={"a": LINK, "b": LINK}), ["2 networks (a, b)", "events.network"]),
     "unknown clock": (SERVER._replace(clock="b"), ["'b'", "Allowed: a"]),
     "dylu and local steps": (SERVER._replace(dylu=True, local_steps=(2, 1)), ["events.dylu", "[2, 1]"]),
-    "real processes without rounds or server": (PAIR._replace(driver="train"), ["'a2cid2'", "gossamer simulate"]),
     "elastic and asynchronous": (PAIR._replace(elastic=True), ["run.elastic", "'a2cid2'", "(pair)"]),
     "elastic and rule": (
         Facts(elastic=True, rule=relaysum(), topology=tree(3)),

@@ -93,7 +93,7 @@ so each replaces the others and their settings.
 
 A method stands for the settings under "made of". A method with its own update equations has its own rule; the others combine an
 existing rule with another topology, codec, schedule or inner optimizer. Asynchronous methods (those with a server, in pairs or
-without waiting) run over virtual time, with the seconds of a network in the run file
+without waiting) are simulated over virtual time, with the seconds of a network in the run file
 ([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). `gossamer compare configs/methods.toml` trains them all on
 the same data ([results](results/methods.md)); the documentation of each rule has its equation.
 """

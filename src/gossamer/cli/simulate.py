@@ -23,15 +23,17 @@ def command(
     Args:
         out: run folder (default: runs/NAME)
         resume: continue this run folder from its newest sound checkpoint, with --set for what changes; auto: continue or start
-        replay: compute the real run in this folder again from its record: a run with a server, or an elastic one
+        replay: compute the real run in this folder again from its record: one with a server, elastic, or that waits for nobody
     """
     config, folder, resumed = run_and_folder(file, overrides, out, resume)
     with output.silenced(), resume_hint(folder):
         if replay is not None:
+            from gossamer.run.async_replay import replay_asynchronous
             from gossamer.run.replay import replay_elastic
             from gossamer.run.serve_replay import replay_server
 
-            (replay_elastic if config.kind == "rounds" else replay_server)(config, folder, replay)
+            replays = {"rounds": replay_elastic, "server": replay_server}
+            replays.get(config.kind, replay_asynchronous)(config, folder, replay)
         else:
             imported_parts(config)
             train_here(config, folder, resume=resumed)

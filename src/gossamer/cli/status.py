@@ -17,7 +17,7 @@ __all__ = ["command"]
 def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, json: Json = False) -> None:
     """Shows who takes part in a run, in which round everybody is, how old that news is, and where the last round's seconds went.
 
-    It reads the run folder, and asks the workers of an elastic run whose addresses are there.
+    It reads the run folder, and asks the workers whose addresses are there.
 
     Args:
         folder: run folder

@@ -69,7 +69,7 @@ def command(
 
         os.environ[SECRET] = read_secret(served.secret)
     code = 0
-    with resume_hint(folder), output.silenced():
+    with resume_hint(folder, resumable=config.kind in ("rounds", "server")), output.silenced():
         if local is not None:
             sets = [word for one in overrides for word in ("--set", one)]
             words = (
@@ -78,25 +78,8 @@ def command(
             words += ["--resume", resumed] if resumed == AUTO else []
             words += ["--quiet"] if output.quiet else []
             code = _start_workers(config, folder, local, [*words, *sets], resume=resumed)
-        elif config.run.elastic:
-            from gossamer.run.elastic import train_elastic
-
-            train_elastic(config, folder, join=join, resume=resumed is not False)
-        elif join is not None:
-            raise ConfigError(
-                f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true"
-            )
-        elif config.server is not None:
-            _train_served(config, folder, served.server, served.worker, resume=resumed)
-        elif served.server is not None or served.worker is not None:
-            raise ConfigError(
-                f"--server {served.server} --worker {served.worker} was given but the run file has no [server]; start it under "
-                "torchrun"
-            )
         else:
-            from gossamer.run.train import train
-
-            train(config, folder, resume=resumed)
+            _train_one(config, folder, join, served, resume=resumed)
     if code == 0 and output.json:
         print_json(_result(config, folder, local, served))
     elif code == 0 and local is not None:
@@ -104,6 +87,38 @@ def command(
             f"run: {folder}, {config.rounds} rounds of {config.workers} workers; gossamer evaluate {folder} scores it"
         )
     return code
+
+
+def _train_one(
+    config: "RunConfig", folder: Path, join: str | None, served: ServerOptions, *, resume: "Resume"
+) -> None:  # fmt: skip
+    """What this process is in the run: one of its workers, or its server."""
+    if config.kind in ("pair", "no waiting"):
+        from gossamer.run.async_train import train_asynchronous
+
+        if (join, served.server, served.worker) != (None, None, None):
+            raise ConfigError(
+                f"--join {join} --server {served.server} --worker {served.worker} was given, and the workers of this run "
+                f"({config.kind}) start together and have no server; start it with --local {config.workers} or under torchrun"
+            )
+        train_asynchronous(config, folder, resume=resume)
+    elif config.run.elastic:
+        from gossamer.run.elastic import train_elastic
+
+        train_elastic(config, folder, join=join, resume=resume is not False)
+    elif join is not None:
+        raise ConfigError(f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true")
+    elif config.server is not None:
+        _train_served(config, folder, served.server, served.worker, resume=resume)
+    elif served.server is not None or served.worker is not None:
+        raise ConfigError(
+            f"--server {served.server} --worker {served.worker} was given but the run file has no [server]; start it under "
+            "torchrun"
+        )
+    else:
+        from gossamer.run.train import train
+
+        train(config, folder, resume=resume)
 
 
 def _result(config: "RunConfig", folder: Path, local: int | None, served: ServerOptions) -> dict[str, Any]:
@@ -128,7 +143,13 @@ def import_early() -> None:
     torch imports its compiler in the first step of any optimizer, which takes as long as importing the rest.
     """
     if sys.platform == "linux":
-        work = ["gossamer.run.train", "gossamer.run.elastic", "gossamer.run.serve", "gossamer.run.serve_worker"]
+        work = [
+            "gossamer.run.train",
+            "gossamer.run.elastic",
+            "gossamer.run.async_train",
+            "gossamer.run.serve",
+            "gossamer.run.serve_worker",
+        ]
         multiprocessing.set_forkserver_preload(["gossamer.transport.local", "torch._dynamo", *work])
         forkserver.ensure_running()
 
@@ -153,6 +174,11 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
     if config.run.elastic:
         return _start_elastic(config, folder, n, words)
+    if config.kind in ("pair", "no waiting"):
+        from gossamer.run.async_train import must_not_resume
+
+        must_not_resume(folder, resume=resume)
+        return _start_asynchronous(folder, n, words)
     return run_local(n, main, words)
 
 
@@ -172,6 +198,24 @@ def _start_elastic(config: "RunConfig", folder: Path, n: int, words: list[str]) 
 
     codes = run_elastic(n, main, words, folder_secret(folder, make=True), fell)
     end = ending(codes, lost, read_outcomes(folder), config.rounds)
+    for sentence in end.sentences:
+        log.warning("%s", sentence)
+    return end.code
+
+
+def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
+    """Starts workers that wait for nobody on this machine, and says at the end who was lost on the way."""
+    from gossamer.cli import main
+    from gossamer.record.order import phases_in, read_order
+    from gossamer.run.ending import ending_of_order
+    from gossamer.transport.local import run_elastic
+    from gossamer.transport.secret import folder_secret
+
+    def fell(worker: int, code: int) -> None:
+        phases = phases_in(read_order(folder).get(worker, []))
+        log.warning("worker %d ended with code %d after %d local phases, and the others go on", worker, code, phases)
+
+    end = ending_of_order(run_elastic(n, main, words, folder_secret(folder, make=True), fell), read_order(folder))
     for sentence in end.sentences:
         log.warning("%s", sentence)
     return end.code

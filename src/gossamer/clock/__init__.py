@@ -7,6 +7,8 @@ Three loops share one agenda and `gossamer.clock.phases.Phases`, and differ in w
 * `PairRun`: pairs of workers meet at random times, with any of `gossamer.asynchronous.PAIRS`.
 * `GossipRun`: workers gossip by a rule of `gossamer.rules` with the latest messages of their peers, without waiting.
 
+What one worker does is apart from that: real processes and replays run the same `ServerWorker`, `PairWorker` and `GossipWorker`.
+
 A run is a pure function of the options and the seed: events at the same time are ordered by kind, then by worker. Messages on
 a link do not share its bandwidth. Virtual time affects the result, because it decides which messages are late, so a run
 belongs to one network and cannot be priced on another.

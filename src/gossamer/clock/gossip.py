@@ -11,15 +11,14 @@ from torch import Tensor
 from gossamer.clock.agenda import DECISION, Agenda, AgendaState
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
+from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
 from gossamer.clock.saved import plain, rebuilt, within
 from gossamer.codecs import exact
 from gossamer.network.links import Network
-from gossamer.rounds.exchange import initial_state, own_message
 from gossamer.rounds.facts import Facts
-from gossamer.rounds.kernel import Decoded, outer_update
 from gossamer.rounds.pairing import check
-from gossamer.rules import Context, Rule
+from gossamer.rules import Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
 from gossamer.tree import Tree, leaves, must_fit, refill
@@ -79,11 +78,9 @@ class GossipRun:
         self._options, self._agenda, self._durations = options, Agenda(self._perform), Durations(network, len(learners))
         self._phases = Phases(self._agenda, self._durations, learners, options, self._publish, self._change)
         first = topology.mixing(0)
-        self._states = [
-            initial_state(rule, first, learner.x, self._context(i, 0, first)) for i, learner in enumerate(learners)
-        ]
-        self._bytes = options.transmit(self._send(0, 0, first), learners[0].layout, 0, 0)[1]
-        self._published = [[(-math.inf, self._send(i, 0, first))] for i in range(len(learners))]
+        self._workers = [GossipWorker(i, rule, learner, first) for i, learner in enumerate(learners)]
+        self._bytes = options.transmit(self._workers[0].message(0, first), learners[0].layout, 0, 0)[1]
+        self._published = [[(-math.inf, worker.message(0, first))] for worker in self._workers]
         pairs = itertools.permutations(range(len(learners)), 2)
         self._slowest_s = max((self._durations.transfer_s(j, i, self._bytes) for j, i in pairs), default=0.0)
         for i in range(len(learners)):
@@ -100,7 +97,7 @@ class GossipRun:
 
     def states(self) -> list[Tree]:
         """The rule's state of each worker."""
-        return list(self._states)
+        return [worker.s for worker in self._workers]
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
@@ -113,7 +110,7 @@ class GossipRun:
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint for this loop; the learners have parts of their own."""
         published = [[(time_s, leaves(message)) for time_s, message in own] for own in self._published]
-        states = [leaves(s) for s in self._states]
+        states = [leaves(worker.s) for worker in self._workers]
         return plain(_GossipState(self._agenda.state(), self._phases.state(), states, published))
 
     def restore(self, state: Any) -> None:
@@ -121,12 +118,12 @@ class GossipRun:
         saved, n = rebuilt(_GossipState, state), len(self.learners)
         if (len(saved.states), len(saved.published)) != (n, n) or not all(saved.published):
             raise ValueError(f"{len(saved.states)} states and {len(saved.published)} messages for {n} workers")
-        for i in range(n):
-            (_, like), mine = self._published[i][0], self._states[i]
-            must_fit(saved.states[i], leaves(mine))
+        for i, worker in enumerate(self._workers):
+            _, like = self._published[i][0]
+            must_fit(saved.states[i], leaves(worker.s))
             for _, message in saved.published[i]:
                 must_fit(message, leaves(like))
-            self._states[i] = refill(mine, saved.states[i])
+            worker.s = refill(worker.s, saved.states[i])
             self._published[i] = [(time_s, refill(like, message)) for time_s, message in saved.published[i]]
         self._phases.restore(saved.phases)
         events = self._agenda.restore(saved.agenda, (PhaseEnd, Absence, _Mix))
@@ -137,18 +134,11 @@ class GossipRun:
     def _perform(self, event: PhaseEnd | Absence | _Mix) -> list[Record]:
         return self._mix(*event) if isinstance(event, _Mix) else self._phases.perform(event)
 
-    def _context(self, i: int, number: int, mixing: Mixing) -> Context:
-        learner = self.learners[i]
-        return Context(i, mixing.n, number, learner.local_steps, mixing.weight(i), learner.layout)
-
-    def _send(self, i: int, number: int, mixing: Mixing) -> Tree:
-        return own_message(self.rule, self.learners[i].x, self._states[i], self._context(i, number, mixing))
-
     def _publish(self, i: int, number: int, start_s: float) -> list[Record]:
         report = self.learners[i].local_phase(number)
         present = [j for j, present in enumerate(self._phases.present) if present]
         mixing = self.topology.mixing(number, frozenset(present))
-        sent, own = self._send(i, number, mixing), self._published[i]
+        sent, own = self._workers[i].message(number, mixing), self._published[i]
         message, _ = self._options.transmit(sent, self.learners[i].layout, i, number)
         own.append((self.time_s, message))
         oldest_of_use = bisect_right(own, self.time_s - self._slowest_s, key=lambda version: version[0]) - 1
@@ -158,17 +148,15 @@ class GossipRun:
 
     def _mix(self, i: int, number: int, present: Sequence[int]) -> list[Record]:
         mixing, sent = self.topology.mixing(number, frozenset(present)), self._published[i][-1][1]
-        received, records = [], list[Record]()
+        received, records = dict[int, Tree](), list[Record]()
         for j in mixing.hears_from(i):
             left_s = self.time_s - self._durations.transfer_s(j, i, self._bytes)
             newest = bisect_right(self._published[j], left_s, key=lambda version: version[0]) - 1
             published_s, message = self._published[j][newest]
-            received.append(message)
+            received[j] = message
             if published_s > -math.inf:
                 records.append(Transfer("fetch", left_s, self.time_s, j, i, 0, self._bytes))
-        x, s = self.learners[i].x, self._states[i]
-        messages = Decoded(sent, tuple(received), i, mixing.rows[i])
-        outer_update(self.rule, self.rule.hear, x, s, messages, self._context(i, number, mixing))
+        self._workers[i].mix(number, sent, received, mixing)
         self._phases.begin(i)
         return records
 

@@ -13,6 +13,7 @@ from gossamer.asynchronous import PairRule, Rates, conditions
 from gossamer.clock.agenda import DECISION, REPLY, Agenda, AgendaState
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Phase, Record, Transfer
+from gossamer.clock.pair_worker import PairWorker
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
 from gossamer.clock.saved import plain, rebuilt, tensors_of, within
 from gossamer.errors import ConfigError
@@ -25,11 +26,9 @@ __all__ = ["PairRun"]
 
 @dataclass
 class _Peer:
-    """The state of a worker that meets others; x and s are at time_s."""
+    """A worker at time_s."""
 
-    x: Tensor
-    s: Tree
-    start: Tensor  # of the local phase it is in
+    worker: PairWorker
     time_s: float = 0.0
     meets: int | None = None  # the number of the meeting it is in
 
@@ -114,8 +113,7 @@ class PairRun:
         self._rng = numpy_rng(options.seed, "meetings")
         self._meetings = 0
         self._meeting_planned = False
-        starts = [learner.x.clone() for learner in learners]
-        self._peers = [_Peer(x, rule.init(x), x) for x in starts]
+        self._peers = [_Peer(PairWorker(rule, learner)) for learner in learners]
         for i in range(len(learners)):
             self._begin_phase(i)
         self._plan_meeting()
@@ -127,11 +125,15 @@ class PairRun:
 
     def models(self) -> list[Tensor]:
         """The parameters `[P]` of each worker, all at the present virtual time."""
-        return [self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)[0] for peer in self._peers]
+        return [x for x, _ in self._advanced()]
 
     def states(self) -> list[Tree]:
         """The rule's state of each worker, all at the present virtual time."""
-        return [self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)[1] for peer in self._peers]
+        return [s for _, s in self._advanced()]
+
+    def _advanced(self) -> list[tuple[Tensor, Tree]]:
+        now_s = self.time_s
+        return [self.rule.advance(peer.worker.x, peer.worker.s, now_s - peer.time_s) for peer in self._peers]
 
     def run(self, until_s: float = math.inf) -> Iterator[Record]:
         """Yields the events up to a virtual time as they happen; may be stopped anywhere and called again."""
@@ -143,7 +145,10 @@ class PairRun:
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint for this loop; the learners have parts of their own."""
-        peers = [_PeerState(peer.x, leaves(peer.s), peer.start, peer.time_s, peer.meets) for peer in self._peers]
+        peers = [
+            _PeerState(peer.worker.x, leaves(peer.worker.s), peer.worker.start, peer.time_s, peer.meets)
+            for peer in self._peers
+        ]
         agenda, phases, rng = self._agenda.state(), self._phases.state(), dict(self._rng.bit_generator.state)
         return plain(_PairState(agenda, phases, peers, rng, self._meetings, self._meeting_planned))
 
@@ -151,16 +156,19 @@ class PairRun:
         """Continues from a state. Raises ValueError, TypeError or KeyError when it does not fit."""
         saved, n = rebuilt(_PairState, state), len(self.learners)
         for mine, theirs in zip(self._peers, saved.peers, strict=True):
-            must_fit([theirs.x, theirs.start, *theirs.s], [mine.x, mine.start, *leaves(mine.s)])
-        peers = zip(self._peers, saved.peers, strict=True)
-        self._peers = [_Peer(x, refill(mine.s, s), start, at_s, meets) for mine, (x, s, start, at_s, meets) in peers]
+            worker = mine.worker
+            must_fit([theirs.x, theirs.start, *theirs.s], [worker.x, worker.start, *leaves(worker.s)])
+        for mine, (x, s, start, at_s, meets) in zip(self._peers, saved.peers, strict=True):
+            worker = mine.worker
+            worker.x, worker.s, worker.start = x, refill(worker.s, s), start
+            mine.time_s, mine.meets = at_s, meets
         self._rng.bit_generator.state = saved.rng
         self._meetings, self._meeting_planned = saved.meetings, saved.planned
         self._phases.restore(saved.phases)
         events = self._agenda.restore(saved.agenda, (PhaseEnd, Absence, _Begin, _Meet))
         within(events, worker=n, other=n)
         for tensor in tensors_of(events):
-            must_fit([tensor], [self._peers[0].x])
+            must_fit([tensor], [self._peers[0].worker.x])
 
     def _perform(self, event: PhaseEnd | Absence | _Begin | _Meet) -> list[Record]:
         match event:
@@ -171,23 +179,21 @@ class PairRun:
             case _:
                 return self._phases.perform(event)
 
-    def _now(self, i: int) -> _Peer:
-        """The peer, advanced to the present virtual time."""
+    def _now(self, i: int) -> PairWorker:
+        """The worker, advanced to the present virtual time."""
         peer = self._peers[i]
-        peer.x, peer.s = self.rule.advance(peer.x, peer.s, self.time_s - peer.time_s)
+        peer.worker.advance(self.time_s - peer.time_s)
         peer.time_s = self.time_s
-        return peer
+        return peer.worker
 
     def _begin_phase(self, i: int) -> None:
-        peer = self._now(i)
-        peer.start = peer.x
-        self.learners[i].x.copy_(peer.start)
+        self._now(i).begin()
         self._phases.begin(i)
 
     def _end_phase(self, i: int, number: int, start_s: float) -> list[Record]:
-        learner, peer = self.learners[i], self._now(i)
-        report = learner.local_phase(number)
-        peer.x, peer.s = self.rule.learn(peer.x, peer.s, learner.x - peer.start)
+        worker = self._now(i)
+        report = self.learners[i].local_phase(number)
+        worker.learn()
         self._begin_phase(i)
         return [Phase(start_s, self.time_s, i, number, report)]
 
@@ -206,9 +212,8 @@ class PairRun:
             number, self._meetings = self._meetings, self._meetings + 1
             sent, size = list[Tensor](), 0
             for k in (i, j):
-                peer = self._now(k)
-                peer.meets = number
-                told, layout = self.rule.tell(peer.x, peer.s), self.learners[k].layout
+                told, layout = self._now(k).tell(), self.learners[k].layout
+                self._peers[k].meets = number
                 message, size = self._options.transmit(told, layout, k, number)
                 sent.append(message)
             takes_s = max(self._durations.transfer_s(i, j, size), self._durations.transfer_s(j, i, size))
@@ -222,16 +227,16 @@ class PairRun:
         if any(self._peers[k].meets != number for k in (i, j)):
             return []
         for k, own, other in ((i, sent[0], sent[1]), (j, sent[1], sent[0])):
-            peer = self._now(k)
-            peer.x, peer.s = self.rule.meet(peer.x, peer.s, own, other)
-            peer.meets = None
+            self._now(k).meet(own, other)
+            self._peers[k].meets = None
         return [
             Transfer("meet", start_s, self.time_s, i, j, 0, size),
             Transfer("meet", start_s, self.time_s, j, i, 0, size),
         ]
 
     def _change(self, absence: Absence) -> list[Record]:
-        peer = self._now(absence.worker)
+        self._now(absence.worker)
+        peer = self._peers[absence.worker]
         if absence.change == "return":
             self._begin_phase(absence.worker)
             if not self._meeting_planned:

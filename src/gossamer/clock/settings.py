@@ -36,7 +36,7 @@ class EventsConfig:
     """Settings of a run with a server, with pairs, or with run.wait = false; synchronous runs do not read them."""
 
     network: str | None = None
-    """The name of the network whose times decide which messages are late; optional where there is only one."""
+    """The name of the network whose times decide in a simulation which messages are late; optional where there is only one."""
     dylu: bool = False
     """Whether slower workers take fewer inner steps a phase, so that all phases take about as long; the fastest worker takes
     run.local_steps."""

@@ -1,7 +1,7 @@
-"""How a run is doing: what its folder tells, and what those workers of an elastic run say that answer.
+"""How a run is doing: what its folder tells, and what those workers say that answer.
 
-The files tell what each worker has done, and not whether it is still there. A worker of an elastic run that listens is asked for
-its view of all others; views are merged as the workers themselves merge them. Needs no torch.
+The files tell what each worker has done, and not whether it is still there. A worker that listens (of an elastic run, or of one
+that waits for nobody) is asked for its view of all others; views are merged as the workers themselves merge them. Needs no torch.
 """
 
 import time
@@ -18,7 +18,8 @@ from gossamer.fields import AtLeastOne
 from gossamer.record.addresses import Address, read_addresses
 from gossamer.record.files import worker_suffix
 from gossamer.record.folder import read_metrics, run_file
-from gossamer.record.outcomes import Life, read_outcomes
+from gossamer.record.order import Finished, read_order
+from gossamer.record.outcomes import Begun, Ended, Life, read_outcomes
 from gossamer.record.seconds import RoundSeconds, read_seconds
 from gossamer.schema import RECORD, Records, parse_toml
 from gossamer.transport.members import SlotEntry, Standing, merged
@@ -78,7 +79,7 @@ class RunStatus(NamedTuple):
     folder: Path
     name: str
     kind: str
-    """elastic, server, pair, rounds or simulation."""
+    """elastic, server, pair, no waiting, rounds or simulation."""
     rounds: int
     """Of the whole run."""
     round: int
@@ -141,6 +142,8 @@ class _Records(NamedTuple):
     folder: Path
     rounds: int
     elastic: bool
+    """Whether its workers answer."""
+    in_rounds: bool
     lives: dict[int, list[Life]]
     trained: dict[int, list[dict[str, Any]]]
     """Lines of metrics, by worker."""
@@ -182,9 +185,12 @@ def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
     for line in metrics:
         if line["kind"] == "train" and isinstance(line.get("worker"), int):
             trained.setdefault(line["worker"], []).append(line)
-    elastic = kind == "elastic"
+    elastic, in_rounds = kind in ("elastic", "pair", "no waiting"), kind not in ("pair", "no waiting")
     addresses = {one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if elastic else {}
-    records = _Records(folder, rounds, elastic, read_outcomes(folder), trained, _last_seconds(folder), addresses)
+    records = _Records(
+        folder, rounds, elastic, in_rounds, read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds), trained,
+        _last_seconds(folder), addresses,
+    )  # fmt: skip
     answers = _asked(folder, addresses.values(), n)
     entries = answers.entries
     now_s = time.time() if now_s is None else now_s
@@ -197,7 +203,7 @@ def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _
     lives, trained = records.lives.get(slot, []), records.trained.get(slot, [])
     own = records.addresses.get(slot)
     address = entry.address if entry is not None else own.address if own is not None else ""
-    done = _rounds_behind(lives, trained, entry)
+    done = _rounds_behind(lives, trained, entry if records.in_rounds else None)
     seen = Sighting(
         entry, lives[-1] if lives else None, slot in answers.views, address in answers.refused, done >= records.rounds,
         records.elastic, bool(lives or trained),
@@ -215,7 +221,20 @@ def _kind(document: Mapping[str, Any], folder: Path) -> str:
         return "simulation"
     if document["run"].get("elastic"):
         return "elastic"
-    return next((kind for kind in ("server", "pair") if kind in document), "rounds")
+    return next((kind for kind in ("server", "pair") if kind in document), _waiting(document))
+
+
+def _waiting(document: Mapping[str, Any]) -> str:
+    return "rounds" if document["run"].get("wait", True) else "no waiting"
+
+
+def _lives_in_order(folder: Path, rounds: int) -> dict[int, list[Life]]:
+    """The lives of workers that wait for nobody, as far as the order of their events tells."""
+    ends = {slot: events[-1] if events else None for slot, events in read_order(folder).items()}
+    return {
+        slot: [Life(Begun(0, 0, slot, 0, 0), (), Ended(rounds, end.why) if isinstance(end, Finished) else None)]
+        for slot, end in ends.items()
+    }
 
 
 def _asked(folder: Path, addresses: Collection[Address], slots: int) -> _Answers:
@@ -245,6 +264,7 @@ def _asked(folder: Path, addresses: Collection[Address], slots: int) -> _Answers
 
 def _rounds_behind(lives: Sequence[Life], trained: Sequence[Mapping[str, Any]], entry: SlotEntry | None) -> int:
     recorded = [life.rounds[-1].round + 1 for life in lives[-1:] if life.rounds]
+    recorded += [life.ended.round for life in lives[-1:] if life.ended is not None and life.ended.why == "finished"]
     said = [] if entry is None or entry.standing == Standing.JOINING else [entry.round]
     return max([0, *recorded, *said, *(line["round"] + 1 for line in trained[-1:])])
 
@@ -265,7 +285,7 @@ def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> 
     if slot in views:
         return 0.0
     ages = [view.silent_s[slot] for view in views.values() if slot in view.silent_s]
-    own = [folder / f"{kind}{worker_suffix(slot)}.jsonl" for kind in ("outcomes", "metrics", "seconds")]
+    own = [folder / f"{kind}{worker_suffix(slot)}.jsonl" for kind in ("outcomes", "order", "metrics", "seconds")]
     files = [path for path in own if path.exists()] or [path for path in [folder / "metrics.jsonl"] if path.exists()]
     ages += [max(0.0, now_s - path.stat().st_mtime) for path in files]
     return min(ages, default=None)

@@ -16,8 +16,8 @@ ELASTIC = (
         "elastic and asynchronous",
         lambda f: f.elastic and f.asynchronous,
         lambda f: (
-            f"run.elastic is true and {f.who} runs asynchronously ({f.kind}); remove run.elastic: the workers of a server come "
-            "and go without it"
+            f"run.elastic is true and {f.who} runs asynchronously ({f.kind}); remove run.elastic: nobody waits there for "
+            "a worker that is gone"
         ),
     ),
     Pairing(

@@ -419,14 +419,6 @@ _ASYNCHRONOUS = (
         ),
     ),
     Pairing(
-        "real processes without rounds or server",
-        lambda f: f.driver == "train" and f.kind in ("pair", "no waiting"),
-        lambda f: (
-            f"gossamer train got {f.who if f.kind == 'pair' else 'run.wait = false'}, which real processes do not support; use "
-            "gossamer simulate"
-        ),
-    ),
-    Pairing(
         "real processes and regions",
         lambda f: f.driver == "train" and f.regions,
         lambda f: (
@@ -436,11 +428,11 @@ _ASYNCHRONOUS = (
     ),
     Pairing(
         "real processes and virtual time",
-        lambda f: f.driver == "train" and f.kind == "server" and (f.overlap or f.absences > 0),
+        lambda f: f.driver == "train" and f.asynchronous and (f.overlap or f.absences > 0),
         lambda f: (
             f"gossamer train got {'events.overlap = true' if f.overlap else f'{f.absences} events.absences'}, which exist in "
-            "simulations only: a real worker waits for its reply, and leaves when it is stopped; remove it, or use gossamer "
-            "simulate"
+            "simulations only: a real worker waits for the reply of its server, and leaves when it is stopped; remove it, or use "
+            "gossamer simulate"
         ),
     ),
 )

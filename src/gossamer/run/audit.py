@@ -126,7 +126,10 @@ def _repeatable(config: RunConfig, folder: Path) -> RunConfig:
             f"gossamer simulate RUN.toml --replay {folder} computes a real one again from its record",
         )
     if config.event_driven:
-        raise refuse(f"it is asynchronous ({config.kind}) and records no hashes", "simulate it again and compare")
+        raise refuse(
+            f"it is asynchronous ({config.kind}) and records no hashes",
+            f"simulate it again and compare, a real one with --replay {folder}",
+        )
     if config.run.adapt:
         raise refuse("run.adapt chose its local steps by seconds, which are not repeated", "set run.adapt = false")
     if real and config.run.reduction == "all_reduce":

@@ -41,8 +41,8 @@ class LoopSettings:
     steps: Annotated[AtLeastOne, Changeable()] = 300
     """Inner steps of a worker that takes the full number per round."""
     wait: bool = True
-    """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last, over the
-    virtual time of `events.network`."""
+    """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last. A
+    simulation takes the virtual time of `events.network`."""
     local_steps: AtLeastOne | Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] = 15
     """Inner steps between two exchanges (H); one number for all, or one per worker."""
     adapt: bool | str = False

@@ -44,7 +44,7 @@ from gossamer.transport.launch import device_of
 from gossamer.transport.members import Standing
 from gossamer.transport.newcomer import Applicant, Handover, ask, host
 
-__all__ = ["KEPT", "train_elastic"]
+__all__ = ["KEPT", "leaving", "train_elastic"]
 
 log = logging.getLogger("gossamer")
 
@@ -77,12 +77,12 @@ def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, r
         if seat.members.me == 0:
             say(checkpoint.ended(folder, config.rounds))
         return
-    with _leaving() as asked:
+    with leaving() as asked:
         _Participant(config, folder, m, task, seat, asked).train()
 
 
 @contextmanager
-def _leaving() -> Iterator[threading.Event]:
+def leaving() -> Iterator[threading.Event]:
     """An event that SIGTERM sets, as long as this lasts."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():

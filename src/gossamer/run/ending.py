@@ -1,11 +1,12 @@
-"""How an elastic run has ended whose workers a launcher has started: its exit code, and who was lost on the way."""
+"""How an elastic run has ended whose workers a launcher has started, or one that waits for nobody: exit code, and who died."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from gossamer.record.order import Finished, OrderEvent, phases_in
 from gossamer.record.outcomes import Life
 
-__all__ = ["Ending", "ending", "rounds_behind"]
+__all__ = ["Ending", "ending", "ending_of_order", "rounds_behind"]
 
 
 class Ending(NamedTuple):
@@ -49,3 +50,24 @@ def ending(
         return Ending(0, said)
     failed = [code for code in codes.values() if code]
     return Ending(failed[-1] if failed else 2, [*said, f"no worker has reached round {rounds}"])
+
+
+def ending_of_order(codes: Mapping[int, int], order: Mapping[int, list[OrderEvent]]) -> Ending:
+    """How a run has ended that waits for nobody.
+
+    Args:
+        codes: as of `ending`.
+        order: of the events of each worker.
+
+    >>> ending_of_order({1: 137, 0: 0}, {0: [Finished("finished", 20, 0.0, 9.5)], 1: []})
+    Ending(code=0, sentences=['worker 1 ended with code 137 after 0 local phases'])
+    """
+    phases = {i: phases_in(order.get(i, [])) for i in codes}
+    said = [f"worker {i} ended with code {code} after {phases[i]} local phases" for i, code in codes.items() if code]
+    ends = {i: order[i][-1] for i, code in codes.items() if not code and order.get(i)}
+    whys = {i: end.why for i, end in ends.items() if isinstance(end, Finished)}
+    said += [f"worker {i} has left after {phases[i]} local phases" for i, why in whys.items() if why == "left"]
+    if "finished" in whys.values():
+        return Ending(0, said)
+    failed = [code for code in codes.values() if code]
+    return Ending(failed[-1] if failed else 2, [*said, "no worker has reached the end of the run"])

@@ -264,7 +264,9 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> Eva
     """
     config = parse(load_run(folder))
     key = lineage(config, folder)
-    finished, owners = (_most if config.run.elastic else _whole)(config, folder, key, round)
+    finished, owners = (
+        _whole if config.kind == "server" or not (config.run.elastic or config.event_driven) else _most
+    )(config, folder, key, round)
     states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in owners]
     vectors = [state["x"] for state in states]
     buffers = [state.get("buffers", ()) for state in states]

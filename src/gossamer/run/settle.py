@@ -63,10 +63,11 @@ class InPairs(NamedTuple):
     rule: PairRule
     topology: Topology
     rates: Rates
-    """Meetings per second of each pair."""
+    """Meetings of each pair per second; on real processes per mean local phase, whose seconds they measure."""
     codec: Codec
-    network: Network
-    network_name: str
+    network: Network | None
+    """As in `WithServer`."""
+    network_name: str | None
     absences: tuple[Absence, ...]
     warnings: tuple[str, ...]
     """What will probably go wrong."""
@@ -78,8 +79,9 @@ class WithoutWaiting(NamedTuple):
     config: RunConfig
     """As in `WithServer`."""
     method: Method
-    network: Network
-    network_name: str
+    network: Network | None
+    """As in `WithServer`."""
+    network_name: str | None
     absences: tuple[Absence, ...]
     warnings: tuple[str, ...]
     """What will probably go wrong."""
@@ -109,9 +111,9 @@ def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Set
     if config.server is not None:
         rule = make(parts, "server", config)
         return WithServer(config, rule, facts.codec, network, name, absences)
-    assert network is not None and name is not None  # only a server runs on real processes
+    assert real or (network is not None and name is not None)
     if facts.pair is not None:
-        rates = _rates(config, facts.topology, network)
+        rates = _rates(config, facts.topology, None if real else network)
         return InPairs(
             config, facts.pair, facts.topology, rates, facts.codec, network, name, absences, warnings_of(facts)
         )
@@ -205,10 +207,12 @@ def _absences(config: RunConfig) -> tuple[Absence, ...]:
     return tuple(ordered(absences, config.workers))
 
 
-def _rates(config: RunConfig, topology: Topology, network: Network) -> Rates:
-    """Meetings per second of each pair. Raises ConfigError for a disconnected graph."""
-    step_s = Durations(network, config.workers).step_s
-    phase_s = math.fsum(s * config.local_steps_of(i) for i, s in enumerate(step_s)) / config.workers
+def _rates(config: RunConfig, topology: Topology, network: Network | None) -> Rates:
+    """Meetings of each pair per second, without a network per mean local phase. Raises ConfigError for a disconnected graph."""
+    phase_s = 1.0
+    if network is not None:
+        step_s = Durations(network, config.workers).step_s
+        phase_s = math.fsum(s * config.local_steps_of(i) for i, s in enumerate(step_s)) / config.workers
     rates = meeting_rates(topology.mixing(0), (config.events.meetings or 1.0) / phase_s)
     conditions(config.workers, rates)
     return rates

@@ -326,6 +326,11 @@ class ElasticCore:
             if ask:
                 self._send(entry.slot, LetterKind.PING)
 
+    def announce(self) -> None:
+        """Tells everybody that this worker knows to live which round it is in."""
+        for entry in self.members.of_standing(Standing.ALIVE):
+            self._send(entry.slot, LetterKind.PONG)
+
     def tell(self, peer: int) -> None:
         """Sends this worker's view to one peer, unless the peer has it."""
         if self._told.get(peer) != self.members.version:

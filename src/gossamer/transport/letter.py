@@ -52,6 +52,18 @@ class LetterKind(IntEnum):
     """How far its sender is with the mean of its round, see `gossamer.transport.closing`."""
     NAME = 10
     CLOSED = 11
+    FETCH = 12
+    """Asks for the newest message of the other end, see `gossamer.transport.fetches`."""
+    MESSAGE = 13
+    """Its body is a message, the answer to a fetch or one end of a meeting."""
+    INVITE = 14
+    """Asks the other end to meet, see `gossamer.transport.meetings`."""
+    ACCEPT = 15
+    AGREE = 16
+    REFUSE = 17
+    """The sender has no message, or does not meet."""
+    DONE = 18
+    """The sender has taken its last step, see `gossamer.transport.calls`."""
 
 
 class Letter(NamedTuple):

@@ -1,0 +1,47 @@
+"""One worker that meets others, without clock or connection: for virtual time, real processes and replays."""
+
+from torch import Tensor
+
+from gossamer.asynchronous import PairRule
+from gossamer.clock.phases import Learner
+from gossamer.tree import Tree
+
+__all__ = ["PairWorker"]
+
+
+class PairWorker:
+    """The parameters x and the state s of one worker as time passes, after a local phase, and when it meets another.
+
+    A local phase works on the learner's `x`, a copy of x as it was at the start of the phase; its drift is added to x when it
+    ends. So training and meetings never wait for each other.
+
+    Args: `learner` starts from its own parameters.
+    """
+
+    def __init__(self, rule: PairRule, learner: Learner) -> None:
+        self.rule, self.learner = rule, learner
+        self.x: Tensor = learner.x.clone()
+        self.s: Tree = rule.init(self.x)
+        self.start = self.x
+        """Where the local phase began that it is in."""
+
+    def advance(self, dt: float) -> None:
+        """Lets time pass; comes before everything else."""
+        self.x, self.s = self.rule.advance(self.x, self.s, dt)
+
+    def begin(self) -> None:
+        """A local phase begins from x as it is now."""
+        self.start = self.x
+        self.learner.x.copy_(self.start)
+
+    def learn(self) -> None:
+        """Adds the drift of the local phase that has ended."""
+        self.x, self.s = self.rule.learn(self.x, self.s, self.learner.x - self.start)
+
+    def tell(self) -> Tensor:
+        """The message to the other end of a meeting."""
+        return self.rule.tell(self.x, self.s)
+
+    def meet(self, told: Tensor, heard: Tensor) -> None:
+        """The meeting itself, with this worker's own message and that of the other end, both decoded."""
+        self.x, self.s = self.rule.meet(self.x, self.s, told, heard)

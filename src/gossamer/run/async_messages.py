@@ -1,0 +1,58 @@
+"""The messages of a real worker that waits for nobody, as its peers decode them and as bytes."""
+
+import torch
+from torch import Tensor
+
+from gossamer import rng
+from gossamer.codecs import Codec, fitted
+from gossamer.codecs.message import decode, encode, payload_like
+from gossamer.errors import TransportError
+from gossamer.finite import must_be_finite
+from gossamer.layout import Layout
+from gossamer.transport import wire
+from gossamer.tree import Tree, leaves, nbytes, refill
+
+__all__ = ["MessageForm"]
+
+
+class MessageForm:
+    """Encodes and decodes messages of one form.
+
+    Args:
+        like: any message.
+        worker: whose messages `pack` packs.
+    """
+
+    def __init__(
+        self, codec: Codec, layout: Layout, like: Tree, *, seed: int, worker: int, device: torch.device
+    ) -> None:
+        self._codec, self._seed, self._worker, self._device = fitted(codec, layout), seed, worker, device
+        self._like = like
+        self._payload = payload_like(self._codec, like)
+        self.bytes = nbytes(self._payload)
+        """Of a payload, as it is counted."""
+        self.wire_bytes = wire.frames_bytes(leaves(self._payload))
+
+    def pack(self, message: Tree, number: int, fragment: int = 0) -> tuple[Tree, Tensor]:
+        """A message as the others decode it, as in `LoopOptions.transmit`, and its bytes. Raises: TrainingError."""
+        name = f"the message of worker {self._worker} in its phase {number}"
+        must_be_finite({name: message})
+        payload = encode(self._codec, message, rng.key(self._seed, self._worker, number, fragment, "codec"))
+        packed = wire.pack_frames(leaves(payload)).cpu()
+        if self._codec.exact:
+            return message, packed
+        decoded = decode(self._codec, payload, message)
+        must_be_finite({f"{name}, decoded,": decoded})
+        return decoded, packed
+
+    def unpack(self, packed: Tensor, sender: int) -> Tree:
+        """The message of another worker. Raises: TrainingError, TransportError."""
+        frames = wire.unpack_frames(packed.to(self._device), leaves(self._payload))
+        try:
+            message = decode(self._codec, refill(self._payload, frames), self._like)
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise TransportError(
+                f"worker {sender} sent what codec '{self._codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
+            ) from None
+        must_be_finite({f"the message of worker {sender}": message})
+        return message

@@ -1,0 +1,81 @@
+"""What workers that wait for nobody ask of each other, without any I/O: a part of each of their transports.
+
+There are no rounds to close here. A worker that has taken its last step stays until everybody else has too, as the others may
+still want its message or meet it.
+"""
+
+from torch import Tensor
+
+from gossamer.transport import Ticket
+from gossamer.transport.elastic_core import Outgoing
+from gossamer.transport.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind
+from gossamer.transport.members import Members, Standing
+
+__all__ = ["Calls"]
+
+
+class Calls:
+    """What `Fetches` and `Meetings` have in common. Whoever calls it then sends what lies in `outbox`.
+
+    Args:
+        members: this worker's view.
+        payload_bytes: of every message.
+    """
+
+    def __init__(self, members: Members, payload_bytes: int) -> None:
+        self.members, self._payload_bytes = members, payload_bytes
+        self.outbox: list[Outgoing] = []
+        self.over = False
+        """Whether this worker has taken its last step."""
+        self.done: set[int] = set()
+        """The others that have said that they have taken theirs."""
+        self.closed = True
+        """Whether this worker is not ready yet or ends, and begins nothing new with others."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody is left who trains, or may come back."""
+        others = self.members.of_standing(Standing.ALIVE, Standing.JOINING)
+        return all(entry.slot in self.done for entry in others)
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Those of whom something must come, so that they are asked whether they live."""
+        left = {entry.slot for entry in self.members.of_standing(Standing.ALIVE)} - self.done if self.over else set()
+        return frozenset(left) | self._asked()
+
+    def accepts(self, letter: Letter, size: int) -> bool:
+        """Whether a body of this size may follow such a header."""
+        return size == self._payload_bytes if letter.kind == LetterKind.MESSAGE else size <= NEWS_BYTES
+
+    def finish(self) -> None:
+        """This worker has taken its last step."""
+        self.over = True
+        self.tick(0.0)
+
+    def heard(self, letter: Letter, now: float) -> None:
+        """Takes a letter in."""
+        if letter.kind == LetterKind.DONE:
+            self.done.add(letter.sender)
+        else:
+            self._called(letter, now)
+
+    def lost(self, peer: int) -> None:
+        """Notes that the connection with a peer is gone."""
+        raise NotImplementedError
+
+    def tick(self, now: float) -> None:
+        """Says again that this worker is over: who has lost a connection meanwhile has not heard it."""
+        if self.over:
+            for entry in self.members.of_standing(Standing.ALIVE):
+                self._send(entry.slot, LetterKind.DONE)
+
+    def _called(self, letter: Letter, now: float) -> None:
+        raise NotImplementedError
+
+    def _asked(self) -> frozenset[int]:
+        raise NotImplementedError
+
+    def _send(self, peer: int, kind: LetterKind, ticket: Ticket = NO_TICKET, body: Tensor | None = None) -> None:
+        letter = Letter(kind, self.members.me, ticket, round=self.members.own.round)
+        self.outbox.append(Outgoing(peer, letter if body is None else letter._replace(body=body)))

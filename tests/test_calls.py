@@ -1,0 +1,281 @@
+"""What workers that wait for nobody ask of each other, without processes: any order of letters, lost links, and the log of it."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gossamer.asynchronous import a2cid2, ad_psgd
+from gossamer.clock.gossip_worker import GossipWorker
+from gossamer.clock.pair_worker import PairWorker
+from gossamer.errors import DataError
+from gossamer.layout import Layout
+from gossamer.record.order import Finished, Learned, Met, Mixed, OrderWriter, Published, Told, read_order
+from gossamer.rules import gasloc
+from gossamer.topologies import random
+from gossamer.transport.fetches import Fetches
+from gossamer.transport.letter import Letter, LetterKind
+from gossamer.transport.meetings import Meetings
+from gossamer.transport.members import Members, SlotEntry, Standing
+
+N, SIZE = 3, 4
+
+
+class Still:
+    """A learner whose local phase is a given drift."""
+
+    local_steps = 1
+    layout = Layout((), SIZE)
+
+    def __init__(self, x):
+        self.x = x
+
+
+def members(me):
+    return Members(N, me, [SlotEntry(i, 0, i, Standing.ALIVE, 0, "127.0.0.1:4000") for i in range(N)])
+
+
+class Mail:
+    """Letters between cores: in order on each link, and otherwise in any."""
+
+    def __init__(self, cores):
+        self.cores, self.queues, self.time_s = cores, {}, 0.0
+
+    def collect(self):
+        for i, core in enumerate(self.cores):
+            for peer, letter in core.outbox:
+                self.queues.setdefault((i, peer), []).append(letter)
+            core.outbox.clear()
+
+    def deliver(self, choice):
+        """The next letter of one of the links that have any; returns whether there was one."""
+        self.collect()
+        links = sorted(link for link, letters in self.queues.items() if letters)
+        if links:
+            source, target = links[choice % len(links)]
+            self.time_s += 0.01
+            self.cores[target].heard(self.queues[source, target].pop(0), self.time_s)
+        self.collect()
+        return bool(links)
+
+    def cut(self, i, j):
+        """The connection of two workers is lost, with what is on it."""
+        self.collect()
+        self.queues[i, j], self.queues[j, i] = [], []
+        self.cores[i].lost(j)
+        self.cores[j].lost(i)
+
+    def deliver_all(self):
+        while self.deliver(0):
+            pass
+
+
+class Fleet:
+    """Workers that meet, each with a log of the meetings that counted at its end."""
+
+    def __init__(self, rule, xs):
+        self.workers = [PairWorker(rule, Still(x)) for x in xs]
+        self.met = [[] for _ in xs]
+        self.told = [None] * len(xs)
+        self.cores = [
+            Meetings(
+                members(i), 4 * SIZE, limit_s=1.0, tell=lambda one, i=i: self._tell(i),
+                meet=lambda one, payload, i=i: self._meet(i, one, payload),
+            )
+            for i in range(len(xs))
+        ]  # fmt: skip
+        self.mail = Mail(self.cores)
+        for core in self.cores:
+            core.closed = False
+
+    def _tell(self, i):
+        self.told[i] = self.workers[i].tell()
+        return self.told[i].clone().view(torch.uint8)
+
+    def _meet(self, i, one, payload):
+        self.met[i].append((one.starter, one.number, one.peer))
+        self.workers[i].meet(self.told[i], payload.view(torch.float32))
+
+    @property
+    def mean(self):
+        return torch.stack([worker.x for worker in self.workers]).double().mean(0)
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("invite"), st.integers(0, N - 1), st.integers(1, N - 1)),
+        st.tuples(st.just("deliver"), st.integers(0, 7), st.just(0)),
+        st.tuples(st.just("learn"), st.integers(0, N - 1), st.just(0)),
+        st.tuples(st.just("cut"), st.integers(0, N - 1), st.integers(1, N - 1)),
+        st.tuples(st.just("late"), st.integers(0, N - 1), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(actions, st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_in_any_order_of_events_a_meeting_counts_at_both_ends_or_one_end_says_that_it_is_unsure(events, faulty):
+    fleet = Fleet(ad_psgd(), [torch.full((SIZE,), float(2**i)) for i in range(N)])
+    drift, mean = torch.zeros(SIZE, dtype=torch.float64), fleet.mean
+    for what, i, k in events:
+        if what == "invite":
+            fleet.cores[i].invite((i + k) % N, fleet.mail.time_s)
+        elif what == "deliver":
+            fleet.mail.deliver(i)
+        elif what == "learn":
+            worker = fleet.workers[i]
+            worker.begin()
+            worker.learner.x += 0.5
+            worker.learn()
+            drift += 0.5 / N
+        elif what == "cut" and faulty:
+            fleet.mail.cut(i, (i + k) % N)
+        elif what == "late" and faulty:
+            fleet.mail.time_s += 2.0
+            fleet.cores[i].tick(fleet.mail.time_s)
+    fleet.mail.deliver_all()
+    ends = [(starter, number, *sorted((i, peer))) for i, met in enumerate(fleet.met) for starter, number, peer in met]
+    alone = [one for one in set(ends) if ends.count(one) == 1]
+    assert max([ends.count(one) for one in ends], default=0) <= 2
+    assert len(alone) <= sum(core.unsure for core in fleet.cores)
+    assert all(core.busy is False for core in fleet.cores) or faulty
+    if not alone:
+        torch.testing.assert_close(fleet.mean, mean + drift)
+    if not faulty:
+        assert not alone and sum(core.missed + core.unsure for core in fleet.cores) == 0
+
+
+def test_two_workers_that_invite_each_other_at_once_meet_once():
+    fleet = Fleet(ad_psgd(), [torch.full((SIZE,), float(i)) for i in range(N)])
+    fleet.cores[0].invite(1, 0.0)
+    fleet.cores[1].invite(0, 0.0)
+    fleet.mail.deliver_all()
+    assert fleet.met == [[(0, 0, 1)], [(0, 0, 0)], []]
+    assert fleet.workers[0].x.tolist() == fleet.workers[1].x.tolist() == [0.5] * SIZE
+
+
+def test_a_worker_in_a_meeting_or_about_to_end_refuses_another():
+    fleet = Fleet(ad_psgd(), [torch.zeros(SIZE)] * N)
+    fleet.cores[0].invite(1, 0.0)
+    fleet.cores[2].invite(0, 0.0)
+    fleet.cores[1].closed = True
+    fleet.mail.deliver(1)  # the second invitation comes first
+    fleet.mail.deliver_all()
+    assert fleet.met == [[]] * N and not any(core.busy for core in fleet.cores)
+
+
+@given(st.lists(st.tuples(st.integers(0, N - 1), st.integers(0, N - 1), st.floats(0, 3)), max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_workers_that_agree_and_do_not_learn_stay_where_they_are_to_the_last_bit(events):
+    x = torch.tensor([0.1, -2.7, 3e-5, 1e4])
+    pairs = [PairWorker(a2cid2(0.3, 0.7), Still(x.clone())) for _ in range(N)]
+    topology = random(N, seed=1)
+    gossips = [GossipWorker(i, gasloc(), Still(x.clone()), topology.mixing(0)) for i in range(N)]
+    published, phases = [{} for _ in range(N)], [0] * N
+    for i, j, dt in events:
+        if i != j:
+            for k in (i, j):
+                pairs[k].advance(dt)
+            told = pairs[i].tell(), pairs[j].tell()
+            pairs[i].meet(told[0], told[1])
+            pairs[j].meet(told[1], told[0])
+        number, mixing = phases[i], topology.mixing(phases[i])
+        phases[i] += 1
+        own = published[i][phases[i]] = gossips[i].message(number, mixing)
+        chosen = {p: published[p][1 + int(dt) % len(published[p])] for p in mixing.hears_from(i) if published[p]}
+        gossips[i].mix(number, own, chosen, mixing)
+    assert all(torch.equal(worker.x, x) for worker in pairs)
+    assert all(torch.equal(worker.learner.x, x) for worker in gossips)
+
+
+def test_a_peer_answers_with_its_newest_message_or_that_it_has_none_and_what_is_lost_or_late_is_not_waited_for():
+    cores = [Fetches(members(i), 2, limit_s=1.0) for i in range(N)]
+    mail, version = Mail(cores), {}
+    cores[0].ask([1, 2], 0.0)
+    mail.deliver_all()
+    assert not cores[0].pending and cores[0].take() == {}
+    for number in (1, 2):
+        cores[1].publish(number, torch.full((2,), number, dtype=torch.uint8))
+    cores[0].ask([1, 2], 5.0)
+    assert cores[0].pending and cores[0].awaited == {1, 2}
+    mail.collect()
+    mail.cut(0, 2)
+    mail.deliver_all()
+    version = {peer: (number, body.tolist()) for peer, (number, body) in cores[0].take().items()}
+    assert version == {1: (2, [2, 2])} and not cores[0].pending
+    cores[0].ask([1], 7.0)
+    cores[0].tick(8.5)
+    assert not cores[0].pending, "the answer takes too long"
+    mail.deliver_all()
+    assert cores[0].take() == {}, "and does not count when it comes"
+    assert not cores[0].accepts(Letter(LetterKind.MESSAGE, 1), 3)
+
+
+def test_who_has_taken_its_last_step_waits_until_all_that_are_alive_have():
+    cores = [Fetches(members(i), 2, limit_s=1.0) for i in range(N)]
+    mail = Mail(cores)
+    cores[0].finish()
+    mail.deliver_all()
+    assert not cores[0].alone and cores[0].awaited == {1, 2} and cores[1].done == {0}
+    cores[1].finish()
+    mail.deliver_all()
+    assert not cores[0].alone
+    cores[0].members.suspect(2)
+    assert cores[0].alone
+
+
+GOSSIP = [Published(0, 0, 0.0, 1.0), Mixed(0, frozenset({0, 2}), ((2, 1),), 1.1), Finished("left", 7, 0.0, 2.0)]
+PAIRS = [
+    Learned(0, 0, 1 / 3, 0.0, 1.0), Told(1, 1, 0, 1e-17, 1.2), Learned(1, 1, 0.1, 1.0, 2.0), Met(1, 1, 0, 0.7, 2.1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("events", [GOSSIP, PAIRS, []])
+def test_the_order_of_events_is_read_as_it_was_written_to_the_last_bit(events, tmp_path):
+    with OrderWriter(tmp_path, 2) as log:
+        for event in events:
+            log.write(event)
+    assert read_order(tmp_path) == {2: events}
+
+
+@pytest.mark.parametrize(
+    ("events", "why"),
+    [
+        ([GOSSIP[1]], "does not follow"),
+        ([GOSSIP[0], GOSSIP[0]], "phase 0 ends after 1"),
+        ([GOSSIP[0], Published(1, 0, 1.0, 2.0)], "the update after the last phase is missing"),
+        ([GOSSIP[0], GOSSIP[1]._replace(heard=((2, 1), (2, 0)))], "does not follow"),
+        ([GOSSIP[2], GOSSIP[0]], "follows the end"),
+        ([PAIRS[0], PAIRS[3]], "told never"),
+        ([PAIRS[1], PAIRS[1]], "told twice"),
+        ([*PAIRS, PAIRS[3]], "told never"),
+        ([PAIRS[0], Published(1, 0, 1.0, 2.0)], "do not go together"),
+    ],
+)
+def test_events_that_cannot_follow_each_other_are_refused(events, why, tmp_path):
+    with OrderWriter(tmp_path, 0) as log:
+        for event in events:
+            log.write(event)
+    with pytest.raises(DataError, match=why):
+        read_order(tmp_path)
+
+
+@given(
+    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), st.lists, max_leaves=4)
+)
+@settings(max_examples=60, deadline=None)
+def test_a_spoilt_line_is_refused_in_a_sentence(tmp_path_factory, value):
+    folder = tmp_path_factory.mktemp("order")
+    for field in ("number", "heard", "alive", "event"):
+        line = {"event": "mix", "number": 0, "alive": None, "heard": [], "time_s": 0.0, field: value}
+        start = '{"event":"publish","number":0,"round":0,"start_s":0,"time_s":1}\n'
+        (folder / "order-000.jsonl").write_text(start + json.dumps(line) + "\n")
+        refusals = []
+        try:
+            read_order(folder)
+        except DataError as error:
+            refusals.append(str(error))
+        assert all("order-000.jsonl:2" in refusal for refusal in refusals)
