@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -69,7 +70,8 @@ def command(
 
         os.environ[SECRET] = read_secret(served.secret)
     code = 0
-    with resume_hint(folder, resumable=config.kind in ("rounds", "server")), output.silenced():
+    hint = resume_hint(folder) if config.kind in ("rounds", "server") else nullcontext()
+    with hint, output.silenced():
         if local is not None:
             sets = [word for one in overrides for word in ("--set", one)]
             words = (

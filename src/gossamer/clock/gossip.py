@@ -20,7 +20,6 @@ from gossamer.rounds.facts import Facts
 from gossamer.rounds.pairing import check
 from gossamer.rules import Rule
 from gossamer.topologies import Topology
-from gossamer.topologies.mixing import Mixing
 from gossamer.tree import Tree, leaves, must_fit, refill
 
 __all__ = ["GossipRun"]

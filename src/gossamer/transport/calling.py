@@ -85,5 +85,5 @@ class CallTransport(ElasticTransport):
 
     def _look_at(self, now: float) -> None:
         self.calls.tick(now)
-        self.core.wait_for(self.calls.awaited, now)
+        self.core.wait_for(self.calls.awaited)
         super()._look_at(now)
