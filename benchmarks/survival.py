@@ -181,13 +181,13 @@ def newest_checkpoint(config: RunConfig, folder: Path) -> int:
     return max((r for r in held[0] if all(r in one for one in held)), default=0)
 
 
-def real_round_s(processes: Sequence[Process]) -> float:
-    """The median time from the start of a round to that of the next."""
+def real_round_s(processes: Sequence[Process]) -> float | None:
+    """The median time from the start of a round to that of the next; None where nobody got so far."""
     spans: list[float] = []
     for one in processes:
         marks = [mark for mark in one.marks if mark.what == "train"]
         spans += [b.time_s - a.time_s for a, b in pairwise(marks) if b.round == a.round + 1]
-    return median(spans) if spans else math.nan
+    return median(spans) if spans else None
 
 
 def main() -> None:

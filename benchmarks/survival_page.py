@@ -1,13 +1,13 @@
 """The page of results and the figure that `survival.py` makes from the lines of its trials and from runs in virtual time."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
-from survival_model import Setting, counted, draw_failures, elastic_run, restarting_run
+from survival_model import Failure, Setting, counted, draw_failures, elastic_run, restarting_run
 
 from gossamer.network.utilisation import plot_curves
 from gossamer.topologies import make_topology
@@ -16,7 +16,7 @@ __all__ = ["Line", "draw", "page"]
 
 Line = Mapping[str, Any]
 
-WORKERS, HORIZON, NOTICED_S = 8, 150, 0.5
+WORKERS, HORIZON, NOTICED_S, TRIES = 8, 150, 0.5, 8
 MTBF = (math.inf, 300.0, 100.0, 30.0, 10.0)
 """Rounds between two failures of a machine."""
 CURVE = (5.0, 7.0, 10.0, 14.0, 20.0, 30.0, 50.0, 100.0, 300.0)
@@ -25,63 +25,67 @@ SYSTEMS = {"elastic": "elastic GASLoC", "restarting": "DiLoCo that restarts"}
 NORMAL_90 = 1.645
 
 
-class Shares(NamedTuple):
-    """Goodput of simulated runs, in shares of the time without failures."""
-
-    elastic: list[float]
-    by_weight: list[float]
-    restarting: list[float]
-    every: int
-    """Rounds between two checkpoints that are best for the restarting one."""
+@cache
+def elastic_shares(mtbf: float, restart: float, draws: int) -> tuple[list[float], list[float]]:
+    """Goodput of simulated elastic runs, counted and by weight; times in rounds."""
+    topology = make_topology("random", WORKERS)
+    found = [
+        counted(*_with(topology, *elastic_run(_setting(restart), failures, topology)))
+        for failures in _drawn(mtbf, draws)
+    ]
+    most = WORKERS * HORIZON
+    return [one.useful / most for one in found], [one.by_weight / most for one in found]
 
 
 @cache
-def simulated(mtbf: float, restart: float, draws: int) -> Shares:
-    """Both systems under the same failures; times in rounds."""
-    setting, topology = Setting(1.0, restart, HORIZON, NOTICED_S / 3), make_topology("random", WORKERS)
-    elastic, by_weight = list[float](), list[float]()
-    restarting: dict[int, list[float]] = {every: [] for every in INTERVALS}
-    for i in range(1 if mtbf == math.inf else draws):
-        failures = draw_failures(WORKERS, mtbf, HORIZON, f"simulated {mtbf:g} {i}")
-        found = counted(*_with(topology, *elastic_run(setting, failures, topology)))
-        elastic.append(found.useful / WORKERS / HORIZON)
-        by_weight.append(found.by_weight / WORKERS / HORIZON)
-        for every, shares in restarting.items():
-            shares.append(restarting_run(setting, failures, every) / HORIZON)
-    best = max(INTERVALS, key=lambda every: fmean(restarting[every]))
-    return Shares(elastic, by_weight, restarting[best], best)
+def restarting_shares(mtbf: float, restart: float, draws: int) -> list[float]:
+    """Goodput of simulated restarting runs under the same failures, with the best of a few intervals between checkpoints."""
+    drawn = _drawn(mtbf, draws)
+    tried = [[restarting_run(_setting(restart), one, every) / HORIZON for one in drawn] for every in INTERVALS]
+    return max(tried, key=fmean)
+
+
+def _setting(restart: float) -> Setting:
+    return Setting(1.0, restart, HORIZON, NOTICED_S / 3)
+
+
+def _drawn(mtbf: float, draws: int) -> list[list[Failure]]:
+    """Failures of so many runs; one run where there are none."""
+    count = 1 if mtbf == math.inf else draws
+    return [draw_failures(WORKERS, mtbf, HORIZON, f"simulated {mtbf:g} {i}") for i in range(count)]
 
 
 def _with(topology: Any, lives: Any, alive: Any) -> tuple[Any, Any, Any]:
     return lives, topology, alive
 
 
-def replayed(line: Line, calm: Line) -> float:
-    """The simulated goodput of a real trial: its failures, its restart time, and the rounds of the calm trial."""
+def replayed(line: Line, round_s: float) -> float:
+    """The simulated goodput of a real trial, from its failures, its restart time and how long its rounds took.
+
+    Who meets whom is drawn several times, as other slots than the real ones are free when a newcomer comes.
+    """
     lasts_s = line["rounds"] * line["round_s"]
-    mtbf = line["mtbf"] or math.inf
-    failures = draw_failures(WORKERS, mtbf * line["round_s"], lasts_s, f"{mtbf:g} {line['seed']}")
-    restart_s = median(line["restarts_s"]) if line["restarts_s"] else 0.0
-    setting = Setting(calm["real_round_s"], restart_s, lasts_s, NOTICED_S)
+    failures = draw_failures(WORKERS, line["mtbf"] * line["round_s"], lasts_s, f"{line['mtbf']:g} {line['seed']}")
+    restart_s = median(line["restarts_s"]) if line["restarts_s"] else lasts_s
+    setting = Setting(round_s, restart_s, lasts_s, NOTICED_S)
+    most = WORKERS * math.floor(lasts_s / round_s)
     if line["system"] == "restarting":
-        useful = WORKERS * restarting_run(setting, failures)
-    else:
-        topology = make_topology("random", WORKERS)
-        useful = counted(*_with(topology, *elastic_run(setting, failures, topology))).useful
-    return useful / calm["useful"]
-
-
-def calm_of(lines: Sequence[Line], line: Line) -> Line | None:
-    """The trial of the same system in which nothing failed."""
-    alike = [one for one in lines if one["mtbf"] is None]
-    same = ("system", "rounds", "round_s")
-    return next((one for one in alike if all(one[key] == line[key] for key in same)), None)
+        return WORKERS * restarting_run(setting, failures) / most
+    graphs = [make_topology("random", WORKERS, seed) for seed in range(TRIES)]
+    return fmean(counted(*_with(graph, *elastic_run(setting, failures, graph))).useful / most for graph in graphs)
 
 
 def compared(lines: Sequence[Line]) -> list[tuple[Line, float, float]]:
-    """Each trial with failures, its real and its simulated goodput."""
-    pairs = [(line, calm_of(lines, line)) for line in lines if line["mtbf"] is not None]
-    return [(line, line["useful"] / calm["useful"], replayed(line, calm)) for line, calm in pairs if calm is not None]
+    """Each trial with failures, its real and its simulated goodput, at the pace that its rounds had."""
+    found: list[tuple[Line, float, float]] = []
+    for line in lines:
+        if line["mtbf"] is None:
+            continue
+        alike = [one["real_round_s"] for one in lines if one["system"] == line["system"] and one["real_round_s"]]
+        round_s = line["real_round_s"] or median(alike)  # none where no round was ever finished
+        most = WORKERS * math.floor(line["rounds"] * line["round_s"] / round_s)
+        found.append((line, line["useful"] / most, replayed(line, round_s)))
+    return found
 
 
 def restart_rounds(lines: Sequence[Line]) -> float:
@@ -93,23 +97,23 @@ def restart_rounds(lines: Sequence[Line]) -> float:
 def falls_to(share: float, restart: float, draws: int) -> tuple[float, float]:
     """At which mean time between failures the restarting one has this goodput, and that of the elastic one there."""
     low, high = 1.0, 1000.0
-    for _ in range(7):
+    for _ in range(12):
         middle = math.sqrt(low * high)
-        low, high = (low, middle) if fmean(simulated(middle, restart, draws).restarting) > share else (middle, high)
+        low, high = (low, middle) if fmean(restarting_shares(middle, restart, draws)) > share else (middle, high)
     middle = math.sqrt(low * high)
-    return middle, fmean(simulated(middle, restart, draws).elastic)
+    return middle, fmean(elastic_shares(middle, restart, draws)[0])
 
 
 def draw(lines: Sequence[Line], file: Path, *, draws: int) -> None:
     """The figure: simulated curves, and the real trials as dots."""
     restart = restart_rounds(lines)
-    read: dict[str, Callable[[Shares], list[float]]] = {
-        "elastic": lambda s: s.elastic,
-        "restarting": lambda s: s.restarting,
-    }
+    points = [
+        (fmean(elastic_shares(mtbf, restart, draws)[0]), fmean(restarting_shares(mtbf, restart, draws)))
+        for mtbf in CURVE
+    ]
     curves = {
-        name: [(mtbf, fmean(read[system](simulated(mtbf, restart, draws)))) for mtbf in CURVE]
-        for system, name in SYSTEMS.items()
+        name: [(mtbf, both[k]) for mtbf, both in zip(CURVE, points, strict=True)]
+        for k, name in enumerate(SYSTEMS.values())
     }
     marks = {
         name: [(line["mtbf"], real) for line, real, _ in compared(lines) if line["system"] == system]
@@ -174,10 +178,10 @@ restart and about one round: the half that it did not finish, and the half until
 
 {_others(restarts, times)}
 
-With T the restart, F the time between two failures of a machine and n machines, the restarting run has at most e^(-nT/F), as
-nobody may fail in a restart, and an elastic one e^(-T/F). Where the first is 30 %, the second is at most
-0.3^(1/{WORKERS}) = {100 * 0.3 ** (1 / WORKERS):.0f} %, however good it is, as long as checkpoints are free; with 16 machines it
-is {100 * 0.3 ** (1 / 16):.0f} %.
+With T the restart, F the time between two failures of a machine and n machines, a restarting run trains for e^(-nT/F) of the time,
+and an elastic machine for e^(-T/F). So where restarts are all that costs, the elastic run has 0.3^(1/{WORKERS}) =
+{100 * 0.3 ** (1 / WORKERS):.0f} % when the restarting one has 30 %; with 16 machines it has {100 * 0.3 ** (1 / 16):.0f} %. A round is
+lost besides, and checkpoints that cost time would make the restarting run fall at lower rates.
 """
 
 
@@ -187,8 +191,8 @@ def _curve(restart: float, draws: int) -> str:
         "|---:|---:|---:|---:|",
     ]  # fmt: skip
     for mtbf in MTBF:
-        found = simulated(mtbf, restart, draws)
-        cells = [_percent(values) for values in (found.elastic, found.by_weight, found.restarting)]
+        both = (*elastic_shares(mtbf, restart, draws), restarting_shares(mtbf, restart, draws))
+        cells = [_percent(values) for values in both]
         rows.append(f"| {'∞' if mtbf == math.inf else f'{mtbf:g}'} | {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -193,7 +193,7 @@ def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is
     x = torch.zeros(5)
     pack = frozen({"x": x})
     kept = newcomer.Handover(3, lambda: packed.append(pack()) or packed[-1])
-    x += 1  # the worker trains on
+    x.fill_(1.0)  # the worker trains on
     assert not packed
     entry = SlotEntry(1, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
     own = newcomer.Applicant(5, "127.0.0.1:4002", 1)
