@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -50,13 +49,11 @@ def made(pair: int, workers: int, rounds: int, folder: Path, *, elastic: bool) -
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(tomli_w.dumps(document(workers, rounds, elastic=elastic)))
     words = ["train", str(folder / "run.toml"), "--local", str(workers), "--out", str(folder / "run"), "--quiet"]
-    before_s = children_s()
     subprocess.run([sys.executable, "-m", "gossamer", *words], check=True, stdout=subprocess.DEVNULL)
     rows = [one for one in read_seconds(folder / "run") if 0 < one.round < rounds - 1]
-    cpu_s = children_s() - before_s
     shutil.rmtree(folder)
     return {
-        "pair": pair, "elastic": elastic, "workers": workers, "rounds": rounds, "cpu_s": cpu_s,
+        "pair": pair, "elastic": elastic, "workers": workers, "rounds": rounds,
         "round_s": median(row.total_s for row in rows), **{part: median(seconds(row, part) for row in rows) for part in PARTS},
     }  # fmt: skip
 
@@ -64,12 +61,6 @@ def made(pair: int, workers: int, rounds: int, folder: Path, *, elastic: bool) -
 def seconds(row: RoundSeconds, part: str) -> float:
     """One part of a round."""
     return float(getattr(row, part))
-
-
-def children_s() -> float:
-    """Processor seconds of all processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def interval(values: Sequence[float], confidence: float = 0.9) -> tuple[float, float]:
@@ -88,7 +79,6 @@ def page(lines: Sequence[Line], note: str) -> str:
     ]  # fmt: skip
     ratios = [b["round_s"] / a["round_s"] - 1 for a, b in pairs]
     low, high = interval(ratios)
-    cpu_ms = [1e3 * (b["cpu_s"] - a["cpu_s"]) / (a["workers"] * a["rounds"]) for a, b in pairs]
     rows = [
         f"| {part.removesuffix('_s')} | {1e3 * median(a[part] for a, _ in pairs):.1f} | "
         f"{1e3 * median(b[part] for _, b in pairs):.1f} | {1e3 * median(b[part] - a[part] for a, b in pairs):+.1f} |"
@@ -104,8 +94,7 @@ steps by GASLoC, with and without `run.elastic`, one run after the other in alte
 its rounds, without start-up, the first round and the last.
 {note}
 **With `run.elastic` a round takes {100 * median(ratios):+.1f} % (90 % interval {100 * low:+.1f} to {100 * high:+.1f} %), the
-median of {len(pairs)} pairs.** The processors work {median(cpu_ms):+.0f} ms more for each worker and round, in the median and
-with start-up.
+median of {len(pairs)} pairs.**
 
 | milliseconds of a round | without | with | difference in pairs |
 |---|---:|---:|---:|

@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results" / "churn.md"
 WORKERS, ROUNDS, LOCAL_STEPS, EVERY, SEEDS = 8, 100, 5, 10, 8
 KINDS = {
-    "calm": "nothing happens",
-    "churn": "half of the workers die, and newcomers take the state of a worker that lives",
+    "calm": "nothing happens, and each slot trains in each round on the same text as with deaths",
+    "churn": "half of the workers die, and newcomers take the state that another had at the end of its last round",
+    "fresh": "the same, but newcomers wait for the state of the round that is under way",
     "own": "half of the workers lose a round, and go on with their own state of its start",
     "other": "nothing happens, and all train on other text",
 }
-CONTROLS = ("own", "other")
 T_90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753)
 """The 95th percentile of Student's distribution with 1, 2, 3, ... degrees of freedom."""
 
@@ -44,7 +44,7 @@ def document(method: str, seed: int) -> dict[str, Any]:
     """The run of one seed."""
     return {
         "name": "churn", "method": method, "workers": WORKERS, "seed": seed, "model": {"size": "0.2m"},
-        "data": {"source": "stdlib", "seq_len": 64, "batch_size": 4}, "inner": {"lr": 3e-3},
+        "data": {"source": "stdlib", "seq_len": 64, "batch_size": 4}, "inner": {"lr": 2e-3, "clip": 1.0},
         "run": {
             "steps": ROUNDS * LOCAL_STEPS, "local_steps": LOCAL_STEPS, "elastic": True, "eval_every": 0, "eval_batches": 256,
             "checkpoint_every": 0,
@@ -57,7 +57,8 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
     """The log of outcomes of a run of a kind; returns how often a worker lost its round.
 
     A worker that dies has trained half of its round in vain: its peers keep their weight at home, and its slot's steps are taken
-    again by the newcomer, which begins in the next round with the state of a worker that lives.
+    again by the newcomer, which begins in the next round. In a calm run the slot takes them again too: so both runs of a pair have
+    the same text in each slot and round, as other text alone makes a difference.
     """
     draw = random.Random(f"churn {config.seed}")
     topology = in_rounds(config).method.topology
@@ -68,18 +69,21 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
     for slot, log in enumerate(logs):
         log.begin(Begun(0, 0, slot, steps[slot], 0))
     for round in range(ROUNDS):
-        hit = kind in ("churn", "own") and round % EVERY == EVERY - 1 and round + 1 < ROUNDS
-        dies = frozenset(draw.sample(range(WORKERS), WORKERS // 2) if hit else ())
+        due = kind != "other" and round % EVERY == EVERY - 1 and round + 1 < ROUNDS
+        hit = frozenset(draw.sample(range(WORKERS), WORKERS // 2) if due else ())
+        absent = frozenset[int]() if kind == "calm" else hit
+        lost_rounds += len(absent)
         mixing = topology.mixing(round)
-        for slot in sorted(everyone - dies):
-            steps[slot] += LOCAL_STEPS
-            missed = frozenset(mixing.hears_from(slot)) & dies
-            logs[slot].round(RoundOutcome(round, None, missed, frozenset(), steps[slot]))
-        for slot in sorted(dies):
-            lost_rounds, lives[slot] = lost_rounds + 1, lives[slot] + 1
-            donor, after = draw.choice(sorted(everyone - dies)), round + 1
-            if kind == "own":
-                donor, after = slot, round
+        for slot in sorted(everyone - absent):
+            missed = frozenset(mixing.hears_from(slot)) & absent
+            logs[slot].round(RoundOutcome(round, None, missed, frozenset(), steps[slot] + LOCAL_STEPS))
+            steps[slot] += 0 if slot in hit else LOCAL_STEPS
+        for slot in sorted(hit):
+            lives[slot] += 1
+            donor = draw.choice(sorted(everyone - hit))
+            donor, after = {
+                "calm": (slot, round + 1), "churn": (donor, round), "fresh": (donor, round + 1), "own": (slot, round)
+            }[kind]  # fmt: skip
             logs[slot].begin(Begun(round + 1, after, donor, steps[slot], lives[slot]))
     (folder / "run.toml").write_text(dump(config))
     for log in logs:
@@ -127,8 +131,9 @@ def page(lines: Lines, methods: Sequence[str]) -> str:
 
 {WORKERS} workers of 0.2M parameters train {ROUNDS} rounds of {LOCAL_STEPS} inner steps. Every {EVERY} rounds four of them, drawn
 anew, die in the middle of a round; newcomers fill their slots in the next one, with the parameters, the outer and the inner
-state of a worker that lives. The steps that died are taken again by the newcomer, so a run with deaths trains on fewer steps. The
-loss is that of the mean model at the end (nats), the difference is paired by seed, with its 90 % interval over the seeds.
+state that a worker which lives had at the end of its last round. The steps that died are taken again by the newcomer. Both runs
+of a pair have the same initial parameters, topology and text in each slot and round. The loss is that of the mean model at the
+end (nats), the difference is paired by seed, with its 90 % interval over the seeds.
 
 | method | what happens | lost worker-rounds | calm | loss | difference | deviation of one pair | seeds |
 |---|---|---:|---:|---:|---:|---:|---:|

@@ -178,10 +178,10 @@ restart and about one round: the half that it did not finish, and the half until
 
 {_others(restarts, times)}
 
-With T the restart, F the time between two failures of a machine and n machines, a restarting run trains for e^(-nT/F) of the time,
-and an elastic machine for e^(-T/F). So where restarts are all that costs, the elastic run has 0.3^(1/{WORKERS}) =
-{100 * 0.3 ** (1 / WORKERS):.0f} % when the restarting one has 30 %; with 16 machines it has {100 * 0.3 ** (1 / 16):.0f} %. A round is
-lost besides, and checkpoints that cost time would make the restarting run fall at lower rates.
+With T the restart, F the time between two failures of a machine and n machines, a restarting run trains for e^(-nT/F) of the
+time, and an elastic machine for e^(-T/F). So where restarts are all that costs, the elastic run has 0.3^(1/n) when the
+restarting one has 30 %: {100 * 0.3 ** (1 / WORKERS):.0f} % with {WORKERS} machines, {100 * 0.3 ** (1 / 16):.0f} % with 16.
+About a round is lost besides with each failure. Checkpoints that cost time would make the restarting run fall at lower rates.
 """
 
 
