@@ -57,7 +57,7 @@ def write_log(config: RunConfig, folder: Path, kind: str) -> int:
     """The log of outcomes of a run of a kind; returns how often a worker lost its round.
 
     A worker that dies has trained half of its round in vain: its peers keep their weight at home, and its slot's steps are taken
-    again by the newcomer, which begins in the next round. In a calm run the slot takes them again too: so both runs of a pair have
+    again by the newcomer, which begins in the next round. In a calm run the slot takes them again too: both runs of a pair have
     the same text in each slot and round, as other text alone makes a difference.
     """
     draw = random.Random(f"churn {config.seed}")
