@@ -6,7 +6,7 @@ PROCESSES ?= 3  # two cores have idle time for a third: tests wait for disks, ti
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity bench chaos methods results docs
+.PHONY: help demo test types tests parity bench chaos survival methods results docs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -33,6 +33,11 @@ bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer;
 
 chaos: .venv/.installed  ## kill, stop and cut off workers of elastic runs; an hour or two, partitions need root; writes docs/results/chaos.md
 	$(BIN)/python benchmarks/chaos.py
+
+survival: .venv/.installed  ## goodput under failures, replaced workers, elastic runs in calm; two hours on two idle cores; writes docs/results/survival.md, churn.md and calm.md
+	$(BIN)/python benchmarks/survival.py --seeds 3
+	$(BIN)/python benchmarks/churn.py
+	$(BIN)/python benchmarks/calm.py
 
 methods: .venv/.installed  ## write docs/methods.md from the code
 	$(BIN)/gossamer list --markdown > docs/methods.md

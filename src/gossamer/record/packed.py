@@ -1,6 +1,7 @@
 """The state of a worker as bytes, which another worker may be sent: what a checkpoint holds, without the files."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from safetensors import SafetensorError
@@ -10,7 +11,7 @@ from torch import Tensor
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.record.checkpoint import MAX_MANIFEST_BYTES, check_finite, decoded, encoded
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["frozen", "packed", "unpacked"]
 
 
 def packed(state: Any) -> bytes:
@@ -20,8 +21,33 @@ def packed(state: Any) -> bytes:
     >>> unpacked(packed({"x": torch.ones(2), "step": 7}))
     {'x': tensor([1., 1.]), 'step': 7}
     """
+    return _joined(*_described(state))
+
+
+def frozen(state: Any) -> Callable[[], bytes]:
+    """What gives `packed(state)` of now, however the tensors change meanwhile. Cost: one copy, a third of what packing takes.
+
+    >>> import torch
+    >>> x = torch.ones(2)
+    >>> then = frozen({"x": x})
+    >>> x.zero_()
+    tensor([0., 0.])
+    >>> unpacked(then())
+    {'x': tensor([1., 1.])}
+    """
+    tree, tensors = _described(state)
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return lambda: _joined(tree, copies)
+
+
+def _described(state: Any) -> tuple[bytes, dict[str, Tensor]]:
+    """The JSON of a state, and the tensors that it refers to."""
     tensors: dict[str, Tensor] = {}
     tree = json.dumps(encoded(state, "state", tensors, set()), allow_nan=False).encode()
+    return tree, tensors
+
+
+def _joined(tree: bytes, tensors: dict[str, Tensor]) -> bytes:
     return len(tree).to_bytes(8, "little") + tree + save(tensors)
 
 

@@ -19,7 +19,7 @@ from gossamer.errors import CheckpointError, GossamerError, PeerError, first_lin
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome
-from gossamer.record.packed import packed, unpacked
+from gossamer.record.packed import frozen, unpacked
 from gossamer.record.progress import say
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, dump
@@ -106,7 +106,7 @@ class _Participant:
         device = device_of(config.run.device)
         self._replica = Replica(self.slot, config, task, device)
         self._probe = Probe(config, task, device)
-        self._kept, self._ready = Handover.of(0, b""), threading.Event()
+        self._kept, self._ready = Handover(0, bytes), threading.Event()
         self._closes = m.rule.needs == "everyone"
         # A message has at most four tensors of the size of x; what is larger is no payload.
         limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None
@@ -356,7 +356,7 @@ class _Participant:
     def _keep(self, after: int) -> None:
         """Keeps the present state for newcomers. Cost: one copy of the model, its outer and its inner state."""
         state = {**self._worker.state(), "under_way": [], "line": self._transport.line}
-        self._kept = Handover.of(after, packed(state))
+        self._kept = Handover(after, frozen(state))
 
     def _adopt(self, state: dict[str, Any], begun: Begun) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""

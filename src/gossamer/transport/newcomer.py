@@ -5,14 +5,15 @@
     newcomer -> worker   ASK    whether it wants the state now, or the slot alone
     worker -> newcomer   CHUNK  the state, in parts that each have a checksum
 
-The state is that of the worker at the end of its last round. It is kept as bytes, so that giving it away never stops the
-training.
+The state is that of the worker at the end of its last round. A copy of it is kept, so that giving it away never stops the
+training; it is packed and hashed only when somebody asks.
 """
 
 import hashlib
 import json
 import socket
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
@@ -31,18 +32,26 @@ LIMIT_BYTES = 1 << 38
 _LIMIT = 1 << 62
 
 
-class Handover(NamedTuple):
-    """The state of a worker between two rounds."""
+class Handover:
+    """The state of a worker between two rounds.
 
-    after: int
-    """Rounds of the run that it has behind it."""
-    raw: bytes
-    sha256: str
+    Args:
+        after: rounds of the run that it has behind it.
+        pack: gives the state as bytes; called once, when the first newcomer asks.
+    """
 
-    @classmethod
-    def of(cls, after: int, raw: bytes) -> "Handover":
-        """The state with its hash."""
-        return cls(after, raw, hashlib.sha256(raw).hexdigest())
+    def __init__(self, after: int, pack: Callable[[], bytes]) -> None:
+        self.after, self._pack = after, pack
+
+    @cached_property
+    def raw(self) -> bytes:
+        """The state as bytes."""
+        return self._pack()
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hash of the bytes."""
+        return hashlib.sha256(self.raw).hexdigest()
 
 
 class Applicant(NamedTuple):
