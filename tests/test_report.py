@@ -97,6 +97,7 @@ def test_a_round_that_sends_in_two_parts_ends_with_the_second(tmp_path: Path) ->
     (row,) = summary_rows({"a": make_run(tmp_path / "a", apart=True)}, {"slow": SLOW})
     assert row["wall_s"]["slow"] == pytest.approx(4 * 11)
     assert row["loss_at_s"]["slow"] == [(pytest.approx(11 * (r + 1)), 2 + 1 / (r + 2)) for r in range(-1, 4)]
+    assert row["loss_at_round"] == [(r + 1, 2 + 1 / (r + 2)) for r in range(-1, 4)]
     assert row["loss_at_bytes"] == [(2000 * (r + 1), 2 + 1 / (r + 2)) for r in range(-1, 4)]
 
 

@@ -13,7 +13,7 @@ from gossamer.errors import ConfigError, choose, require
 from gossamer.record.folder import finite
 from gossamer.record.jsonl import json_line
 from gossamer.report.charts import drawing, line_style, plain_axes, svg
-from gossamer.report.reach import SENT, PointResult, curves_of, paired_table, reach
+from gossamer.report.reach import ROUNDS, SENT, PointResult, curves_of, paired_table, reach
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.schema import settings
 
@@ -33,7 +33,7 @@ class Figure:
     """In place of x, a variant: when each variant first reaches the last loss of this one, on every network."""
     paired: bool = False
     """With a target: how far each variant's loss is from the target's last, seed by seed, when it has sent the target's bytes,
-    and in the target's time on every network."""
+    after the target's rounds, and in the target's time on every network."""
 
     def __post_init__(self) -> None:
         if bool(self.x) == bool(self.target):
@@ -63,7 +63,7 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
     <BLANKLINE>
     """
     if figure.paired:
-        return paired_table(reach(results, figure.target, sent=True), figure.target)
+        return paired_table(reach(results, figure.target, paired=True), figure.target)
     if figure.target:
         return _reach_table(results, figure.target)
     losses = _losses(results, figure)
@@ -236,8 +236,8 @@ def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
 def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
     from matplotlib.figure import Figure as Canvas
 
-    found = reach(results, figure.target, sent=figure.paired)
-    curves = [curves_of(run, sent=figure.paired) for run in results]
+    found = reach(results, figure.target, paired=figure.paired)
+    curves = [curves_of(run, paired=figure.paired) for run in results]
     networks = list(dict.fromkeys(one.network for one in found))
     methods = list(dict.fromkeys(one.method for one in found))
     canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
@@ -258,7 +258,7 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
         axes.set_xlim(0, 1.02)
         axes.set_ylim(-0.15, 0.6)
         axes.set_title(network, fontsize=10)
-        plain_axes(axes, f"{'bytes' if network == SENT else 'wall-clock'} over that of {figure.target}")
+        plain_axes(axes, f"{network if network in (SENT, ROUNDS) else 'wall-clock'} over that of {figure.target}")
     panels[0].set_ylabel(f"validation loss above {figure.target}'s last")
     handles = [panels[-1].plot([], [], color=line_style(i)[0], label=name)[0] for i, name in enumerate(methods)]
     panels[-1].legend(handles=handles, frameon=False)

@@ -1,4 +1,4 @@
-"""The runs of an experiment against one of its variants, seed by seed, at equal time and at equal sent bytes."""
+"""The runs of an experiment against one of its variants, seed by seed, at equal sent bytes, rounds and time."""
 
 import math
 import statistics
@@ -10,10 +10,10 @@ import numpy as np
 from gossamer.errors import ConfigError, choose
 from gossamer.report.table import DASH, markdown_lines
 
-__all__ = ["SENT", "PointResult", "Reach", "curves_of", "half_interval", "paired_table", "reach"]
+__all__ = ["ROUNDS", "SENT", "PointResult", "Reach", "curves_of", "half_interval", "paired_table", "reach"]
 
-SENT = "sent bytes"
-"""In place of a network's name: runs are compared by what they sent."""
+SENT, ROUNDS = "sent bytes", "rounds"
+"""In place of a network's name: runs are compared by what they sent, or round by round."""
 
 
 class PointResult(NamedTuple):
@@ -32,20 +32,20 @@ class Reach(NamedTuple):
 
     method: str
     network: str
-    """Its name, or `SENT`."""
+    """Its name, `SENT` or `ROUNDS`."""
     seed: int
     ratio: float | None
-    """Seconds (or bytes) until then over those of the whole target run; None if it never did."""
+    """Seconds (bytes, rounds) until then over those of the whole target run; None if it never did."""
     behind: float | None
     """Loss at the last evaluation within those of the target run, minus the target's last; None without such an evaluation."""
 
 
-def reach(results: Sequence[PointResult], target: str, *, sent: bool = False) -> list[Reach]:
+def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) -> list[Reach]:
     """For every run and network, the share of the target's wall-clock after which its loss first reached the target's last.
 
     Evaluations are used as they are: nothing is interpolated or smoothed.
 
-    Args: `sent` adds the same by sent bytes.
+    Args: `paired` adds the same by sent bytes and by rounds.
     Raises: ConfigError when no run has that label.
 
     >>> def run(method, *points): return PointResult(method, {}, 0, {"loss_at_s": {"lan": points}})
@@ -56,14 +56,14 @@ def reach(results: Sequence[PointResult], target: str, *, sent: bool = False) ->
         (name, run.seed): curve[-1]
         for run in results
         if run.method == target
-        for name, curve in curves_of(run, sent=sent).items()
+        for name, curve in curves_of(run, paired=paired).items()
         if curve
     }
     if not ends:
         raise ConfigError(choose("target of the figure", target, {run.method for run in results}) + "; correct it")
     found = []
     for run in results:
-        for name, curve in curves_of(run, sent=sent).items():
+        for name, curve in curves_of(run, paired=paired).items():
             if (name, run.seed) in ends:
                 end, loss = ends[name, run.seed]
                 first = next((x for x, own in curve if own <= loss), None)
@@ -73,9 +73,10 @@ def reach(results: Sequence[PointResult], target: str, *, sent: bool = False) ->
     return found
 
 
-def curves_of(run: PointResult, *, sent: bool) -> dict[str, Sequence[tuple[float, float]]]:
-    """Losses of a run by seconds on each network and, if asked for, by sent bytes, which come first."""
-    return {**({SENT: run.row["loss_at_bytes"]} if sent else {}), **run.row["loss_at_s"]}
+def curves_of(run: PointResult, *, paired: bool) -> dict[str, Sequence[tuple[float, float]]]:
+    """Losses of a run by seconds on each network; if `paired`, before these by sent bytes and by rounds."""
+    more = {SENT: run.row["loss_at_bytes"], ROUNDS: run.row["loss_at_round"]} if paired else {}
+    return {**more, **run.row["loss_at_s"]}
 
 
 def paired_table(found: Sequence[Reach], target: str) -> str:
@@ -97,7 +98,7 @@ def paired_table(found: Sequence[Reach], target: str) -> str:
             known = [one for one in behind if one is not None]
             mean = f"{statistics.fmean(known):+.4f}" if known else DASH
             rows.append([method, each, f"{mean} ± {half_interval(known):.4f}" if len(known) > 1 else mean])
-        where = "at its sent bytes" if name == SENT else f"in its time on {name}"
+        where = {SENT: "at its sent bytes", ROUNDS: "after its rounds"}.get(name, f"in its time on {name}")
         heads = [f"loss above {target}'s, {where}", "each seed", "mean, 95 % interval"]
         parts.append(markdown_lines([heads, ["---", "---:", "---:"], *rows]))
     return "\n".join(parts)

@@ -145,6 +145,7 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
         "loss_at_s": {name: list(zip(*priced_curve(run, name, 1.0), strict=True)) for name in run.timelines},
+        "loss_at_round": list(zip(*_curve((e["round"] + 1, _number(e, "loss")) for e in run.evals), strict=True)),
         "loss_at_bytes": list(zip(*_losses_after(run, run.sent_until), strict=True)),
     }
 
