@@ -214,6 +214,14 @@ def test_a_variant_may_sweep_keys_of_its_own():
         points({**document(), "variant": [{"label": "a", "sweep": {"inner.lr": 0.1}}]})
 
 
+def test_settings_that_change_together_are_swept_as_one_table():
+    experiment = {**document(), "sweep": {"rule": [{"lr": 1.0, "momentum": 0.0}, {"lr": 0.7, "momentum": 0.5}]}}
+    experiment["variant"] = [{"label": "a", "rule": {"name": "gasloc", "form": "drift"}}]
+    found = points(experiment)
+    assert [p.label for p in found] == ["a rule=lr=1.0,momentum=0.0", "a rule=lr=0.7,momentum=0.5"]
+    assert [p.config.rule.options for p in found] == [{"form": "drift", **p.at["rule"]} for p in found]
+
+
 def test_a_scale_changes_the_base_and_a_variants_own_scale_what_it_says():
     experiment = {**document(run__steps=12), "scale": {"large": {"run.steps": 24, "model": {"layers": 1}}}}
     experiment["variant"] = [

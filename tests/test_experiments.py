@@ -1,4 +1,4 @@
-"""The experiments in configs/paper: each starts at both of its scales, runs in small, and draws what its file asks for."""
+"""The experiments in configs/paper and configs/rivals: each starts, runs in small, and draws what its file asks for."""
 
 import dataclasses
 import xml.etree.ElementTree
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from gossamer.models.sizes import parameter_count
-from gossamer.report.figures import PointResult, draw_figure, reach, table
+from gossamer.report.figures import draw_figure, table
+from gossamer.report.reach import PointResult, reach
 from gossamer.report.table import summary_rows
 from gossamer.run.config import RunConfig
 from gossamer.run.document import load
@@ -15,7 +16,9 @@ from gossamer.run.experiment import Point, figure, points
 from gossamer.run.simulate import simulate
 from tiny import TEXT
 
-FILES = sorted((Path(__file__).parents[1] / "src" / "gossamer" / "configs" / "paper").glob("*.toml"))
+CONFIGS = Path(__file__).parents[1] / "src" / "gossamer" / "configs"
+FILES = sorted((CONFIGS / "paper").glob("*.toml"))
+RIVALS = sorted((CONFIGS / "rivals").glob("*.toml"))
 VOCABULARY = {"bytes": 256, "hf-internal-testing/llama-tokenizer": 32_000}
 
 
@@ -34,7 +37,7 @@ def small(config: RunConfig) -> RunConfig:
     )
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES + RIVALS, ids=lambda file: file.stem)
 def test_every_experiment_runs_in_small_and_draws_its_figure(file: Path, tmp_path: Path) -> None:
     document = load(file)
     asked = figure(document)

@@ -2,11 +2,13 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
 from gossamer.errors import ConfigError
-from gossamer.report.figures import Figure, PointResult, draw_figure, lines, reach, table
+from gossamer.report.figures import Figure, draw_figure, lines, table
+from gossamer.report.reach import PointResult, reach
 
 
 def outcome(method: str, loss: float | None, seed: int = 0, **at: object) -> PointResult:
@@ -55,6 +57,24 @@ def test_the_first_evaluation_that_is_as_good_counts_and_none_is_interpolated():
     assert "| never | 0 of 1 runs | – | – |" in table(runs, Figure(target="slow"))
 
 
+def test_runs_are_paired_at_the_targets_bytes_after_its_rounds_and_in_its_time():
+    def run(method: str, seed: int, *losses: float, size: float, takes_s: float) -> PointResult:
+        by_bytes, by_s, by_round = ([(k * x, loss) for k, loss in enumerate(losses)] for x in (size, takes_s, 1.0))
+        row = {"loss": losses[-1], "loss_at_bytes": by_bytes, "loss_at_s": {"wan": by_s}, "loss_at_round": by_round}
+        return PointResult(method, {}, seed, row)
+
+    runs = [run("mean", seed, 3.0, 2.5, 2.0, size=7.0, takes_s=8.0) for seed in (0, 1)]
+    runs += [run("pairs", seed, 3.0, 2.2 + 0.2 * seed, 2.1, 1.5, size=4.0, takes_s=9.0) for seed in (0, 1)]
+    tables = table(runs, Figure(target="mean", paired=True)).split("\n\n")
+    for where, differences in [
+        ("at its sent bytes", "-0.5000, -0.5000 | -0.5000 ± 0.0000"),
+        ("after its rounds", "+0.1000, +0.1000 | +0.1000 ± 0.0000"),
+        ("in its time on wan", "+0.2000, +0.4000 | +0.3000 ± 1.2706"),
+    ]:
+        assert sum(where in one and f"| pairs | {differences} |" in one for one in tables) == 1
+    assert draw_figure(runs, Figure(target="mean", paired=True)).count(b'id="axes_') == 3
+
+
 def test_each_seed_is_held_against_its_own_target():
     runs = [timed(m, (s, 3.0 - seed), seed=seed) for m, s in (("slow", 8), ("fast", 4)) for seed in (0, 1)]
     assert [one.ratio for one in reach(runs, "slow")] == [1.0, 1.0, 0.5, 0.5]
@@ -79,7 +99,9 @@ def test_the_lines_hold_all_that_the_figure_is_made_of():
     assert [one["row"]["loss_at_s"] for one in read] == [{"wan": [[1.0, 2.0], [2.0, None]]}, {"wan": [[1.0, 1.5]]}]
 
 
-@pytest.mark.parametrize("options", [{}, {"x": "h", "target": "a"}, {"y": "h", "target": "a"}])
-def test_a_figure_without_one_subject_is_refused(options: dict[str, str]):
-    with pytest.raises(ConfigError, match=r"needs one of the two|without an x"):
+@pytest.mark.parametrize(
+    "options", [{}, {"x": "h", "target": "a"}, {"y": "h", "target": "a"}, {"x": "h", "paired": True}]
+)
+def test_a_figure_without_one_subject_is_refused(options: dict[str, Any]):
+    with pytest.raises(ConfigError, match=r"needs one of the two|without an x|without a target"):
         Figure(**options)

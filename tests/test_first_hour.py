@@ -62,7 +62,7 @@ def test_init_writes_examples_and_keeps_what_is_there(tmp_path: Path, capsys: py
     assert (tmp_path / "gasloc.toml").read_text() == "mine" and "gasloc.toml (exists, and was kept)" in said
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.toml")}
     examples = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.toml")}
-    assert written == {name for name in examples if not name.startswith("paper")}
+    assert written == {name for name in examples if not name.startswith(("paper", "rivals"))}
     assert (tmp_path / "demo.toml").read_bytes() == (EXAMPLES / "demo.toml").read_bytes()
     assert main(["init", str(tmp_path / "other"), "--list"]) == 0
     assert not (tmp_path / "other").exists()

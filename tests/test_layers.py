@@ -81,6 +81,7 @@ LIGHT = [  # work without torch
     "report.page",
     "report.panels",
     "report.figures",
+    "report.reach",
     "cli",
     "cli.status",
 ]  # work without torch

@@ -27,8 +27,11 @@ FAST = Network(uplink_bps=8e6, downlink_bps=8e6, step_s=1)
 SLOW = Network(uplink_bps=8e3, downlink_bps=8e3, step_s=1)
 
 
-def make_run(folder: Path, rounds: int = 4, loss: float = 2.0, **evaluation: Any) -> Path:
-    """Two workers that exchange 1000 bytes a round after 9 steps, evaluated before and after each round."""
+def make_run(folder: Path, rounds: int = 4, loss: float = 2.0, *, apart: bool = False, **evaluation: Any) -> Path:
+    """Two workers that exchange 1000 bytes a round after 9 steps, evaluated before and after each round.
+
+    Args: `apart` has them exchange 1000 bytes more after no further steps, as an entry of its own in the trace.
+    """
     with RunFolder(folder, 'name = "x"\n', PLAIN) as run:
         for r in range(-1, rounds):
             line = {"step": 9 * (r + 1), "tokens": 64 * (r + 1), "loss": loss + 1 / (r + 2), "disagreement": 0.1}
@@ -36,7 +39,10 @@ def make_run(folder: Path, rounds: int = 4, loss: float = 2.0, **evaluation: Any
             for i in range(2) if r >= 0 else ():
                 message = ((1 - i, 1000),)
                 run.log("train", round=r, worker=i, step=9 * (r + 1), loss=loss, tokens=32 * (r + 1), lr=1e-3)
-                run.log_trace(Entry(r, i, 9, 0.1, (Operation("exchange", 0, message, message),)))
+                for part in range(1 + apart):
+                    steps = 0 if part else 9
+                    sent = (Operation("exchange", part, message, message),)
+                    run.log_trace(Entry(r * (1 + apart) + part, i, steps, 0.1, sent))
     return folder
 
 
@@ -84,6 +90,15 @@ def test_a_row_tells_quality_bytes_and_priced_time(tmp_path: Path) -> None:
     assert row["wall_s"] == pytest.approx({"fast": 4 * 9.001, "slow": 4 * 10})
     assert row["utilisation"] == pytest.approx({"fast": 9 / 9.001, "slow": 0.9})
     assert row["loss_at_s"]["slow"] == [(10 * (r + 1), 2 + 1 / (r + 2)) for r in range(-1, 4)]
+    assert row["loss_at_bytes"] == [(1000 * (r + 1), 2 + 1 / (r + 2)) for r in range(-1, 4)]
+
+
+def test_a_round_that_sends_in_two_parts_ends_with_the_second(tmp_path: Path) -> None:
+    (row,) = summary_rows({"a": make_run(tmp_path / "a", apart=True)}, {"slow": SLOW})
+    assert row["wall_s"]["slow"] == pytest.approx(4 * 11)
+    assert row["loss_at_s"]["slow"] == [(pytest.approx(11 * (r + 1)), 2 + 1 / (r + 2)) for r in range(-1, 4)]
+    assert row["loss_at_round"] == [(r + 1, 2 + 1 / (r + 2)) for r in range(-1, 4)]
+    assert row["loss_at_bytes"] == [(2000 * (r + 1), 2 + 1 / (r + 2)) for r in range(-1, 4)]
 
 
 def test_the_table_on_the_terminal_shows_every_row_in_plain_units(tmp_path: Path) -> None:

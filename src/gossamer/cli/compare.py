@@ -13,7 +13,8 @@ from gossamer.cli.simulate import train_here
 from gossamer.errors import ConfigError, MissingPackageError, TrainingError
 
 if TYPE_CHECKING:
-    from gossamer.report.figures import Figure, PointResult
+    from gossamer.report.figures import Figure
+    from gossamer.report.reach import PointResult
     from gossamer.run.experiment import Point
 
 __all__ = ["command"]
@@ -35,7 +36,7 @@ def command(
         raise ConfigError(
             "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
         )
-    from gossamer.report.figures import PointResult
+    from gossamer.report.reach import PointResult
     from gossamer.run.document import load, settings
     from gossamer.run.experiment import figure, points
     from gossamer.run.settle import settle

@@ -48,7 +48,7 @@ def show(
     """Prints the table of some runs and where their page is, with `more` files of the same comparison, or all of it as JSON."""
     if json:
         shown = [
-            {"folder": folder, **{key: value for key, value in row.items() if key != "loss_at_s"}}
+            {"folder": folder, **{key: value for key, value in row.items() if not key.startswith("loss_at_")}}
             for folder, row in zip(runs.values(), rows, strict=True)
         ]
         print_json({"report": page, **more, "runs": shown})

@@ -1,22 +1,23 @@
 """The result of an experiment as one table and one figure, from the summaries of its runs (`gossamer.report.table`).
 
 A sweep over one key gives final loss against it, a sweep over two a heat map. An experiment with a target method compares the
-wall-clock at which each method first reaches the target's last loss.
+wall-clock at which each method first reaches the target's last loss, or the losses at equal bytes and equal time.
 """
 
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from gossamer.errors import ConfigError, choose, require
 from gossamer.record.folder import finite
 from gossamer.record.jsonl import json_line
 from gossamer.report.charts import drawing, line_style, plain_axes, svg
+from gossamer.report.reach import ROUNDS, SENT, PointResult, curves_of, paired_table, reach
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.schema import settings
 
-__all__ = ["Figure", "PointResult", "Reach", "draw_figure", "lines", "reach", "table"]
+__all__ = ["Figure", "draw_figure", "lines", "swept", "table"]
 
 
 @settings("figure")
@@ -30,6 +31,9 @@ class Figure:
     log_x: bool = False
     target: str = ""
     """In place of x, a variant: when each variant first reaches the last loss of this one, on every network."""
+    paired: bool = False
+    """With a target: how far each variant's loss is from the target's last, seed by seed, when it has sent the target's bytes,
+    after the target's rounds, and in the target's time on every network."""
 
     def __post_init__(self) -> None:
         if bool(self.x) == bool(self.target):
@@ -37,6 +41,8 @@ class Figure:
                 f"figure has x = {self.x!r} and target = {self.target!r} but needs one of the two: "
                 "a swept key for x, or a variant's label for target"
             )
+        if self.paired and not self.target:
+            raise ConfigError("figure.paired is true without a target; name the variant to compare with as target")
         if self.y and not self.x:
             raise ConfigError(f"figure.y is '{self.y}' without an x; name the other swept key as x")
 
@@ -44,17 +50,6 @@ class Figure:
     def keys(self) -> tuple[str, ...]:
         """`x` as a tuple."""
         return (self.x,) if isinstance(self.x, str) else self.x
-
-
-class PointResult(NamedTuple):
-    """The result of one run of an experiment."""
-
-    method: str
-    at: Mapping[str, Any]
-    """The swept keys and their values."""
-    seed: int
-    row: Mapping[str, Any]
-    """Of `gossamer.report.table.summary_rows`."""
 
 
 def table(results: Sequence[PointResult], figure: Figure) -> str:
@@ -67,6 +62,8 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
     | a | 1.2500 ± 0.3536 | 2.2500 ± 0.3536 |
     <BLANKLINE>
     """
+    if figure.paired:
+        return paired_table(reach(results, figure.target, paired=True), figure.target)
     if figure.target:
         return _reach_table(results, figure.target)
     losses = _losses(results, figure)
@@ -98,50 +95,6 @@ def lines(results: Iterable[PointResult]) -> str:
     return "".join(json_line(finite({**run._asdict(), "row": dict(run.row)})) for run in results)
 
 
-class Reach(NamedTuple):
-    """When a run reached the last loss of the target run, for one seed and network."""
-
-    method: str
-    network: str
-    seed: int
-    ratio: float | None
-    """Seconds until then over those of the whole target run; None if it never did."""
-    behind: float | None
-    """Loss at the last evaluation within the target run's time, minus the target's last; None without such an evaluation."""
-
-
-def reach(results: Sequence[PointResult], target: str) -> list[Reach]:
-    """For every run and network, the share of the target's wall-clock after which its loss first reached the target's last.
-
-    Evaluations are used as they are: nothing is interpolated or smoothed.
-
-    Raises: ConfigError when no run has that label.
-
-    >>> def run(method, *points): return PointResult(method, {}, 0, {"loss_at_s": {"lan": points}})
-    >>> reach([run("a", (10, 3.0), (20, 2.5)), run("b", (4, 2.8), (8, 2.4))], "a")[1]
-    Reach(method='b', network='lan', seed=0, ratio=0.4, behind=-0.10000000000000009)
-    """
-    ends = {
-        (network, run.seed): curve[-1]
-        for run in results
-        if run.method == target
-        for network, curve in run.row["loss_at_s"].items()
-        if curve
-    }
-    if not ends:
-        raise ConfigError(choose("target of the figure", target, {run.method for run in results}) + "; correct it")
-    found = []
-    for run in results:
-        for network, curve in run.row["loss_at_s"].items():
-            if (network, run.seed) in ends:
-                end_s, loss = ends[network, run.seed]
-                first_s = next((s for s, own in curve if own <= loss), None)
-                within = [own for s, own in curve if s <= end_s]
-                ratio = None if first_s is None else first_s / end_s
-                found.append(Reach(run.method, network, run.seed, ratio, within[-1] - loss if within else None))
-    return found
-
-
 _Losses = dict[tuple[str, Any, Any], list[float]]
 
 
@@ -157,15 +110,21 @@ def _losses(results: Sequence[PointResult], figure: Figure) -> _Losses:
             raise ConfigError(
                 f"figure.x is {figure.x!r}, but '{run.method}' sweeps {', '.join(run.at) or 'nothing'}; name that key too"
             )
-        x, y = _named(run.at[key]), _named(run.at[figure.y]) if figure.y else None
+        x, y = swept(run.at[key]), swept(run.at[figure.y]) if figure.y else None
         loss = run.row["loss"]
         losses.setdefault((run.method, x, y), []).extend([loss] if loss is not None and math.isfinite(loss) else [])
     return losses
 
 
-def _named(value: Any) -> Any:
-    """A swept value as an axis label."""
-    return str(value.get("name", value)) if isinstance(value, Mapping) else value
+def swept(value: Any) -> Any:
+    """A swept value as it stands in labels and along axes: of a table its name, or its settings.
+
+    >>> swept(3), swept({"name": "ring"}), swept({"lr": 0.7, "momentum": 0.5})
+    (3, 'ring', 'lr=0.7,momentum=0.5')
+    """
+    if not isinstance(value, Mapping):
+        return value
+    return str(value["name"]) if "name" in value else ",".join(f"{key}={own}" for key, own in value.items())
 
 
 def _axes_of(losses: _Losses, method: str) -> tuple[list[Any], list[Any]]:
@@ -277,19 +236,20 @@ def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
 def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
     from matplotlib.figure import Figure as Canvas
 
-    found = reach(results, figure.target)
+    found = reach(results, figure.target, paired=figure.paired)
+    curves = [curves_of(run, paired=figure.paired) for run in results]
     networks = list(dict.fromkeys(one.network for one in found))
     methods = list(dict.fromkeys(one.method for one in found))
     canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
     panels = canvas.subplots(1, len(networks), squeeze=False)[0]
     for axes, network in zip(panels, networks, strict=True):
-        ends = {r.seed: r.row["loss_at_s"][network][-1] for r in results if r.method == figure.target}
-        for run in results:
-            if run.seed not in ends or not run.row["loss_at_s"].get(network):
+        ends = {r.seed: own[network][-1] for r, own in zip(results, curves, strict=True) if r.method == figure.target}
+        for run, own_curves in zip(results, curves, strict=True):
+            if run.seed not in ends or not own_curves.get(network):
                 continue
             end_s, loss = ends[run.seed]
             # Relative to the end of the target run of the same seed, so that seeds can share one panel.
-            points = [(s / end_s, own - loss) for s, own in run.row["loss_at_s"][network] if s <= 1.02 * end_s]
+            points = [(s / end_s, own - loss) for s, own in own_curves[network] if s <= 1.02 * end_s]
             colour, _ = line_style(methods.index(run.method))
             axes.plot([x for x, _ in points], [y for _, y in points], color=colour, linewidth=1.2, alpha=0.75)
             if run.method != figure.target and (hit := next((x for x, y in points if y <= 0), None)) is not None:
@@ -298,7 +258,7 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
         axes.set_xlim(0, 1.02)
         axes.set_ylim(-0.15, 0.6)
         axes.set_title(network, fontsize=10)
-        plain_axes(axes, f"wall-clock over that of {figure.target}")
+        plain_axes(axes, f"{network if network in (SENT, ROUNDS) else 'wall-clock'} over that of {figure.target}")
     panels[0].set_ylabel(f"validation loss above {figure.target}'s last")
     handles = [panels[-1].plot([], [], color=line_style(i)[0], label=name)[0] for i, name in enumerate(methods)]
     panels[-1].legend(handles=handles, frameon=False)

@@ -49,6 +49,11 @@ class RunData(NamedTuple):
     sample: str | None
     branches: tuple[str, ...] = ()
     """Its changes of settings, in words."""
+    sent_until: tuple[float, ...] = ()
+    """Bytes sent up to the end of each entry of the trace, mean over the workers; empty for an asynchronous run."""
+    entries: int = 1
+    """Entries of the trace, and of the timelines, in each round: several where fragments, or updates and parameters, are sent
+    apart."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[RunData]:
@@ -66,23 +71,31 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
         )
     metrics = read_metrics(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
-    sent_bytes, timelines = None, {}
+    trains = [line for line in metrics if line["kind"] == "train"]
+    sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
     if (events := read_events(folder)) is not None:
         sent_bytes, timelines = float(events.sent_bytes.mean()), {events.network: _as_it_went(events)}
     elif any(path.stat().st_size for path in trace_files(folder)):  # a run that has only just started has none
         trace = read_trace(folder)
         sent_bytes = float(trace.sent_bytes.mean())
+        by_round = np.bincount(trace.messages.round, trace.messages.bytes, minlength=trace.rounds)
+        sent_until = tuple((by_round.cumsum() / trace.workers).tolist())
+        per_round = max(
+            1, round(trace.rounds / (1 + max((line["round"] for line in trains), default=trace.rounds - 1)))
+        )
         if trace.workers > 1:  # a single worker sends nothing
             timelines = {name: price(trace, network) for name, network in networks.items()}
     return RunData(
         label,
         list(evals.values()),
-        [line for line in metrics if line["kind"] == "train"],
+        trains,
         sent_bytes,
         timelines,
         _read_text(folder / "run.toml"),
         _read_text(folder / "sample.txt"),
         tuple(map(described, read_branches(folder))),
+        sent_until,
+        per_round,
     )
 
 
@@ -132,6 +145,8 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
         "loss_at_s": {name: list(zip(*priced_curve(run, name, 1.0), strict=True)) for name in run.timelines},
+        "loss_at_round": list(zip(*_curve((e["round"] + 1, _number(e, "loss")) for e in run.evals), strict=True)),
+        "loss_at_bytes": list(zip(*_losses_after(run, run.sent_until), strict=True)),
     }
 
 
@@ -154,8 +169,13 @@ def priced_curve(run: RunData, network: str, unit_s: float) -> Curve:
     """Validation loss against the time when the last worker ended the round, in units of `unit_s`; empty without a price."""
     if network not in run.timelines:
         return [], []
-    finish = [0.0, *(run.timelines[network].end_s.max(axis=1) / unit_s).tolist()]
-    return _curve((finish[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(finish) - 1)
+    return _losses_after(run, (run.timelines[network].end_s.max(axis=1) / unit_s).tolist())
+
+
+def _losses_after(run: RunData, spent: Sequence[float]) -> Curve:
+    """Validation loss against what was spent up to the end of each entry of the trace."""
+    until = [0.0, *spent[run.entries - 1 :: run.entries]]
+    return _curve((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)
 
 
 def disagreement_curve(run: RunData) -> Curve:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, choose
-from gossamer.report.figures import Figure
+from gossamer.report.figures import Figure, swept
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import EXPERIMENT, flat, with_settings
 from gossamer.run.methods import recipes
@@ -40,8 +40,8 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
     """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
 
     A variant is a table of dotted overrides with a `label`; `[sweep]` maps dotted keys to lists of values, and a variant
-    may have a `[variant.sweep]` of its own instead. A file with neither is one run, labelled with its name. The method "*"
-    stands for every method that no other variant names.
+    may have a `[variant.sweep]` of its own instead. A value may be a table of settings that change together. A file with
+    neither is one run, labelled with its name. The method "*" stands for every method that no other variant names.
     `[scale.NAME]` has dotted overrides for another size of the same experiment, `[variant.scale.NAME]` those of a variant.
 
     Args:
@@ -80,8 +80,8 @@ def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
         grid = _grid(row.get("sweep", document.get("sweep", {})), seeds)
         for values in itertools.product(*grid.values()):
             here = dict(zip(grid, values, strict=True))
-            label = method + "".join(f" {key.rpartition('.')[2]}={_word(value)}" for key, value in here.items())
-            runs.append(Draft(method, here, label, with_settings(base, {**own, **here, "name": label})))
+            label = method + "".join(f" {key.rpartition('.')[2]}={swept(value)}" for key, value in here.items())
+            runs.append(Draft(method, here, label, with_settings(base, {**own, **flat(here), "name": label})))
     labels = [run.label for run in runs]
     if len(set(labels)) < len(labels):
         raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")
@@ -119,7 +119,3 @@ def _grid(sweep: Any, seeds: Sequence[int]) -> dict[str, list[Any]]:
     if not isinstance(sweep, Mapping) or not all(isinstance(values, list) and values for values in sweep.values()):
         raise ConfigError(f"sweep is {sweep!r}; write it as a [sweep] table of dotted keys with lists of values")
     return {**sweep, "seed": list(seeds)} if seeds else dict(sweep)
-
-
-def _word(value: Any) -> str:
-    return str(value["name"]) if isinstance(value, Mapping) and "name" in value else str(value)
