@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gossamer.record.outcomes import Begun, Life, RoundOutcome
+from gossamer.rounds.facts import Facts
+from gossamer.rounds.method import method_of
 from gossamer.run.script import script_of
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import without
@@ -69,7 +71,7 @@ def counted(lives: Mapping[int, Sequence[Life]], topology: Topology, alive: Coll
     n, rounds = topology.n, max(ends, default=0)
     if not alive or not rounds:
         return Counted(0, 0.0)
-    script = script_of(lives, topology, rounds + 1, closes=False)
+    script = script_of(lives, method_of(Facts(topology=topology)), rounds + 1, seed=0)
     held, kept = np.zeros((n, n * rounds)), dict[tuple[int, int], np.ndarray]()
     needed = script.taken_over()
 
@@ -88,7 +90,7 @@ def counted(lives: Mapping[int, Sequence[Life]], topology: Topology, alive: Coll
             for begun in several:
                 held[slot] = state(begun.donor, begun.after)
         sent = held.copy()
-        for slot in turn.outcomes.keys() | turn.lost.keys():
+        for slot in turn.outcomes.keys() | {slot for slot, _ in turn.lost}:
             sent[slot, round * n + slot] = 1.0
         for slot, outcome in turn.outcomes.items():
             row = without(topology.mixing(round, outcome.alive).rows[slot], slot, outcome.lost)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from gossamer.codecs import exact
 from gossamer.errors import ConfigError
 from gossamer.record.folder import read_metrics
-from gossamer.rounds.choosing import Choice
+from gossamer.rounds.choosing import FragmentChoice
 from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Schedule
@@ -39,7 +39,7 @@ def picks(choice, rounds, rate, delay=0):
 @given(shape=shapes, delay=st.integers(0, 1))
 def test_fragments_that_change_alike_are_sent_in_turn(shape, delay):
     fragments, sends = shape
-    found = picks(Choice(fragments, sends), 4, lambda p, number: 1.0, min(delay, fragments - 2))
+    found = picks(FragmentChoice(fragments, sends), 4, lambda p, number: 1.0, min(delay, fragments - 2))
     assert found == [number % fragments for number in range(4 * sends)]
 
 
@@ -47,13 +47,13 @@ def test_fragments_that_change_alike_are_sent_in_turn(shape, delay):
 @given(shape=shapes, rates=st.lists(st.floats(0.0, 1e6), min_size=12, max_size=12))
 def test_each_fragment_is_sent_at_least_once_in_any_round_and_one_send(shape, rates):
     fragments, sends = shape
-    found = picks(Choice(fragments, sends), 6, lambda p, number: rates[(5 * p + number) % 12])
+    found = picks(FragmentChoice(fragments, sends), 6, lambda p, number: rates[(5 * p + number) % 12])
     for k in range(len(found) - sends):
         assert set(found[k : k + sends + 1]) == set(range(fragments))
 
 
 def test_the_fragment_that_changes_fastest_is_sent_more_often_than_once_a_round():
-    found = picks(Choice(3, 5), 6, lambda p, number: (1.0, 9.0, 2.0)[p])
+    found = picks(FragmentChoice(3, 5), 6, lambda p, number: (1.0, 9.0, 2.0)[p])
     counts = [found.count(p) for p in range(3)]
     assert counts[1] > counts[2] >= counts[0] >= 5
 

@@ -18,7 +18,7 @@ from gossamer.run.simulate import simulate
 from tiny import tiny
 
 WORKERS = 4
-SHORT = {"run__steps": 40, "run__checkpoint_every": 2}
+SHORT = {"run__steps": 40, "run__checkpoint_every": 2, "run__pace_s": 0.5}
 
 
 def trained(folder):
@@ -49,7 +49,7 @@ def churned(tmp_path_factory):
 def churn(root, **settings):
     """An elastic run of real processes in which worker 1 was killed after a few rounds, and another process took its slot."""
     given = {
-        "run__steps": 80, "run__eval_every": 0, "run__checkpoint_every": 6, "run__pace_s": 0.15, "run__timeout_s": 30,
+        "run__steps": 80, "run__eval_every": 0, "run__checkpoint_every": 6, "run__pace_s": 0.4, "run__timeout_s": 30,
         "run__rejoin_rounds": 0, **settings,
     }  # fmt: skip
     config = tiny(workers=WORKERS, run__elastic=True, record__hash=True, **given)

@@ -28,8 +28,8 @@ names = st.text("abcdefgh_", min_size=1, max_size=8)
 
 
 def test_the_tree_in_the_docstring_is_the_tree_of_the_classes() -> None:
-    drawn = {name: mark for mark, name in re.findall(r"^ *([*x+]) (\w+)", errors.__doc__ or "", re.MULTILINE)}
-    depth = {"*": 0, "x": 1, "+": 2}
+    drawn = {name: mark for mark, name in re.findall(r"^ *([*x+-]) (\w+)", errors.__doc__ or "", re.MULTILINE)}
+    depth = {"*": 0, "x": 1, "+": 2, "-": 3}
     assert {name: depth[mark] for name, mark in drawn.items()} == {
         name: sum(base in ERRORS.values() for base in kind.__mro__[1:]) for name, kind in ERRORS.items()
     }

@@ -259,7 +259,7 @@ def test_a_directed_round_needs_no_answer_from_whoever_was_told():
 
 CALLERS = {  # who calls which functions of rules and codecs; those that wrap another one, or analyse or test it, call it too
     r"rule\.(send|hear|recv)": ("rules", "rounds.exchange", "rounds.kernel", "rounds.recursion", "testing.functions"),
-    r"codec\.(encode|decode)": ("codecs",),
+    r"codec\.(encode|decode)": ("boundaries", "codecs"),
 }
 
 

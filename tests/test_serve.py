@@ -586,8 +586,6 @@ def test_a_worker_that_has_come_again_from_elsewhere_is_refused_where_it_was(tmp
 def test_what_train_cannot_do_is_said_in_one_sentence(tmp_path, capsys):
     path = tmp_path / "run.toml"
     for overrides, words, part in [
-        ({"pair__name": "ad_psgd"}, ["--local", "3"], "use gossamer simulate"),
-        ({"run__wait": False}, ["--local", "3"], "use gossamer simulate"),
         ({"server__name": "cgad"}, ["--local", "2"], "workers = 3"),
         ({"server__name": "cgad"}, [], "--server HOST:PORT"),
         ({"server__name": "cgad"}, ["--server", "here"], "'here'"),

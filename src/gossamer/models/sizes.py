@@ -133,8 +133,8 @@ class ModelConfig:
                 )
             if self.tie_embeddings and narrow.name == "subspace":
                 raise ConfigError(
-                    "model.tie_embeddings is true, but the embedding of a 'subspace' has another width than the output head; "
-                    "set it to false"
+                    f"model.tie_embeddings is true, but the embedding of a 'subspace' has {narrow.width} numbers of a token and "
+                    f"the output head {hidden}; set it to false"
                 )
         if hidden % (2 * heads):
             raise ConfigError(

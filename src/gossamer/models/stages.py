@@ -84,8 +84,8 @@ def stages_of(model: Llama, cuts: Sequence[int]) -> list[Stage]:
         )
     if cuts and model.config.tie_embeddings:
         raise ConfigError(
-            "model.tie_embeddings is true, and a pipeline has the embedding on its first stage and the output head on its "
-            "last; set it to false"
+            f"model.tie_embeddings is true, and with cuts before layers {[*cuts]} the embedding is on the first stage and the "
+            "output head on the last; set it to false"
         )
     return [Stage(model, a, b) for a, b in pairwise(places)]
 

@@ -42,7 +42,9 @@ class Figure:
                 "a swept key for x, or a variant's label for target"
             )
         if self.paired and not self.target:
-            raise ConfigError("figure.paired is true without a target; name the variant to compare with as target")
+            raise ConfigError(
+                f"figure.paired is true and figure.target is {self.target!r}; name the variant to compare with as target"
+            )
         if self.y and not self.x:
             raise ConfigError(f"figure.y is '{self.y}' without an x; name the other swept key as x")
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from gossamer.rounds.merging import length
 
-__all__ = ["Choice"]
+__all__ = ["FragmentChoice"]
 
 
-class Choice:
+class FragmentChoice:
     """The choices of one worker, which are those of all: they follow from where outer updates have led, and nobody's own steps.
 
     Fragment p changes at the rate R_p = |A_p,new - A_p,old| / I_p, where A_p is where a round begins after an outer update and

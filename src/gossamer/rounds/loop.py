@@ -14,7 +14,7 @@ from gossamer.codecs import exact, fitted
 from gossamer.codecs.message import owners_share
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
-from gossamer.rounds.choosing import Choice
+from gossamer.rounds.choosing import FragmentChoice
 from gossamer.rounds.exchange import (
     Exchange,
     Part,
@@ -86,7 +86,7 @@ class OuterLoop:
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
             self.fragments.append(setup._replace(part=part._replace(s=s)))
         sends = m.schedule.sends
-        self._choice = Choice(m.schedule.fragments, sends) if sends else None
+        self._choice = FragmentChoice(m.schedule.fragments, sends) if sends else None
         self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
         """As in `Setup`, for the exchanges that are announced from now on."""
         self.alive: Callable[[int, int], frozenset[int] | None] = lambda round, fragment: None

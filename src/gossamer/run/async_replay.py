@@ -89,7 +89,7 @@ class _Replay:
         self._config, self._folder, self._order = config, folder, order
         device = one_device(config.run.device)
         self._probe = Probe(config, task, device)
-        replicas = {i: Replica(i, settled.config, task, device) for i in order}
+        replicas = {i: Replica(i, settled.config.unpaced(), task, device) for i in order}
         make = _Pairs if isinstance(settled, InPairs) else _Gossip
         self._run = make(config, settled, replicas, order)
         self.tokens, self.time_s, self.loss = 0, 0.0, math.nan

@@ -45,6 +45,7 @@ class Repeat:
     def __init__(
         self, config: RunConfig, task: Task, m: Method, script: Script, like: Tensor, *, logged: bool
     ) -> None:  # fmt: skip
+        config = config.unpaced()
         self._config, self._task, self._method, self._like = config, task, m, like
         self._script, self._closes, self._logged = script, m.rule.needs == "everyone", logged
         self._network = MemoryNetwork(config.workers)

@@ -34,7 +34,7 @@ from gossamer.run.journal import EventJournal, Journal, saver
 from gossamer.run.serve_protocol import HERE, Terms
 from gossamer.run.settle import WithServer
 
-__all__ = ["Reply", "ServerSession", "open_session"]
+__all__ = ["Reply", "ServerFiles", "ServerSession", "open_session"]
 
 log = logging.getLogger("gossamer")
 
@@ -53,24 +53,31 @@ class _Ended(NamedTuple):
     state: dict[str, Any]
 
 
+class ServerFiles(NamedTuple):
+    """Where a server process writes, and with what."""
+
+    record: RunFolder
+    events: EventWriter
+    arrivals: ArrivalWriter | None = None
+    """Where every input is written first; None in a replay."""
+    aside: ThreadPoolExecutor | None = None
+    """The thread that validates and saves; None to do so at once."""
+
+
 class ServerSession:
     """The core of one server process with its records. Inputs come from one thread, with the seconds since the run began.
 
     Args:
         settled: what `config` runs.
         start: rounds of the run that are over, whose checkpoint is restored; 0 for a run that starts again, None for a new one.
-        record, events: the files of this process.
-        arrivals: where every input is written first; None in a replay.
-        aside: the thread that validates and saves; None to do so at once.
     """
 
     def __init__(
-        self, config: RunConfig, settled: WithServer, folder: Path, probe: Probe, start: int | None, record: RunFolder,
-        events: EventWriter, arrivals: ArrivalWriter | None, aside: ThreadPoolExecutor | None = None,
-    ) -> None:  # fmt: skip
-        self.config, self.record, self.events, self._arrivals = config, record, events, arrivals
+        self, config: RunConfig, settled: WithServer, folder: Path, probe: Probe, start: int | None, files: ServerFiles
+    ) -> None:
+        self.config, (self.record, self.events, self._arrivals, self._aside) = config, files
         self._probe, self._resumed = probe, start or None
-        self._aside, self._under_way = aside, Future[None]()
+        self._under_way = Future[None]()
         self._under_way.set_result(None)
         self._local_steps = [settled.config.local_steps_of(i) for i in range(config.workers)]
         n, saved = config.workers, dict[str, Any]()
@@ -90,9 +97,9 @@ class ServerSession:
         self._now_s = self.begin_s
         self._write("serve", workers=n, round=start or 0, digest=digest(config))
         self._ended = _Ended(0, {})
-        save = saver(line, folder, lambda: [(n, self._ended.state)], keep=2 if arrivals is not None else 3)
-        self._journal = Journal(config, lambda: record, self._assess, save)
-        self.journal = EventJournal(self._journal, lambda: events, end_round=self._end_round)
+        save = saver(line, folder, lambda: [(n, self._ended.state)], keep=2 if files.arrivals is not None else 3)
+        self._journal = Journal(config, lambda: files.record, self._assess, save)
+        self.journal = EventJournal(self._journal, lambda: files.events, end_round=self._end_round)
         self.journal.round, self.journal.steps = start or 0, self.core.absorbed_steps
 
     def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:
@@ -204,4 +211,4 @@ def open_session(
             aside = files.enter_context(
                 ThreadPoolExecutor(1, "aside", torch.set_num_threads, (torch.get_num_threads(),))
             )
-        yield ServerSession(config, settled, folder, probe, start, record, events, arrivals, aside)
+        yield ServerSession(config, settled, folder, probe, start, ServerFiles(record, events, arrivals, aside))

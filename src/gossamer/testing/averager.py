@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.codecs import exact
 from gossamer.rounds.exchange import Exchange, Part, Setup, begin
-from gossamer.testing.participant import LAYOUT, LOCAL_STEPS, NUMEL, Kept, Participant
+from gossamer.testing.participant import LAYOUT, LOCAL_STEPS, NUMEL, KeptState, Participant
 from gossamer.transport import IncompleteError, Ticket
 from gossamer.transport.closing import Closing, Named
 from gossamer.transport.elastic_core import Outgoing
@@ -33,6 +33,7 @@ class Averager(Participant):
     """The last attempt of this round that it has taken part in."""
 
     def take_place(self, members: Members, x: float, after: int) -> None:
+        """See `Gossiper.take_place`; its rounds are closed by a leader."""
         plan = self.plan
         self.closing = Closing(members, limit_s=plan.limit_s, beat_s=plan.beat_s)
         super().take_place(members, x, after)
@@ -179,9 +180,9 @@ class Averager(Participant):
         return self.core.collect(ticket)[0]
 
     def _keep(self, after: int) -> None:
-        self.kept = Kept(after, tuple(map(float, self.x)), map_leaves(Tensor.clone, self.s), self.closing.line)
+        self.kept = KeptState(after, tuple(map(float, self.x)), map_leaves(Tensor.clone, self.s), self.closing.line)
 
-    def _round_after(self, kept: Kept, round: int) -> int:
+    def _round_after(self, kept: KeptState, round: int) -> int:
         self.s = refill(kept.s, map(Tensor.clone, leaves(kept.s)))
         self.closing.enter(kept.after, kept.line)
         return kept.after

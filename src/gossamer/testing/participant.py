@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from gossamer.testing.faults import FaultyNetwork
 
-__all__ = ["LAYOUT", "LOCAL_STEPS", "NUMEL", "Arrangement", "Kept", "Participant"]
+__all__ = ["LAYOUT", "LOCAL_STEPS", "NUMEL", "Arrangement", "KeptState", "Participant"]
 
 NUMEL, LOCAL_STEPS = 2, 3
 LAYOUT = Layout((Leaf("x", (NUMEL,), 0, NUMEL),), NUMEL)
@@ -57,7 +57,7 @@ class Arrangement(NamedTuple):
         return min(self.timeout_s - self.beat_s, self.deadline_s or self.timeout_s)
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """The state of a process between two rounds, for those that ask for it."""
 
     after: int
@@ -356,7 +356,7 @@ class Participant(ABC):
         return True
 
     def _keep(self, after: int) -> None:
-        self.kept = Kept(after, tuple(map(float, self.x)))
+        self.kept = KeptState(after, tuple(map(float, self.x)))
 
     def _fetch(self, round: int, source: int | None = None) -> None:
         """Takes the state of the first worker that gives it, as this one is new or has been away for long."""
@@ -368,7 +368,7 @@ class Participant(ABC):
                 return
         self._fail("finds nobody to take a state from")
 
-    def _adopt(self, kept: Kept, round: int) -> None:
+    def _adopt(self, kept: KeptState, round: int) -> None:
         for i in range(NUMEL):
             self.x[i] = kept.x[i]
         self.finished, round = kept.after, self._round_after(kept, round)
@@ -385,7 +385,7 @@ class Participant(ABC):
         self._keep(self.finished)
         self._enter(round)
 
-    def _round_after(self, kept: Kept, round: int) -> int:
+    def _round_after(self, kept: KeptState, round: int) -> int:
         """The round to go on with after another worker's state, where `round` was aimed at."""
         round = max(round, kept.after)
         return round if self.takes_part else max(round, self.members.newest_round + 1)
