@@ -103,5 +103,5 @@ def test_the_lines_hold_all_that_the_figure_is_made_of():
     "options", [{}, {"x": "h", "target": "a"}, {"y": "h", "target": "a"}, {"x": "h", "paired": True}]
 )
 def test_a_figure_without_one_subject_is_refused(options: dict[str, Any]):
-    with pytest.raises(ConfigError, match=r"needs one of the two|without an x|without a target"):
+    with pytest.raises(ConfigError, match=r"needs one of the two|without an x|figure.target is ''"):
         Figure(**options)
