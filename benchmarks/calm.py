@@ -93,8 +93,8 @@ def page(lines: Sequence[Line], note: str) -> str:
 steps by GASLoC, with and without `run.elastic`, one run after the other in alternating order. A run counts with the median of
 its rounds, without start-up, the first round and the last.
 {note}
-**With `run.elastic` a round takes {100 * median(ratios):+.1f} % (90 % interval {100 * low:+.1f} to {100 * high:+.1f} %), the
-median of {len(pairs)} pairs.**
+**With `run.elastic` the time of a round changes by {100 * median(ratios):+.1f} % (90 % interval {100 * low:+.1f} to
+{100 * high:+.1f} %), the median of {len(pairs)} pairs.**
 
 | milliseconds of a round | without | with | difference in pairs |
 |---|---:|---:|---:|
