@@ -12,11 +12,10 @@ a server that resumes adds a line "serve", after which the state of its checkpoi
 """
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from gossamer.errors import DataError
-from gossamer.record.files import Appender, make_folder, writing
+from gossamer.record.files import LineWriter, make_folder, writing
 from gossamer.record.jsonl import json_line, json_lines, short
 
 __all__ = ["ArrivalWriter", "ServerInput", "arrivals_file", "read_arrivals"]
@@ -43,7 +42,7 @@ class ServerInput(NamedTuple):
     digest: str = ""
 
 
-class ArrivalWriter:
+class ArrivalWriter(LineWriter):
     """Writes the inputs of one server process; every line is handed to the system at once.
 
     Args: `resume` keeps the lines of the earlier processes of the server.
@@ -64,15 +63,7 @@ class ArrivalWriter:
                 self._end_last_line()
             elif not resume:
                 self.path.unlink(missing_ok=True)
-        self._file = Appender(self.path)
-
-    def __enter__(self) -> "ArrivalWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
+        super().__init__(self.path)
 
     def write(self, item: ServerInput) -> None:
         """Appends one input."""

@@ -15,7 +15,6 @@ while the r-th part of the run was under way; a round is as many inner steps of 
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.files import Appender, atomic_write, make_folder
+from gossamer.record.files import LineWriter, atomic_write, make_folder
 from gossamer.record.jsonl import json_line, records
 from gossamer.schema import RECORD, Records
 
@@ -121,7 +120,7 @@ class EventLog(NamedTuple):
     """Messages of each worker that a server absorbed, `[workers]`."""
 
 
-class EventWriter:
+class EventWriter(LineWriter):
     """Writes the events of one process; every line is handed to the system at once.
 
     Args:
@@ -144,28 +143,16 @@ class EventWriter:
         self.path = folder / f"events{suffix}.jsonl"
         kept = []
         if resume_round is not None and self.path.exists():
-            lines = [line for _, line in records(self.path, _EVENTS) if line["round"] < resume_round]
-            kept = [line for line in lines if not void(line)]
+            lines = (line for _, line in records(self.path, _EVENTS))
+            kept = [line for line in lines if line["round"] < resume_round and not void(line)]
             atomic_write(self.path, "".join(map(json_line, kept)).encode())
-        self._file = Appender(self.path)
+        super().__init__(self.path)
         if not any(line["event"] == "start" for line in kept):
             self.write(-1, "start", network=network, workers=workers)
-
-    def __enter__(self) -> "EventWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def write(self, round: int, event: str, **fields: Any) -> None:
         """Appends one event; `fields` are plain JSON values."""
         self._file.write(json_line({"round": round, "event": event, **fields}))
-
-    def close(self) -> None:
-        """Closes the file; may be called twice."""
-        self._file.close()
 
 
 def event_files(run_folder: Path) -> list[Path]:

@@ -6,10 +6,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from gossamer.errors import DiskError
 
-__all__ = ["Appender", "atomic_write", "make_folder", "sync_folder", "worker_suffix", "writing"]
+__all__ = ["Appender", "LineWriter", "atomic_write", "make_folder", "sync_folder", "worker_suffix", "writing"]
 
 
 @contextlib.contextmanager
@@ -50,6 +52,25 @@ class Appender:
         with writing(self._path):
             while rest:  # a nearly full disk may take a part
                 rest = rest[self._file.write(rest) :]
+
+    def close(self) -> None:
+        """Closes the file; may be called twice."""
+        self._file.close()
+
+
+class LineWriter:
+    """What writes one file of lines, and closes it when it is left."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = Appender(path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     def close(self) -> None:
         """Closes the file; may be called twice."""

@@ -262,8 +262,8 @@ def _cut(path: Path, round: int, void: Callable[[Mapping[str, Any]], bool] = lam
     """Rewrites a JSONL file without the lines of `round` and later and without the void; returns the first step after it."""
     if not path.exists():
         return 0
-    lines = [value for where, value in json_lines(path) if _LINES.of(value, where)["round"] < round]
-    kept = [value for value in lines if not void(value)]
+    lines = json_lines(path)
+    kept = [value for where, value in lines if _LINES.of(value, where)["round"] < round and not void(value)]
     atomic_write(path, "".join(map(json_line, kept)).encode())
     return max([0, *(value["step"] + 1 for value in kept if isinstance(value.get("step"), int))])
 

@@ -20,14 +20,13 @@ killed, it ends with `{"event":"end","why":"finished" | "left","round":r,"dt":d,
 """
 
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Literal, NamedTuple, NoReturn
 
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.files import Appender, make_folder, worker_suffix, writing
+from gossamer.record.files import LineWriter, make_folder, worker_suffix, writing
 from gossamer.record.jsonl import json_line, records
 from gossamer.schema import RECORD, Records
 
@@ -164,7 +163,7 @@ OrderEvent = Published | Mixed | Learned | Told | Met | Finished
 _NAMES = {Published: "publish", Mixed: "mix", Learned: "learn", Told: "tell", Met: "meet", Finished: "end"}
 
 
-class OrderWriter:
+class OrderWriter(LineWriter):
     """Writes the order of events of one worker anew; every line is handed to the system before this goes on.
 
     >>> import tempfile
@@ -181,15 +180,7 @@ class OrderWriter:
         path = Path(folder) / f"order{worker_suffix(worker)}.jsonl"
         with writing(path):
             path.unlink(missing_ok=True)
-        self._file = Appender(path)
-
-    def __enter__(self) -> "OrderWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
+        super().__init__(path)
 
     def write(self, event: OrderEvent) -> None:
         """Appends an event."""

@@ -21,7 +21,6 @@ Lines are appended when their round is over; `time_s` is Unix time, for people o
 
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, with_config
@@ -29,7 +28,7 @@ from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
 from gossamer.fields import AtLeastZero
-from gossamer.record.files import Appender, make_folder, worker_suffix, writing
+from gossamer.record.files import LineWriter, make_folder, worker_suffix, writing
 from gossamer.record.jsonl import json_line, records
 from gossamer.schema import RECORD, Records
 
@@ -149,7 +148,7 @@ class Life(NamedTuple):
     """Where a round has more than one, or one that does not end with it."""
 
 
-class OutcomeWriter:
+class OutcomeWriter(LineWriter):
     """Appends to the log of one slot.
 
     Args: `first_round` is the first round that will be written: what is there of it and of later ones is void, as all workers
@@ -172,15 +171,7 @@ class OutcomeWriter:
                 path.unlink(missing_ok=True)
             elif path.exists():
                 _cut(path, first_round)
-        self._file = Appender(path)
-
-    def __enter__(self) -> "OutcomeWriter":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._file.close()
+        super().__init__(path)
 
     def begin(self, begun: Begun) -> None:
         """A process begins to train."""
