@@ -65,7 +65,7 @@ class OuterLoop:
     ):  # fmt: skip
         self.method, self.worker = m, transport.worker
         self.local_steps, self.full_steps = local_steps, full_steps
-        self._updates = topology_of_updates(m.rule, m.topology.n, seed)
+        self._updates, self._topology_of = topology_of_updates(m.rule, m.topology.n, seed), m.topology_of(seed)
         averaging = local_sgd() if m.topology.everyone else gossip()
         halves = m.rule.site == "parameters" and parts[0][0].dtype in HALVES
         rule = with_master(m.rule) if halves else m.rule
@@ -115,10 +115,9 @@ class OuterLoop:
 
     def adapted(self, local_steps: int) -> int:
         """The local steps of the next round out of so many, where the rule decides on them; of its fragments, the most."""
-        adapted = self._adapted
+        adapted, own = self._adapted, self.fragments[: self.method.schedule.fragments]
         if adapted is None:
             return local_steps
-        own = self.fragments[: self.method.schedule.fragments]
         return max(adapted(setup.part.s).local_steps(local_steps) for setup in own)
 
     def announce(self, round: int, stop: Stop) -> None:
@@ -290,10 +289,8 @@ class OuterLoop:
     def _place(self, round: int, p: int) -> tuple[Mixing, Context]:
         """The mixing and the context of what is sent in this round, which those that send ahead do for the next one."""
         of = self.next(round) if self._ahead(p) else round
-        of_updates = p >= len(self.fragments) and self._choice is None
-        topology = self._updates if of_updates else self.method.topology
-        assert topology is not None and of is not None
-        mixing = topology.mixing(of, self.alive(of, p))
+        assert of is not None
+        mixing = self._topology_of(p).mixing(of, self.alive(of, p))
         return mixing, self._context(of, self._setup(p).part, mixing)
 
     def _ahead(self, p: int) -> bool:

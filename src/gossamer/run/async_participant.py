@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gossamer.clock.phases import Report
+from gossamer.clock import Phase
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
@@ -18,19 +18,20 @@ from gossamer.record.order import Finished, OrderWriter
 from gossamer.record.progress import say
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe
-from gossamer.run.journal import Journal
+from gossamer.run.journal import Journal, log_phase
 from gossamer.run.meeting import Seat
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch
 from gossamer.run.serve_protocol import HERE
-from gossamer.run.standings import changes
+from gossamer.run.standings import say_changes
 from gossamer.run.task import Task
+from gossamer.run.train import end_round
 from gossamer.transport.calling import CallTransport
 from gossamer.transport.calls import Calls
 from gossamer.transport.launch import device_of
 from gossamer.tree import Tree, leaves
 
-__all__ = ["AsyncParticipant", "due_round", "log_phase", "save_worker"]
+__all__ = ["AsyncParticipant", "due_round", "save_worker"]
 
 PATIENCE_S = 1.0
 
@@ -127,16 +128,17 @@ class AsyncParticipant(ABC):
         number, round, report = 0, 0, None
         while not self._asked.is_set() and self._claims(number):
             alive = self.transport.begin_phase(number)
-            self._tell(round)
+            self._known = say_changes(self._known, self.transport, round=round)
             report, start_s = self.phase(number, round, alive)
             self.stopwatch.phase(report.compute_s)
-            log_phase(self.record, self.events, self.replica, (number, round), report, (start_s, self.now_s()))
+            phase = Phase(start_s, self.now_s(), self.slot, number, report)
+            log_phase(self.record, self.events, round, phase, self.replica.local_steps)
             number += 1
             reached = self._rounds_over(number)
             if reached > round:
                 self.record.log_seconds(self.stopwatch.round(round))
             if due := due_round(self.config, round, reached):
-                self._end_round(journal, due, number, report)
+                end_round(journal, self.replica, due, report, f" after {number} phases")
             round = reached
         self.transport.begin_phase(number)
         left = self._asked.is_set()
@@ -147,18 +149,10 @@ class AsyncParticipant(ABC):
             self.log.write(Finished(why, finished, self.end(), self.now_s()))
         self.record.log_seconds(self.stopwatch.round(round))
         if why == "finished":
-            self._end_round(journal, finished, number, report)
+            end_round(journal, self.replica, finished, report, f" after {number} phases")
         else:
             self._save(finished)
             say(f"worker {self.slot} leaves after {number} local phases, as it was asked to, and has saved its state")
-
-    def _end_round(self, journal: Journal, finished: int, phases: int, report: LocalPhase | None) -> None:
-        config, step = self.config, phases * self.replica.local_steps
-        behind = {"worker": self.slot, "step": step, "tokens": step * config.step_tokens}
-        journal.end_round(finished, () if report is None else report.losses, **behind)
-        if config.due(config.run.eval_every, finished) and report is not None:
-            scored = f"loss {report.loss:.4f}, validation of this worker {journal.loss:.4f}"
-            say(f"round {finished} of {config.rounds}: {scored} after {phases} phases")
 
     def _stay(self, left: bool) -> None:
         """Stays until everybody who is alive has taken the last step; who leaves ends what it is amid of."""
@@ -186,13 +180,6 @@ class AsyncParticipant(ABC):
         steps = sum(count * self.settled.local_steps_of(slot) for slot, count in ended.items())
         return min(steps // (self.config.workers * self.settled.full_steps), self.config.rounds - 1)
 
-    def _tell(self, round: int) -> None:
-        """One line for each event that this worker has learnt of."""
-        now = {entry.slot: entry for entry in self.transport.view().entries}
-        for sentence in changes(self._known, now, self.slot, 1 << 31, self.transport.why):
-            say(f"round {round + 1}: {sentence}")
-        self._known = now
-
     def _save(self, finished: int) -> None:
         with self.transport.changed:
             x, outer = self.x, self.outer
@@ -204,26 +191,6 @@ def due_round(config: RunConfig, before: int, reached: int) -> int:
     run = config.run
     over = range(before + 1, reached + 1)
     return max((r for r in over if config.due(run.eval_every, r) or config.due(run.checkpoint_every, r)), default=0)
-
-
-def log_phase(
-    record: RunFolder, events: EventWriter, replica: Replica, place: tuple[int, int], report: Report,
-    times_s: tuple[float, float],
-) -> None:  # fmt: skip
-    """Writes a local phase into metrics and events.
-
-    Args: `place` is its number and the round of the run, `times_s` when it began and ended.
-    """
-    assert isinstance(report, LocalPhase)
-    (number, round), (start_s, end_s), done = place, times_s, place[0] + 1
-    events.write(
-        round, "phase", worker=replica.index, number=number, start_s=start_s, end_s=end_s, steps=replica.local_steps,
-        tokens=report.tokens,
-    )  # fmt: skip
-    record.log(
-        "train", round=round, worker=replica.index, step=done * replica.local_steps, loss=report.loss, lr=report.lr,
-        tokens=done * report.tokens, time_s=end_s,
-    )  # fmt: skip
 
 
 def save_worker(config: RunConfig, folder: Path, finished: int, replica: Replica, x: Tensor, outer: Tree) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from gossamer.clock import Phase
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.pair_worker import PairWorker
 from gossamer.clock.phases import LoopOptions
@@ -25,10 +26,11 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.order import Finished, Learned, Met, Mixed, OrderEvent, Published, Told, read_order
 from gossamer.record.progress import Progress
 from gossamer.run.async_pairs import settled_pair
-from gossamer.run.async_participant import due_round, log_phase, save_worker
-from gossamer.run.config import RunConfig, digest, dump, parse
-from gossamer.run.document import load_run
+from gossamer.run.async_participant import due_round, save_worker
+from gossamer.run.config import RunConfig, dump
 from gossamer.run.evaluate import Probe, Probes, Result, assess
+from gossamer.run.finished import must_be_record_of
+from gossamer.run.journal import log_phase
 from gossamer.run.parts import own_parts
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.serve_protocol import HERE
@@ -50,16 +52,11 @@ def replay_asynchronous(
     """Computes the run in the folder `recorded` again and records it in `folder`, as far as its events go.
 
     Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a record that
-    contradicts
-        itself.
+        contradicts itself.
     Cost: the models of all workers, and the messages that somebody has yet to hear.
     """
-    parts, before = own_parts(config), parse(load_run(recorded))
-    if digest(before) != digest(config):
-        raise ConfigError(
-            f"'{recorded}' is a run with digest {digest(before)} and the run file has {digest(config)}; replay it with its own "
-            "run.toml"
-        )
+    parts = own_parts(config)
+    must_be_record_of(config, recorded)
     order = read_order(recorded)
     if not order:
         raise ConfigError(
@@ -123,8 +120,8 @@ class _Replay:
             self._round[i] = event.round
             report = run.train(i, event)
             self.tokens += report.tokens
-            place = event.number, event.round
-            log_phase(self._record, self._events, replica, place, report, (event.start_s, event.time_s))
+            phase = Phase(event.start_s, event.time_s, i, event.number, report)
+            log_phase(self._record, self._events, event.round, phase, replica.local_steps)
         elif isinstance(event, Finished):
             run.end(i, event)
             save_worker(config, self._folder, event.round, replica, run.x(i), run.outer(i))

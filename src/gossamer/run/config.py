@@ -22,9 +22,9 @@ from gossamer.rounds import pairing
 from gossamer.rounds.facts import INSTEAD, Facts, Kind
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.choice import Choice, NamedIn
-from gossamer.run.document import EXPERIMENT, TABLES, flat, with_settings
+from gossamer.run.document import DIRECTIONS, EXPERIMENT, TABLES, flat, with_settings
 from gossamer.run.methods import recipes
-from gossamer.run.pipeline import DIRECTIONS, PipelineConfig, must_fit
+from gossamer.run.pipeline import PipelineConfig, must_fit
 from gossamer.schema import build, plain, settings
 from gossamer.schema import faults as schema_faults
 
@@ -259,14 +259,12 @@ def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
     """The run as a document, without what its kind of method has no use for."""
     document = plain(config, neutral=neutral)
     for kind in TABLES.keys() & document.keys():
-        choice = getattr(config, kind)
-        document[kind] = {"name": choice.name, **plain(choice.options)}
+        document[kind] = _chosen(getattr(config, kind))
     if config.pipeline.stages == 1:
         document.pop("pipeline")  # a whole replica
     else:
         for direction in DIRECTIONS:
-            choice = getattr(config.pipeline, direction)
-            document["pipeline"][direction] = {"name": choice.name, **plain(choice.options)}
+            document["pipeline"][direction] = _chosen(getattr(config.pipeline, direction))
     if "network" in document:
         document["network"] = {name: to_options(network) for name, network in config.network.items()}
     kind = next((kind for kind in ("server", "pair") if kind in document), "rule")
@@ -275,6 +273,11 @@ def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
     if not config.event_driven and (not neutral or config.events == EventsConfig()):
         document.pop("events")  # only runs that follow a clock read it
     return document
+
+
+def _chosen(choice: Choice) -> dict[str, Any]:
+    """A row of a table with its options, as a run file has it."""
+    return {"name": choice.name, **plain(choice.options)}
 
 
 def digest(config: RunConfig) -> str:

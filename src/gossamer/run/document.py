@@ -16,13 +16,15 @@ from gossamer.run.methods import recipe
 from gossamer.schema import parse_toml
 from gossamer.topologies import TOPOLOGIES
 
-__all__ = ["EXPERIMENT", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
+__all__ = ["DIRECTIONS", "EXPERIMENT", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
 
 TABLES: dict[str, Mapping[str, Any]] = {
     "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
     "boundary": BOUNDARIES,
 }  # fmt: skip
-_CHOICES = {*TABLES, "forward", "backward"}
+DIRECTIONS = ("forward", "backward")
+"""The keys of [pipeline] that name a boundary codec."""
+_CHOICES = {*TABLES, *DIRECTIONS}
 """The keys that name a row of a table, with its options."""
 EXPERIMENT = ("variant", "sweep", "scale", "figure")
 """The keys of an experiment file that are not part of its base run."""

@@ -32,7 +32,7 @@ from gossamer.run.replica import Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import run_key, use_threads
 from gossamer.run.settle import in_rounds
-from gossamer.run.standings import changes
+from gossamer.run.standings import say_changes
 from gossamer.run.task import Task, task_of
 from gossamer.run.train import end_round, train_round
 from gossamer.run.worker import Worker
@@ -192,7 +192,7 @@ class _Participant:
         stopwatch.start()
         round, finished, begins = begun.round, begun.after, True
         while round < config.rounds and not self._asked.is_set():
-            self._tell(round)
+            self._known = say_changes(self._known, transport, round=round, rounds=config.rounds)
             before = replica.steps_taken
             self._enter(round)
             alive = self._alive
@@ -222,7 +222,7 @@ class _Participant:
             stopwatch.phase(report.whole.compute_s)
             stopwatch.waited(transport.waits(), transport.deliveries())
             journal.enter(worker, round, report)
-            end_round(journal, replica, finished, report)
+            end_round(journal, replica, finished, report.whole)
             record.log_seconds(stopwatch.round(round))
             round = self._decided(round)
             if round > finished + config.run.rejoin_rounds and round < config.rounds:
@@ -342,13 +342,6 @@ class _Participant:
             exchange.receive()
         under_way.clear()
         self._note(round, log)
-
-    def _tell(self, round: int) -> None:
-        """One line for each event that this worker has learnt of."""
-        now = {entry.slot: entry for entry in self._transport.view().entries}
-        for sentence in changes(self._known, now, self.slot, self.config.rounds, self._transport.why):
-            say(f"round {round + 1}: {sentence}")
-        self._known = now
 
     def _save(self, finished: int) -> None:
         checkpoint.save(self._store, finished, self.slot, self._worker.state(), digest=self._line, keep=KEPT)

@@ -6,15 +6,25 @@ from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.run.config import RunConfig, digest, parse
-from gossamer.run.document import load
+from gossamer.run.document import load, load_run
 from gossamer.run.history import lineage
 
-__all__ = ["is_finished", "rounds_in_common"]
+__all__ = ["is_finished", "must_be_record_of", "rounds_in_common"]
 
 
 def rounds_in_common(config: RunConfig, folder: Path) -> int | None:
     """The newest round of this run that all owners have checkpoints of here; None without one."""
     return checkpoint.newest_common(checkpoint.owned(folder / "checkpoints", config.owners, lineage(config, folder)))
+
+
+def must_be_record_of(config: RunConfig, recorded: Path) -> None:
+    """Raises ConfigError unless the run in this folder, which shall be computed again, has the settings of this one."""
+    before = parse(load_run(recorded))
+    if digest(before) != digest(config):
+        raise ConfigError(
+            f"'{recorded}' is a run with digest {digest(before)} and the run file has {digest(config)}; replay it with its own "
+            "run.toml"
+        )
 
 
 def is_finished(config: RunConfig, folder: Path) -> bool:

@@ -20,7 +20,7 @@ from gossamer.run.replica import joined
 from gossamer.run.seconds import EventSeconds
 from gossamer.run.worker import RoundReport, Worker
 
-__all__ = ["EventJournal", "Journal", "Save", "saver"]
+__all__ = ["EventJournal", "Journal", "Save", "log_phase", "saver"]
 
 Save = Callable[[int], None]
 """Saves what is to be kept after so many rounds."""
@@ -68,12 +68,12 @@ class Journal:
         In the trace each fragment has a round of its own, which ends when it is sent.
         """
         whole, steps = report.whole, worker.replica.steps_taken
-        hashes: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}
+        more: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}
         if (staged := worker.replica.staged) is not None:
-            hashes["boundary_bytes"] = staged.sent_bytes()
+            more["boundary_bytes"] = staged.sent_bytes()
         self.record.log(
             "train", round=round, worker=worker.index, step=steps, loss=whole.loss, lr=whole.lr,
-            tokens=steps * self.config.step_tokens, **hashes,
+            tokens=steps * self.config.step_tokens, **more,
         )  # fmt: skip
         entry, gathered = round * worker.loop.method.sends_per_round, []
         for phase, sent in zip(report.phases, report.operations, strict=True):
@@ -105,6 +105,19 @@ class Journal:
             shown |= {} if math.isnan(self.loss) else {"val": self.loss}
             shown |= {name: behind[name] for name in ("time_s",) if name in behind}
             self._progress.update(config.name, finished, **shown)
+
+
+def log_phase(record: RunFolder, events: EventWriter, round: int, phase: Phase, steps: int) -> None:
+    """Writes a local phase of so many inner steps into metrics and events, in a round of the run."""
+    report, done = phase.report, phase.number + 1
+    events.write(
+        round, "phase", worker=phase.worker, number=phase.number, start_s=phase.start_s, end_s=phase.end_s, steps=steps,
+        tokens=report.tokens,
+    )  # fmt: skip
+    record.log(
+        "train", round=round, worker=phase.worker, step=done * steps, loss=report.loss, lr=report.lr,
+        tokens=done * report.tokens, time_s=phase.end_s,
+    )  # fmt: skip
 
 
 class _JournalState(NamedTuple):
@@ -176,17 +189,9 @@ class EventJournal:
         self._end_round(self.round)
 
     def _enter_phase(self, event: Phase, steps: int) -> None:
-        phase, done = event.report, event.number + 1
-        self._log().write(
-            self.round, "phase", start_s=event.start_s, end_s=event.end_s, worker=event.worker, number=event.number,
-            steps=steps, tokens=phase.tokens,
-        )  # fmt: skip
-        self._journal.record.log(
-            "train", round=self.round, worker=event.worker, step=done * steps, loss=phase.loss, lr=phase.lr,
-            tokens=done * phase.tokens, time_s=event.end_s,
-        )  # fmt: skip
-        self._losses.append(phase.loss)
-        self.tokens += phase.tokens
+        log_phase(self._journal.record, self._log(), self.round, event, steps)
+        self._losses.append(event.report.loss)
+        self.tokens += event.report.tokens
         if self._journal.config.server is None:
             self.steps += steps
 

@@ -12,12 +12,10 @@ from gossamer.fields import AtLeastOne
 from gossamer.models.sizes import ModelConfig, crossing
 from gossamer.models.stages import minimax
 from gossamer.run.choice import Choice, NamedIn
+from gossamer.run.document import DIRECTIONS
 from gossamer.schema import settings
 
-__all__ = ["DIRECTIONS", "PipelineConfig", "boundary_of", "cuts_of", "must_fit"]
-
-DIRECTIONS = ("forward", "backward")
-"""The keys of [pipeline] that name a boundary codec."""
+__all__ = ["PipelineConfig", "boundary_of", "cuts_of", "must_fit"]
 
 
 @settings("pipeline")
@@ -78,16 +76,11 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> 
     if pipeline.stages == 1:
         return
     stages, said = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
-    if model.own or model.loss is not None or data.own:
-        own = next(
-            f"{key} is {value!r:.60}"
-            for key, value, given in (
-                ("model.size", model.size, model.own), ("model.loss", model.loss, model.loss is not None),
-                ("data.source", data.source, data.own),
-            )
-            if given
-        )  # fmt: skip
-        raise ConfigError(f"{said} and {own}, but only the built-in model on text can be cut; remove [pipeline]")
+    own = {"model.size": model.size} if model.own else {"model.loss": model.loss} if model.loss is not None else {}
+    for key, value in (own or ({"data.source": data.source} if data.own else {})).items():
+        raise ConfigError(
+            f"{said} and {key} is {value!r:.60}, but only the built-in model on text can be cut; remove [pipeline]"
+        )
     if model.dropout:
         raise ConfigError(
             f"{said} and model.dropout is {model.dropout}, whose random numbers would depend on the cuts; set it to 0"

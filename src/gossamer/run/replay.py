@@ -19,10 +19,10 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.outcomes import read_outcomes
 from gossamer.record.progress import Progress
 from gossamer.rounds.method import Method
-from gossamer.run.config import RunConfig, digest, dump, parse
-from gossamer.run.document import load_run
+from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.elastic import KEPT
 from gossamer.run.evaluate import Probe, Probes, Result, assess
+from gossamer.run.finished import must_be_record_of
 from gossamer.run.journal import Journal
 from gossamer.run.lanes import Lanes
 from gossamer.run.parts import Parts, own_parts
@@ -43,12 +43,8 @@ def replay_elastic(config: RunConfig, folder: Path, recorded: Path, *, progress:
         itself.
     Cost: as a simulation, and the states that workers took over.
     """
-    parts, before = own_parts(config), parse(load_run(recorded))
-    if digest(before) != digest(config):
-        raise ConfigError(
-            f"'{recorded}' is a run with digest {digest(before)} and the run file has {digest(config)}; replay it with its own "
-            "run.toml"
-        )
+    parts = own_parts(config)
+    must_be_record_of(config, recorded)
     lives = read_outcomes(recorded)
     if not lives:
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gossamer.clock import SERVER
+from gossamer.clock import SERVER, Phase
 from gossamer.clock.server_core import Push, StartingPoint
 from gossamer.clock.server_worker import ServerWorker
 from gossamer.codecs import Codec, fitted
@@ -28,6 +28,7 @@ from gossamer.record.progress import say
 from gossamer.rng import key as random_key
 from gossamer.run.config import RunConfig, dump
 from gossamer.run.history import History, Resume, history, lineage
+from gossamer.run.journal import log_phase
 from gossamer.run.parts import own_parts
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
@@ -97,15 +98,8 @@ class ServedWorker:
 
     def log(self, record: RunFolder, events: EventWriter, trained: Trained, start_s: float, end_s: float) -> None:
         """Writes a local phase into metrics and events."""
-        report, steps, done = trained.report, self.learner.local_steps, trained.number + 1
-        events.write(
-            trained.round, "phase", worker=self.index, number=trained.number, start_s=start_s, end_s=end_s, steps=steps,
-            tokens=report.tokens,
-        )  # fmt: skip
-        record.log(
-            "train", round=trained.round, worker=self.index, step=done * steps, loss=report.loss, lr=report.lr,
-            tokens=done * report.tokens, time_s=end_s,
-        )  # fmt: skip
+        phase = Phase(start_s, end_s, self.index, trained.number, trained.report)
+        log_phase(record, events, trained.round, phase, self.learner.local_steps)
 
     def receive(self, trained: Trained, starts: Mapping[int, StartingPoint], terms: Terms) -> range:
         """Continues from the reply to the push of a phase, and saves what is due; returns the rounds that are over since."""

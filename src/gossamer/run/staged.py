@@ -17,7 +17,8 @@ from gossamer.models.llama import Llama
 from gossamer.models.sizes import crossing
 from gossamer.models.stages import stages_of
 from gossamer.run.config import RunConfig
-from gossamer.run.pipeline import DIRECTIONS, boundary_of, cuts_of
+from gossamer.run.document import DIRECTIONS
+from gossamer.run.pipeline import boundary_of, cuts_of
 
 __all__ = ["StagedModel"]
 

@@ -2,9 +2,21 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
+from gossamer.record.progress import say
+from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.members import SlotEntry, Standing
 
-__all__ = ["changes"]
+__all__ = ["changes", "say_changes"]
+
+
+def say_changes(
+    known: Mapping[int, SlotEntry], transport: ElasticTransport, *, round: int, rounds: int = 1 << 31
+) -> dict[int, SlotEntry]:
+    """Says a line for each event that a worker has learnt of since it knew that; returns what it knows now."""
+    now = {entry.slot: entry for entry in transport.view().entries}
+    for sentence in changes(known, now, transport.worker, rounds, transport.why):
+        say(f"round {round + 1}: {sentence}")
+    return now
 
 
 def changes(

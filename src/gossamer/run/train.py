@@ -24,7 +24,7 @@ from gossamer.run.evaluate import Probe
 from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
 from gossamer.run.parts import own_parts
-from gossamer.run.replica import Replica
+from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.settle import in_rounds
 from gossamer.run.task import found_by_each, task_of
@@ -117,7 +117,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
             journal.enter(worker, round, report)
             if worker.pacer is not None and round + 1 < config.rounds:
                 _adapt(worker, report, deliveries, board, m.topology)
-            end_round(journal, replica, round + 1, report)
+            end_round(journal, replica, round + 1, report.whole)
             record.log_seconds(stopwatch.round(round))
     transport.close()
 
@@ -175,14 +175,21 @@ def train_round(
     return report
 
 
-def end_round(journal: Journal, replica: Replica, finished: int, report: RoundReport) -> None:
-    """Writes what is due after so many rounds of one worker, and says how it validates."""
-    config, whole, step = journal.config, report.whole, replica.steps_taken
+def end_round(
+    journal: Journal, replica: Replica, finished: int, trained: LocalPhase | None, after: str = ""
+) -> None:  # fmt: skip
+    """Writes what is due after so many rounds of one worker, and says how it validates.
+
+    Args:
+        trained: what it has trained last; None if nothing.
+        after: the end of that sentence.
+    """
+    config, step = journal.config, replica.steps_taken
     behind = {"worker": replica.index, "step": step, "tokens": step * config.step_tokens}
-    journal.end_round(finished, whole.losses, **behind)
-    if config.due(config.run.eval_every, finished):
-        scored = f"loss {whole.loss:.4f}, validation of this worker {journal.loss:.4f}"
-        say(f"round {finished} of {config.rounds}: {scored}")
+    journal.end_round(finished, () if trained is None else trained.losses, **behind)
+    if config.due(config.run.eval_every, finished) and trained is not None:
+        scored = f"loss {trained.loss:.4f}, validation of this worker {journal.loss:.4f}"
+        say(f"round {finished} of {config.rounds}: {scored}{after}")
 
 
 def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:
