@@ -29,9 +29,9 @@ class _Plan(NamedTuple):
     def counts(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """Tiles, bits of the map of precisions, and those of them that are set: units of low precision."""
         B, S, D = shape
-        if self.token:
-            return B * S * (D // self.tile), B * S, B * int(S * (1 - self.share))
         tiles = B * S * (D // self.tile)
+        if self.token:
+            return tiles, B * S, B * int(S * (1 - self.share))
         return tiles, tiles, round((1 - self.share) * tiles)
 
     def low_tiles(self, shape: tuple[int, int, int]) -> int:
@@ -131,12 +131,11 @@ def _pivot_bits(plan: _Plan) -> int:
 
 def _is_low(plan: _Plan, h: Tensor) -> Tensor:
     """Which tiles (or tokens) `[units]` get few bits: those of the lowest entropy, of equal ones the first."""
-    B, S, D = h.shape
-    values = h.abs().view(B, S, D) if plan.token else h.abs().view(1, -1, plan.tile)
+    values = h.abs() if plan.token else h.abs().view(1, -1, plan.tile)
     p = values / values.sum(-1, keepdim=True).clamp_min(1e-30)
     order = torch.special.entr(p).sum(-1).argsort(dim=1, stable=True)
     low = torch.zeros(order.shape, dtype=torch.bool, device=h.device)
-    low.scatter_(1, order[:, : plan.counts((B, S, D))[2] // len(order)], value=True)
+    low.scatter_(1, order[:, : plan.counts((h.shape[0], h.shape[1], h.shape[2]))[2] // len(order)], value=True)
     return low.view(-1)
 
 

@@ -1,5 +1,6 @@
 """Text in files: tokenised once; a batch consists of windows at random places."""
 
+import functools
 import hashlib
 import io
 import itertools
@@ -152,6 +153,9 @@ class FileCorpus:
             train, val = whole[:cut], whole[cut:]
         self._train, self._val = train, val
         self._check_lengths()
+        # A worker has a few epochs under way at most, and all workers of a simulation share this corpus.
+        self._places = functools.lru_cache(maxsize=256)(self._drawn_places)
+        self._order = functools.lru_cache(maxsize=256)(self._drawn_order)
 
     def _check_lengths(self) -> None:
         if not len(self._train):
@@ -177,12 +181,10 @@ class FileCorpus:
         """See `Corpus.batch`."""
         assert 0 <= worker < self._workers, worker
         low, high = self._shard(worker)
-        last, windows = high - self._window + 1, self._config.windows
-        if windows is not None:
-            starts = numpy_rng(self._seed, worker, "windows").integers(low, last, size=windows)
-            return self._windows(self._train, starts[self.samples(worker, step)])
+        if self._config.windows is not None:
+            return self._windows(self._train, self._places(worker)[self.samples(worker, step)])
         places = numpy_rng(self._seed, worker, step, "data")
-        return self._windows(self._train, places.integers(low, last, size=self._config.batch_size))
+        return self._windows(self._train, places.integers(low, high - self._window + 1, size=self._config.batch_size))
 
     def samples(self, worker: int, step: int) -> list[int]:
         """Which windows a batch consists of; each has a number of its own where they do not come again."""
@@ -190,9 +192,18 @@ class FileCorpus:
         numbers = range(step * size, (step + 1) * size)
         if windows is None:
             return [*numbers]
-        epochs = {n // windows for n in numbers}
-        orders = {epoch: numpy_rng(self._seed, worker, epoch, "order").permutation(windows) for epoch in epochs}
-        return [int(orders[n // windows][n % windows]) for n in numbers]
+        return [int(self._order(worker, n // windows)[n % windows]) for n in numbers]
+
+    def _drawn_places(self, worker: int) -> NDArray[np.int64]:
+        """Where the windows of a worker begin that come again."""
+        low, high = self._shard(worker)
+        return numpy_rng(self._seed, worker, "windows").integers(
+            low, high - self._window + 1, size=self._config.windows
+        )
+
+    def _drawn_order(self, worker: int, epoch: int) -> NDArray[np.int64]:
+        """Their order in an epoch."""
+        return numpy_rng(self._seed, worker, epoch, "order").permutation(self._config.windows or 0)
 
     def validation(self, num_batches: int) -> list[Tensor]:
         """See `Corpus.validation`; the windows are spread evenly over the validation text."""

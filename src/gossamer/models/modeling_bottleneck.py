@@ -5,8 +5,8 @@ This file is written beside such a model and stands alone: `AutoModelForCausalLM
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 __all__ = ["BottleneckLlama"]
@@ -20,13 +20,8 @@ class BottleneckLlama(LlamaForCausalLM):
         narrow, size = config.bottleneck, config.hidden_size
         self.model.cuts = cuts = nn.ModuleDict()
         for cut in narrow["cuts"]:
-            halves = nn.ModuleDict(
-                {
-                    "encoder": _map(size, narrow["width"], narrow["kind"]),
-                    "decoder": _map(narrow["width"], size, narrow["kind"]),
-                }
-            )
-            cuts[str(cut)] = halves
+            ways = {"encoder": (size, narrow["width"]), "decoder": (narrow["width"], size)}
+            cuts[str(cut)] = nn.ModuleDict({name: _map(*sizes, narrow["kind"]) for name, sizes in ways.items()})
             self.model.layers[cut].register_forward_pre_hook(self._crossing(str(cut)))
         self.post_init()
 
@@ -37,13 +32,9 @@ class BottleneckLlama(LlamaForCausalLM):
             z = halves["encoder"](h)
             z = z + h[..., : z.shape[-1]]
             x = halves["decoder"](z)
-            return (x + torch.cat((z, _zeros(x, z)), -1), *rest)
+            return (x + functional.pad(z, (0, x.shape[-1] - z.shape[-1])), *rest)
 
         return cross
-
-
-def _zeros(x: Tensor, z: Tensor) -> Tensor:
-    return x.new_zeros(*x.shape[:-1], x.shape[-1] - z.shape[-1])
 
 
 def _map(size: int, to: int, kind: str) -> nn.Sequential:

@@ -208,11 +208,8 @@ def _counted(tally: Tensor, d: Tensor, matrices: Sequence[_Matrix], full_rank: i
     rank, total, count = tally.tolist()
     total, count = total + sum(seen) / len(seen), count + 1
     if count == every:
-        rank, total, count = (
-            min(full_rank, ceil(total / count - 1e-6)),
-            0.0,
-            0,
-        )  # 1e-6: a whole number up to rounding is whole
+        average = total / count - 1e-6  # a whole number up to rounding is whole
+        rank, total, count = min(full_rank, ceil(average)), 0.0, 0
     return torch.tensor([rank, total, count], dtype=tally.dtype, device=tally.device)
 
 

@@ -13,7 +13,6 @@ from gossamer.rounds.method import Method
 
 __all__ = ["Message", "RoundScript", "Script", "calm", "script_of"]
 
-Handed = tuple[int, int]
 Process = tuple[int, int]
 """A slot, and which of the lives in it, from 0."""
 
@@ -63,7 +62,7 @@ class Script(NamedTuple):
         """How many rounds it has."""
         return max(self.turns, default=-1) + 1
 
-    def taken_over(self, first: int = 0) -> set[Handed]:
+    def taken_over(self, first: int = 0) -> set[tuple[int, int]]:
         """The states, by slot and rounds behind it, that those take over who begin in round `first` or later."""
         return {
             (life.begun.donor, life.begun.after)
