@@ -1,10 +1,12 @@
 """The simulator against a bare loop over the same models, in tokens per second and peak memory.
 
     python benchmarks/simulator.py [--size 1m] [--workers 8] [--steps 30]
+    python benchmarks/simulator.py --size 0.2m --layers 2 --sequences 4 --seq-len 64 --batched 8
 
 The bare loop trains the same n models one after the other on one thread, with the same batches, optimizer and clipping, and
 never exchanges. Ratio = simulator / (cores x bare loop). Each side runs in its own process, the two alternate, and the ratio is
-that of the medians; memory is the peak of the process minus its memory after imports.
+that of the medians; memory is the peak of the process minus its memory after imports. With `--batched` a third side trains so
+many replicas as one computation (`run.batched`).
 """
 
 import argparse
@@ -19,27 +21,24 @@ import time
 from pathlib import Path
 
 
-def config_of(size: str, workers: int, steps: int):
+def config_of(args: argparse.Namespace):
     from gossamer.run.config import parse
 
     return parse(
         {
-            "workers": workers,
+            "workers": args.workers,
             "rule": {"name": "gasloc"},
             "topology": {"name": "random"},
-            "model": {"size": size},
+            "model": {"size": args.size} | ({"layers": args.layers} if args.layers else {}),
+            "data": {"batch_size": args.sequences, "seq_len": args.seq_len},
             "inner": {"clip": 1.0},
             "run": {
-                "steps": steps,
-                "local_steps": steps // 3,
-                "eval_every": 0,
-                "eval_batches": 1,
-                "checkpoint_every": 0,
-                "device": "cpu",
+                "steps": args.steps, "local_steps": args.steps // 3, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0,
+                "device": "cpu", "batched": args.batched if args.side == "batched" else 1,
             },
             "record": {"tensorboard": False, "export": False},
         }
-    )
+    )  # fmt: skip
 
 
 def peak_bytes() -> int:
@@ -87,33 +86,28 @@ def main() -> None:
     parser.add_argument("--size", default="1m")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--sequences", type=int, default=8, help="of a batch")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--batched", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--side", choices=["simulated", "bare"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["simulated", "batched", "bare"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         import gossamer.run.simulate
 
         assert gossamer.run.simulate
-        config, before = config_of(args.size, args.workers, args.steps), peak_bytes()
-        rate = {"simulated": simulated, "bare": bare}[args.side](config)
+        config, before = config_of(args), peak_bytes()
+        rate = bare(config) if args.side == "bare" else simulated(config)
         print(json.dumps([rate, peak_bytes() - before]))
         return
 
     found: dict[str, list[tuple[float, int]]] = {"simulated": [], "bare": []}
+    if args.batched > 1:
+        found["batched"] = []
     for _ in range(args.repeats):
         for side, results in found.items():
-            words = [
-                sys.executable,
-                __file__,
-                "--side",
-                side,
-                "--size",
-                args.size,
-                "--workers",
-                str(args.workers),
-                "--steps",
-                str(args.steps),
-            ]
+            words = [sys.executable, __file__, *sys.argv[1:], "--side", side]
             run = subprocess.run(
                 words, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
             )
@@ -125,6 +119,8 @@ def main() -> None:
     print(f"simulator, {cores} cores      {rate['simulated']:>9,.0f} tok/s  {memory['simulated'] / 1e6:>7.0f} MB")
     print(f"simulator / (cores x loop) = {rate['simulated'] / rate['bare'] / cores:.2f}   (aim 0.93)")
     print(f"memory / loop              = {memory['simulated'] / memory['bare']:.2f}   (aim at most 2)")
+    if args.batched > 1:
+        print(f"batched / simulator        = {rate['batched'] / rate['simulated']:.2f}   (aim 3)")
 
 
 if __name__ == "__main__":

@@ -122,6 +122,12 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "pipeline and elastic": (Facts(stages=2, elastic=True), ["pipeline.stages is 2", "run.elastic is true"]),
     "pipeline and rule": (Facts(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),
     "pipeline and codec": (Facts(stages=2, rule=diloco(), topology=complete(4), codec=int8()), ["'int8'", "'bf16'"]),
+    "batched and real processes": (Facts(batched=8, driver="train"), ["run.batched is 8", "gossamer train"]),
+    "batched and asynchronous": (GOSSIP._replace(batched=8), ["run.batched is 8", "'gasloc'", "no waiting"]),
+    "batched and rule": (
+        Facts(batched=8, rule=RULES["data_parallel"](), topology=complete(4)),
+        ["run.batched is 8", "'data_parallel'"],
+    ),
     "pipeline and schedule": (Facts(stages=2, schedule=Schedule(fragments=2)), ["pipeline.stages is 2", "fragments=2"]),
     "elastic and decisions of all": (
         Facts(

@@ -13,7 +13,10 @@ from gossamer import rng
 from gossamer.models.bottleneck import ResidualBottleneck, Subspace
 from gossamer.models.sizes import ModelConfig, Shape, in_subspace, written
 
-__all__ = ["MLP", "Attention", "Decoder", "Layer", "Llama", "RMSNorm", "build_model", "logits_of", "loss", "rotary"]
+__all__ = [
+    "MLP", "NORM_EPS", "Attention", "Decoder", "Layer", "Llama", "RMSNorm", "build_model", "logits_of", "loss", "rotary",
+    "rotated",
+]  # fmt: skip
 
 ROPE_THETA = 10_000.0
 NORM_EPS = 1e-6
@@ -42,7 +45,8 @@ def rotary(head_size: int, positions: int) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Queries or keys `[..., S, D/H]`, turned by the angles of their positions."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos) + (torch.cat((-second, first), dim=-1) * sin)
 
@@ -66,7 +70,7 @@ class Attention(nn.Module):
             project(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H, S, D/H]
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1, enable_gqa=self.shared)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 

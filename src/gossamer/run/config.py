@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import tomli_w
@@ -31,6 +32,11 @@ from gossamer.schema import faults as schema_faults
 __all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "dump", "faults", "json_schema", "parse"]
 
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
+_BATCHED: dict[str, Any] = {
+    "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "pipeline.stages": 1, "inner.optimizer": "adamw",
+    "inner.averaging": None, "inner.autocast": None, "schedule.inner_every": (), "run.adapt": False, "run.pace_s": 0.0,
+}  # fmt: skip
+"""The only values with which several replicas can train as one computation."""
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
@@ -70,6 +76,9 @@ class LoopSettings:
     and last bits are its own."""
     threads: Annotated[AtLeastZero, NEUTRAL] = 0
     """Intra-op threads per worker; 0 takes one in the simulator and an equal share of the cores in real runs."""
+    batched: AtLeastOne = 1
+    """How many replicas a simulation trains as one computation. On small models that is faster; their numbers then differ from
+    those of processes by rounding. It takes the built-in model with AdamW."""
     compile: Annotated[bool, NEUTRAL] = False
     """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
     timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S), NEUTRAL] = 300.0
@@ -134,10 +143,23 @@ class RunConfig:
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
         must_fit(self.pipeline, self.model, self.data)
+        if self.run.batched > 1:
+            self._must_be_batched()
         if self.run.eval_js and (self.data.own or self.model.loss is not None):
             own = f"data.source is {self.data.source!r:.60}" if self.data.own else f"model.loss is '{self.model.loss}'"
             raise ConfigError(
                 f"run.eval_js is true and {own}, but only predictions of the next token can be compared; remove run.eval_js"
+            )
+
+    def _must_be_batched(self) -> None:
+        """Raises ConfigError unless replicas can train as one computation."""
+        own = {"model.size": self.model.own, "data.source": self.data.own}
+        wrong = [key for key, given in own.items() if given]
+        wrong += [key for key, value in _BATCHED.items() if attrgetter(key)(self) != value]
+        for key in wrong:
+            raise ConfigError(
+                f"run.batched is {self.run.batched} and {key} is {attrgetter(key)(self)!r:.60}, but only whole replicas of the "
+                "built-in model with AdamW, in fp32 and with fixed local steps, train as one computation; remove one of the two"
             )
 
     def local_steps_of(self, worker: int) -> int:

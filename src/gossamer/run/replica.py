@@ -21,7 +21,7 @@ from gossamer.run.config import RunConfig
 from gossamer.run.staged import StagedModel
 from gossamer.run.task import Task, buffers_of, moved
 
-__all__ = ["LocalPhase", "Replica", "joined", "must_start_alike"]
+__all__ = ["LocalPhase", "Replica", "joined", "must_be_finite", "must_start_alike"]
 
 
 class LocalPhase(NamedTuple):
@@ -43,6 +43,14 @@ def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
     """Consecutive phases as one."""
     losses = tuple(loss for phase in phases for loss in phase.losses)
     return LocalPhase(losses, phases[-1].lr, sum(p.compute_s for p in phases), sum(p.tokens for p in phases))
+
+
+def must_be_finite(loss: float, replica: "Replica", round: int) -> None:
+    """Raises TrainingError unless the loss of an inner step is a number."""
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the loss of worker {replica.index} became {loss} at its inner step {replica.steps_taken} (round {round}); {GO_ON}"
+        )
 
 
 def must_start_alike(replicas: Sequence["Replica"]) -> None:
@@ -122,11 +130,7 @@ class Replica:
         losses, tokens = [], 0
         for h in range(start, stop):
             value, count = self._backward(self.steps_taken)
-            if not math.isfinite(value):
-                raise TrainingError(
-                    f"the loss of worker {self.index} became {value} at its inner step {self.steps_taken} (round {round}); "
-                    f"{GO_ON}"
-                )
+            must_be_finite(value, self, round)
             losses.append(value)
             tokens += count
             self.steps_taken += 1

@@ -30,11 +30,12 @@ from gossamer.run.history import Resume, history
 from gossamer.run.journal import Journal
 from gossamer.run.lanes import Lanes
 from gossamer.run.parts import OURS, Parts
-from gossamer.run.replica import Replica, must_start_alike
+from gossamer.run.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.seconds import priced
 from gossamer.run.settle import in_rounds
+from gossamer.run.stack import Stacks
 from gossamer.run.task import Task, task_of
-from gossamer.run.worker import RoundReport, Worker
+from gossamer.run.worker import RoundReport, Segment, Worker
 from gossamer.transport import Transport
 from gossamer.transport.launch import one_device
 from gossamer.transport.memory import MemoryNetwork
@@ -70,6 +71,7 @@ class Rounds:
             self.finished, line = _restore(self.workers, config, folder, auto=resume == "auto")
         self._cut = self.finished if resume else None
         self._lanes = Lanes(device, config, alone=bool(parts.own))
+        self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
         probes = [probe, *(Probe(config, self.task, device) for _ in range(self._lanes.count - 1))]
         self._probes = Probes(probes, self._lanes.each)
         self._journal = Journal(
@@ -96,7 +98,7 @@ class Rounds:
         """Trains the next round. Raises TrainingError when a number is not finite."""
         config, workers, round = self.config, self.workers, self.finished
         began, finished = time.perf_counter(), round + 1
-        reports = train_together(workers, round, self._lanes.each)
+        reports = train_together(workers, round, self._lanes.each, self._train)
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
             self._journal.enter(worker, round, report)
@@ -173,12 +175,23 @@ def _save(workers: Sequence[Worker], folder: Path, finished: int, line: Lineage,
     each(lambda worker: checkpoint.save(store, finished, worker.index, worker.state(), digest=line), workers)
 
 
-def train_together(workers: Sequence[Worker], round: int, each: Each) -> list[RoundReport]:
+Train = Callable[[Sequence[tuple[Worker, Segment]], Each], list[LocalPhase]]
+"""Trains each of these workers up to the stop of its segment."""
+
+
+def train_each(turns: Sequence[tuple[Worker, Segment]], each: Each) -> list[LocalPhase]:
+    """One computation for each worker, as in its own process."""
+    return each(lambda turn: turn[0].train(turn[1]), turns)
+
+
+def train_together(
+    workers: Sequence[Worker], round: int, each: Each, train: Train = train_each
+) -> list[RoundReport]:  # fmt: skip
     """One round of all workers: every segment of all of them before the next. After the last one, nothing is in flight."""
     reports = [RoundReport([], []) for _ in workers]
     for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
         turns = list(zip(workers, segments, strict=True))
-        phases = each(lambda turn: turn[0].train(turn[1]), turns)
+        phases = train(turns, each)
         operations = each(lambda turn: turn[0].send(turn[1]), turns)
         for report, phase, sent in zip(reports, phases, operations, strict=True):
             report.phases.append(phase)

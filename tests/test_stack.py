@@ -1,0 +1,98 @@
+"""Several replicas as one computation: equal to each on its own but for rounding."""
+
+import pytest
+import torch
+
+from gossamer.errors import ConfigError, PairingError, TrainingError
+from gossamer.models.llama import build_model, loss
+from gossamer.models.sizes import ModelConfig
+from gossamer.models.stacked import stacked_losses
+from gossamer.run.config import RunConfig, digest
+from gossamer.run.stack import Stack
+from gossamer.run.synchronous import Rounds
+from tiny import tiny
+
+
+def trained(config: RunConfig, folder, until: int | None = None, **given) -> Rounds:
+    engine = Rounds(config, folder, **given)
+    with engine.opened():
+        while engine.finished < (until or config.rounds):
+            engine.advance()
+    return engine
+
+
+def x_of(engine: Rounds) -> torch.Tensor:
+    return torch.stack(engine.models())
+
+
+@pytest.mark.parametrize("own", [{}, {"tie_embeddings": True}, {"kv_heads": 1}])
+def test_stacked_replicas_have_the_losses_and_gradients_of_each_alone(own):
+    config, batch = (
+        ModelConfig(size="0.2m", layers=2, **own),
+        torch.randint(0, 256, (3, 2, 17), generator=torch.Generator().manual_seed(0)),
+    )
+    models = [build_model(config, 256, 16, seed).double() for seed in range(3)]
+    weights = {
+        name: torch.stack([dict(model.named_parameters())[name].detach() for model in models]).requires_grad_()
+        for name, _ in models[0].named_parameters()
+    }
+    found = stacked_losses(weights, config.shape, batch)
+    found.sum().backward()
+    for r, model in enumerate(models):
+        alone = loss(model, batch[r])
+        alone.backward()
+        assert found[r].item() == pytest.approx(alone.item(), rel=1e-6)  # whose logits are rounded to fp32
+        for name, p in model.named_parameters():
+            gradient = weights[name].grad
+            assert gradient is not None and p.grad is not None
+            torch.testing.assert_close(gradient[r], p.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("batched", [2, 8])
+def test_a_batched_run_is_equal_to_one_replica_after_the_other_but_for_rounding(tmp_path, batched):
+    settings = {"run__local_steps": [2, 1, 2], "inner__clip": 0.5, "data__accumulate": 2}
+    alone = trained(tiny(**settings), tmp_path / "alone")
+    together = trained(tiny(**settings, run__batched=batched), tmp_path / "together")
+    assert not torch.equal(x_of(together), x_of(together)[:1].expand_as(x_of(together)))
+    torch.testing.assert_close(x_of(together), x_of(alone), rtol=0, atol=2e-5)
+    for mine, theirs in zip(together.workers, alone.workers, strict=True):
+        assert mine.replica.steps_taken == theirs.replica.steps_taken
+    assert together.result().loss == pytest.approx(alone.result().loss, abs=1e-4)
+
+
+def test_a_batched_run_resumes_to_the_same_bits(tmp_path):
+    config = tiny(run__batched=2)
+    whole = trained(config, tmp_path / "whole")
+    trained(config, tmp_path / "cut", until=2)
+    resumed = trained(config, tmp_path / "cut", resume=True)
+    assert torch.equal(x_of(whole), x_of(resumed))
+
+
+def test_batched_replicas_have_a_digest_of_their_own():
+    assert digest(tiny(run__batched=2)) != digest(tiny())
+
+
+def test_a_stack_ends_at_the_first_loss_that_is_not_a_number(tmp_path):
+    engine = Rounds(tiny(run__batched=3), tmp_path)
+    replicas = [worker.replica for worker in engine.workers]
+    replicas[1].x.fill_(float("nan"))
+    with pytest.raises(TrainingError, match="worker 1 became nan at its inner step 0"):
+        Stack(replicas).train(0, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.dropout", 0.1), ("inner.optimizer", "sgd"), ("inner.averaging", "gpa"), ("inner.autocast", "bf16"),
+        ("run.adapt", True), ("run.pace_s", 0.1), ("data.source", "package.module:name"), ("schedule.inner_every", [1, 1]),
+    ],
+)  # fmt: skip
+def test_what_cannot_train_as_one_computation_is_refused_by_its_key(key, value):
+    with pytest.raises(ConfigError, match=rf"run\.batched is 2 and {key} is"):
+        tiny(run__batched=2, **{key.replace(".", "__"): value})
+
+
+def test_rules_on_gradients_are_refused_with_batched_replicas(tmp_path):
+    config = tiny(run__batched=2, rule__name="data_parallel", topology__name="complete", run__local_steps=1)
+    with pytest.raises(PairingError, match=r"run\.batched is 2"):
+        Rounds(config, tmp_path)
