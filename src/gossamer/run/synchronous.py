@@ -40,7 +40,7 @@ from gossamer.transport import Transport
 from gossamer.transport.launch import one_device
 from gossamer.transport.memory import MemoryNetwork
 
-__all__ = ["Rounds", "crew", "train_together"]
+__all__ = ["Rounds", "Train", "crew", "train_each", "train_together"]
 
 log = logging.getLogger("gossamer")
 
