@@ -22,16 +22,23 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.network.pricing import price
     from gossamer.record.events import event_files
     from gossamer.record.trace import read_trace
+    from gossamer.run.check import vocabulary
+    from gossamer.run.config import parse
     from gossamer.run.document import load_run
+    from gossamer.run.stage_time import in_stages
+    from gossamer.run.traffic import layout_for
 
-    load_run(folder)
+    config = parse(load_run(folder))
     if event_files(folder):
         raise ConfigError(
             f"cannot re-price '{folder}': in an asynchronous run the network affects the result; simulate it again with "
             f"'{network}' as its [network.NAME]"
         )
     trace = read_trace(folder)
-    timeline = price(trace, read_network(network))
+    links = read_network(network)
+    if config.pipeline.stages > 1:
+        links = in_stages(links, config, layout_for(config.model, vocabulary(config.data.tokenizer) or 256))
+    timeline = price(trace, links)
     if json:
         counted = {"rounds": trace.rounds, "workers": trace.workers, "total_s": timeline.total_s}
         print_json({"folder": folder, "network": network, **counted, "utilisation": timeline.mean_utilisation})

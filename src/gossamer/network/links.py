@@ -29,6 +29,11 @@
     latency_s = 0.12               # on top of that of the workers
     bandwidth_bps = 1e8            # what all streams of one direction share; inf when left out
 
+    [stages]                       # optional; between the stages of a worker, of a run that has several
+    bandwidth_bps = 1e8            # from a stage to its neighbour; inf when left out
+    latency_s = 0.02
+    speeds = [1.0, 0.5]            # of the processes of a worker, relative to the machine that takes step_s; all 1 when left out
+
     [[changes]]                    # from then on, until the next change of the same link
     at_s = 3600.0
     factor = 0.1                   # a link has this times its own bandwidth, in both directions
@@ -52,6 +57,7 @@ from pydantic import AfterValidator, AllowInfNan, Field
 from gossamer.errors import ConfigError, choose
 from gossamer.fields import AtLeastOne, Words
 from gossamer.models.sizes import ModelConfig
+from gossamer.network.pipeline import StageLinks
 from gossamer.record.trace import Integers
 from gossamer.rng import numpy_rng
 from gossamer.schema import build, parse_toml, plain, settings
@@ -196,6 +202,8 @@ class Network:
     """Workers in one place by the name of the place; every worker is in one site. A server such as halos has one in each."""
     routes: tuple[Route, ...] = ()
     """What lies between two sites; one for each pair, or none at all."""
+    stages: StageLinks | None = None
+    """What lies between the stages of a worker; nothing that takes time when left out."""
     changes: tuple[Change, ...] = ()
     """From then on, until the next change of the same link, a link is faster or slower."""
 

@@ -22,6 +22,7 @@ from gossamer.run.document import EXPERIMENT
 from gossamer.run.experiment import drafts
 from gossamer.run.parts import named
 from gossamer.run.settle import InPairs, InRounds, Settled, WithServer, faults, pairing_faults, settle
+from gossamer.run.stage_time import in_stages
 from gossamer.run.traffic import layout_for, period_of, played, traffic
 
 __all__ = ["Copies", "Counted", "Examined", "OnNetwork", "checked", "counted", "examine", "inner_copies", "vocabulary"]
@@ -256,7 +257,7 @@ def counted(config: RunConfig, settled: Settled, layout: Layout, rounds: int = _
         kept("outer state", sent.state_copies),
         kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
     ]
-    networks = tuple(_priced(config, name, entries, settled.method) for name in config.network)
+    networks = tuple(_priced(config, name, entries, settled.method, layout) for name in config.network)
     return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks)
 
 
@@ -277,14 +278,14 @@ def _message_bytes(entries: Sequence[Entry]) -> int:
     return max(held)
 
 
-def _priced(config: RunConfig, name: str, entries: Sequence[Entry], m: Method) -> OnNetwork:
+def _priced(config: RunConfig, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
     """A round on a network, by the trace that the played rounds would leave."""
     network = config.network[name]
     if network.step_s is None:
         return OnNetwork(name, None, None, f"unknown: network.{name} has no step_s")
     trace = from_entries(entries)
     try:
-        timeline = price(trace, network)
+        timeline = price(trace, in_stages(network, config, layout))
     except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
         return OnNetwork(name, None, None, f"unknown: {error}")
     rounds = trace.rounds / m.sends_per_round

@@ -8,7 +8,7 @@ each worker computes exactly what its own process would.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from gossamer.run.replica import LocalPhase, Replica, must_start_alike
 from gossamer.run.seconds import priced
 from gossamer.run.settle import in_rounds
 from gossamer.run.stack import Stacks
+from gossamer.run.stage_time import in_stages
 from gossamer.run.task import Task, task_of
 from gossamer.run.worker import RoundReport, Segment, Worker
 from gossamer.transport import Transport
@@ -111,7 +112,9 @@ class Rounds:
     def result(self) -> Result:
         """The figures of the rounds so far; after the last, the mean model is published."""
         loss = self._assessed().loss if math.isnan(self._journal.loss) else self._journal.loss
-        time_s = _record_seconds(self._record, self.config, self._sends_per_round)
+        layout = self.workers[0].replica.layout
+        networks = {name: in_stages(network, self.config, layout) for name, network in self.config.network.items()}
+        time_s = _record_seconds(self._record, networks, self._sends_per_round)
         if self.finished == self.config.rounds and self.config.record.export:
             publish(self.config, self.task, mean_of(self.models()), self.folder, mean_buffers(self.buffers()))
         tokens = _tokens(self.workers)
@@ -213,13 +216,13 @@ def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None
     finish_all([one.pop(key) for one in flying if key in one], each)
 
 
-def _record_seconds(record: RunFolder, config: RunConfig, parts: int) -> dict[str, float]:
-    """Prices the run on each of its networks and records where the seconds went; returns how long it takes on each."""
+def _record_seconds(record: RunFolder, networks: Mapping[str, Network], parts: int) -> dict[str, float]:
+    """Prices the run on each of these networks and records where the seconds went; returns how long it takes on each."""
     trace = read_trace(record.path)
-    if not config.network:
+    if not networks:
         record.write_seconds(priced(trace, None, None, parts))
         return {}
-    found = {name: priced(trace, network, name, parts) for name, network in config.network.items()}
+    found = {name: priced(trace, network, name, parts) for name, network in networks.items()}
     record.write_seconds(seconds for some in found.values() for seconds in some)
     return {name: max((one.end_s for one in some), default=0.0) for name, some in found.items()}
 

@@ -1,0 +1,123 @@
+"""The seconds of an inner step of a pipeline."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gossamer.errors import ConfigError
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import Network, from_toml, to_toml
+from gossamer.network.pipeline import StageLinks, order_of, pipeline_step
+from gossamer.run.stage_time import in_stages
+from gossamer.run.traffic import layout_for
+from tiny import tiny
+
+LAYOUT = layout_for(ModelConfig(size="0.2m", layers=4), 256)
+BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+
+
+@BOTH
+@given(stages=st.integers(1, 6), micro=st.integers(1, 9))
+def test_each_stage_passes_each_micro_batch_forward_before_backward_and_both_in_order(schedule, stages, micro):
+    for stage in range(stages):
+        order = order_of(schedule, stage, stages, micro)
+        for forward in (True, False):
+            assert [one.micro_batch for one in order if one.forward == forward] == [*range(micro)]
+        assert all(order.index((True, k)) < order.index((False, k)) for k in range(micro))
+
+
+def test_1f1b_holds_no_more_activations_than_there_are_stages_to_come():
+    for stage in range(4):
+        held = most = 0
+        for one in order_of("1f1b", stage, 4, 16):
+            held += 1 if one.forward else -1
+            most = max(most, held)
+        assert most == 4 - stage
+
+
+@BOTH
+@given(stages=st.integers(1, 5), micro=st.integers(1, 8), forward=st.floats(0.1, 3))
+def test_over_links_that_cost_nothing_even_stages_idle_for_one_pass_of_each_other_stage(
+    schedule, stages, micro, forward
+):
+    step = pipeline_step(
+        [forward] * stages,
+        [2 * forward] * stages,
+        [9] * (stages - 1),
+        [9] * (stages - 1),
+        micro,
+        StageLinks(),
+        schedule,
+    )
+    assert step.seconds == pytest.approx(3 * forward * (micro + stages - 1))
+    assert step.compute_s == pytest.approx([3 * forward * micro] * stages)
+
+
+@BOTH
+@given(micro=st.integers(1, 8), latency=st.floats(0, 1), sizes=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)))
+def test_a_slower_link_is_never_faster_and_a_serialised_one_the_slowest(schedule, micro, latency, sizes):
+    there, back = ([size, size] for size in sizes)
+
+    def seconds(bps, **more):
+        return pipeline_step(
+            [0.1] * 3, [0.2] * 3, there, back, micro, StageLinks(bandwidth_bps=bps, latency_s=latency, **more), schedule
+        ).seconds
+
+    times = [seconds(bps) for bps in (1e9, 1e8, 1e7, 1e6)]
+    assert all(a <= b + 1e-9 for a, b in pairwise(times))
+    assert seconds(1e7) <= seconds(1e7, duplex="half") + 1e-9
+    assert seconds(1e7) <= seconds(1e7, serialised=True) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("micro", "tokens", "bytes_per_token", "measured_s"), [(64, 8192, 2048, 100.475), (32, 16384, 322, 19.889)]
+)
+def test_a_serialised_link_reproduces_published_steps_of_eight_stages(micro, tokens, bytes_per_token, measured_s):
+    """Pluralis' ProtocolNanoGPT: 200 Mbit/s, 50 ms, one clock per stage for what comes in; dense, and a subspace of 160."""
+    links, size = StageLinks(bandwidth_bps=2e8, latency_s=0.05, serialised=True), [tokens * bytes_per_token] * 7
+    step = pipeline_step([0.0] * 8, [0.0] * 8, size, size, micro, links, "1f1b")
+    assert step.seconds == pytest.approx(measured_s, rel=0.02)  # which computed a little besides
+
+
+def test_numbers_that_do_not_fit_are_refused():
+    with pytest.raises(ConfigError, match="2 and 2 stages, 2 and 1 boundaries"):
+        pipeline_step([1, 1], [1, 1], [1, 1], [1], 4, StageLinks())
+
+
+def test_a_run_in_stages_takes_the_seconds_of_its_pipeline_and_one_in_one_piece_those_of_the_file():
+    network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=(6.0, 12.0))
+    whole = tiny(model__layers=4, data__accumulate=4, workers=2)
+    assert in_stages(network, whole, LAYOUT) is network
+    cut = tiny(model__layers=4, data__accumulate=4, workers=2, pipeline__stages=2)
+    even = in_stages(network, cut, LAYOUT).step_s
+    assert isinstance(even, tuple) and even[1] == pytest.approx(2 * even[0])
+    assert (
+        6.0 * 5 / 4 / 2 < even[0] < 6.0 * 5 / 4 * 0.55
+    )  # a bubble of one micro-batch; the head makes the last stage longer
+    slow = replace(network, stages=StageLinks(bandwidth_bps=1e5))
+    packed = tiny(
+        model__layers=4,
+        data__accumulate=4,
+        workers=2,
+        pipeline__stages=2,
+        pipeline__forward="intk",
+        pipeline__backward="intk",
+    )
+    slowed, packed_s = in_stages(slow, cut, LAYOUT).step_s, in_stages(slow, packed, LAYOUT).step_s
+    assert isinstance(slowed, tuple) and isinstance(packed_s, tuple) and even[0] < packed_s[0] < slowed[0]
+    halting = in_stages(replace(network, stages=StageLinks(speeds=(1.0, 1e-3))), cut, LAYOUT).step_s
+    assert isinstance(halting, tuple) and halting[0] > 100 * even[0]
+
+
+def test_speeds_of_another_number_of_stages_are_refused():
+    network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=1.0, stages=StageLinks(speeds=(1.0, 1.0, 1.0)))
+    with pytest.raises(ConfigError, match=r"stages\.speeds lists 3 stages but pipeline\.stages is 2"):
+        in_stages(network, tiny(model__layers=4, data__accumulate=4, pipeline__stages=2), LAYOUT)
+
+
+def test_a_network_file_with_stages_is_written_as_it_is_read():
+    text = to_toml(Network(uplink_bps=1e9, downlink_bps=1e9, stages=StageLinks(latency_s=0.5, speeds=(1.0, 2.0))))
+    assert from_toml(text, "the file").stages == StageLinks(latency_s=0.5, speeds=(1.0, 2.0))
