@@ -54,6 +54,8 @@ class Facts(NamedTuple):
     """As in `run.elastic`."""
     stages: int = 1
     """As in `pipeline.stages`."""
+    holders: tuple[frozenset[int], ...] = ()
+    """The workers that hold each part of the parameters, where some hold some of the experts only."""
     reduction: str = "ordered"
     fragments: int = 1
     """Of a server, as in `events.fragments`; those of rounds are the schedule's."""

@@ -11,6 +11,7 @@ from gossamer.errors import PairingError, choose
 from gossamer.rounds import coding
 from gossamer.rounds.adapting import ADAPTING
 from gossamer.rounds.elastic import ELASTIC
+from gossamer.rounds.experts import EXPERTS
 from gossamer.rounds.facts import INSTEAD, Facts, Pairing
 from gossamer.rounds.own_loop import OWN_LOOP
 from gossamer.rounds.stages import STAGES
@@ -437,5 +438,7 @@ _ASYNCHRONOUS = (
     ),
 )
 
-PAIRINGS: tuple[Pairing, ...] = (*_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *ADAPTING, *_SCHEDULE, *_RULES)
+PAIRINGS: tuple[Pairing, ...] = (
+    *_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *EXPERTS, *ADAPTING, *_SCHEDULE, *_RULES,
+)  # fmt: skip
 """Every combination that cannot work; if several apply, the first is reported."""

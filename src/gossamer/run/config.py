@@ -14,6 +14,7 @@ from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError, GossamerError, PairingError
 from gossamer.fields import NEUTRAL, AtLeastOne, AtLeastZero, Changeable
 from gossamer.layout import Pattern
+from gossamer.models.holders import must_deal
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
 from gossamer.optimizers.inner import InnerConfig
@@ -134,6 +135,7 @@ class RunConfig:
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
         must_fit(self.pipeline, self.model, self.data)
+        must_deal(self.model.experts, self.workers)
         if self.run.eval_js and (self.data.own or self.model.loss is not None):
             own = f"data.source is {self.data.source!r:.60}" if self.data.own else f"model.loss is '{self.model.loss}'"
             raise ConfigError(
