@@ -1,6 +1,5 @@
 """Mixtures of experts: a Mixtral of our own, workers that hold some experts each, and what they exchange."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,6 @@ from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
 from gossamer.run.traffic import traffic
 from gossamer.schema import parse_toml
-from gossamer.transport.local import run_local
-from parity_worker import train_cases
 from tiny import tiny
 
 EXPERTS = {"count": 4, "holders": 2}
@@ -218,28 +215,6 @@ def test_transformers_opens_the_assembled_model_with_equal_logits(run):
     tokens = some_tokens()[:, :-1]
     with torch.no_grad():
         assert (theirs(tokens).logits - mine(tokens)).abs().max() < 1e-5
-
-
-def test_real_workers_compute_the_bits_of_the_simulation_and_resume_with_them(tmp_path):
-    cases = {
-        "diloco": moe(run__timeout_s=60),
-        "gossip": moe(rule="gasloc", topology="random", codec="int8", run__timeout_s=60),
-    }
-    jobs = []
-    for name, config in cases.items():
-        simulate(config, tmp_path / f"{name}-simulated")
-        plain = parse_toml(dump(config), "it")
-        half = {**plain, "run": {**plain["run"], "steps": 4}}
-        jobs += (
-            [[str(tmp_path / name), half, False], [str(tmp_path / name), plain, True]]
-            if name == "diloco"
-            else [[str(tmp_path / name), plain, False]]
-        )
-    (tmp_path / "cases.json").write_text(json.dumps(jobs))
-    assert run_local(4, train_cases, [str(tmp_path / "cases.json")]) == 0
-    for name, config in cases.items():
-        real, simulated = states(tmp_path / name, config), states(tmp_path / f"{name}-simulated", config)
-        assert all(map(torch.equal, real, simulated)), name
 
 
 def test_a_simulation_that_stops_and_resumes_has_the_same_bits(run, tmp_path):

@@ -182,6 +182,8 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
         to = "everyone, by chunk owners" + (" or one peer" if "exchange" in counted.kinds else "")
     else:
         to = "everyone" if m.topology.everyone else f"{counted.peers:.3g} peer{'s' * (counted.peers != 1)}"
+    if m.holders:
+        to += ", experts to their holders"
     back = f", the sums in {m.codec.back.name}" if m.codec.back is not None else ""
     return f"{what}{'' if m.codec.exact else f' in {m.codec.name}'} to {to}{back}"
 
