@@ -32,7 +32,7 @@ from tiny import tiny
 EXPERTS = {"count": 4, "holders": 2}
 MOE = {
     "workers": 4, "rule": "diloco", "topology": "complete", "model__hidden_size": 32, "model__intermediate_size": 48,
-    "model__layers": 2, "model__experts": EXPERTS, "run__steps": 8,
+    "model__layers": 1, "model__experts": EXPERTS, "run__steps": 8,
 }  # fmt: skip
 MIXTURE = ModelConfig(
     hidden_size=32, intermediate_size=48, layers=2, heads=2, kv_heads=1, experts=ExpertsConfig(count=4)
@@ -114,48 +114,32 @@ def test_experts_are_dealt_out_evenly_and_each_to_as_many_workers_as_asked_for(c
     assert found.part("model.layers.1.mlp.router.weight") == 0
 
 
+def named(folder: Path, config: RunConfig) -> list[dict[str, Tensor]]:
+    """The parameters of each worker by name."""
+    layout = Replica(0, config, task_of(config), torch.device("cpu")).layout
+    return [{leaf.name: x[leaf.start : leaf.stop] for leaf in layout.leaves} for x in states(folder, config)]
+
+
 def test_with_every_expert_everywhere_it_is_diloco_bit_for_bit(tmp_path):
-    runs = {"all": {"count": 4}, "named": {"count": 4, "holders": 4}}
-    configs = {name: moe(model__experts=experts) for name, experts in runs.items()}
-    for name, config in configs.items():
+    plain, parts = (
+        moe(model__experts={"count": 4, **holders}, run__steps=4, run__eval_every=0) for holders in ({}, {"holders": 4})
+    )
+    for name, config in (("plain", plain), ("parts", parts)):
         simulate(config, tmp_path / name)
-    plain, named = (states(tmp_path / name, config) for name, config in configs.items())
-    assert all(map(torch.equal, plain, named))
-    assert task_of(configs["named"]).holding is None
-
-
-def test_cutting_the_parameters_into_parts_changes_no_bit_where_all_hold_all_of_them(tmp_path, monkeypatch):
-    from gossamer.models import holders
-    from gossamer.run import layouts, settle
-
-    config = moe(model__experts={"count": 4})
-    simulate(config, tmp_path / "whole")
-    everybody = frozenset(range(4))
-
-    def in_parts(experts, workers):
-        return holders.Holders((everybody, everybody, everybody), (1, 2, 1, 2))
-
-    monkeypatch.setattr(layouts, "holders_of", in_parts)
-    monkeypatch.setattr(settle, "holders_of", in_parts)
-    simulate(config, tmp_path / "parts")
-    whole, parts = (states(tmp_path / name, config)[0] for name in ("whole", "parts"))
-    layout = held_by(config).layout
-    natural = Replica(0, config, task_of(config)._replace(holding=None), torch.device("cpu")).model
-    names = [leaf.name for leaf in layout.leaves]
-    assert names != [name for name, _ in natural.named_parameters()]
-    monkeypatch.undo()
-    order = {
-        leaf.name: whole[leaf.start : leaf.stop]
-        for leaf in Replica(0, config, task_of(config), whole.device).layout.leaves
-    }
-    assert all(torch.equal(parts[leaf.start : leaf.stop], order[leaf.name]) for leaf in layout.leaves)
+    one, other = named(tmp_path / "plain", plain), named(tmp_path / "parts", parts)
+    assert [*one[0]] != [*other[0]], "experts are a part of their own"
+    assert all(
+        torch.equal(x, theirs[name]) for mine, theirs in zip(one, other, strict=True) for name, x in mine.items()
+    )
+    sent = [read_trace(tmp_path / name).sent_bytes.tolist() for name in ("plain", "parts")]
+    assert sent[0] == sent[1] and held_by(parts).smaller == 1.0
 
 
 def test_holders_agree_after_a_round_and_the_assembled_model_is_theirs(run):
     folder, config, _ = run
     held, xs = held_by(config), states(folder, config)
     sizes = {x.numel() for x in xs}
-    assert sizes == {held.part_of(0)[0].numel} and sizes.pop() < held.layout.numel
+    assert sizes == {held.of(0)[0].numel} and sizes.pop() < held.layout.numel
     whole = held.union([held.alone(i, x) for i, x in enumerate(xs)])
     assert all(torch.equal(held.own(i, whole), x) for i, x in enumerate(xs))
 

@@ -292,7 +292,9 @@ def _place(kind: Any, location: tuple[int | str, ...]) -> _Place:
 def _given(bare: Any) -> Any:
     """Of a table that may be left out, the table."""
     parts = [part for part in get_args(bare) if part is not type(None)]
-    return parts[0] if get_origin(bare) in (typing.Union, types.UnionType) and [*map(_is_table, parts)] == [True] else bare
+    return (
+        parts[0] if get_origin(bare) in (typing.Union, types.UnionType) and [*map(_is_table, parts)] == [True] else bare
+    )
 
 
 def _sentence(items: list[ErrorDetails], place: _Place, where: str) -> str:

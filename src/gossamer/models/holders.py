@@ -32,7 +32,7 @@ class Holders(NamedTuple):
 def holders_of(experts: ExpertsConfig | None, workers: int) -> Holders | None:
     """The copies of experts, dealt out one after the other: `holders(e) = {(e O + j) mod M : j < O}`.
 
-    Returns: None where every worker holds all parameters.
+    Returns: None without `model.experts.holders`, where every worker holds all parameters.
     Raises: ConfigError as `must_deal`.
 
     >>> made = holders_of(ExpertsConfig(count=4, holders=2), 4)
@@ -40,12 +40,12 @@ def holders_of(experts: ExpertsConfig | None, workers: int) -> Holders | None:
     ([[0, 1, 2, 3], [0, 1], [2, 3]], (1, 2, 1, 2), (1, 3))
     """
     must_deal(experts, workers)
-    if experts is None or experts.holders in (None, workers):
+    if experts is None or experts.holders is None:
         return None
     copies = experts.holders
     held = [frozenset((e * copies + j) % workers for j in range(copies)) for e in range(experts.count)]
-    parts = (frozenset(range(workers)), *dict.fromkeys(held))
-    return Holders(parts, tuple(parts.index(workers_of) for workers_of in held))
+    sets = [*dict.fromkeys(held)]
+    return Holders((frozenset(range(workers)), *sets), tuple(1 + sets.index(of_expert) for of_expert in held))
 
 
 def must_deal(experts: ExpertsConfig | None, workers: int) -> None:

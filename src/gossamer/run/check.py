@@ -280,7 +280,7 @@ def counted(config: RunConfig, settled: Settled, layout: Layout, rounds: int = _
         return Copies(what, copies, round(copies * size))
 
     held = holding_of(config, layout)
-    own = layout if held is None else held.part_of(0)[0]  # all workers hold as much
+    own = layout if held is None else held.of(0)[0]  # all workers hold as much
     part = own.numel / layout.numel
     rows = [kept("weights", part), kept("gradients", part)]
     if not is_code(config.inner.optimizer):

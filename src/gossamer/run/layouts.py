@@ -27,7 +27,7 @@ class Holding(NamedTuple):
     spans: Spans
     """Of each part in the whole."""
 
-    def part_of(self, worker: int) -> tuple[Layout, Spans]:
+    def of(self, worker: int) -> tuple[Layout, Spans]:
         """The layout of what a worker holds, and its parts there; those that it does not hold are empty."""
         mine = self._mine(worker)
         return _in_parts(
@@ -40,7 +40,7 @@ class Holding(NamedTuple):
 
         f is the share of experts in the parameters, O the holders of each and M the workers.
         """
-        return self.layout.numel / self.part_of(0)[0].numel
+        return self.layout.numel / self.of(0)[0].numel
 
     def ring_numbers(self, worker: int) -> float:
         """Numbers that a worker sends for a mean of each part over its holders: `Σ_p 2 (1 - 1/O_p) P_p`.
@@ -83,7 +83,7 @@ class Holding(NamedTuple):
 
 
 def holding_of(config: RunConfig, layout: Layout | None) -> Holding | None:
-    """What each worker holds of a model with this layout; None where every worker holds all of it."""
+    """What each worker holds of a model with this layout; None without `model.experts.holders`."""
     holders = holders_of(config.model.experts, config.workers)
     return None if holders is None or layout is None else Holding(holders, *_in_parts(layout, holders))
 

@@ -216,7 +216,10 @@ class Simulation(RecordedRun):
         )
 
     def model(self, worker: int) -> nn.Module:
-        """A new model with the parameters and buffers of one worker (or the server's), in evaluation mode. Cost: one model."""
+        """A new model with the parameters and buffers of one worker (or the server's), in evaluation mode. Cost: one model.
+
+        Experts that the worker does not hold are zeros, so that tokens skip them.
+        """
         engine = self._engine
         return model_with(engine.config, engine.task, engine.models()[worker], engine.buffers()[worker])
 

@@ -78,7 +78,7 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
     held, of_all = holding_of(config, layout), arranged(layout, config)
     loops: list[OuterLoop] = []
     for i in range(n):
-        parts = parts_of(x, *(of_all if held is None else held.part_of(i)), averaged, moments)
+        parts = parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments)
         loops.append(
             OuterLoop(
                 m, network.transport(i), parts, local_steps=config.local_steps_of(i), full_steps=config.full_steps,
