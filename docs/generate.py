@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 HOW_TO = [
     "how-to/own-loop.md", "how-to/real-processes.md", "how-to/slow-links.md", "how-to/pipelines.md",
-    "how-to/own-parts.md", "how-to/when-a-machine-dies.md",
+    "how-to/experts.md", "how-to/own-parts.md", "how-to/when-a-machine-dies.md",
 ]  # fmt: skip
 """The order of the first pages; the others of the folder follow them."""
 _DECISIONS = "Each page has the context of a decision, what was decided, the evidence and the consequences."

@@ -19,11 +19,11 @@ from gossamer.record.trace import read_trace
 from gossamer.run.check import checked, examine, inner_copies
 from gossamer.run.config import parse
 from gossamer.run.document import with_settings
+from gossamer.run.layouts import layout_for
 from gossamer.run.methods import recipes
 from gossamer.run.replica import Replica
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
-from gossamer.run.traffic import layout_for
 from test_virtual import timed
 from tiny import document, tiny
 

@@ -80,6 +80,11 @@ SCHEDULES = {  # methods that are a rule and a schedule: rule, topology, codec, 
     "cocodc-int8": ("diloco", "complete", "int8", {"fragments": 2, "sends": 2, "overlap_steps": 2, "merge": "taylor"}),
     "dilocox-adaptive-int4": ("dilocox", "complete", "int4", {}, {"rank": 6, "adapt_every": 1}),
 }
+MIXTURES = {  # experts that some workers hold: workers, rule, topology, codec, experts, and whether it is resumed
+    "fomoe": (4, "diloco", "complete", {"name": "exact"}, {"count": 4, "holders": 2}, True),
+    "fomoe-both-ways": (5, "diloco", "complete", {"name": "int8", "back": "bf16"}, {"count": 5, "holders": 3}, False),
+    "fomoe-gossip": (4, "gasloc", "random", {"name": "int8"}, {"count": 4, "holders": 3}, False),
+}
 
 
 def allowed(rule, topology, n):
@@ -217,12 +222,23 @@ def scheduled(full):
     return found
 
 
+def mixtures():
+    """Workers with experts of their own, which they exchange with the other holders."""
+    found = {}
+    for k, (name, (n, rule, topology, codec, experts, resumed)) in enumerate(MIXTURES.items()):
+        plain = {"wrapper": None, "averaging": None, "codec": "", "optimizer": "adamw", "resumed": resumed}
+        case = {**drawn_properties(rule, {}, k), **plain}
+        made = document(n, rule, {}, topology, case, codec=codec)
+        found[name] = {**made, "model": {**made["model"], "experts": experts}}, case
+    return found
+
+
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory, forks):
     """Every case, trained by real processes and by the simulator."""
     root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full-parity")
     all_of_them = {name: case for name, one in every(1).items() if (case := possible(*one))} if full else {}
-    found = {**(all_of_them or covered(every(2))), **scheduled(full)}
+    found = {**(all_of_them or covered(every(2))), **scheduled(full), **mixtures()}
     plan = []
     for name, (made, case) in found.items():
         if case["resumed"]:  # what real processes go on from was written by the simulator

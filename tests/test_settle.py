@@ -26,6 +26,9 @@ LATE = Network(uplink_bps=1e6, downlink_bps=1e6)
 SERVER = Facts(kind="server", server="heloco", networks={"a": LINK})
 PAIR = Facts(kind="pair", pair=a2cid2(), topology=complete(4), networks={"a": LINK})
 GOSSIP = Facts(kind="no waiting", rule=gasloc(), topology=random(4), networks={"a": LINK})
+EXPERTS = Facts(
+    rule=diloco(), topology=complete(4), holders=(frozenset(range(4)), frozenset({0, 1}), frozenset({2, 3}))
+)
 FREE = Facts(topology=random_push(4), rule=sgp())
 
 MEETS = {  # name of the row: what meets it, and what its sentence names
@@ -196,6 +199,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(elastic=True, rule=diloco(), topology=complete(4), reduction="all_reduce"),
         ["run.reduction is 'all_reduce'", "'ordered'"],
     ),
+    "experts without rounds": (EXPERTS._replace(elastic=True), ["2 of 4 workers", "run.elastic = true"]),
+    "experts and rule": (EXPERTS._replace(rule=eager()), ["2 of 4 workers", "'eager'", "'diloco'"]),
+    "experts and schedule": (EXPERTS._replace(averaging="gpa"), ["2 of 4 workers", "inner.averaging = 'gpa'"]),
+    "experts and all-reduce": (EXPERTS._replace(reduction="all_reduce"), ["2 of 4 workers", "'ordered'"]),
     "real processes and regions": (
         SERVER._replace(driver="train", server="halos", regions=True),
         ["'halos'", "simulate"],

@@ -1,5 +1,6 @@
 """One flat buffer per worker: the model's parameters become views of it, in one canonical order."""
 
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,7 @@ __all__ = [
     "arrange",
     "attach",
     "flat_gradients",
+    "in_parts",
     "keep_attached",
     "layout_of",
     "views",
@@ -89,15 +91,33 @@ def arrange(layout: Layout, fragments: int, pattern: Pattern = "strided") -> tup
     """
     if fragments == 1:
         return layout, ((0, layout.numel),)
-    groups = _packed(layout, fragments) if pattern == "packed" else _by_layers(layout, fragments, pattern)
+    return _one_after_the_other(
+        _packed(layout, fragments) if pattern == "packed" else _by_layers(layout, fragments, pattern)
+    )
+
+
+def in_parts(
+    layout: Layout, part_of: Callable[[str], int], parts: int
+) -> tuple[Layout, tuple[tuple[int, int], ...]]:  # fmt: skip
+    """The same tensors in an order in which each part is one slice of the flat vector, and these slices; a part may be empty.
+
+    Args: `part_of` has the part of the tensor with a name.
+    """
+    groups: list[list[Leaf]] = [[] for _ in range(parts)]
+    for leaf in layout.leaves:
+        groups[part_of(leaf.name)].append(leaf)
+    return _one_after_the_other(groups)
+
+
+def _one_after_the_other(groups: Sequence[Sequence[Leaf]]) -> tuple[Layout, tuple[tuple[int, int], ...]]:
     leaves: list[Leaf] = []
     ends = [0]
     for group in groups:
         for leaf in group:
             start = leaves[-1].stop if leaves else 0
             leaves.append(leaf._replace(start=start, stop=start + leaf.stop - leaf.start))
-        ends.append(leaves[-1].stop)
-    return Layout(tuple(leaves), layout.numel), tuple(pairwise(ends))
+        ends.append(leaves[-1].stop if leaves else 0)
+    return Layout(tuple(leaves), ends[-1]), tuple(pairwise(ends))
 
 
 def _by_layers(layout: Layout, fragments: int, pattern: Pattern) -> list[list[Leaf]]:

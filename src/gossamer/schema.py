@@ -270,7 +270,7 @@ def _place(kind: Any, location: tuple[int | str, ...]) -> _Place:
     path: list[Any] = []
     hint, table = kind, None
     for key in location:
-        bare = _bare(hint)
+        bare = _given(_bare(hint))
         origin, arguments = get_origin(bare), get_args(bare)
         if _is_table(bare):
             hint, table = _hints(bare).get(str(key)), bare
@@ -287,6 +287,14 @@ def _place(kind: Any, location: tuple[int | str, ...]) -> _Place:
             break
         path.append(key)
     return _Place(tuple(path), hint, table)
+
+
+def _given(bare: Any) -> Any:
+    """Of a table that may be left out, the table."""
+    parts = [part for part in get_args(bare) if part is not type(None)]
+    return (
+        parts[0] if get_origin(bare) in (typing.Union, types.UnionType) and [*map(_is_table, parts)] == [True] else bare
+    )
 
 
 def _sentence(items: list[ErrorDetails], place: _Place, where: str) -> str:

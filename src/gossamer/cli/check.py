@@ -8,7 +8,7 @@ from gossamer.cli.run_file import File, Overrides
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gossamer.run.check import Examined
+    from gossamer.run.check import Examined, HeldExperts
 
 __all__ = ["command", "lines"]
 
@@ -49,6 +49,7 @@ def lines(one: "Examined") -> list[str]:
         ("method", f"{one.method}, {_KINDS[one.kind]}, {one.workers} workers"),
         *([("topology", one.topology + gap)] if one.topology is not None else []),
         ("parameters", unknown if one.parameters is None else f"{one.parameters:,} (vocabulary of {one.vocabulary:,})"),
+        *([("experts", _experts(one.experts))] if one.experts is not None else []),
         ("sends", unknown if one.sent_bytes is None else f"{sent} per worker and {phase}, at most {most}"),
         *((f"keeps {kept.what}", f"{kept.copies:.3g} models, {megabytes(kept.bytes)}") for kept in one.kept),
         ("memory", f"{megabytes(one.worker_bytes)} per worker, without activations" if one.kept else unknown),
@@ -65,6 +66,13 @@ def lines(one: "Examined") -> list[str]:
 _KINDS = {
     "rounds": "in rounds", "server": "with a server", "pair": "in pairs", "no waiting": "without waiting",
 }  # fmt: skip
+
+
+def _experts(experts: "HeldExperts") -> str:
+    return (
+        f"each worker holds {experts.held} of {experts.count}; experts are {experts.share:.1%} of the parameters; its copy is "
+        f"{experts.payload_ratio:.2f} times smaller than the model, and means send {experts.sent_ratio:.2f} times less"
+    )
 
 
 def _seconds(network: Any) -> str:

@@ -13,9 +13,10 @@ from gossamer.report.table import markdown_lines
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import with_settings
+from gossamer.run.layouts import layout_for
 from gossamer.run.methods import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
 from gossamer.run.settle import InPairs, WithServer, settle
-from gossamer.run.traffic import PROBE, Traffic, layout_for, probe_message, traffic
+from gossamer.run.traffic import PROBE, Traffic, probe_message, traffic
 
 __all__ = ["MethodRow", "counted_for", "linked", "markdown", "rows"]
 
@@ -102,7 +103,7 @@ The columns "sent" and "kept" are counted from rounds that were played without d
 {parameters:,} parameters, so that P, the model in fp32, is {megabytes:.0f} MB, and {steps} local steps where the method does not
 set 1. "Sent": mean bytes per worker and round (per local phase for asynchronous methods); "differences" are zero for a worker
 that has not moved. "Kept": copies in addition to parameters and inner optimizer; those "under way" belong to exchanges that
-overlap with training."""
+overlap with training. The P of a mixture of experts is that of the whole mixture."""
 
 
 def _own(name: str) -> bool:
@@ -112,6 +113,8 @@ def _own(name: str) -> bool:
 
 def _row(name: str, recipe: Recipe, layout: Layout) -> MethodRow:
     config = parse(with_settings(with_settings({}, _BASE), recipe.settings))
+    if config.model.experts is not None:
+        layout = layout_for(config.model, _VOCABULARY)
     settled, size = settle(config), 4.0 * layout.numel
     counted = traffic(config, layout, settled=settled)
     sent = f"{counted.sent_bytes / 1e6:,.0f} MB ({_models(counted.sent_bytes / size)})"
@@ -179,6 +182,8 @@ def _sends(m: Method, config: RunConfig, counted: Traffic) -> str:
         to = "everyone, by chunk owners" + (" or one peer" if "exchange" in counted.kinds else "")
     else:
         to = "everyone" if m.topology.everyone else f"{counted.peers:.3g} peer{'s' * (counted.peers != 1)}"
+    if m.holders:
+        to += ", experts to their holders"
     back = f", the sums in {m.codec.back.name}" if m.codec.back is not None else ""
     return f"{what}{'' if m.codec.exact else f' in {m.codec.name}'} to {to}{back}"
 

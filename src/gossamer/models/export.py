@@ -26,12 +26,12 @@ def export(model: Llama, folder: Path, tokenizer: Tokenizer) -> None:
 
     Bytes too are written as a tokenizer file. The model's parameters may be views of a flat buffer. A model with a subspace is
     written as the plain Llama that it is, to rounding; one with residual bottlenecks comes with a module of its own, so that it
-    takes `trust_remote_code=True` to open it.
+    takes `trust_remote_code=True` to open it; one with experts is written as a Mixtral.
 
     Raises: DiskError when the disk refuses. Cost: one more copy of the parameters while they are written.
     """
     make_folder(folder)
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = {_name(name): tensor.clone() for name, tensor in model.state_dict().items()}
     tensors |= _spread(model)
     if model.config.tie_embeddings:
         del tensors["lm_head.weight"]
@@ -81,13 +81,38 @@ def _spread(model: Llama) -> dict[str, Tensor]:
     return found
 
 
+_OF_MIXTRAL = {
+    "mlp.router": "block_sparse_moe.gate", "mlp.experts": "block_sparse_moe.experts",
+    "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3",
+}  # fmt: skip
+
+
+def _name(name: str) -> str:
+    """The name of a parameter in the files of `transformers`."""
+    if ".mlp.router." not in name and ".mlp.experts." not in name:
+        return name
+    for ours, theirs in _OF_MIXTRAL.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
 def _own(model: Llama) -> dict[str, Any]:
-    """What a configuration says of a module that comes with the model."""
-    narrow = model.config.bottleneck
+    """What a configuration says of the architecture, and of a module that comes with the model."""
+    narrow, experts = model.config.bottleneck, model.config.experts
+    if experts is not None:
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": experts.count,
+            "num_experts_per_tok": experts.active,
+            "router_aux_loss_coef": experts.balance,
+            "sliding_window": None,
+        }
     if narrow is None or narrow.cuts is None:
-        return {"architectures": ["LlamaForCausalLM"]}
+        return {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     return {
         "architectures": ["BottleneckLlama"],
+        "model_type": "llama",
         "auto_map": {"AutoModelForCausalLM": f"{_MODULE.removesuffix('.py')}.BottleneckLlama"},
         "bottleneck": {"cuts": [*narrow.cuts], "width": narrow.width, "kind": narrow.kind},
     }
@@ -98,7 +123,6 @@ def _config(model: Llama) -> dict[str, Any]:
     shape = model.config.shape
     return {
         **_own(model),
-        "model_type": "llama",
         "vocab_size": model.vocab_size,
         "hidden_size": shape.hidden_size,
         "num_hidden_layers": shape.layers,

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from gossamer import rng
 from gossamer.models.bottleneck import ResidualBottleneck, Subspace
-from gossamer.models.sizes import ModelConfig, Shape, in_subspace, written
+from gossamer.models.experts import Experts, balance_of
+from gossamer.models.sizes import ExpertsConfig, ModelConfig, Shape, in_subspace, written
 
 __all__ = [
     "MLP", "NORM_EPS", "Attention", "Decoder", "Layer", "Llama", "RMSNorm", "build_model", "logits_of", "loss", "rotary",
@@ -92,13 +93,15 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each on the normalised stream and added to it through dropout (arXiv 1706.03762, section 5.4).
 
-    Args: `out` is how many numbers of a token they write, fewer than D in a subspace.
+    Args:
+        out: how many numbers of a token they write, fewer than D in a subspace.
+        experts: of a mixture in place of the MLP.
     """
 
-    def __init__(self, shape: Shape, dropout: float, out: int) -> None:
+    def __init__(self, shape: Shape, dropout: float, out: int, experts: ExpertsConfig | None = None) -> None:
         super().__init__()
         self.self_attn = Attention(shape, out)
-        self.mlp = MLP(shape, out)
+        self.mlp = MLP(shape, out) if experts is None else Experts(shape.hidden_size, experts, lambda: MLP(shape, out))
         self.input_layernorm = RMSNorm(shape.hidden_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size)
         self.dropout = nn.Dropout(dropout)
@@ -120,7 +123,9 @@ class Decoder(nn.Module):
         super().__init__()
         shape, narrow = config.shape, config.bottleneck
         self.embed_tokens = nn.Embedding(vocab_size, written(config, 0))
-        self.layers = nn.ModuleList(Layer(shape, config.dropout, written(config, k)) for k in range(shape.layers))
+        self.layers = nn.ModuleList(
+            Layer(shape, config.dropout, written(config, k), config.experts) for k in range(shape.layers)
+        )
         self.norm = RMSNorm(shape.hidden_size)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -135,8 +140,9 @@ class Decoder(nn.Module):
 class Llama(nn.Module):
     """A decoder-only transformer: int64 tokens `[B, S]` to logits `[B, S, V]`, with S at most `seq_len`.
 
-    Source: Touvron et al., arXiv 2302.13971. Without a bottleneck, parameters have the names, the order and the initial bits that
-    they have in `transformers.LlamaForCausalLM`, and the same operations give the same logits and gradients, to the last bit.
+    Source: Touvron et al., arXiv 2302.13971. Without bottleneck and experts, parameters have the names, the order and the initial
+    bits that they have in `transformers.LlamaForCausalLM`, and the same operations give the same logits and gradients, to the
+    last bit.
     """
 
     def __init__(self, config: ModelConfig, vocab_size: int, seq_len: int) -> None:
@@ -178,9 +184,13 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int, seed: int) -
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean cross-entropy of each next token, in nats: `-1/(B S) Σ log softmax(logits)[target]`, with logits in fp32.
 
+    In training a model with experts adds its balance loss (`model.experts.balance`).
+
     Shapes: `batch` is int64 `[B, S + 1]`, the first S being inputs and the last S targets; the result is a scalar.
     """
-    return F.cross_entropy(logits_of(model, batch).flatten(0, 1), batch[:, 1:].flatten())
+    value = F.cross_entropy(logits_of(model, batch).flatten(0, 1), batch[:, 1:].flatten())
+    balance = balance_of(model) if isinstance(model, Llama) and model.config.experts is not None else None
+    return value if balance is None else value + balance
 
 
 def logits_of(model: nn.Module, batch: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from gossamer.schema import settings
 __all__ = [
     "SIZES",
     "BottleneckConfig",
+    "ExpertsConfig",
     "ModelConfig",
     "Shape",
     "crossing",
@@ -73,6 +74,30 @@ class BottleneckConfig:
             raise ConfigError(f"model.bottleneck.cuts is {[*self.cuts]}; give increasing numbers of layers")
 
 
+@settings("model.experts")
+class ExpertsConfig:
+    """A mixture of experts in place of each feed-forward layer: a router sends every token to few of them (FoMoE).
+
+    Each is as wide as `model.intermediate_size` says.
+    """
+
+    count: Annotated[int, Field(ge=2)]
+    """Experts of a layer (E)."""
+    active: Annotated[int, Field(ge=2)] = 2
+    """Experts that a token is sent to. Their gates sum to one, so a single one would teach the router nothing."""
+    holders: AtLeastOne | None = None
+    """Workers that hold each expert, the overlap factor (O_e): the others let the tokens pass that the router sends to it. None
+    for all workers; count · holders must be a multiple of them, so that all hold equally many."""
+    balance: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the loss that spreads a worker's tokens evenly over all experts; 0 is none."""
+
+    def __post_init__(self) -> None:
+        if self.active > self.count:
+            raise ConfigError(
+                f"model.experts.active is {self.active} of {self.count} experts; take at most model.experts.count"
+            )
+
+
 @settings("model")
 class ModelConfig:
     """A Llama of a named size; the other fields override single dimensions of it."""
@@ -97,6 +122,8 @@ class ModelConfig:
     """Width of the feed-forward layer."""
     bottleneck: BottleneckConfig | None = None
     """An architecture for slow links between the stages of a pipeline."""
+    experts: ExpertsConfig | None = None
+    """A mixture of experts in place of each feed-forward layer."""
     tie_embeddings: bool = False
     """One matrix for the embedding and the output head."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -104,7 +131,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.own:
-            for name in (*Shape._fields, "dropout", "bottleneck"):
+            for name in (*Shape._fields, "dropout", "bottleneck", "experts"):
                 if given := getattr(self, name):
                     raise ConfigError(
                         f"model.{name} is {given} and model.size is '{self.size}', which makes its own model; pass it in "
@@ -117,6 +144,11 @@ class ModelConfig:
                 "remove model.options"
             )
         hidden, layers, heads, kv_heads, _ = self.shape
+        if self.experts is not None and self.bottleneck is not None:
+            raise ConfigError(
+                f"model.experts has {self.experts.count} experts and model.bottleneck is '{self.bottleneck.name}', but a model "
+                "with experts is not cut into stages; remove one of the two"
+            )
         if (narrow := self.bottleneck) is not None:
             if narrow.width > hidden:
                 raise ConfigError(
@@ -169,14 +201,13 @@ def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int,
     """
     if vocab_size < 1:
         raise ConfigError(f"the vocabulary is {vocab_size} tokens but must be at least 1; 256 is that of bytes")
-    hidden, layers, heads, kv_heads, intermediate = config.shape
+    hidden, layers, heads, kv_heads, _ = config.shape
     kv_size, narrow = hidden // heads * kv_heads, config.bottleneck
     found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocab_size, written(config, 0)))]
     for k in range(layers):
         layer = {
             "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv_size, hidden), "self_attn.v_proj": (kv_size, hidden),
-            "self_attn.o_proj": (written(config, k), hidden), "mlp.gate_proj": (intermediate, hidden),
-            "mlp.up_proj": (intermediate, hidden), "mlp.down_proj": (written(config, k), intermediate),
+            "self_attn.o_proj": (written(config, k), hidden), **_feed_forward(config, written(config, k)),
             "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
         }  # fmt: skip
         found += [(f"model.layers.{k}.{name}.weight", shape) for name, shape in layer.items()]
@@ -188,6 +219,16 @@ def tensors(config: ModelConfig, vocab_size: int) -> tuple[tuple[str, tuple[int,
     if not config.tie_embeddings:
         found.append(("lm_head.weight", (vocab_size, hidden)))
     return tuple(found)
+
+
+def _feed_forward(config: ModelConfig, out: int) -> dict[str, tuple[int, ...]]:
+    """The parameters of one feed-forward layer, or of the router and the experts in its place."""
+    hidden, wide, experts = config.shape.hidden_size, config.shape.intermediate_size, config.experts
+    one = {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (out, wide)}
+    if experts is None:
+        return {f"mlp.{name}": shape for name, shape in one.items()}
+    each = {f"mlp.experts.{e}.{name}": shape for e in range(experts.count) for name, shape in one.items()}
+    return {"mlp.router": (experts.count, hidden), **each}
 
 
 def _halves(narrow: BottleneckConfig, hidden: int) -> list[tuple[str, tuple[int, ...]]]:

@@ -56,6 +56,8 @@ class Facts(NamedTuple):
     """As in `pipeline.stages`."""
     batched: int = 1
     """As in `run.batched`."""
+    holders: tuple[frozenset[int], ...] = ()
+    """The workers that hold each part of the parameters, where some hold some of the experts only."""
     reduction: str = "ordered"
     fragments: int = 1
     """Of a server, as in `events.fragments`; those of rounds are the schedule's."""

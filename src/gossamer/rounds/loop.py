@@ -70,10 +70,14 @@ class OuterLoop:
         halves = m.rule.site == "parameters" and parts[0][0].dtype in HALVES
         rule = with_master(m.rule) if halves else m.rule
         self._adapted = rule.adapted
+        self.alive: Callable[[int, int], frozenset[int] | None] = lambda round, fragment: None
+        """Who takes part in an exchange of a round, in this worker's view; None is everyone. The same for each call of one."""
+        if m.holders:
+            self.alive = lambda round, fragment: m.holders[fragment]
         self.fragments: list[Setup] = []
         for p, (x, layout) in enumerate(parts):
             part = Part(x, (), layout, p)
-            if p < m.schedule.fragments:
+            if p < m.parts:
                 overlap_steps = rule.delay_rounds * full_steps + m.schedule.overlap_steps
                 codec = fitted(m.codec, layout)
                 setup = Setup(
@@ -82,15 +86,13 @@ class OuterLoop:
                 )  # fmt: skip
             else:
                 setup = Setup(averaging, exact(), transport, part, seed, m.kernel, reduce)
-            mixing = m.topology.mixing(0)
+            mixing = m.topology.mixing(0, self.alive(0, p))
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
             self.fragments.append(setup._replace(part=part._replace(s=s)))
         sends = m.schedule.sends
         self._choice = FragmentChoice(m.schedule.fragments, sends) if sends else None
         self.compare: Callable[[Tree, Sequence[Tree]], None] | None = None
         """As in `Setup`, for the exchanges that are announced from now on."""
-        self.alive: Callable[[int, int], frozenset[int] | None] = lambda round, fragment: None
-        """Who takes part in an exchange of a round, in this worker's view; None is everyone. The same for each call of one."""
         self.next: Callable[[int], int | None] = lambda round: round + 1
         """The round that this worker takes part in after another; None where it sends nothing ahead, as it ends or takes over
         another's state first."""
@@ -111,11 +113,23 @@ class OuterLoop:
         """The stops of this round."""
         rule, schedule = self.method.rule, self.method.schedule
         late, ahead, updates = rule.delay_rounds, rule.sends_ahead, self._updates is not None
-        return schedule.stops(round, self.full_steps, late, ahead=ahead, updates=updates)
+        stops = schedule.stops(round, self.full_steps, late, ahead=ahead, updates=updates)
+        return tuple(map(self._in_parts, stops)) if self.method.holders else stops
+
+    def _in_parts(self, stop: Stop) -> Stop:
+        """The stop of a round of one fragment, whose parts are exchanged together."""
+        parts = range(self.method.parts)
+        receives = tuple((p, lag) for _, lag in stop.receives for p in parts)
+        return stop._replace(sends=tuple(p for _ in stop.sends for p in parts), receives=receives)
+
+    def _holds(self, p: int) -> bool:
+        """Whether this worker has a part at all."""
+        holders = self.method.holders
+        return not holders or self.worker in holders[p]
 
     def adapted(self, local_steps: int) -> int:
         """The local steps of the next round out of so many, where the rule decides on them; of its fragments, the most."""
-        adapted, own = self._adapted, self.fragments[: self.method.schedule.fragments]
+        adapted, own = self._adapted, self.fragments[: self.method.parts]
         if adapted is None:
             return local_steps
         return max(adapted(setup.part.s).local_steps(local_steps) for setup in own)
@@ -124,7 +138,7 @@ class OuterLoop:
         """Announces what will be received in answer to what the coming stop sends; best called before training up to it."""
         if self.closes is not None:
             return  # with whom is known only when the local phase is over
-        for p in stop.sends:
+        for p in filter(self._holds, stop.sends):
             if self._choice is not None:
                 self._choice.pick(round, p, [self.fragment_of(flying) for _, flying in self.under_way])
             if not self._ahead(p) or self.next(round) is not None:

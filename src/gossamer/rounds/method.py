@@ -30,6 +30,13 @@ class Method(NamedTuple):
     codec: Codec
     schedule: Schedule
     kernel: Kernel
+    holders: tuple[frozenset[int], ...] = ()
+    """The workers that hold each part of the parameters, where some hold some of the experts only."""
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the parameters are exchanged."""
+        return len(self.holders) or self.schedule.fragments
 
     @property
     def sends_per_round(self) -> int:
@@ -71,4 +78,5 @@ def warnings_of(facts: Facts) -> tuple[str, ...]:
 def method_of(facts: Facts, *, compile: bool = False) -> Method:
     """What runs in rounds, once the rule is settled (`settled_rule`). Raises PairingError when something cannot work."""
     check(facts)
-    return Method(facts.rule, facts.topology, facts.codec, facts.schedule, compiled() if compile else PLAIN)
+    kernel = compiled() if compile else PLAIN
+    return Method(facts.rule, facts.topology, facts.codec, facts.schedule, kernel, facts.holders)

@@ -12,6 +12,7 @@ from gossamer.rounds import coding
 from gossamer.rounds.adapting import ADAPTING
 from gossamer.rounds.batched import BATCHED
 from gossamer.rounds.elastic import ELASTIC
+from gossamer.rounds.experts import EXPERTS
 from gossamer.rounds.facts import INSTEAD, Facts, Pairing
 from gossamer.rounds.own_loop import OWN_LOOP
 from gossamer.rounds.stages import STAGES
@@ -439,6 +440,6 @@ _ASYNCHRONOUS = (
 )
 
 PAIRINGS: tuple[Pairing, ...] = (
-    *_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *BATCHED, *ADAPTING, *_SCHEDULE, *_RULES,
+    *_TABLES, *OWN_LOOP, *_ASYNCHRONOUS, *ELASTIC, *STAGES, *BATCHED, *EXPERTS, *ADAPTING, *_SCHEDULE, *_RULES,
 )  # fmt: skip
 """Every combination that cannot work; if several apply, the first is reported."""

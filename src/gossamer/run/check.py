@@ -20,12 +20,24 @@ from gossamer.run.config import RunConfig, parse
 from gossamer.run.config import faults as faults_of_keys
 from gossamer.run.document import EXPERIMENT
 from gossamer.run.experiment import drafts
+from gossamer.run.layouts import holding_of, layout_for
 from gossamer.run.parts import named
 from gossamer.run.settle import InPairs, InRounds, Settled, WithServer, faults, pairing_faults, settle
 from gossamer.run.stage_time import in_stages
-from gossamer.run.traffic import layout_for, period_of, played, traffic
+from gossamer.run.traffic import period_of, played, traffic
 
-__all__ = ["Copies", "Counted", "Examined", "OnNetwork", "checked", "counted", "examine", "inner_copies", "vocabulary"]
+__all__ = [
+    "Copies",
+    "Counted",
+    "Examined",
+    "HeldExperts",
+    "OnNetwork",
+    "checked",
+    "counted",
+    "examine",
+    "inner_copies",
+    "vocabulary",
+]
 
 _ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
@@ -39,6 +51,21 @@ class Copies(NamedTuple):
     copies: float
     """In models."""
     bytes: int
+
+
+class HeldExperts(NamedTuple):
+    """Of a mixture of experts that lie on some workers each."""
+
+    count: int
+    """Experts of a layer."""
+    held: int
+    """Those that a worker holds."""
+    share: float
+    """The share of experts in the parameters (f)."""
+    payload_ratio: float
+    """How many times smaller a worker's copy is than the model, `1 / (1 - f + f O/M)`."""
+    sent_ratio: float
+    """How many times fewer bytes it sends for means than with all experts on all workers."""
 
 
 class OnNetwork(NamedTuple):
@@ -63,6 +90,8 @@ class Examined(NamedTuple):
     """Of the mean mixing matrix; None where there is no closed form."""
     vocabulary: int | None
     parameters: int | None
+    experts: HeldExperts | None
+    """None where each worker holds the whole model."""
     sent_bytes: float | None
     """What one worker sends per round (per local phase of an asynchronous run), in the mean over workers and rounds."""
     most_bytes: float | None
@@ -109,6 +138,7 @@ def examine(config: RunConfig) -> Examined:
         spectral_gap=None if topology is None else stability.mean_gap(topology),
         vocabulary=vocab_size,
         parameters=None if layout is None else layout.numel,
+        experts=None if layout is None else _experts(config, layout),
         sent_bytes=sent,
         most_bytes=most,
         kept=kept,
@@ -126,6 +156,17 @@ def _layout(config: RunConfig, vocab_size: int | None) -> Layout | None:
     return None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
 
 
+def _experts(config: RunConfig, layout: Layout) -> HeldExperts | None:
+    held = holding_of(config, layout)
+    if held is None:
+        return None
+    shared, count = held.spans[0][1], len(held.holders.part_of)
+    everywhere = 2 * (1 - 1 / config.workers) * layout.numel
+    return HeldExperts(
+        count, len(held.holders.resident(0)), 1 - shared / layout.numel, held.smaller, everywhere / held.ring_numbers(0)
+    )
+
+
 def _known_of(config: RunConfig) -> Examined:
     """What is known of a run whose method is code of the user's: its length, and the size of its model."""
     names, vocab_size = named(config), vocabulary(config.data.tokenizer)
@@ -135,8 +176,9 @@ def _known_of(config: RunConfig) -> Examined:
     return Examined(
         name=config.name, kind=config.kind, method=f"{method.name}, codec {config.codec.name}", workers=config.workers,
         topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
-        sent_bytes=None, most_bytes=None, kept=(), networks=(), disagreement=None, rounds=config.rounds,
-        tokens=_steps(config) * config.step_tokens, warnings=(), code=tuple(names.values()),
+        experts=None if layout is None else _experts(config, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
+        disagreement=None, rounds=config.rounds, tokens=_steps(config) * config.step_tokens, warnings=(),
+        code=tuple(names.values()),
     )  # fmt: skip
 
 
@@ -238,9 +280,12 @@ def counted(config: RunConfig, settled: Settled, layout: Layout, rounds: int = _
     def kept(what: str, copies: float) -> Copies:
         return Copies(what, copies, round(copies * size))
 
-    rows = [kept("weights", 1.0), kept("gradients", 1.0)]
+    held = holding_of(config, layout)
+    own = layout if held is None else held.of(0)[0]  # all workers hold as much
+    part = own.numel / layout.numel
+    rows = [kept("weights", part), kept("gradients", part)]
     if not is_code(config.inner.optimizer):
-        rows.append(kept("inner optimizer", inner_copies(config.inner, layout)))
+        rows.append(kept("inner optimizer", part * inner_copies(config.inner, own)))
     if not isinstance(settled, InRounds):
         sent = traffic(config, layout, settled=settled)
         rows += [kept("outer state", sent.state_copies), kept("messages", sent.sent_bytes / size)]

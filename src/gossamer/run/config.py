@@ -15,6 +15,7 @@ from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError, GossamerError, PairingError
 from gossamer.fields import NEUTRAL, AtLeastOne, AtLeastZero, Changeable
 from gossamer.layout import Pattern
+from gossamer.models.holders import must_deal
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_options
 from gossamer.optimizers.inner import InnerConfig
@@ -33,7 +34,7 @@ __all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "du
 
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _BATCHED: dict[str, Any] = {
-    "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "pipeline.stages": 1, "inner.optimizer": "adamw",
+    "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1, "inner.optimizer": "adamw",
     "inner.averaging": None, "inner.autocast": None, "schedule.inner_every": (), "run.adapt": False, "run.pace_s": 0.0,
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
@@ -145,6 +146,7 @@ class RunConfig:
         must_fit(self.pipeline, self.model, self.data)
         if self.run.batched > 1:
             self._must_be_batched()
+        must_deal(self.model.experts, self.workers)
         if self.run.eval_js and (self.data.own or self.model.loss is not None):
             own = f"data.source is {self.data.source!r:.60}" if self.data.own else f"model.loss is '{self.model.loss}'"
             raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import CheckpointError
-from gossamer.layout import Layout, arrange, attach, layout_of, views
+from gossamer.layout import Layout, attach, layout_of, views
 from gossamer.models.export import export, export_state
 from gossamer.models.llama import Llama, logits_of
 from gossamer.models.sample import sample
@@ -25,6 +25,7 @@ from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
 from gossamer.run.held import held_by, to_score
 from gossamer.run.history import lineage
+from gossamer.run.layouts import arranged
 from gossamer.run.parts import OURS, Parts
 from gossamer.run.task import Task, buffers_of, moved, task_of
 
@@ -44,6 +45,7 @@ __all__ = [
     "mean_of",
     "model_with",
     "publish",
+    "union_of",
 ]
 
 log = logging.getLogger("gossamer")
@@ -56,7 +58,7 @@ class Assessment(NamedTuple):
     """Validation of one round, in nats per token."""
 
     loss: float
-    """Of the mean model."""
+    """Of the mean model, each expert being the mean of its holders."""
     worker_losses: tuple[float, ...]
     disagreement: float
     """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
@@ -116,7 +118,7 @@ class Probe:
 
 def _layout(model: nn.Module, config: RunConfig) -> Layout:
     """The order in which the workers of a run hold their parameters."""
-    return arrange(layout_of(model), *config.fragments)[0]
+    return arranged(layout_of(model), config)[0]
 
 
 def disagreement(vectors: Sequence[Tensor], mean: Tensor) -> float:
@@ -164,6 +166,7 @@ class Probes:
         self._idle: SimpleQueue[Probe] = SimpleQueue()
         for probe in probes:
             self._idle.put(probe)
+        self.task = probes[0].task
         self.compares = probes[0].config.run.eval_js
         self._sequences = len(probes[0].batches[0]) if self.compares else 0
 
@@ -200,14 +203,20 @@ def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence
     Args: `buffers` are each worker's own, if the model has any.
     """
     buffers = buffers or [()] * len(vectors)
-    mean, between = mean_of(vectors), mean_buffers(buffers)
-    apart = disagreement(vectors, mean)
+    mean, between = union_of(probes.task, vectors), mean_buffers(buffers)
+    held = probes.task.holding
+    apart = disagreement(vectors if held is None else held.beside(vectors, mean), mean)
     if not between and all(torch.equal(mean, x) for x in vectors):
         (value,) = probes.losses([(mean, ())])
         return Assessment(value, (value,) * len(vectors), apart, 0.0 if probes.compares else None)
     workers = [*zip(vectors, buffers, strict=True)]
     value, *each = probes.losses([(mean, between), *workers])
     return Assessment(value, tuple(each), apart, probes.divergence(workers) if probes.compares else None)
+
+
+def union_of(task: Task, vectors: Sequence[Tensor]) -> Tensor:
+    """The model that the workers have trained: their mean, or where each holds some experts only, that of their holders."""
+    return mean_of(vectors) if task.holding is None else task.holding.union(vectors)
 
 
 def mean_buffers(buffers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -268,13 +277,16 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> Eva
         _whole if config.kind == "server" or not (config.run.elastic or config.event_driven) else _most
     )(config, folder, key, round)
     states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in owners]
-    vectors = [state["x"] for state in states]
     buffers = [state.get("buffers", ()) for state in states]
     task = task_of(config, parts)
+    vectors = [
+        state["x"] if task.holding is None else task.holding.alone(owner, state["x"])
+        for owner, state in zip(owners, states, strict=True)
+    ]
     probe = Probe(config, task, torch.device("cpu"))
     result = assess(vectors, Probes([probe]), buffers)
     _note(config, folder, finished, states, result)
-    publish(config, task, mean_of(vectors), folder, mean_buffers(buffers))
+    publish(config, task, union_of(task, vectors), folder, mean_buffers(buffers))
     return Evaluation(finished, result, tuple(owners))
 
 

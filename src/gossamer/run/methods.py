@@ -135,6 +135,14 @@ METHODS: dict[str, Recipe] = {
         source="arXiv 2412.01152",
         differs="quantised once on each of two legs, not at every hop of a ring",
     ),
+    "fomoe": Recipe(
+        {"rule.name": "diloco", "model.experts.count": 8, "model.experts.holders": 2},
+        source="FoMoE, arXiv 2606.19025, by secondary accounts",
+        differs="gates are those of Mixtral, where the paper names sigmoid gates, and stay as they are when a token skips; the "
+        "balance loss is each worker's own, over all experts; experts stay on their workers; holders weigh the same, whatever "
+        "tokens they have seen; moments are not averaged",
+        fails="few workers hold an expert: it sees their share of the tokens only, and the others' tokens skip it.",
+    ),
     "snoo": Recipe(
         {"rule.name": "diloco", "workers": 1},
         source="arXiv 2510.15830",

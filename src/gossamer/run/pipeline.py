@@ -81,6 +81,11 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> 
         raise ConfigError(
             f"{said} and {key} is {value!r:.60}, but only the built-in model on text can be cut; remove [pipeline]"
         )
+    if model.experts is not None:
+        raise ConfigError(
+            f"{said} and model.experts has {model.experts.count} experts, but a mixture of experts is not cut into stages; "
+            "remove one of the two"
+        )
     if model.dropout:
         raise ConfigError(
             f"{said} and model.dropout is {model.dropout}, whose random numbers would depend on the cuts; set it to 0"

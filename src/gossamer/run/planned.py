@@ -16,9 +16,9 @@ from gossamer.network.links import to_options
 from gossamer.network.plan import Candidate, RunPlan
 from gossamer.run.check import counted
 from gossamer.run.config import parse
+from gossamer.run.layouts import layout_for
 from gossamer.run.methods import Recipe, recipe, recipes
 from gossamer.run.settle import InPairs, WithServer, settle
-from gossamer.run.traffic import layout_for
 from gossamer.schema import plain
 
 __all__ = ["PLANNED", "Priced", "best_of", "price_recipes", "recipe_toml"]
@@ -82,6 +82,8 @@ def _without_price(recipe: Recipe) -> str:
     """Why a method has no price on any network; empty where it may have one."""
     if "workers" in recipe.settings:
         return f"it is for {recipe.settings['workers']} worker, which sends nothing"
+    if "model.experts.count" in recipe.settings:
+        return "it trains a mixture of experts, which is another model"
     if recipe.settings.get("run.adapt"):
         return "its local steps follow the seconds that it measures; 'GASLoC 1-Peer' has those that fit the network"
     return ""

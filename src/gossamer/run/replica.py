@@ -13,11 +13,13 @@ from gossamer import rng
 from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
 from gossamer.finite import GO_ON
-from gossamer.layout import arrange, attach, flat_gradients, layout_of, views
+from gossamer.layout import attach, flat_gradients, layout_of, views
+from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.run.config import RunConfig
+from gossamer.run.layouts import arranged
 from gossamer.run.staged import StagedModel
 from gossamer.run.task import Task, buffers_of, moved
 
@@ -66,6 +68,8 @@ def must_start_alike(replicas: Sequence["Replica"]) -> None:
 class Replica:
     """The model of one worker. `x` is its flat parameter vector `[P]`, of which the model's parameters are views.
 
+    Where a mixture of experts lies on some workers each, it has no others (`Task.holding`), and P is the size of what it has.
+
     It satisfies `gossamer.clock.Learner`. What is evaluated, saved and published is `evaluated`: `x` itself, or the average
     of an optimizer that keeps one.
 
@@ -76,7 +80,10 @@ class Replica:
         self, index: int, config: RunConfig, task: Task, device: torch.device, buffer: Tensor | None = None
     ) -> None:
         self.index, self.config, self.task, self.device = index, config, task, device
-        self.model = task.model().to(device)
+        self.model = task.model()
+        if task.holding is not None:
+            keep_experts(self.model, task.holding.holders.resident(index))
+        self.model.to(device)
         self.staged: StagedModel | None = None
         """The stages of a model that is cut, which share its parameters."""
         if config.pipeline.stages > 1:
@@ -84,7 +91,7 @@ class Replica:
             self.staged = StagedModel(self.model, config)
         self.buffers = buffers_of(self.model)
         """Its own, as the running statistics of batch norm; they are never exchanged."""
-        self.layout, self.spans = arrange(layout_of(self.model), *config.fragments)
+        self.layout, self.spans = arranged(layout_of(self.model), config)
         self.x = attach(self.model, self.layout, buffer)
         self.averaged: Tensor | None = None
         """The average x and the iterate z of an optimizer that averages, one after the other `[2P]`; the parameters follow."""
@@ -110,6 +117,12 @@ class Replica:
         self.round: int | None = None
         """Rounds of the run that are over, where `local_phase` shall take the learning rate from them: fast workers do not run
         out of their schedule. None takes this worker's own count of phases."""
+
+    @property
+    def scored(self) -> Tensor:
+        """`evaluated` as a vector of the whole model `[P]`; zeros for experts that this worker does not hold."""
+        holding = self.task.holding
+        return self.evaluated if holding is None else holding.alone(self.index, self.evaluated)
 
     def keep_gradient(self) -> Tensor:
         """From now on a local phase leaves its gradient `[P]` here, and `step_on_gradient` makes the inner step."""

@@ -11,6 +11,7 @@ from gossamer.clock.durations import Durations
 from gossamer.clock.phases import ordered
 from gossamer.codecs import Codec
 from gossamer.errors import ConfigError, PairingError
+from gossamer.models.holders import holders_of
 from gossamer.network.links import Network, links_of
 from gossamer.rounds import pairing
 from gossamer.rounds.facts import Facts
@@ -162,13 +163,14 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
             return None
 
     run, events, nothing = config.run, config.events, Facts()
-    codec = attempt(lambda: make(parts, "codec", config))
+    codec, holders = attempt(lambda: make(parts, "codec", config)), holders_of(config.model.experts, config.workers)
     facts = Facts(
         kind=config.kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec,
         schedule=config.schedule, local_steps=run.local_steps,
         server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
         averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, reduction=run.reduction,
         eval_js=run.eval_js, elastic=run.elastic, stages=config.pipeline.stages, batched=run.batched,
+        holders=holders.parts if holders is not None else (),
         fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,
         absences=len(events.absences), clock=events.network, networks=config.network,
     )  # fmt: skip

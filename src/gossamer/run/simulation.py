@@ -14,7 +14,7 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.trace import Trace, read_trace
 from gossamer.report.page import write_pages
 from gossamer.run.config import RunConfig
-from gossamer.run.evaluate import Result, mean_buffers, mean_of, model_with
+from gossamer.run.evaluate import Result, mean_buffers, model_with, union_of
 from gossamer.run.task import Task
 
 if TYPE_CHECKING:
@@ -211,10 +211,15 @@ class Simulation(RecordedRun):
         Floating-point buffers are the means of the workers' own, others those of worker 0. Cost: one model.
         """
         engine = self._engine
-        return model_with(engine.config, engine.task, mean_of(engine.models()), mean_buffers(engine.buffers()))
+        return model_with(
+            engine.config, engine.task, union_of(engine.task, engine.models()), mean_buffers(engine.buffers())
+        )
 
     def model(self, worker: int) -> nn.Module:
-        """A new model with the parameters and buffers of one worker (or the server's), in evaluation mode. Cost: one model."""
+        """A new model with the parameters and buffers of one worker (or the server's), in evaluation mode. Cost: one model.
+
+        Experts that the worker does not hold are zeros, so that tokens skip them.
+        """
         engine = self._engine
         return model_with(engine.config, engine.task, engine.models()[worker], engine.buffers()[worker])
 

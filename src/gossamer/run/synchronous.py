@@ -25,7 +25,7 @@ from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, digest, dump
-from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, mean_of, publish
+from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
 from gossamer.run.history import Resume, history
 from gossamer.run.journal import Journal
 from gossamer.run.lanes import Lanes
@@ -116,13 +116,15 @@ class Rounds:
         networks = {name: in_stages(network, self.config, layout) for name, network in self.config.network.items()}
         time_s = _record_seconds(self._record, networks, self._sends_per_round)
         if self.finished == self.config.rounds and self.config.record.export:
-            publish(self.config, self.task, mean_of(self.models()), self.folder, mean_buffers(self.buffers()))
+            publish(
+                self.config, self.task, union_of(self.task, self.models()), self.folder, mean_buffers(self.buffers())
+            )
         tokens = _tokens(self.workers)
         return Result(loss, tokens, (tokens - self._before) / self._busy_s if self._busy_s else 0.0, time_s)
 
     def models(self) -> list[Tensor]:
         """The parameters of each worker, as they are evaluated."""
-        return [worker.replica.evaluated for worker in self.workers]
+        return [worker.replica.scored for worker in self.workers]
 
     def buffers(self) -> list[list[Tensor]]:
         """The buffers of each worker's model."""
@@ -135,16 +137,19 @@ class Rounds:
 def crew(
     config: RunConfig, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport]
 ) -> list[Worker]:  # fmt: skip
-    """All workers of a run, at its start, with the rows of one matrix as their parameters.
+    """All workers of a run, at its start, with the rows of one matrix as their parameters, where all have the same.
 
     Args:
         like: a vector of parameters of the task's model.
         transport: makes that of the worker with this number.
     Raises: ConfigError unless they start alike.
     """
-    stacked = torch.empty(config.workers, like.numel(), dtype=like.dtype, device=like.device)
-    replicas = [Replica(i, config, task, like.device, x) for i, x in enumerate(stacked)]
-    must_start_alike(replicas)
+    if task.holding is not None:
+        replicas = [Replica(i, config, task, like.device) for i in range(config.workers)]
+    else:
+        stacked = torch.empty(config.workers, like.numel(), dtype=like.dtype, device=like.device)
+        replicas = [Replica(i, config, task, like.device, x) for i, x in enumerate(stacked)]
+        must_start_alike(replicas)
     return [Worker(replica, m, transport(replica.index)) for replica in replicas]
 
 

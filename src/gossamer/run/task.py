@@ -14,10 +14,12 @@ from gossamer.data.corpus import Batches, fingerprint, open_corpus
 from gossamer.data.tokenizer import Tokenizer, load_tokenizer
 from gossamer.errors import ConfigError
 from gossamer.guard import must_be_trainable
+from gossamer.layout import Layout
 from gossamer.models.llama import build_model
 from gossamer.models.llama import loss as next_token_loss
 from gossamer.optimizers.inner import OptimizerFactory
 from gossamer.run.config import RunConfig
+from gossamer.run.layouts import Holding, holding_of, layout_for
 from gossamer.run.parts import GIVEN, KEYS, OURS, Parts, caller
 
 __all__ = ["OwnBatches", "Task", "buffers_of", "found_by_each", "moved", "task_of"]
@@ -30,7 +32,7 @@ class Task(NamedTuple):
     """What every worker of a run trains."""
 
     model: Callable[[], nn.Module]
-    """A new model on the CPU, always with the same parameters."""
+    """A new model on the CPU, always with the same parameters, and with all its experts."""
     loss: Loss
     """Of a model and a batch: a scalar, in nats per token where the batches are text."""
     data: Batches
@@ -40,6 +42,8 @@ class Task(NamedTuple):
     """Whether a forward pass may draw random numbers."""
     tokenizer: Tokenizer | None
     """Of the text; None for batches of the user's own."""
+    holding: Holding | None
+    """What each worker holds of the model; None where all hold all of it."""
 
 
 def task_of(config: RunConfig, parts: Parts = OURS) -> Task:
@@ -49,11 +53,13 @@ def task_of(config: RunConfig, parts: Parts = OURS) -> Task:
     """
     data = OwnBatches(config, parts) if config.data.own else open_corpus(config.data, config.workers, config.seed)
     tokenizer = None if isinstance(data, OwnBatches) else data.tokenizer
+    layout: Layout | None = None
     if config.model.own:
         model = partial(_own_model, config, parts)
     else:
         words = tokenizer or load_tokenizer(config.data.tokenizer)
         model = partial(build_model, config.model, words.vocab_size, config.data.seq_len, config.seed)
+        layout = layout_for(config.model, words.vocab_size)
     return Task(
         model,
         _loss(config, parts),
@@ -61,6 +67,7 @@ def task_of(config: RunConfig, parts: Parts = OURS) -> Task:
         _optimizer(config, parts) if "optimizer" in parts.own else None,
         draws=config.model.own or config.model.loss is not None or config.model.dropout > 0.0,
         tokenizer=tokenizer,
+        holding=holding_of(config, layout),
     )
 
 

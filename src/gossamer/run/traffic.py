@@ -11,19 +11,19 @@ import torch
 from gossamer.codecs import fitted
 from gossamer.codecs.message import each_shape_once, payload_bytes
 from gossamer.layout import Layout, Leaf, arrange
-from gossamer.models.sizes import ModelConfig, tensors
 from gossamer.record.trace import Entry, Operation
 from gossamer.rounds.exchange import first_message
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.method import Method
 from gossamer.rules import Context
 from gossamer.run.config import RunConfig
+from gossamer.run.layouts import arranged, holding_of
 from gossamer.run.settle import InPairs, Settled, WithServer, settle
 from gossamer.run.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, nbytes
 
-__all__ = ["PROBE", "Traffic", "layout_for", "period_of", "played", "probe_message", "traffic"]
+__all__ = ["PROBE", "Traffic", "period_of", "played", "probe_message", "traffic"]
 
 PROBE = 200
 
@@ -42,15 +42,6 @@ class Traffic(NamedTuple):
     """Outer state, in models."""
     flight_copies: float
     """What is kept for exchanges under way while training goes on, in models, at its most."""
-
-
-def layout_for(model: ModelConfig, vocab_size: int) -> Layout:
-    """The layout of the built-in model with this vocabulary, which is not built."""
-    found, start = [], 0
-    for name, shape in tensors(model, vocab_size):
-        found.append(Leaf(name, shape, start, start + math.prod(shape)))
-        start = found[-1].stop
-    return Layout(tuple(found), start)
 
 
 def traffic(config: RunConfig, layout: Layout, rounds: int = 0, settled: Settled | None = None) -> Traffic:
@@ -81,17 +72,19 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
     """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero."""
     n, network, schedule, size = config.workers, MemoryNetwork(config.workers), config.schedule, layout.numel
     m = m._replace(codec=each_shape_once(m.codec))
-    layout, spans = arrange(layout, *config.fragments)
     x = torch.empty(size, device="meta")
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
-    parts = parts_of(x, layout, spans, torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every))
-    loops = [
-        OuterLoop(
-            m, network.transport(i), parts, local_steps=config.local_steps_of(i), full_steps=config.full_steps,
-            seed=config.seed,
-        )
-        for i in range(n)
-    ]  # fmt: skip
+    averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every)
+    held, of_all = holding_of(config, layout), arranged(layout, config)
+    loops: list[OuterLoop] = []
+    for i in range(n):
+        parts = parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments)
+        loops.append(
+            OuterLoop(
+                m, network.transport(i), parts, local_steps=config.local_steps_of(i), full_steps=config.full_steps,
+                seed=config.seed,
+            )
+        )  # fmt: skip
     sent: list[list[Operation]] = [[] for _ in loops]
     entries: list[Entry] = []
     flight = 0.0

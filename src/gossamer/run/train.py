@@ -106,7 +106,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
         probe = Probe(config, task, member.device)
         save = _saver(store, line, worker, board, newest or 0)
         journal = Journal(
-            config, lambda: record, lambda: {"loss": probe.loss(replica.evaluated, replica.buffers)}, save, kind="validation"
+            config, lambda: record, lambda: {"loss": probe.loss(replica.scored, replica.buffers)}, save, kind="validation"
         )  # fmt: skip
         stopwatch.start()
         for round in range(newest or 0, config.rounds):
