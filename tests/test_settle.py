@@ -190,10 +190,6 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(elastic=True, rule=diloco(), topology=complete(4), reduction="all_reduce"),
         ["run.reduction is 'all_reduce'", "'ordered'"],
     ),
-    "real processes and regions": (
-        SERVER._replace(driver="train", server="halos", regions=True),
-        ["'halos'", "simulate"],
-    ),
     "real processes and virtual time": (SERVER._replace(driver="train", absences=2), ["2 events.absences"]),
 }
 
