@@ -133,7 +133,7 @@ class RunConfig:
                 raise ConfigError(
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
-        must_fit(self.pipeline, self.model, self.data)
+        must_fit(self.pipeline, self.model, self.data, self.workers)
         if self.run.eval_js and (self.data.own or self.model.loss is not None):
             own = f"data.source is {self.data.source!r:.60}" if self.data.own else f"model.loss is '{self.model.loss}'"
             raise ConfigError(

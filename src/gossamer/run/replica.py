@@ -71,7 +71,7 @@ class Replica:
         self.model = task.model().to(device)
         self.staged: StagedModel | None = None
         """The stages of a model that is cut, which share its parameters."""
-        if config.pipeline.stages > 1:
+        if config.pipeline.cuts_replica(index):
             assert isinstance(self.model, Llama)  # `must_fit` refuses others
             self.staged = StagedModel(self.model, config)
         self.buffers = buffers_of(self.model)
@@ -120,6 +120,8 @@ class Replica:
         """
         began = time.perf_counter()
         losses, tokens = [], 0
+        if self.staged is not None and start == 0:
+            self.staged.begin()
         for h in range(start, stop):
             value, count = self._backward(self.steps_taken)
             if not math.isfinite(value):
