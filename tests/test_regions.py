@@ -24,7 +24,7 @@ from gossamer.record import checkpoint
 from gossamer.record.arrivals import ServerInput, arrivals_file, read_arrivals
 from gossamer.record.events import read_events
 from gossamer.run.evaluate import Probe
-from gossamer.run.global_session import Told, open_global
+from gossamer.run.global_session import LetterHeard, open_global
 from gossamer.run.region_protocol import regions_of
 from gossamer.run.serve_global import serve_regions
 from gossamer.run.serve_protocol import settled_server
@@ -119,7 +119,7 @@ def test_the_sessions_of_processes_given_the_events_of_a_simulation_compute_its_
         def write(now_s):
             """The oldest letter reaches the global server, and its answer the region."""
             letter = session.letters.pop(0)
-            (reply,) = above.hear(0, Told(letter, now_s), now_s)
+            (reply,) = above.hear(0, LetterHeard(letter, now_s), now_s)
             below.answer(reply.content, now_s)
             return letter
 

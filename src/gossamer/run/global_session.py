@@ -19,12 +19,12 @@ from gossamer.errors import CheckpointError
 from gossamer.layout import arrange, layout_of
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe
-from gossamer.run.region_protocol import Answer, Letter, Region, Welcome, regions_of
+from gossamer.run.region_protocol import Answer, Region, RegionLetter, Welcome, regions_of
 from gossamer.run.server_records import ServerRecords, Snapshots, open_files, restored
 from gossamer.run.settle import WithServer
 from gossamer.tree import nbytes
 
-__all__ = ["GlobalReply", "GlobalSession", "Told", "open_global"]
+__all__ = ["GlobalReply", "GlobalSession", "LetterHeard", "open_global"]
 
 log = logging.getLogger("gossamer")
 
@@ -39,10 +39,10 @@ class GlobalReply(NamedTuple):
     """Whether the region is told nothing more."""
 
 
-class Told(NamedTuple):
+class LetterHeard(NamedTuple):
     """A letter that has arrived."""
 
-    letter: Letter
+    letter: RegionLetter
     start_s: float
 
 
@@ -69,7 +69,7 @@ class GlobalSession:
         phases = tuple(self._phases[i] for i in self.regions[region].members)
         return [GlobalReply(region, Welcome(key, again, self.shares.join(region), phases, int(now_s * 1e6), x))]
 
-    def hear(self, region: int, content: Told, now_s: float) -> list[GlobalReply]:
+    def hear(self, region: int, content: LetterHeard, now_s: float) -> list[GlobalReply]:
         """A letter of a region has arrived, which is answered at once."""
         letter, start_s = content
         self.records.write(

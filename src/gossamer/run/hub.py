@@ -22,7 +22,7 @@ from gossamer.transport.handshake import HANDSHAKE_S, HalfOpen, prove_to_worker
 from gossamer.transport.local import LISTENER
 from gossamer.transport.stream import HELLO, Stream
 
-__all__ = ["Connection", "Hub", "Manner", "Member", "Session", "listener_at"]
+__all__ = ["Conversation", "Credentials", "Hub", "Manner", "Session", "listener_at"]
 
 log = logging.getLogger("gossamer")
 
@@ -77,7 +77,7 @@ class Session(Protocol[R]):
         ...
 
 
-class Member(NamedTuple):
+class Credentials(NamedTuple):
     """What a process of a run proves to another."""
 
     me: int
@@ -89,7 +89,7 @@ class Member(NamedTuple):
     """What this process runs, so that those of another run can be told what differs."""
 
 
-class Connection(Generic[R]):
+class Conversation(Generic[R]):
     """A connection whose other end has said who it is. What it is told is put into `replies`."""
 
     def __init__(self, peer: int, stream: Stream) -> None:
@@ -119,21 +119,21 @@ class Manner(NamedTuple):
     """The number on the wire of the one that a session counts as 0."""
     greeting: int
     """Numbers in the hello of a peer."""
-    talk: Callable[[Connection[Any], Callable[[Any], None], Callable[[], float]], None]
+    talk: Callable[[Conversation[Any], Callable[[Any], None], Callable[[], float]], None]
 
 
 class _Joined(NamedTuple):
-    connection: Connection[Any]
+    connection: Conversation[Any]
     hello: list[int]
 
 
 class _Heard(NamedTuple):
-    connection: Connection[Any]
+    connection: Conversation[Any]
     content: Any
 
 
 class _Lost(NamedTuple):
-    connection: Connection[Any]
+    connection: Conversation[Any]
     reason: str | None
 
 
@@ -151,10 +151,10 @@ class Hub:
         timeout_s: how long a peer may be silent, and how long the run goes on with nobody there.
     """
 
-    def __init__(self, listener: socket.socket, member: Member, manner: Manner, timeout_s: float) -> None:
+    def __init__(self, listener: socket.socket, member: Credentials, manner: Manner, timeout_s: float) -> None:
         self._listener, self._member, self._manner, self._timeout_s = listener, member, manner, timeout_s
         self._inputs: queue.SimpleQueue[_Joined | _Heard | _Lost | _Called] = queue.SimpleQueue()
-        self._connections: dict[int, Connection[Any]] = {}
+        self._connections: dict[int, Conversation[Any]] = {}
         self._threads: list[threading.Thread] = []
         self._half_open, self._refused = HalfOpen(), 0
         self._began, self._begin_s = time.monotonic(), 0.0
@@ -244,7 +244,7 @@ class Hub:
         else:
             self._drop(connection, item.reason, now_s)
 
-    def _drop(self, connection: Connection[Any], reason: str | None, now_s: float) -> None:
+    def _drop(self, connection: Conversation[Any], reason: str | None, now_s: float) -> None:
         del self._connections[connection.peer]
         self._send(self._session.leave(connection.peer, reason, now_s))
 
@@ -305,7 +305,7 @@ class Hub:
         finally:
             stream.close()
 
-    def _greet(self, stream: Stream, same_run: bool) -> tuple[Connection[Any], list[int]]:
+    def _greet(self, stream: Stream, same_run: bool) -> tuple[Conversation[Any], list[int]]:
         """The connection of a peer of this run, and its hello."""
         peer, numbers = self._manner.peer, self._manner.numbers
         if not same_run:
@@ -323,7 +323,7 @@ class Hub:
             )
         (hello,) = stream.receive(Turn(0, 0, HELLO), [torch.empty(self._manner.greeting, dtype=torch.int64)])
         stream.wait_at_most(self._timeout_s)
-        return Connection(stream.peer - self._manner.first, stream), [int(number) for number in hello]
+        return Conversation(stream.peer - self._manner.first, stream), [int(number) for number in hello]
 
 
 def listener_at(host: str, port: int) -> socket.socket:

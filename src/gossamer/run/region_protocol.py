@@ -18,8 +18,8 @@ from gossamer.transport.stream import PUSH, START, Stream
 
 __all__ = [
     "Answer",
-    "Letter",
     "Region",
+    "RegionLetter",
     "Welcome",
     "read_answer",
     "read_letter",
@@ -49,7 +49,7 @@ def regions_of(places: Sequence[int]) -> list[Region]:
     return [Region(k, tuple(i for i, place in enumerate(places) if place == k)) for k in range(max(places) + 1)]
 
 
-class Letter(NamedTuple):
+class RegionLetter(NamedTuple):
     """From a region to the global server."""
 
     fragment: int
@@ -108,7 +108,7 @@ class Welcome(NamedTuple):
         stream.send(Turn(0, 0, START), [torch.tensor(numbers, dtype=torch.int64), self.x])
 
 
-def read_letter(stream: Stream, number: int, members: int, fragments: int) -> Letter:
+def read_letter(stream: Stream, number: int, members: int, fragments: int) -> RegionLetter:
     """The letter of this number, without the report that follows it. Raises TransportError when it is malformed."""
     (frame,) = stream.receive(Turn(number, 0, PUSH), [torch.empty(4 + members, dtype=torch.int64)])
     p, begun, absorbed, done, *phases = frame.tolist()
@@ -117,10 +117,10 @@ def read_letter(stream: Stream, number: int, members: int, fragments: int) -> Le
         raise TransportError(
             f"{stream.name} sent a malformed letter, {frame.tolist()!s:.200}; run the same gossamer everywhere"
         )
-    return Letter(p, begun, absorbed, bool(done), tuple(phases))
+    return RegionLetter(p, begun, absorbed, bool(done), tuple(phases))
 
 
-def read_report(stream: Stream, number: int, letter: Letter, spans: Sequence[tuple[int, int]]) -> Letter:
+def read_report(stream: Stream, number: int, letter: RegionLetter, spans: Sequence[tuple[int, int]]) -> RegionLetter:
     """The letter with its report, if it has one. Raises TransportError when it is not finite."""
     if letter.fragment < 0:
         return letter
@@ -131,7 +131,7 @@ def read_report(stream: Stream, number: int, letter: Letter, spans: Sequence[tup
     return letter._replace(message=message)
 
 
-def read_answer(stream: Stream, number: int, letter: Letter) -> Answer:
+def read_answer(stream: Stream, number: int, letter: RegionLetter) -> Answer:
     """The answer to this letter. Raises TransportError when it is malformed, TrainingError when not finite."""
     (frame,) = stream.receive(Turn(number, 0, START), [torch.empty(len(Grant._fields), dtype=torch.int64)])
     x = None

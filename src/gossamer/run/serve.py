@@ -32,7 +32,7 @@ from gossamer.record.progress import say
 from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import Resume, history
-from gossamer.run.hub import Connection, Hub, Manner, Member, listener_at
+from gossamer.run.hub import Conversation, Credentials, Hub, Manner, listener_at
 from gossamer.run.parts import Parts, own_parts
 from gossamer.run.serve_protocol import OWNED, run_key, run_settings, settled_server, use_threads
 from gossamer.run.server_session import Pushed, Reply, open_session
@@ -94,7 +94,7 @@ def first_round(config: RunConfig, folder: Path, resume: Resume) -> int | None:
 
 def member_of(
     config: RunConfig, settled: WithServer, task: Task, parts: Parts, folder: Path, me: int, *, make: bool = False
-) -> Member:  # fmt: skip
+) -> Credentials:  # fmt: skip
     """What a process of this number proves to others, with the secret of the run, which it makes if it has to."""
     secret = folder_secret(folder, make=make)
     if make and not environment_secret():
@@ -102,7 +102,7 @@ def member_of(
             "the workers need the secret of the run: copy '%s' into the run folder of each machine",
             folder / SECRET_FILE,
         )
-    return Member(me, secret, run_key(settled.config, task, parts), run_settings(settled.config, task, parts))
+    return Credentials(me, secret, run_key(settled.config, task, parts), run_settings(settled.config, task, parts))
 
 
 def with_workers(probe: Probe, config: RunConfig, codec: Codec, numbers: Sequence[int]) -> Manner:
@@ -110,7 +110,7 @@ def with_workers(probe: Probe, config: RunConfig, codec: Codec, numbers: Sequenc
     layout, spans = arrange(layout_of(probe.model), *config.fragments)
     codecs = [fitted(codec, layout.slice(*span)) for span in spans]
 
-    def talk(connection: Connection[Reply], heard: Callable[[Any], None], now: Callable[[], float]) -> None:
+    def talk(connection: Conversation[Reply], heard: Callable[[Any], None], now: Callable[[], float]) -> None:
         stream, number = connection.stream, 0
         while True:
             reply = connection.next()

@@ -12,11 +12,11 @@ import torch
 
 from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Probe
-from gossamer.run.global_session import GlobalReply, GlobalSession, Told, open_global
+from gossamer.run.global_session import GlobalReply, GlobalSession, LetterHeard, open_global
 from gossamer.run.history import Resume
-from gossamer.run.hub import Connection, Hub, Manner, listener_at
+from gossamer.run.hub import Conversation, Hub, Manner, listener_at
 from gossamer.run.parts import own_parts
-from gossamer.run.region_protocol import Answer, Letter, read_letter, read_report
+from gossamer.run.region_protocol import Answer, RegionLetter, read_letter, read_report
 from gossamer.run.serve import first_round, member_of
 from gossamer.run.serve_protocol import settled_server, use_threads
 from gossamer.run.task import task_of
@@ -56,8 +56,8 @@ def _with_regions(session: GlobalSession) -> Manner:
         [len(one.members) for one in session.regions],
     )
 
-    def talk(connection: Connection[GlobalReply], heard: Callable[[Any], None], now: Callable[[], float]) -> None:
-        stream, number, letter = connection.stream, 0, Letter(-1, 0, 0, False, ())
+    def talk(connection: Conversation[GlobalReply], heard: Callable[[Any], None], now: Callable[[], float]) -> None:
+        stream, number, letter = connection.stream, 0, RegionLetter(-1, 0, 0, False, ())
         while True:
             reply = connection.next()
             if isinstance(reply.content, Answer):
@@ -69,6 +69,6 @@ def _with_regions(session: GlobalSession) -> Manner:
             number += 1
             letter = read_letter(stream, number, members[connection.peer], len(spans))
             start_s = now()
-            heard(Told(read_report(stream, number, letter, spans), start_s))
+            heard(LetterHeard(read_report(stream, number, letter, spans), start_s))
 
     return Manner("region", range(first, first + len(session.regions)), first, 1, talk)

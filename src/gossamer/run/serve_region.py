@@ -22,7 +22,7 @@ from gossamer.run.evaluate import Probe
 from gossamer.run.history import Resume
 from gossamer.run.hub import Hub, listener_at
 from gossamer.run.parts import own_parts
-from gossamer.run.region_protocol import Letter, read_answer, read_welcome, regions_of
+from gossamer.run.region_protocol import RegionLetter, read_answer, read_welcome, regions_of
 from gossamer.run.serve import member_of, with_workers
 from gossamer.run.serve_protocol import settled_server, use_threads
 from gossamer.run.server_records import open_files
@@ -93,7 +93,7 @@ def serve_region(
 
 def _serve(hub: Hub, session: ServerSession, stream: Stream, begin_s: float) -> None:
     """Runs a session, while a thread carries its letters to the global server and the answers back."""
-    letters: queue.SimpleQueue[Letter] = queue.SimpleQueue()
+    letters: queue.SimpleQueue[RegionLetter] = queue.SimpleQueue()
 
     def carry() -> None:
         number, done = 0, False

@@ -22,10 +22,10 @@ from gossamer.record.arrivals import ServerInput, arrivals_file, read_arrivals
 from gossamer.record.files import worker_suffix
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe, Result
-from gossamer.run.global_session import GlobalSession, Told, open_global
+from gossamer.run.global_session import GlobalSession, LetterHeard, open_global
 from gossamer.run.journal import EventJournal
 from gossamer.run.parts import own_parts
-from gossamer.run.region_protocol import Answer, Letter, Region, Welcome, regions_of
+from gossamer.run.region_protocol import Answer, Region, RegionLetter, Welcome, regions_of
 from gossamer.run.serve_protocol import HERE, settled_server, use_threads
 from gossamer.run.serve_worker import ServedWorker, Trained
 from gossamer.run.server_records import ServerFiles
@@ -134,7 +134,7 @@ class _Post:
 
     def __init__(self, welcome: Welcome) -> None:
         self.welcome = welcome
-        self.letters, self.answers = deque[Letter](), deque[Answer]()
+        self.letters, self.answers = deque[RegionLetter](), deque[Answer]()
 
 
 class _GlobalReplay:
@@ -181,7 +181,7 @@ class _GlobalReplay:
             if post is None or not post.letters:
                 return False
             letter = post.letters.popleft()
-            (reply,) = session.hear(region, Told(letter, now_s), now_s)
+            (reply,) = session.hear(region, LetterHeard(letter, now_s), now_s)
             assert isinstance(reply.content, Answer)
             post.answers.append(reply.content)
         return True

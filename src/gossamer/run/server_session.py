@@ -21,7 +21,7 @@ from gossamer.clock.server_core import Send, ServerAction, ServerCore
 from gossamer.layout import arrange, layout_of
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe
-from gossamer.run.region_protocol import Answer, Letter, Region, Welcome
+from gossamer.run.region_protocol import Answer, Region, RegionLetter, Welcome
 from gossamer.run.serve_protocol import Terms
 from gossamer.run.server_records import ServerFiles, ServerRecords, Snapshots, open_files, restored
 from gossamer.run.settle import WithServer
@@ -68,10 +68,10 @@ class ServerSession:
         resumed: int | None, region: Region | None = None, elsewhere: int = 0,
     ) -> None:  # fmt: skip
         self.config, self.core, self.records, self.journal = config, core, records, records.journal
-        self.letters: list[Letter] = []
+        self.letters: list[RegionLetter] = []
         """What the global server is to be told, in order; the driver sends it and calls `answer` with each answer."""
         self._budget, self._resumed, self._region, self._elsewhere = budget, resumed, region, elsewhere
-        self._unanswered = deque[Letter]()
+        self._unanswered = deque[RegionLetter]()
         self._joined: dict[int, Terms] = {}  # of those who have joined and have no starting point yet
         self._ended, self._wrote_s = False, records.now_s
         self._local_steps = [settled.config.local_steps_of(i) for i in range(config.workers)]
@@ -182,7 +182,7 @@ class ServerSession:
     def _write_to_global(self, fragment: int = -1, message: Tensor | None = None, *, done: bool = False) -> None:
         assert self._region is not None
         phases = tuple(self.core.phases(i) for i in self._region.members)
-        letter = Letter(fragment, self._budget.begun, self.core.absorbed_steps, done, phases, message)
+        letter = RegionLetter(fragment, self._budget.begun, self.core.absorbed_steps, done, phases, message)
         self._wrote_s = self.records.now_s
         self.letters.append(letter)
         self._unanswered.append(letter)
