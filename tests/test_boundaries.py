@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.boundaries import BOUNDARIES, Boundary, aqsgd, cast, dense, intk, tahquant
+from gossamer.boundaries import BOUNDARIES, Boundary, aqsgd, cast, dense, intk, projection, tahquant
 from gossamer.boundaries.ends import BoundaryEnd, through
 from gossamer.boundaries.tahquant import hadamard, tahquant_bytes
 from gossamer.errors import CheckpointError
@@ -17,6 +17,7 @@ SHAPE = (3, 8, 64)
 EVERY = [
     dense(), cast(), cast(dtype="fp16"), intk(), intk(bits=2, group=8), intk(bits=8), tahquant(),
     tahquant(tile=8, high_share=0.5), tahquant(granularity="token", tile=16), tahquant(bits=8, low_bits=7),
+    projection(width=56),
 ]  # fmt: skip
 
 
@@ -171,6 +172,17 @@ def test_the_gradient_of_what_arrived_is_that_of_what_was_sent_through_a_codec_o
     assert torch.equal(found, BoundaryEnd(intk(), SHAPE).cross(gradient, [0, 1, 2]) * 2)
     assert back.sent_bytes == intk().most_bytes(SHAPE)
     assert there.sent_bytes == tahquant().encode(h.detach() * 2).numel() + 8
+
+
+def test_a_projection_keeps_a_fixed_subspace_and_loses_the_rest_and_at_full_width_nothing():
+    h, some, whole = hidden(), projection(width=16), projection(width=64)
+    inside = some.decode(some.encode(h), h)
+    torch.testing.assert_close(some.decode(some.encode(inside), inside), inside)  # idempotent
+    torch.testing.assert_close(some.decode(some.encode(h - inside), h), torch.zeros_like(h), atol=1e-5, rtol=0)
+    assert torch.linalg.matrix_rank(inside.view(-1, 64)) == 16
+    torch.testing.assert_close(whole.decode(whole.encode(h), h), h)
+    basis = some.decode(torch.eye(16).view(torch.uint8).flatten(), torch.empty(1, 16, 64))[0]
+    torch.testing.assert_close(basis @ basis.T, torch.eye(16), atol=1e-6, rtol=0)
 
 
 def test_every_boundary_has_a_row_and_is_tried_here():

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from gossamer.asynchronous import delayed_nesterov, halos
 from gossamer.clock import Absence, LoopOptions, Phase, Relay, ServerRun, Transfer, Update
 from gossamer.clock.durations import Durations
-from gossamer.clock.server_core import RegionReport, Send, ServerCore
-from gossamer.errors import ConfigError, PairingError
+from gossamer.clock.fragment import RegionReport
+from gossamer.clock.server_core import Send, ServerCore
+from gossamer.errors import ConfigError
 from gossamer.network.links import Network, from_options, read_network
 from gossamer.record.events import read_events
 from gossamer.run.check import examine
@@ -334,14 +335,14 @@ def test_the_links_of_the_example_are_those_of_the_network_file_scaled_to_its_mo
             assert one.bandwidth_bps / other.bandwidth_bps == pytest.approx(192_960 / 70e6, rel=1e-3)
 
 
-def test_check_counts_the_servers_of_both_levels_and_says_that_real_processes_have_one():
+def test_check_counts_the_servers_of_both_levels_and_real_processes_have_the_regions_of_the_network():
     config = timed(WAN, server=SERVED)
     found = examine(config)
     copies = {kept.what: kept.copies for kept in found.kept}
     assert (copies["server of a region: state"], copies["server of all: state"]) == (4.0, 3.0)
-    assert any("'halos', which has a server in each region" in sentence for sentence in found.warnings)
-    with pytest.raises(PairingError, match=r"^gossamer train got server 'halos'.*use gossamer simulate"):
-        settle(config, real=True)
+    assert not found.warnings
+    assert settle(config, real=True).regions == settle(config).regions == (0, 0, 1)
+    assert settle(timed(clockless=True, server=SERVED), real=True).regions == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

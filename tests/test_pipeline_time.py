@@ -11,8 +11,8 @@ from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, from_toml, to_toml
 from gossamer.network.pipeline import StageLinks, order_of, pipeline_step
+from gossamer.run.layouts import layout_for
 from gossamer.run.stage_time import in_stages
-from gossamer.run.traffic import layout_for
 from tiny import tiny
 
 LAYOUT = layout_for(ModelConfig(size="0.2m", layers=4), 256)

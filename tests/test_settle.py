@@ -203,10 +203,6 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "experts and rule": (EXPERTS._replace(rule=eager()), ["2 of 4 workers", "'eager'", "'diloco'"]),
     "experts and schedule": (EXPERTS._replace(averaging="gpa"), ["2 of 4 workers", "inner.averaging = 'gpa'"]),
     "experts and all-reduce": (EXPERTS._replace(reduction="all_reduce"), ["2 of 4 workers", "'ordered'"]),
-    "real processes and regions": (
-        SERVER._replace(driver="train", server="halos", regions=True),
-        ["'halos'", "simulate"],
-    ),
     "real processes and virtual time": (SERVER._replace(driver="train", absences=2), ["2 events.absences"]),
 }
 

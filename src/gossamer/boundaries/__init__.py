@@ -7,6 +7,7 @@ from gossamer.boundaries.dense import cast as cast
 from gossamer.boundaries.dense import dense as dense
 from gossamer.boundaries.intk import aqsgd as aqsgd
 from gossamer.boundaries.intk import intk as intk
+from gossamer.boundaries.projection import projection as projection
 from gossamer.boundaries.tahquant import tahquant as tahquant
 from gossamer.options import table
 
@@ -18,4 +19,5 @@ BOUNDARIES: dict[str, Callable[..., Boundary]] = table(
     intk,
     tahquant,
     aqsgd,
+    projection,
 )

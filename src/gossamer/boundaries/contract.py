@@ -33,6 +33,8 @@ class Boundary(NamedTuple):
     """The hidden size D must be a multiple of it."""
     remembers: bool = False
     """Whether what is encoded is the difference to what the receiver has of this sample since its last visit, on both ends."""
+    linear: bool = False
+    """Whether h' is a fixed linear projection of h, so that what both ends know of h may be taken off before and put on after."""
     name: str = ""
     """The name of its factory; the factory decorator fills in name and options."""
     options: Mapping[str, Any] = MappingProxyType({})

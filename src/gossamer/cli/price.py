@@ -25,8 +25,8 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.run.check import vocabulary
     from gossamer.run.config import parse
     from gossamer.run.document import load_run
+    from gossamer.run.layouts import layout_for
     from gossamer.run.stage_time import in_stages
-    from gossamer.run.traffic import layout_for
 
     config = parse(load_run(folder))
     if event_files(folder):

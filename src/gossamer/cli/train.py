@@ -34,6 +34,10 @@ class ServerOptions:
     """address at which to serve a run with a [server], or with --worker to join it"""
     worker: int | None = None
     """number of this worker, which joins the server"""
+    region: int | None = None
+    """number of the region that this server serves, below the global one at --above"""
+    above: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None
+    """address of the global server, for the server of a region"""
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
@@ -111,7 +115,7 @@ def _train_one(
     elif join is not None:
         raise ConfigError(f"--join got '{join}' and run.elastic is false, so nobody can join this run; set it to true")
     elif config.server is not None:
-        _train_served(config, folder, served.server, served.worker, resume=resume)
+        _train_served(config, folder, served, resume=resume)
     elif served.server is not None or served.worker is not None:
         raise ConfigError(
             f"--server {served.server} --worker {served.worker} was given but the run file has no [server]; start it under "
@@ -149,7 +153,8 @@ def import_early() -> None:
             "gossamer.run.train",
             "gossamer.run.elastic",
             "gossamer.run.async_train",
-            "gossamer.run.serve",
+            "gossamer.run.serve_global",
+            "gossamer.run.serve_region",
             "gossamer.run.serve_worker",
         ]
         multiprocessing.set_forkserver_preload(["gossamer.transport.local", "torch._dynamo", *work])
@@ -173,7 +178,7 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         return 0
     if config.server is not None:
         again = ["train", str(folder / "run.toml"), "--out", str(folder), "--resume", AUTO]
-        return run_served(n, main, words, folder_secret(folder, make=True), resume=again)
+        return run_served(_places(config), main, words, folder_secret(folder, make=True), resume=again)
     if config.run.elastic:
         return _start_elastic(config, folder, n, words)
     if config.kind in ("pair", "no waiting"):
@@ -182,6 +187,15 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         must_not_resume(folder, resume=resume)
         return _start_asynchronous(folder, n, words)
     return run_local(n, main, words)
+
+
+def _places(config: "RunConfig") -> list[int | None]:
+    """The region of each worker, whose server it joins; None for a run with one server."""
+    from gossamer.run.parts import own_parts
+    from gossamer.run.serve_protocol import settled_server
+
+    settled = settled_server(config, own_parts(config))
+    return [None] * config.workers if settled.rule.regions is None else [*settled.regions]
 
 
 def _start_elastic(config: "RunConfig", folder: Path, n: int, words: list[str]) -> int:
@@ -223,21 +237,32 @@ def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
     return end.code
 
 
-def _train_served(
-    config: "RunConfig", folder: Path, server: str | None, worker: int | None, *, resume: "Resume"
-) -> None:
-    """The server of a run, or one of its workers."""
+def _train_served(config: "RunConfig", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
+    """A server of a run, or one of its workers."""
+    from gossamer.run.parts import own_parts
     from gossamer.run.serve import serve
-    from gossamer.run.serve_protocol import address
+    from gossamer.run.serve_global import serve_regions
+    from gossamer.run.serve_protocol import address, settled_server
+    from gossamer.run.serve_region import serve_region
     from gossamer.run.serve_worker import work
 
-    if server is None:
+    if served.server is None:
         raise ConfigError(
             f"this run needs server '{config.server and config.server.name}': add --local {config.workers} to start all "
-            "of it here, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker"
+            "of it here, or --server HOST:PORT on the server's machine, and the same with --worker I for each worker; servers of "
+            "regions have --server HOST:PORT --region G --above HOST:PORT"
         )
-    host, port = address(server)
-    if worker is None:
-        serve(config, folder, host, port, resume=resume)
+    host, port = address(served.server)
+    if (served.region is None) != (served.above is None) or None not in (served.worker, served.region):
+        raise ConfigError(
+            f"--worker {served.worker} --region {served.region} --above {served.above} was given; give --worker to a worker, "
+            "--region and --above to the server of a region, and none of them to the global server or the only one"
+        )
+    if served.region is not None and served.above is not None:
+        serve_region(config, folder, (host, port), address(served.above), served.region, resume=resume)
+    elif served.worker is not None:
+        work(config, folder, host, port, served.worker, resume=resume)
+    elif settled_server(config, own_parts(config)).rule.regions is not None:
+        serve_regions(config, folder, host, port, resume=resume)
     else:
-        work(config, folder, host, port, worker, resume=resume)
+        serve(config, folder, host, port, resume=resume)

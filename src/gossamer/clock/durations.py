@@ -6,7 +6,14 @@ from gossamer.clock.events import SERVER
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network, jitter_factors, links_of
 
-__all__ = ["Durations"]
+__all__ = ["Durations", "regions_in"]
+
+
+def regions_in(network: Network, workers: int) -> tuple[int, ...]:
+    """The region of each worker, its site; that of worker 0 is number 0, and so on in the order of their smallest workers."""
+    sites = links_of(network, workers).site.tolist()
+    places = list(dict.fromkeys(sites))
+    return tuple(places.index(place) for place in sites)
 
 
 class Durations:
@@ -34,8 +41,8 @@ class Durations:
         self._latency = links.latency_s.tolist()
         self._network, self._workers = network, workers
         places = list(dict.fromkeys(links.site.tolist()))
-        self.regions: tuple[int, ...] = tuple(places.index(place) for place in links.site.tolist())
-        """The region of each worker; that of worker 0 is number 0, and so on in the order of their smallest workers."""
+        self.regions = regions_in(network, workers)
+        """The region of each worker."""
         self._route_s, self._route_bps = (
             option[places][:, places].tolist() for option in (links.route_latency_s, links.route_bps)
         )

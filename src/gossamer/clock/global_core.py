@@ -35,10 +35,20 @@ class GlobalCore:
     def __init__(
         self, rule: ServerRule, x: Tensor, spans: Sequence[tuple[int, int]], layouts: Sequence[Layout]
     ) -> None:
-        self._rule, self._layouts = rule, layouts
+        self.spans, self._rule, self._layouts = spans, rule, layouts
         self._states = [rule.init(x[a:b]) for a, b in spans]
         self._updates = [0] * len(spans)
         self._sent: dict[tuple[int, int], int] = {}  # region and fragment: the updates when it was answered last
+
+    def greet(self, region: int) -> Tensor:
+        """A region joins: the global parameters `[P]`, which it begins from."""
+        self._sent.update({(region, p): updates for p, updates in enumerate(self._updates)})
+        return torch.cat([self._rule.greet(state) for state in self._states])
+
+    @property
+    def updates(self) -> int:
+        """Updates of all fragments."""
+        return sum(self._updates)
 
     def report(self, region: int, fragment: int, message: Tensor) -> Tensor:
         """A region's report of a fragment has arrived; returns the answer to it.

@@ -10,10 +10,11 @@ from gossamer.asynchronous import ServerRule, Slack
 from gossamer.clock.agenda import ARRIVAL, DECISION, RELAY, REPLY, Agenda, AgendaState
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import SERVER, Absence, Phase, Record, Relay, Transfer, Update
+from gossamer.clock.fragment import Push, RegionReport
 from gossamer.clock.global_core import GlobalCore, GlobalState
 from gossamer.clock.phases import DEFAULTS, Learner, LoopOptions, PhaseEnd, Phases, PhasesState
 from gossamer.clock.saved import plain, rebuilt, within
-from gossamer.clock.server_core import WAITS, CoreState, Push, RegionReport, Send, ServerAction, ServerCore
+from gossamer.clock.server_core import WAITS, CoreState, Send, ServerAction, ServerCore
 from gossamer.clock.server_worker import ServerWorker, ServerWorkerState
 from gossamer.network.links import Network
 from gossamer.rounds.facts import Facts

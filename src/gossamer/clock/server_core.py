@@ -13,7 +13,8 @@ run (`gossamer.run.serve_replay`) run the same core, so the same inputs give the
   virtual time only the agenda knows the messages in flight, so the driver calls `flush`.
 
 Below a global server (`Regions`) each region has a core. It returns a `RegionReport` when one is due, and the driver calls
-`merge` when the global model arrives; of each fragment one report is under way at a time.
+`merge` when the global model arrives; of each fragment one report is under way at a time. The steps of a real region come from
+the global server, a few at a time (`grant`); a worker for which none is left waits for them.
 
 A push that was sent before its worker left still counts, and gets no reply. Connections deliver all messages before they
 report a loss, except a connection that a newer one of the same worker replaces; the driver drops its remaining messages.
@@ -27,11 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.asynchronous import PushInfo, ServerRule, Slack
+from gossamer.asynchronous import ServerRule, Slack
 from gossamer.clock.events import Update
+from gossamer.clock.fragment import FragmentState, Push, RegionReport, StartingPoint, Waiting
 from gossamer.clock.phases import Budget
 from gossamer.errors import CheckpointError
-from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.tree import leaves, must_fit, refill
 
@@ -39,37 +40,14 @@ __all__ = [
     "WAITS",
     "CloseWindow",
     "CoreState",
-    "Push",
-    "RegionReport",
     "Send",
     "ServerAction",
     "ServerCore",
-    "StartingPoint",
 ]
 
 
 WAITS = Slack()
 """The slack of a worker that waits for its reply, as real ones do."""
-
-
-class StartingPoint(NamedTuple):
-    """The parameters of one fragment that a worker trains from, and the number of the server's updates to it so far."""
-
-    x: Tensor
-    updates: int
-
-
-class Push(NamedTuple):
-    """A pseudo-gradient of one fragment."""
-
-    fragment: int
-    message: Tensor
-    updates: int
-    """The updates the server had made when it sent the starting point."""
-    tokens: int
-    """Tokens the worker trained on since it received the starting point."""
-    steps: int
-    """Inner steps it took for them."""
 
 
 class Send(NamedTuple):
@@ -93,77 +71,8 @@ class CloseWindow(NamedTuple):
     at_s: float
 
 
-class RegionReport(NamedTuple):
-    """An action: send the progress of a region's server to the global one, and call `merge` with its answer."""
-
-    fragment: int
-    message: Tensor
-
-
 ServerAction = Send | Update | CloseWindow | RegionReport
 """An action for the driver; it records an `Update`."""
-
-
-class _Waiting(NamedTuple):
-    """A push that waits for its window to close."""
-
-    worker: int
-    push: Push
-    reply: bool  # whether its worker waits for the reply
-    slack: Slack
-    arrived_s: float
-
-
-class _FragmentState:
-    """The server's state of one fragment: the rule's state, the number of updates, and the pushes that wait."""
-
-    def __init__(self, rule: ServerRule, x: Tensor, layout: Layout) -> None:
-        self.rule, self.layout = rule, layout
-        self.state = rule.init(x)
-        self.updates = 0
-        self.waiting: list[_Waiting] = []
-        self.closes_s = math.inf
-        self.merged_updates = 0
-        """Updates up to the last merge."""
-        self.reported = False
-        """Whether a report is under way."""
-
-    def start(self) -> StartingPoint:
-        """The starting point for a worker now."""
-        return StartingPoint(self.rule.greet(self.state), self.updates)
-
-    def absorb(self) -> tuple[list[_Waiting], tuple[int, ...]]:
-        """Makes one update from all pushes that wait, in ascending order of their workers; returns them and their ages.
-
-        Raises: TrainingError, and keeps the old state, when the new one is not finite.
-        """
-        absorbed, self.waiting, self.closes_s = sorted(self.waiting, key=lambda one: one.worker), [], math.inf
-        infos = [
-            PushInfo(worker, self.updates - push.updates, push.tokens, push.steps, self.layout)
-            for worker, push, *_ in absorbed
-        ]
-        message, oldest = absorbed[0].push.message, max(infos, key=lambda info: info.age)
-        if self.rule.window is not None:
-            message = self.rule.window.merge([one.push.message for one in absorbed], infos)
-        state = self.rule.absorb(self.state, message, oldest)
-        workers = ", ".join(str(one.worker) for one in absorbed)
-        must_be_finite({f"the state of the server after what worker {workers} pushed": state})
-        self.state = state
-        self.updates += 1
-        return absorbed, tuple(info.age for info in infos)
-
-    def report(self, p: int, every: int) -> list[ServerAction]:
-        """The report of this fragment, number `p`, if none is under way and there are so many updates since the last merge.
-
-        Args: `every` = 0 reports whatever has not been, and nothing where all has.
-        """
-        if self.rule.regions is None or self.reported or self.updates - self.merged_updates < every:
-            return []
-        state, message = self.rule.regions.tell(self.state)
-        if every == 0 and not message.any():
-            return []
-        self.state, self.reported = state, True
-        return [RegionReport(p, message)]
 
 
 @dataclass
@@ -180,7 +89,7 @@ class _Member:
 class _FragmentCopy(NamedTuple):
     outer: list[Tensor]
     updates: int
-    waiting: list[_Waiting]
+    waiting: list[Waiting]
     closes_s: float
     merged_updates: int
     reported: bool
@@ -213,22 +122,24 @@ class ServerCore:
         local_steps: inner steps of each worker in a local phase.
         budget: the inner steps that the server hands out to workers; None where workers claim them themselves.
         expected_until_s: until this time a worker that has not joined yet counts as one that may still push.
+        strangers: workers that never join, because another server serves them.
     Cost: the rule's state, and the messages that wait.
     """
 
     def __init__(
         self, rule: ServerRule, x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], local_steps: Sequence[int], *,
-        budget: Budget | None = None, expected_until_s: float = -math.inf,
+        budget: Budget | None = None, expected_until_s: float = -math.inf, strangers: Iterable[int] = (),
     ) -> None:  # fmt: skip
         self.spans, self.absorbed_steps = spans, 0
         self._rule, self._budget, self._expected_until_s = rule, budget, expected_until_s
         self.layouts = [layout.slice(a, b) for a, b in spans]
         """The layout of each fragment."""
-        self._fragments = [_FragmentState(rule, x[a:b], own) for (a, b), own in zip(spans, self.layouts, strict=True)]
+        self._fragments = [FragmentState(rule, x[a:b], own) for (a, b), own in zip(spans, self.layouts, strict=True)]
         self._members = [_Member(steps) for steps in local_steps]
-        self._seen: set[int] = set()  # who has joined since this core was made
+        self._seen = set(strangers)  # who has joined since this core was made, or never will
         self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # worker and fragment: updates and phases at that time
         self._refused = False
+        self._waits_for_steps: dict[int, range] = {}  # workers with nothing to begin, and the fragments they need
 
     # Inputs
 
@@ -237,7 +148,7 @@ class ServerCore:
         member = self._members[worker]
         member.present, member.joins = True, member.joins + 1
         self._seen.add(worker)
-        return [self._send(worker, range(len(self._fragments)))]
+        return self._send(worker, range(len(self._fragments)))
 
     def push(
         self, worker: int, push: Push, now_s: float, *, reply: bool = True, slack: Slack = WAITS
@@ -245,19 +156,27 @@ class ServerCore:
         """A push has arrived; `reply` is False when its worker has left since."""
         member, fragment = self._members[worker], self._fragments[push.fragment]
         member.phases, member.trains = member.phases + 1, False
-        fragment.waiting.append(_Waiting(worker, push, reply, slack, now_s))
+        fragment.waiting.append(Waiting(worker, push, reply, slack, now_s))
         return self._absorb(push.fragment, now_s) if self._rule.window is None else self._plan(now_s)
 
     def leave(self, worker: int, now_s: float) -> list[ServerAction]:
         """A worker has left; its current phase is lost."""
         member = self._members[worker]
         member.present = False
+        self._waits_for_steps.pop(worker, None)
         for fragment in self._fragments:
             fragment.waiting = [one._replace(reply=one.reply and one.worker != worker) for one in fragment.waiting]
         if member.trains and self._budget is not None:
             self._budget.give_back(member.local_steps)
         member.trains = False
         return self._plan(now_s)  # fewer present workers need a smaller quorum
+
+    def grant(self, steps: int, *, more: bool) -> list[ServerAction]:
+        """The global server has granted so many steps in all, the last unless there are `more`; who waits for them begins."""
+        assert self._budget is not None
+        self._budget.steps, self._budget.more = steps, more
+        waiting, self._waits_for_steps = self._waits_for_steps, {}
+        return [action for worker, parts in waiting.items() for action in self._send(worker, parts)]
 
     def merge(self, p: int, x: Tensor) -> None:
         """The global server has answered the report of a fragment with its model of it."""
@@ -269,7 +188,7 @@ class ServerCore:
     def tick(self, now_s: float) -> list[ServerAction]:
         """Closes at most one window that is due; call it until it returns nothing."""
         actions = self._plan(now_s)
-        if self._budget is not None and not self._expects_pushes(now_s):
+        if self._budget is not None and not self._budget.more and not self._expects_pushes(now_s):
             actions += self.flush(now_s)
         for p, fragment in enumerate(self._fragments):
             if fragment.waiting and now_s >= fragment.closes_s:
@@ -290,11 +209,11 @@ class ServerCore:
 
     @property
     def over(self) -> bool:
-        """Whether the budget is spent or a phase was refused, and all pushes have been absorbed."""
-        if self._budget is None or any(member.trains for member in self._members):
+        """Whether the budget is spent or a phase was refused, and all pushes have been absorbed and all reports answered."""
+        if self._budget is None or self._budget.more or any(member.trains for member in self._members):
             return False
         spent = self._refused or self._budget.begun >= self._budget.steps
-        return spent and not any(fragment.waiting for fragment in self._fragments)
+        return spent and not any(fragment.waiting or fragment.reported for fragment in self._fragments)
 
     @property
     def present(self) -> int:
@@ -314,6 +233,15 @@ class ServerCore:
     def joins(self, worker: int) -> int:
         """How often a worker has joined the run."""
         return self._members[worker].joins
+
+    def phases(self, worker: int) -> int:
+        """Local phases of a worker whose push has arrived."""
+        return self._members[worker].phases
+
+    def enroll(self, phases: Sequence[int], *, again: bool) -> None:
+        """The workers of a region have pushed after so many phases, and have joined before if it serves them `again`."""
+        for member, number in zip(self._members, phases, strict=True):
+            member.phases, member.joins = number, int(again)
 
     def seen(self, worker: int) -> bool:
         """Whether a worker has joined since this core was made or restored."""
@@ -420,13 +348,16 @@ class ServerCore:
         absorbed, ages = fragment.absorb()
         self.absorbed_steps += sum(self._members[one.worker].local_steps for one in absorbed)
         update = Update(now_s, p, tuple(one.worker for one in absorbed), ages)
-        replies = [self._send(one.worker, (p,)) for one in absorbed if one.reply]
+        replies = [action for one in absorbed if one.reply for action in self._send(one.worker, range(p, p + 1))]
         return [update, *replies, *([] if regions is None else fragment.report(p, regions.every))]
 
-    def _send(self, worker: int, parts: Iterable[int]) -> Send:
+    def _send(self, worker: int, parts: range) -> list[ServerAction]:
         member = self._members[worker]
+        if self._budget is not None and self._budget.waits:
+            self._waits_for_steps[worker] = parts
+            return []
         starts = {p: self._fragments[p].start() for p in parts}
         self._sent.update({(worker, p): (start.updates, member.phases) for p, start in starts.items()})
         member.trains = self._budget is None or self._budget.claim(member.local_steps)
         self._refused |= not member.trains
-        return Send(worker, starts, member.trains, member.phases, self.absorbed_steps)
+        return [Send(worker, starts, member.trains, member.phases, self.absorbed_steps)]

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from gossamer.clock.fragment import Push, StartingPoint
 from gossamer.clock.phases import Learner, Report
-from gossamer.clock.server_core import Push, StartingPoint
 from gossamer.tree import must_fit
 
 __all__ = ["ServerWorker", "ServerWorkerState"]

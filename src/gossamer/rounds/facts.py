@@ -40,8 +40,6 @@ class Facts(NamedTuple):
     """One number for all workers, or one per worker."""
     server: str = ""
     """Name of the server."""
-    regions: bool = False
-    """Whether each region has a server, below a global one."""
     pair: PairRule | None = None
     optimizer: str = "adamw"
     """As in `inner.optimizer`."""

@@ -421,14 +421,6 @@ _ASYNCHRONOUS = (
         ),
     ),
     Pairing(
-        "real processes and regions",
-        lambda f: f.driver == "train" and f.regions,
-        lambda f: (
-            f"gossamer train got {f.who}, which has a server in each region below a global one, and real processes have one "
-            "server; use gossamer simulate, or a server such as 'delayed_nesterov'"
-        ),
-    ),
-    Pairing(
         "real processes and virtual time",
         lambda f: f.driver == "train" and f.asynchronous and (f.overlap or f.absences > 0),
         lambda f: (

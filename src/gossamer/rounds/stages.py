@@ -1,8 +1,15 @@
 """What a pipeline replica cannot be combined with: rows for the table."""
 
+from gossamer.codecs import Codec
 from gossamer.rounds.facts import Pairing
 
 __all__ = ["STAGES"]
+
+
+def _by_tensor(codec: Codec) -> bool:
+    """Whether it compresses tensor by tensor, so that stages with whole tensors compress their parts to the same bits."""
+    return codec.fit is not None and not codec.draws and codec.back is None
+
 
 STAGES = (
     Pairing(
@@ -39,10 +46,10 @@ STAGES = (
     ),
     Pairing(
         "pipeline and codec",
-        lambda f: f.stages > 1 and f.codec.blockwise != 1 and not f.codec.exact,
+        lambda f: f.stages > 1 and not (f.codec.exact or f.codec.blockwise == 1 or _by_tensor(f.codec)),
         lambda f: (
             f"pipeline.stages is {f.stages}, and codec '{f.codec.name}' compresses blocks that would lie across two stages; use "
-            "'exact', 'bf16' or 'fp16'"
+            "'exact', 'bf16', 'fp16' or 'topk2bit', in tiles and without a codec_back"
         ),
     ),
     Pairing(

@@ -34,8 +34,8 @@ __all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "du
 
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _BATCHED: dict[str, Any] = {
-    "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1, "inner.optimizer": "adamw",
-    "inner.averaging": None, "inner.autocast": None, "schedule.inner_every": (), "run.adapt": False, "run.pace_s": 0.0,
+    "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1,
+    "inner.optimizer": "adamw", "inner.averaging": None, "inner.autocast": None, "schedule.inner_every": (), "run.adapt": False, "run.pace_s": 0.0,
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
@@ -143,7 +143,7 @@ class RunConfig:
                 raise ConfigError(
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
-        must_fit(self.pipeline, self.model, self.data)
+        must_fit(self.pipeline, self.model, self.data, self.workers)
         if self.run.batched > 1:
             self._must_be_batched()
         must_deal(self.model.experts, self.workers)

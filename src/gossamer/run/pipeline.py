@@ -1,5 +1,6 @@
 """The [pipeline] settings of a run file: a replica whose layers are cut into stages, with slow links between them."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -8,7 +9,7 @@ from gossamer.boundaries import BOUNDARIES, Boundary
 from gossamer.code import is_code
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError
-from gossamer.fields import AtLeastOne
+from gossamer.fields import AtLeastOne, AtLeastZero
 from gossamer.models.sizes import ModelConfig, crossing
 from gossamer.models.stages import minimax
 from gossamer.run.choice import Choice, NamedIn
@@ -30,6 +31,8 @@ class PipelineConfig:
     """How activations are compressed."""
     backward: Annotated[Choice, NamedIn("boundary")] = Choice("dense")
     """How their gradients are compressed."""
+    workers: Annotated[tuple[AtLeastZero, ...], Field(min_length=1)] | None = None
+    """The workers whose replicas are cut, by their numbers; None cuts all. The others train whole replicas."""
 
     def __post_init__(self) -> None:
         if self.cuts is not None and len(self.cuts) != self.stages - 1:
@@ -53,6 +56,10 @@ class PipelineConfig:
                 "settle; name another, such as 'intk', for this direction"
             )
 
+    def cuts_replica(self, worker: int) -> bool:
+        """Whether the replica of this worker is in stages."""
+        return self.stages > 1 and (self.workers is None or worker in self.workers)
+
 
 def boundary_of(choice: Choice) -> Boundary:
     """The boundary codec that a setting names. Raises ConfigError for an option that cannot work."""
@@ -71,8 +78,14 @@ def cuts_of(pipeline: PipelineConfig, model: ModelConfig) -> tuple[int, ...]:
     return minimax([1.0] * model.shape.layers, [1.0] * pipeline.stages)
 
 
-def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> None:
+def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int) -> None:
     """Raises ConfigError unless a model can be cut into these stages and its batches into micro-batches for them."""
+    named = pipeline.workers or ()
+    if named and (pipeline.stages == 1 or max(named) >= workers or [*named] != sorted({*named})):
+        raise ConfigError(
+            f"pipeline.workers is {[*named]} with pipeline.stages = {pipeline.stages} and workers = {workers}; name each worker "
+            f"in stages once, in order, from 0 to {workers - 1}, and set pipeline.stages to 2 or more"
+        )
     if pipeline.stages == 1:
         return
     stages, said = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
@@ -109,6 +122,8 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> 
         )
     for direction in DIRECTIONS:
         boundary = boundary_of(getattr(pipeline, direction))
+        if boundary.linear:
+            _must_project(boundary, direction, cuts, model)
         if widths := [width for cut in cuts if (width := crossing(model, cut)) % boundary.unit]:
             raise ConfigError(
                 f"pipeline.{direction} = '{boundary.name}' cuts {boundary.unit} channels at a time, which does not divide the "
@@ -119,3 +134,18 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> 
                 f"pipeline.{direction} = '{boundary.name}' needs samples that come again, and data.windows is not set, so that "
                 "each is seen once; set data.windows to the number of windows that a worker trains on"
             )
+
+
+def _must_project(boundary: Boundary, direction: str, cuts: Sequence[int], model: ModelConfig) -> None:
+    """Raises ConfigError unless whole hidden states cross each cut, and fit the subspace."""
+    if model.bottleneck is not None:
+        raise ConfigError(
+            f"pipeline.{direction} is '{boundary.name}' and model.bottleneck is '{model.bottleneck.name}', which makes the model "
+            "narrow already; remove one of the two"
+        )
+    size = crossing(model, cuts[0])
+    if boundary.options["width"] > size:
+        raise ConfigError(
+            f"pipeline.{direction} = '{boundary.name}' has width {boundary.options['width']}, but hidden states have {size} "
+            f"channels; give at most {size}"
+        )

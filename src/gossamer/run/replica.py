@@ -86,7 +86,7 @@ class Replica:
         self.model.to(device)
         self.staged: StagedModel | None = None
         """The stages of a model that is cut, which share its parameters."""
-        if config.pipeline.stages > 1:
+        if config.pipeline.cuts_replica(index):
             assert isinstance(self.model, Llama)  # `must_fit` refuses others
             self.staged = StagedModel(self.model, config)
         self.buffers = buffers_of(self.model)
@@ -141,6 +141,8 @@ class Replica:
         """
         began = time.perf_counter()
         losses, tokens = [], 0
+        if self.staged is not None and start == 0:
+            self.staged.begin()
         for h in range(start, stop):
             value, count = self._backward(self.steps_taken)
             must_be_finite(value, self, round)

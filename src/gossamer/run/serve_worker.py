@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from gossamer.clock import SERVER, Phase
-from gossamer.clock.server_core import Push, StartingPoint
+from gossamer.clock.fragment import Push, StartingPoint
 from gossamer.clock.server_worker import ServerWorker
 from gossamer.codecs import Codec, fitted
 from gossamer.codecs.message import encode
-from gossamer.errors import ConfigError, LostConnectionError, PeerError
+from gossamer.errors import ConfigError, LostConnectionError
 from gossamer.finite import must_be_finite
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
@@ -37,15 +37,12 @@ from gossamer.run.task import Task, task_of
 from gossamer.transport import Turn
 from gossamer.transport.launch import device_of
 from gossamer.transport.secret import folder_secret
-from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
+from gossamer.transport.stream import HELLO, PUSH, START, Patience, Stream, connect
 from gossamer.tree import leaves, nbytes
 
 __all__ = ["ServedWorker", "Trained", "work"]
 
 log = logging.getLogger("gossamer")
-
-PAUSE_S = 0.2
-"""Before a worker tries again, so that a server that hangs up on it is not asked without end."""
 
 
 class Trained(NamedTuple):
@@ -129,31 +126,27 @@ def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, 
     parts = own_parts(config)
     settled, secret, task = settled_server(config, parts), folder_secret(folder), task_of(config, parts)
     key, settings = run_key(settled.config, task, parts), run_settings(settled.config, task, parts)
-    timeout_s, lost_s, device = config.run.timeout_s, None, device_of(config.run.device, worker)
+    patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
+    # Its server's number: that of the only one, or of its region's.
+    server = config.workers + (0 if settled.rule.regions is None else 1 + settled.regions[worker])
     while True:
         past = history(config, folder) if resume else None
         # Made before the server waits for a word: it takes seconds.
         served = ServedWorker(worker, config, settled.config, folder, task, device, past and past.lineage)
         hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
-        left_s = timeout_s if lost_s is None else lost_s + timeout_s - time.monotonic()
         stream = connect(
-            host, port, secret=secret, run=key, me=worker, server=config.workers, timeout_s=max(left_s, PAUSE_S),
-            settings=settings,
+            host, port, secret=secret, run=key, me=worker, server=server, timeout_s=patience.left_s, settings=settings
         )  # fmt: skip
-        stream.wait_at_most(timeout_s)
+        stream.wait_at_most(config.run.timeout_s)
         try:
             stream.send(Turn(0, 0, HELLO), [hello])
             return _take_part(stream, served, settled.codec, folder, past, auto=resume == "auto")
         except LostConnectionError as error:
-            now_s = time.monotonic()
-            lost_s = now_s if lost_s is None or stream.answered else lost_s
-            if now_s - lost_s >= timeout_s:
-                raise PeerError(
-                    f"{str(error).partition(';')[0]} for {timeout_s:g} s; look at the server's log"
-                ) from None
-            log.warning("%s; worker %d tries again for %g s, and trains this phase again", error, worker, timeout_s)
+            log.warning(
+                "%s; worker %d tries again for %g s, and trains this phase again", error, worker, config.run.timeout_s
+            )
+            patience.lost(stream, error)
             resume = "auto"
-            time.sleep(PAUSE_S)
         finally:
             stream.close()
 

@@ -1,40 +1,33 @@
 """One process of a real server without its connections: the core, its records and its checkpoints.
 
-Nobody waits for a validation or a snapshot: a round that ends is validated and saved in a thread, as the server was then, while
-the next pushes are absorbed and answered. A round that is due before the last is done waits for it, so at most one is under way.
-
-Sockets (`gossamer.run.serve`) and the replay of a record (`gossamer.run.serve_replay`) give it the same inputs.
+Sockets (`gossamer.run.serve`) and the replay of a record (`gossamer.run.serve_replay`) give it the same inputs. The server of a
+region has the same session without checkpoints of its own: it begins from the model of the global server above it, and passes
+on what it has learned in letters (`gossamer.run.region_protocol`).
 """
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from gossamer.clock import SERVER, Absence, Transfer, Update
+from gossamer.clock import SERVER, Absence, Relay, Transfer, Update
+from gossamer.clock.fragment import RegionReport
 from gossamer.clock.phases import Budget
 from gossamer.clock.server_core import Send, ServerAction, ServerCore
 from gossamer.layout import arrange, layout_of
-from gossamer.record import checkpoint
-from gossamer.record.arrivals import ArrivalWriter, ServerInput
-from gossamer.record.events import EventWriter
-from gossamer.record.files import worker_suffix
-from gossamer.record.folder import RunFolder
-from gossamer.record.progress import say
-from gossamer.run.config import RunConfig, digest, dump
+from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Probe
-from gossamer.run.history import lineage
-from gossamer.run.journal import EventJournal, Journal, saver
-from gossamer.run.serve_protocol import HERE, Terms
+from gossamer.run.region_protocol import Answer, Region, RegionLetter, Welcome
+from gossamer.run.serve_protocol import Terms
+from gossamer.run.server_records import ServerFiles, ServerRecords, Snapshots, open_files, restored
 from gossamer.run.settle import WithServer
+from gossamer.tree import nbytes
 
-__all__ = ["Reply", "ServerFiles", "ServerSession", "open_session"]
+__all__ = ["Pushed", "Reply", "ServerSession", "open_session", "region_session"]
 
 log = logging.getLogger("gossamer")
 
@@ -45,148 +38,154 @@ class Reply(NamedTuple):
     send: Send
     terms: Terms
 
-
-class _Ended(NamedTuple):
-    """The server as it was at the end of the round that is validated and saved. No rule writes into its old state."""
-
-    round: int
-    state: dict[str, Any]
+    @property
+    def peer(self) -> int:
+        """Whom it is for."""
+        return self.send.worker
 
 
-class ServerFiles(NamedTuple):
-    """Where a server process writes, and with what."""
+class Pushed(NamedTuple):
+    """A push that has arrived."""
 
-    record: RunFolder
-    events: EventWriter
-    arrivals: ArrivalWriter | None = None
-    """Where every input is written first; None in a replay."""
-    aside: ThreadPoolExecutor | None = None
-    """The thread that validates and saves; None to do so at once."""
+    fragment: int
+    message: Tensor
+    bytes: int
+    start_s: float
 
 
 class ServerSession:
     """The core of one server process with its records. Inputs come from one thread, with the seconds since the run began.
 
     Args:
-        settled: what `config` runs.
-        start: rounds of the run that are over, whose checkpoint is restored; 0 for a run that starts again, None for a new one.
+        core: with the budget that its workers share.
+        resumed: rounds that were over when the run was resumed; None where it was not.
+        region: whose server this is; None for one that serves all workers.
+        elsewhere: inner steps of the run that this core does not count.
     """
 
     def __init__(
-        self, config: RunConfig, settled: WithServer, folder: Path, probe: Probe, start: int | None, files: ServerFiles
-    ) -> None:
-        self.config, (self.record, self.events, self._arrivals, self._aside) = config, files
-        self._probe, self._resumed = probe, start or None
-        self._under_way = Future[None]()
-        self._under_way.set_result(None)
+        self, config: RunConfig, settled: WithServer, core: ServerCore, budget: Budget, records: ServerRecords,
+        resumed: int | None, region: Region | None = None, elsewhere: int = 0,
+    ) -> None:  # fmt: skip
+        self.config, self.core, self.records, self.journal = config, core, records, records.journal
+        self.letters: list[RegionLetter] = []
+        """What the global server is to be told, in order; the driver sends it and calls `answer` with each answer."""
+        self._budget, self._resumed, self._region, self._elsewhere = budget, resumed, region, elsewhere
+        self._unanswered = deque[RegionLetter]()
+        self._joined: dict[int, Terms] = {}  # of those who have joined and have no starting point yet
+        self._ended, self._wrote_s = False, records.now_s
         self._local_steps = [settled.config.local_steps_of(i) for i in range(config.workers)]
-        n, saved = config.workers, dict[str, Any]()
-        line = lineage(config, folder)
-        if start is not None:
-            saved = checkpoint.load(folder / "checkpoints", start, n, line) if start else saved
-            checkpoint.rewind(folder / "checkpoints", start, n)
-        self.begin_s = saved.get("time_s", 0.0)
-        """When this process of the server began, since the run began."""
-        layout, spans = arrange(layout_of(probe.model), *config.fragments)
-        self.core = ServerCore(
-            settled.rule, probe.x.clone(), layout, spans, self._local_steps, budget=Budget(n * config.run.steps),
-            expected_until_s=self.begin_s + config.run.timeout_s,
-        )  # fmt: skip
-        if saved:
-            self.core.restore(saved)
-        self._now_s = self.begin_s
-        self._write("serve", workers=n, round=start or 0, digest=digest(config))
-        self._ended = _Ended(0, {})
-        save = saver(line, folder, lambda: [(n, self._ended.state)], keep=2 if files.arrivals is not None else 3)
-        self._journal = Journal(config, lambda: files.record, self._assess, save)
-        self.journal = EventJournal(self._journal, lambda: files.events, end_round=self._end_round)
-        self.journal.round, self.journal.steps = start or 0, self.core.absorbed_steps
 
     def join(self, worker: int, owned: Sequence[int], now_s: float) -> list[Reply]:
         """A worker joins that has checkpoints of the rounds `owned`."""
         again, rounds = self.core.joins(worker) > 0, self.config.rounds
         cut = rounds if self._resumed is None or self.core.seen(worker) else self._resumed
         restored = max((r for r in owned if 0 < r <= cut), default=0) if again else 0
-        self._now_s = now_s
-        self._write("join", worker=worker, checkpoint=restored)
+        self.records.write("join", now_s, worker=worker, checkpoint=restored)
         if again:
-            self.journal.enter(Absence(now_s, worker, "return"), now_s, [])
-        return self._perform(self.core.join(worker), Terms(0, 0, 0, 0, int(again), cut, restored, 0))
+            self.records.enter(Absence(now_s, worker, "return"))
+        self._joined[worker] = Terms(0, 0, 0, 0, int(again), cut, restored, 0)
+        return self._perform(self.core.join(worker))
 
     def push(self, worker: int, fragment: int, message: Tensor, size: int, start_s: float, now_s: float) -> list[Reply]:
         """The next push that the server expects of this worker has arrived, with `size` bytes."""
-        self._now_s = now_s
         phase, _ = self.core.may_push(worker) or (0, 0)
-        self._write("push", worker=worker, phase=phase, fragment=fragment)
-        self.journal.enter(Transfer("push", start_s, now_s, worker, SERVER, fragment, size), now_s, [])
+        self.records.write("push", now_s, worker=worker, phase=phase, fragment=fragment)
+        self.records.enter(Transfer("push", start_s, now_s, worker, SERVER, fragment, size))
         push = self.core.counted(worker, fragment, message, self.config.step_tokens)
         return self._perform(self.core.push(worker, push, now_s))
 
+    def hear(self, worker: int, content: Pushed, now_s: float) -> list[Reply]:
+        """As `push`."""
+        return self.push(worker, *content, now_s)
+
     def leave(self, worker: int, reason: str | None, now_s: float) -> list[Reply]:
         """A worker is gone, because of a reason; None for one to which nothing was left to train."""
-        self._now_s = now_s
-        self._write("leave", worker=worker)
+        self.records.write("leave", now_s, worker=worker)
         if reason is not None:
             log.warning("worker %d is gone (%s); the others go on", worker, reason)
-            self.journal.enter(Absence(now_s, worker, "leave"), now_s, [])
+            self.records.enter(Absence(now_s, worker, "leave"))
+        self._joined.pop(worker, None)
         return self._perform(self.core.leave(worker, now_s))
+
+    def answer(self, answer: Answer, start_s: float, now_s: float) -> list[Reply]:
+        """The global server has answered the oldest letter that it had not."""
+        self.records.write("answer", now_s)
+        asked = self._unanswered.popleft()
+        if answer.x is not None and self._region is not None:
+            self.core.merge(asked.fragment, answer.x)
+            arrived = Relay("merge", start_s, now_s, self._region.number, asked.fragment, nbytes(answer.x))
+            self.records.enter(arrived)
+        self._ended = asked.done
+        self._elsewhere = answer.grant.elsewhere
+        self.journal.steps = self.core.absorbed_steps + self._elsewhere
+        return self._perform(self.core.grant(answer.grant.steps, more=answer.grant.more))
 
     def tick(self, now_s: float) -> list[Reply]:
         """Closes the windows that are due. Raises what validating or saving has raised."""
-        if self._under_way.done():
-            self._under_way.result()
+        self.records.check()
         replies: list[Reply] = []
         while actions := self.core.tick(now_s):
-            self._now_s = now_s
-            self._write("tick")
+            self.records.write("tick", now_s)
             replies += self._perform(actions)
+        # A region with nothing else to say asks, before the global server takes it for lost.
+        late, done = now_s - self._wrote_s > self.config.run.timeout_s / 4, self.core.over
+        if self._region is not None and not self._unanswered and not self._ended and (done or late):
+            self.records.write("tick", now_s)
+            self._write_to_global(done=done)
         return replies
 
+    @property
+    def over(self) -> bool:
+        """Whether all steps have been taken and absorbed; in a region, whether the global server knows it."""
+        return self.core.over if self._region is None else self._ended
+
+    @property
+    def next_closing_s(self) -> float:
+        """When the next window closes."""
+        return self.core.next_closing_s
+
+    @property
+    def progress(self) -> str:
+        """How far the run is, in words."""
+        done = self.core.absorbed_steps + self._elsewhere
+        return f"{done} of {self.config.workers * self.config.run.steps} inner steps are done"
+
     def close(self, now_s: float) -> None:
-        """The last round is over: validates and saves."""
-        self._now_s = self.journal.time_s = now_s
-        self.journal.end()
-        self._under_way.result()
+        """The last round is over: validates and saves, unless a global server does."""
+        if self._region is None:
+            self.records.close(now_s)
 
-    def _end_round(self, finished: int, losses: Sequence[float], **behind: Any) -> None:
-        """Has the end of a round validated and saved, after that of the one before."""
-        run = self.config.run
-        if not any(self.config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
-            return
-        self._under_way.result()
-        self._ended = _Ended(finished, {**self.core.state(), "time_s": self._now_s})
-        end = partial(self._journal.end_round, finished, [*losses], **behind)
-        if self._aside is None:
-            end()
-        else:
-            self._under_way = self._aside.submit(end)
-
-    def _perform(self, actions: Sequence[ServerAction], joined: Terms | None = None) -> list[Reply]:
+    def _perform(self, actions: Sequence[ServerAction]) -> list[Reply]:
         replies: list[Reply] = []
         for action in actions:
             if isinstance(action, Update):
                 self.journal.tokens = self.core.absorbed_steps * self.config.step_tokens
-                self.journal.enter(action, self._now_s, self._local_steps)
+                self.records.enter(action, self._local_steps)
             elif isinstance(action, Send):
-                terms = (joined or Terms(0, 0, 0, 0, 0, self.config.rounds, 0, 0))._replace(
-                    round=action.absorbed_steps // (self.config.workers * self.config.full_steps),
-                    go=int(action.go), phases=action.phases, elapsed_us=int(self._now_s * 1e6),
+                none = Terms(0, 0, 0, 0, 0, self.config.rounds, 0, 0)
+                steps = action.absorbed_steps + self._elsewhere
+                terms = self._joined.pop(action.worker, none)._replace(
+                    round=steps // (self.config.workers * self.config.full_steps), go=int(action.go),
+                    phases=action.phases, elapsed_us=int(self.records.now_s * 1e6),
                 )  # fmt: skip
                 replies.append(Reply(action, terms))
+            elif isinstance(action, RegionReport):
+                self._write_to_global(action.fragment, action.message)
+        asks = any(letter.message is None for letter in self._unanswered)
+        if self._region is not None and self._budget.more and not asks:
+            left, members = self._budget.steps - self._budget.begun, self._region.members
+            if left < sum(self._local_steps[i] for i in members):  # not enough for a phase of each
+                self._write_to_global()
         return replies
 
-    def _assess(self) -> dict[str, Any]:
-        round, state = self._ended
-        loss = self._probe.loss(state["x"])
-        say(
-            f"round {round} of {self.config.rounds}: validation {loss:.4f} after {sum(state['updates'])} updates, "
-            f"{self.core.present} workers"
-        )
-        return {"loss": loss}
-
-    def _write(self, event: str, **fields: Any) -> None:
-        if self._arrivals is not None:
-            self._arrivals.write(ServerInput(event, self._now_s, **fields))
+    def _write_to_global(self, fragment: int = -1, message: Tensor | None = None, *, done: bool = False) -> None:
+        assert self._region is not None
+        phases = tuple(self.core.phases(i) for i in self._region.members)
+        letter = RegionLetter(fragment, self._budget.begun, self.core.absorbed_steps, done, phases, message)
+        self._wrote_s = self.records.now_s
+        self.letters.append(letter)
+        self._unanswered.append(letter)
 
 
 @contextlib.contextmanager
@@ -199,16 +198,51 @@ def open_session(
     *,
     replays: bool = False,
 ) -> Iterator[ServerSession]:
-    """A session with its files, which a replay writes for the workers as well. Raises CheckpointError and ConfigError."""
+    """The session of a server that serves all workers, with its files. Raises CheckpointError and ConfigError.
+
+    Args: `start` is the number of rounds that are over, whose checkpoint is restored; 0 for a run that starts again, None for a
+        new one.
+    """
     n = config.workers
-    owner, suffix = (None, "") if replays else (n, worker_suffix(n))
-    with contextlib.ExitStack() as files:
-        record = files.enter_context(RunFolder(folder, dump(config), config.record, worker=owner, resume_round=start))
-        events = files.enter_context(EventWriter(folder, network=HERE, workers=n, suffix=suffix, resume_round=start))
-        arrivals = aside = None
-        if not replays:
-            arrivals = files.enter_context(ArrivalWriter(folder, resume=bool(start)))
-            aside = files.enter_context(
-                ThreadPoolExecutor(1, "aside", torch.set_num_threads, (torch.get_num_threads(),))
-            )
-        yield ServerSession(config, settled, folder, probe, start, ServerFiles(record, events, arrivals, aside))
+    with open_files(config, folder, start, owner=n, replays=replays) as files:
+        saved = restored(config, folder, start)
+        begin_s = saved.get("time_s", 0.0)
+        budget = Budget(n * config.run.steps)
+        core = _core(config, settled, probe, probe.x.clone(), budget, begin_s)
+        if saved:
+            core.restore(saved)
+        snapshots = Snapshots(folder, probe, core.state, lambda: f"{core.present} workers")
+        records = ServerRecords(
+            config, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps
+        )  # fmt: skip
+        records.write("serve", begin_s, workers=n, round=start or 0, digest=digest(config))
+        yield ServerSession(config, settled, core, budget, records, start or None)
+
+
+def region_session(
+    config: RunConfig, settled: WithServer, files: ServerFiles, probe: Probe, region: Region, welcome: Welcome,
+    begin_s: float,
+) -> ServerSession:  # fmt: skip
+    """The session of a region's server, which the global server has welcomed."""
+    n, grant = config.workers, welcome.grant
+    budget = Budget(grant.steps, more=grant.more)
+    core = _core(config, settled, probe, welcome.x, budget, begin_s, set(range(n)) - set(region.members))
+    phases = dict(zip(region.members, welcome.phases, strict=True))
+    core.enroll([phases.get(i, 0) for i in range(n)], again=welcome.again)
+    round = min(grant.elsewhere // (n * config.full_steps), config.rounds - 1)
+    records = ServerRecords(config, files, None, begin_s=begin_s, round=round, steps=grant.elsewhere)
+    records.write("begin", begin_s, region=region.number, key=welcome.key, digest=digest(config))
+    resumed = round if welcome.again else None
+    return ServerSession(config, settled, core, budget, records, resumed, region, grant.elsewhere)
+
+
+def _core(
+    config: RunConfig, settled: WithServer, probe: Probe, x: Tensor, budget: Budget, begin_s: float,
+    strangers: Iterable[int] = (),
+) -> ServerCore:  # fmt: skip
+    layout, spans = arrange(layout_of(probe.model), *config.fragments)
+    steps = [settled.config.local_steps_of(i) for i in range(config.workers)]
+    return ServerCore(
+        settled.rule, x, layout, spans, steps, budget=budget, expected_until_s=begin_s + config.run.timeout_s,
+        strangers=strangers,
+    )  # fmt: skip

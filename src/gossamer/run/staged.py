@@ -19,6 +19,7 @@ from gossamer.models.stages import stages_of
 from gossamer.run.config import RunConfig
 from gossamer.run.document import DIRECTIONS
 from gossamer.run.pipeline import boundary_of, cuts_of
+from gossamer.tree import nbytes
 
 __all__ = ["StagedModel"]
 
@@ -38,13 +39,26 @@ class StagedModel:
             for stage in self.stages[1:]
         ]
         """The forward and the backward direction of each, in order of the stages."""
+        self._table, self._linear = model.model.embed_tokens.weight, codecs[0].linear
+        self._rest: Tensor | None = None
+
+    def begin(self) -> None:
+        """A local phase begins: all stages learn which part of the embeddings `[V, D]` a linear codec would lose."""
+        if self._linear:
+            table = self._table.detach()[None]
+            there, _ = self.boundaries[0]
+            self._rest = (table - there.codec.decode(there.codec.encode(table), table))[0]
+            for there, _ in self.boundaries:
+                there.sent_bytes += nbytes(self._rest)
 
     def loss(self, batch: Tensor, samples: Sequence[int]) -> Tensor:
         """The mean cross-entropy of a micro-batch, int64 `[B, S + 1]`, of these samples; see `gossamer.models.llama.loss`."""
         tokens = batch[:, :-1]
         h = self.stages[0](tokens, tokens)
+        known = None if self._rest is None else self._rest[tokens]
         for stage, (there, back) in zip(self.stages[1:], self.boundaries, strict=True):
-            h = stage(through(h, there, back, samples), tokens)
+            h = through(h, there, back, samples) if known is None else through(h - known, there, back, samples) + known
+            h = stage(h, tokens)
         return F.cross_entropy(h.float().flatten(0, 1), batch[:, 1:].flatten())
 
     def clip(self, max_norm: float) -> None:

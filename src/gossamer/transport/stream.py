@@ -18,7 +18,7 @@ from gossamer.transport import Turn, wire
 from gossamer.transport.alike import read_settings
 from gossamer.transport.handshake import HANDSHAKE_S, prove_to_server
 
-__all__ = ["HELLO", "PUSH", "START", "Stream", "connect"]
+__all__ = ["HELLO", "PUSH", "START", "Patience", "Stream", "connect"]
 
 HELLO, START, PUSH, _REFUSE, _SETTINGS = range(5)
 """The kinds of frames, as the kind of a turn: hello of a worker, starting point, pseudo-gradient, refusal, and the settings of a
@@ -27,6 +27,8 @@ worker of another configuration."""
 _LIMIT_REFUSAL_BYTES = 1000
 _LIMIT_SETTINGS_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 20
+PAUSE_S = 0.2
+"""Before a process tries again, so that a server that hangs up on it is not asked without end."""
 _ATTEMPTS = 5
 """How often a worker offers its proof to a server that hangs up on it; a server may also do so for want of room."""
 
@@ -170,6 +172,30 @@ class Stream:
             return None
 
 
+class Patience:
+    """How long a process may go on without the server above it, which it reaches again and again."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lost_s: float | None = None
+
+    @property
+    def left_s(self) -> float:
+        """How long the next connection may take."""
+        left_s = self._timeout_s if self._lost_s is None else self._lost_s + self._timeout_s - time.monotonic()
+        return max(left_s, PAUSE_S)
+
+    def lost(self, stream: Stream, error: LostConnectionError) -> None:
+        """A connection was lost; waits a moment. Raises PeerError when there has been none that answered for too long."""
+        now_s = time.monotonic()
+        self._lost_s = now_s if self._lost_s is None or stream.answered else self._lost_s
+        if now_s - self._lost_s >= self._timeout_s:
+            raise PeerError(
+                f"{str(error).partition(';')[0]} for {self._timeout_s:g} s; look at the server's log"
+            ) from None
+        time.sleep(PAUSE_S)
+
+
 def _bytes(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
@@ -180,9 +206,11 @@ def connect(
 ) -> Stream:  # fmt: skip
     """A connection to the server, after both ends have proved that they know the secret of the run.
 
-    Args: `settings` are sent to a server of another configuration, which names those that differ.
+    Args: `me` is the number of a worker, or of a region's server, whose numbers follow that of the global one; `settings` are
+        sent to a server of another configuration, which names those that differ.
     Retried for `timeout_s` while the server starts, or has no room. Raises PeerError when it cannot be reached, or refuses.
     """
+    who, name = (f"worker {me}", "the server") if me < server else (f"region {me - server - 1}", "the global server")
     deadline, attempts, reason = time.monotonic() + timeout_s, 0, "it hung up"
     while True:
         try:
@@ -196,12 +224,12 @@ def connect(
                 sock.close()
                 if (attempts := attempts + 1) == _ATTEMPTS:
                     raise PeerError(
-                        f"worker {me} was turned away by the server at {host}:{port} (the connection: {error}); give both the "
+                        f"{who} was turned away by {name} at {host}:{port} (the connection: {error}); give both the "
                         "same secret, by GOSSAMER_SECRET or the file 'secret' of the server's run folder"
                     ) from None
             else:
                 if accepted is not None:
-                    stream = Stream(sock, run=run, me=me, peer=server, name="the server", timeout_s=timeout_s)
+                    stream = Stream(sock, run=run, me=me, peer=server, name=name, timeout_s=timeout_s)
                     if not accepted:
                         with contextlib.closing(stream):
                             stream.send_settings(settings or {})
@@ -210,6 +238,6 @@ def connect(
                 sock.close()
         if time.monotonic() + 0.2 > deadline:
             raise PeerError(
-                f"worker {me} could not reach the server at {host}:{port} within {timeout_s:g} s ({reason}); start it first"
+                f"{who} could not reach {name} at {host}:{port} within {timeout_s:g} s ({reason}); start it first"
             )
         time.sleep(0.2)
