@@ -190,6 +190,20 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(elastic=True, rule=diloco(), topology=complete(4), reduction="all_reduce"),
         ["run.reduction is 'all_reduce'", "'ordered'"],
     ),
+    "constant batch and deaths": (Facts(constant_batch=True), ["data.constant_batch is true", "run.elastic = true"]),
+    "constant batch and rule": (
+        Facts(constant_batch=True, elastic=True, rule=gasloc(), topology=random(4)),
+        ["data.constant_batch is true", "'gasloc'", "'diloco'"],
+    ),
+    "constant batch and local steps": (
+        Facts(constant_batch=True, elastic=True, rule=diloco(), topology=complete(2), local_steps=(4, 2)),
+        ["data.constant_batch is true", "run.local_steps is [4, 2]"],
+    ),
+    "ghosts and newcomers": (Facts(ghost_rounds=2), ["run.ghost_rounds is 2", "run.elastic = true"]),
+    "ghosts and inner optimizer": (
+        Facts(ghost_rounds=2, elastic=True, rule=gasloc(), topology=random(4), averaging="gpa"),
+        ["run.ghost_rounds is 2", "inner.averaging = 'gpa'"],
+    ),
     "real processes and regions": (
         SERVER._replace(driver="train", server="halos", regions=True),
         ["'halos'", "simulate"],

@@ -171,7 +171,8 @@ class _Participant:
                 begun = self._fetched(begun)
         elif begun.after and not joins:
             begun = self._fetched(begun)
-        self._replica.steps_taken = max(self._replica.steps_taken, members.own.steps)
+        if self._worker.loop.sharing is None:
+            self._replica.steps_taken = max(self._replica.steps_taken, members.own.steps)
         self._keep(begun.after)
         self._ready.set()
         if joins:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gossamer.layout import Layout, Leaf
 from gossamer.rounds.exchange import initial_state
+from gossamer.rounds.sharing import Sharing
 from gossamer.rules import Context, Rule
 from gossamer.testing.connections import End, FaultyConnection
 from gossamer.topologies import Topology
@@ -45,6 +46,8 @@ class Arrangement(NamedTuple):
     timeout_s: float
     deadline_s: float | None
     rejoin_rounds: int
+    constant_batch: bool = False
+    """Whether the workers of a mean over everyone share the slots of those that are dead."""
 
     @property
     def beat_s(self) -> float:
@@ -66,6 +69,8 @@ class KeptState(NamedTuple):
     s: Tree = ()
     line: int = 0
     """The hash of the rounds that were closed, see `gossamer.transport.closing`."""
+    sharing: Sharing | None = None
+    """How slots are shared after these rounds."""
 
 
 class Participant(ABC):
