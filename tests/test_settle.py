@@ -197,7 +197,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     ),
     "constant batch and local steps": (
         Facts(constant_batch=True, elastic=True, rule=diloco(), topology=complete(2), local_steps=(4, 2)),
-        ["data.constant_batch is true", "run.local_steps is [4, 2]"],
+        ["data.constant_batch is true", "run.local_steps is (4, 2)"],
     ),
     "ghosts and newcomers": (Facts(ghost_rounds=2), ["run.ghost_rounds is 2", "run.elastic = true"]),
     "ghosts and inner optimizer": (

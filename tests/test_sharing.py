@@ -1,6 +1,7 @@
 """Slots that the workers alive share, so that the global batch of a step stays the same: `data.constant_batch`."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ SGD = {
     "inner__schedule": "constant", "inner__warmup_steps": 0,
 }  # fmt: skip
 NOBODY = frozenset[int]()
+Some = tuple[int, frozenset[int]]
 _some = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.frozensets(st.integers(0, n - 1), min_size=1)))
 
 
@@ -39,7 +41,7 @@ def test_each_slot_is_trained_by_one_worker_that_is_there_its_own_first_and_nobo
 
 
 @given(_some, st.data())
-def test_the_weights_of_a_mean_are_the_slots_that_each_has_trained(some, data: st.DataObject) -> None:
+def test_the_weights_of_a_mean_are_the_slots_that_each_has_trained(some: Some, data: st.DataObject) -> None:
     n, present = some
     workers = data.draw(st.frozensets(st.integers(0, n - 1), min_size=1).filter(present.intersection))
     sharing = first_sharing(n)._replace(present=present)
@@ -53,7 +55,9 @@ def test_the_weights_of_a_mean_are_the_slots_that_each_has_trained(some, data: s
 
 
 @given(st.integers(1, 6), st.lists(st.tuples(st.data(), st.integers(1, 3)), max_size=6))
-def test_a_slot_goes_on_after_the_steps_that_are_part_of_a_mean(n: int, rounds) -> None:
+def test_a_slot_goes_on_after_the_steps_that_are_part_of_a_mean(
+    n: int, rounds: list[tuple[st.DataObject, int]]
+) -> None:
     sharing, behind = first_sharing(n), [0] * n
     for data, taken in rounds:
         sharing = sharing.begun()
@@ -70,7 +74,7 @@ def test_a_slot_goes_on_after_the_steps_that_are_part_of_a_mean(n: int, rounds) 
 @pytest.mark.parametrize(
     "state", [None, [], [[0], [1]], [[], [0, 0]], [[2], [0, 0]], [[0], [0, -1]], [[0], [0, 1.5]], [[True], [0, 0]]]
 )
-def test_a_state_that_is_none_is_refused(state) -> None:
+def test_a_state_that_is_none_is_refused(state: object) -> None:
     with pytest.raises(ValueError, match="the slots were shared as"):
         first_sharing(2).restored(state)
 
@@ -93,7 +97,7 @@ def test_workers_that_count_the_slots_of_one_that_died_in_the_round_are_found(mo
         [check_faults(seed=seed) for seed in range(3, 80, 8)]
 
 
-def test_in_calm_nothing_changes_to_the_last_bit(tmp_path) -> None:
+def test_in_calm_nothing_changes_to_the_last_bit(tmp_path: Path) -> None:
     config = tiny(rule__name="diloco", topology__name="complete", run__elastic=True, schedule__fragments=2)
     shared = replace(config, data=replace(config.data, constant_batch=True))
     plain, other = simulate(config, tmp_path / "plain"), simulate(shared, tmp_path / "shared")
@@ -108,7 +112,7 @@ def test_in_calm_nothing_changes_to_the_last_bit(tmp_path) -> None:
         assert torch.equal(x, y) and torch.equal(y, z)
 
 
-def test_with_one_local_step_of_sgd_the_workers_left_take_the_steps_of_all_slots(tmp_path) -> None:
+def test_with_one_local_step_of_sgd_the_workers_left_take_the_steps_of_all_slots(tmp_path: Path) -> None:
     config = tiny(
         workers=4, rule__name="local_sgd", topology__name="complete", run__elastic=True, run__local_steps=1, run__steps=5,
         run__eval_every=0, data__constant_batch=True, data__accumulate=2, **SGD,
@@ -138,6 +142,7 @@ def test_with_one_local_step_of_sgd_the_workers_left_take_the_steps_of_all_slots
                 (task.loss(model, task.data.batch(slot, number)) / (2 * len(trained))).backward()
         with torch.no_grad():
             for parameter in model.parameters():
+                assert parameter.grad is not None
                 parameter -= 0.1 * parameter.grad
     for worker in range(4):
         saved = checkpoint.load(tmp_path / "again" / "checkpoints", 5, worker, digest(config))

@@ -116,8 +116,8 @@ ELASTIC = (
         "constant batch and local steps",
         lambda f: f.constant_batch and isinstance(f.local_steps, tuple) and len(set(f.local_steps)) > 1,
         lambda f: (
-            f"data.constant_batch is true and run.local_steps is {list(f.local_steps) if isinstance(f.local_steps, tuple) else 1}, "
-            "but all workers share the batches of one step; give one number of local steps"
+            f"data.constant_batch is true and run.local_steps is {f.local_steps}, but all workers share the batches of one step; "
+            "give one number of local steps"
         ),
     ),
     Pairing(
