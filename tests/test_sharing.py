@@ -31,7 +31,7 @@ _some = st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.frozensets(
 
 @given(_some)
 def test_each_slot_is_trained_by_one_worker_that_is_there_its_own_first_and_nobody_has_two_more_than_another(
-    some,
+    some: Some,
 ) -> None:
     n, present = some
     own = shares(n, present)

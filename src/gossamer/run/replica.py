@@ -207,7 +207,8 @@ class Replica:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a saved state. Raises CheckpointError when it does not fit."""
         try:
-            self.optimizer.load_state_dict(state["inner"])
+            if state["inner"] is not None:  # a ghost keeps its own
+                self.optimizer.load_state_dict(state["inner"])
             if self.moments:
                 share_moments(self.optimizer, self.model, self.layout, self.moments)
             self.task.data.restore(state["data"])

@@ -16,7 +16,7 @@ from gossamer.transport import IncompleteError, Ticket
 from gossamer.transport.closing import Closing, Named
 from gossamer.transport.elastic_core import Outgoing
 from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.members import Members, Standing
+from gossamer.transport.members import Members
 from gossamer.tree import leaves, map_leaves, refill
 
 __all__ = ["Averager"]
@@ -91,15 +91,11 @@ class Averager(Participant):
             self._update()
         elif self.members.replaced:
             self._must_end(closing.round)
-        elif closing.left_out or self._is_alone():
+        elif closing.left_out or self.members.alone:
             self._waits = False
             self._fetch(closing.round, closing.source)
         elif closing.named is not None and closing.named.attempt != self._tried:
             self._try(closing.named)
-
-    def _is_alone(self) -> bool:
-        others = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT, Standing.JOINING)
-        return not others
 
     def _try(self, named: Named) -> None:
         """Takes part in an attempt."""
