@@ -165,10 +165,6 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(elastic=True, rule=data_parallel(), topology=complete(3)),
         ["'data_parallel'", "gradients"],
     ),
-    "elastic and error feedback": (
-        Facts(elastic=True, rule=sparseloco(), topology=complete(3)),
-        ["'sparseloco'", "a second time"],
-    ),
     "elastic and topology": (
         Facts(elastic=True, rule=gasloc(), topology=exponential(5)),
         ["'exponential'", "symmetric"],
@@ -194,6 +190,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "constant batch and rule": (
         Facts(constant_batch=True, elastic=True, rule=gasloc(), topology=random(4)),
         ["data.constant_batch is true", "'gasloc'", "'diloco'"],
+    ),
+    "constant batch and error feedback": (
+        Facts(constant_batch=True, elastic=True, rule=sparseloco(), topology=complete(3)),
+        ["data.constant_batch is true", "'sparseloco'", "'diloco'"],
     ),
     "constant batch and local steps": (
         Facts(constant_batch=True, elastic=True, rule=diloco(), topology=complete(2), local_steps=(4, 2)),

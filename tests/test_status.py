@@ -97,7 +97,10 @@ def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_neve
         assert (gone.round, left.round) == (2, 4) and 0 <= gone.age_s < 600
         assert main(["status", str(tmp_path)]) == 0
         table = capsys.readouterr().out
-        assert "1 alive, 1 gone, 1 left, 1 joining, 1 empty, 1 suspect, 1 ghost" in table and "asked now: worker 0" in table
+        assert (
+            "1 alive, 1 gone, 1 left, 1 joining, 1 empty, 1 suspect, 1 ghost" in table
+            and "asked now: worker 0" in table
+        )
     assert main(["status", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["empty"] * 4]

@@ -38,14 +38,6 @@ ELASTIC = (
         ),
     ),
     Pairing(
-        "elastic and error feedback",
-        lambda f: f.elastic and f.rule.feeds_back,
-        lambda f: (
-            f"run.elastic is true, and rule '{f.rule.name}' keeps the error of what it has sent, which a newcomer with another "
-            "worker's state would send a second time; use one without error feedback, such as 'diloco' or 'gasloc'"
-        ),
-    ),
-    Pairing(
         "elastic and topology",
         lambda f: f.elastic and not f.topology.symmetric,
         lambda f: (
@@ -110,6 +102,14 @@ ELASTIC = (
             f"data.constant_batch is true, and with {f.who} workers may disagree on who is dead, or differ in their parameters: "
             "two could train the same batches; use a rule that takes one mean of all such as 'diloco', or remove "
             "data.constant_batch"
+        ),
+    ),
+    Pairing(
+        "constant batch and error feedback",
+        lambda f: f.constant_batch and f.rule.feeds_back,
+        lambda f: (
+            f"data.constant_batch is true, and rule '{f.rule.name}' sends the error of a message later, when its worker may "
+            "count for more slots or fewer; use a rule without error feedback such as 'diloco', or remove data.constant_batch"
         ),
     ),
     Pairing(

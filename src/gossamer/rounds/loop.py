@@ -285,6 +285,12 @@ class OuterLoop:
         for exchange in self.under_way.values():
             exchange.post()
 
+    def forget_unsent(self) -> None:
+        """Forgets errors of codecs that came with another worker's state, who has them still to send."""
+        for setup in self.fragments:
+            if setup.rule.unsent is not None:
+                setup.rule.unsent(setup.part.s).zero_()
+
     def due(self, round: int, stop: Stop) -> list[tuple[int, int]]:
         """Round and fragment of what is received at a stop."""
         return [(round - lag, p) for p, lag in stop.receives]

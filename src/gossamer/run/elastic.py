@@ -375,7 +375,7 @@ class _Participant:
         offer = self._offered(begun.donor if source is None else source, inner=not begun.followed)
         say(f"worker {self.slot} takes the state of worker {offer.donor} after round {offer.after}")
         state = self._mine(offer, max(self._transport.members.own.steps, self._replica.steps_taken))
-        self._worker.restore(state)
+        self._worker.take_over(state)
         round = max(begun.round, offer.after)
         if self._closes:
             round = offer.after

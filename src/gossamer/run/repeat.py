@@ -122,7 +122,7 @@ class Repeat:
                 raw = self._taken(slot, one, begun)
                 worker.rehearse(one.after, self._of(unpacked(raw), one))
             raw = self._taken(slot, begun, begun)
-            worker.restore(self._of(unpacked(raw), begun))
+            worker.take_over(self._of(unpacked(raw), begun))
             if begun.followed:
                 self._warmed[slot, begun] = _packed(worker.state())
         if begun.round:

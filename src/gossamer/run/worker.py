@@ -107,9 +107,9 @@ class Worker:
     def rehearse(self, round: int, state: Mapping[str, Any]) -> None:
         """A local phase from another worker's state, of which this one keeps nothing but its inner optimizer.
 
-        It trains on the batches of its own slot. Raises: as `restore` and `Replica.train`.
+        It trains on the batches of its own slot. Raises: as `take_over` and `Replica.train`.
         """
-        self.restore({**state, "inner": None})
+        self.take_over({**state, "inner": None})
         self.replica.steps_taken, self.replica.places = int(state["steps_taken"]), None
         self.replica.train(round, 0, self.replica.local_steps)
 
@@ -203,3 +203,8 @@ class Worker:
                 f"({error}); "
                 f"resume with the run file it was written by (digest {digest(self.config)})"
             ) from None
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Goes on with the state of another worker, but for what that one alone has to send. Raises: as `restore`."""
+        self.restore(state)
+        self.loop.forget_unsent()
