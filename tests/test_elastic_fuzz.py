@@ -158,7 +158,7 @@ def test_ten_thousand_letters_in_any_order_never_raise_in_a_core_nor_fill_it() -
 def test_ten_thousand_requests_and_offers_of_newcomers_are_answered_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(4)
     entry = SlotEntry(2, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
-    place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None}
+    place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "inner": True}
     offer = {"slot": 2, "donor": 0, "after": 3, "bytes": 24, "sha256": "a" * 64, "entries": NEWS.decode()}
     state = newcomer.Handover(3, lambda: bytes(24))
     sent: list[Letter] = []

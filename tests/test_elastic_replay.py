@@ -78,13 +78,40 @@ def test_a_run_with_a_death_and_a_newcomer_is_replayed_to_the_last_bit(churned, 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rule__name": "fgd", "rule__mix_updates": "ring", **SHORT},
-        {"rule__name": "diloco", "topology__name": "complete", "schedule__fragments": 2, **SHORT},
+        {"rule__name": "fgd", "rule__mix_updates": "ring", "run__ghost_rounds": 2, **SHORT},
+        {
+            "rule__name": "diloco",
+            "topology__name": "complete",
+            "schedule__fragments": 2,
+            "data__constant_batch": True,
+            **SHORT,
+        },
     ],
-    ids=["fgd", "means of fragments"],
+    ids=["fgd and a ghost", "means of fragments and shared slots"],
 )
-def test_so_is_one_of_a_rule_with_several_exchanges_a_round(settings, tmp_path):
-    is_replayed(*churn(tmp_path, **settings))
+def test_so_is_one_of_a_rule_with_several_exchanges_a_round(settings, tmp_path, caplog):
+    root, config = churn(tmp_path, **settings)
+    is_replayed(root, config)
+    if config.data.constant_batch:
+        slots_are_shared(root / "real", config)
+    else:
+        assert "last bit" not in caplog.text
+        begun = read_outcomes(root / "real")[1][1].begun
+        assert len(begun.followed) == 2 and all(one.after <= begun.after for one in begun.followed)
+        assert [one.steps - begun.followed[0].steps for one in begun.followed] == [0, config.full_steps]
+
+
+def slots_are_shared(folder, config):
+    """Whether slot 1 went on but for the rounds in which its worker, who was there at their start, was lost."""
+    lives = read_outcomes(folder)
+    there = [outcome.alive is None or 1 in outcome.alive for life in lives[0] for outcome in life.rounds]
+    begun = lives[1][1].begun
+    went_on = [now or not before for before, now in zip([True, *there], there[: begun.round], strict=False)]
+    lost = config.full_steps * begun.round - begun.steps  # a step may be part of one fragment's mean
+    assert False in went_on and 0 <= config.full_steps * went_on.count(False) - lost < config.full_steps
+    for slot in range(WORKERS):
+        saved = checkpoint.load(folder / "checkpoints", config.rounds, slot, digest(config))
+        assert saved["sharing"][1] == [config.run.steps - lost * (slot == 1) for slot in range(WORKERS)]
 
 
 def is_replayed(root, config):

@@ -174,10 +174,6 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(elastic=True, rule=data_parallel(), topology=complete(3)),
         ["'data_parallel'", "gradients"],
     ),
-    "elastic and error feedback": (
-        Facts(elastic=True, rule=sparseloco(), topology=complete(3)),
-        ["'sparseloco'", "a second time"],
-    ),
     "elastic and topology": (
         Facts(elastic=True, rule=gasloc(), topology=exponential(5)),
         ["'exponential'", "symmetric"],
@@ -203,6 +199,24 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "experts and rule": (EXPERTS._replace(rule=eager()), ["2 of 4 workers", "'eager'", "'diloco'"]),
     "experts and schedule": (EXPERTS._replace(averaging="gpa"), ["2 of 4 workers", "inner.averaging = 'gpa'"]),
     "experts and all-reduce": (EXPERTS._replace(reduction="all_reduce"), ["2 of 4 workers", "'ordered'"]),
+    "constant batch and deaths": (Facts(constant_batch=True), ["data.constant_batch is true", "run.elastic = true"]),
+    "constant batch and rule": (
+        Facts(constant_batch=True, elastic=True, rule=gasloc(), topology=random(4)),
+        ["data.constant_batch is true", "'gasloc'", "'diloco'"],
+    ),
+    "constant batch and error feedback": (
+        Facts(constant_batch=True, elastic=True, rule=sparseloco(), topology=complete(3)),
+        ["data.constant_batch is true", "'sparseloco'", "'diloco'"],
+    ),
+    "constant batch and local steps": (
+        Facts(constant_batch=True, elastic=True, rule=diloco(), topology=complete(2), local_steps=(4, 2)),
+        ["data.constant_batch is true", "run.local_steps is (4, 2)"],
+    ),
+    "ghosts and newcomers": (Facts(ghost_rounds=2), ["run.ghost_rounds is 2", "run.elastic = true"]),
+    "ghosts and inner optimizer": (
+        Facts(ghost_rounds=2, elastic=True, rule=gasloc(), topology=random(4), averaging="gpa"),
+        ["run.ghost_rounds is 2", "inner.averaging = 'gpa'"],
+    ),
     "real processes and virtual time": (SERVER._replace(driver="train", absences=2), ["2 events.absences"]),
 }
 

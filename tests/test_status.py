@@ -68,9 +68,9 @@ def write_slot(folder, config, slot, rounds, ended=None):
             log.end(Ended(rounds, ended))
 
 
-def test_status_tells_who_is_alive_suspect_gone_joining_left_or_has_never_come(tmp_path, monkeypatch, capsys):
+def test_status_tells_who_is_alive_suspect_gone_joining_a_ghost_left_or_has_never_come(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GOSSAMER_SECRET", SECRET.decode())
-    config = tiny(workers=6, run__elastic=True)
+    config = tiny(workers=7, run__elastic=True)
     (tmp_path / "run.toml").write_text(dump(config))
     refusing = nobody()
     write_slot(tmp_path, config, 0, 3)
@@ -82,12 +82,14 @@ def test_status_tells_who_is_alive_suspect_gone_joining_left_or_has_never_come(t
         SlotEntry(3, 1, 13, Standing.JOINING, 0, "", 0, 6),
         SlotEntry(4, 0, 0, Standing.LEFT, 0, "", 0, 0),
         SlotEntry(5, 0, 15, Standing.SUSPECT, 0, "", 5, 10),
+        SlotEntry(6, 1, 16, Standing.GHOST, 0, "", 0, 10),
     ]
-    with a_worker(0, others, slots=6) as address:
+    with a_worker(0, others, slots=7) as address:
         write_address(tmp_path, Address(0, address, RUN))
         write_address(tmp_path, Address(1, refusing, RUN))
         found = run_status(tmp_path)
-        assert [one.standing for one in found.workers] == ["alive", "gone", "left", "joining", "empty", "suspect"]
+        standings = ["alive", "gone", "left", "joining", "empty", "suspect", "ghost"]
+        assert [one.standing for one in found.workers] == standings
         assert (found.kind, found.rounds, found.round, found.answered) == ("elastic", 6, 6, [0])
         alive, gone, left, *_ = found.workers
         assert (alive.round, alive.steps, alive.loss, alive.age_s, alive.missed) == (6, 6, 3.0, 0.0, 1)
@@ -95,10 +97,13 @@ def test_status_tells_who_is_alive_suspect_gone_joining_left_or_has_never_come(t
         assert (gone.round, left.round) == (2, 4) and 0 <= gone.age_s < 600
         assert main(["status", str(tmp_path)]) == 0
         table = capsys.readouterr().out
-        assert "1 alive, 1 gone, 1 left, 1 joining, 1 empty, 1 suspect" in table and "asked now: worker 0" in table
+        assert (
+            "1 alive, 1 gone, 1 left, 1 joining, 1 empty, 1 suspect, 1 ghost" in table
+            and "asked now: worker 0" in table
+        )
     assert main(["status", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["empty"] * 3]
+    assert [one["standing"] for one in told["workers"]] == ["gone", "gone", "left", *["empty"] * 4]
     assert told["note"].startswith("no worker answers")
 
 

@@ -39,6 +39,9 @@ class DataConfig:
     """Sequences per worker in a forward and backward pass."""
     accumulate: AtLeastOne = 1
     """Passes per inner step, their gradients averaged."""
+    constant_batch: bool = False
+    """Whether the workers of an elastic run that takes means over everyone train on the batches of those that are dead too, so
+    that the global batch of a step stays the same. While nobody is dead, it changes no bit."""
     windows: AtLeastOne | None = None
     """How many fixed windows of text each worker trains on, all of them in every epoch, in an order of its own; None draws every
     window at a new place."""

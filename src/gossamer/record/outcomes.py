@@ -3,10 +3,11 @@
 Which exchanges were made, who was alive in whose view, and where a newcomer got its state from follow from deaths and seconds,
 which no seed repeats. With these files a run can be computed again, bit for bit (`gossamer.run.replay`).
 
-* `{"event":"begin","round":r,"after":q,"donor":j,"steps":s,"incarnation":k,"sha256":h,"time_s":t}`: a process begins to train
-  at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q rounds (donor j is the
-  slot itself), or that of worker j after q rounds, with the inner steps s of its own slot behind it. `sha256` is that of the
-  state, empty at the start.
+* `{"event":"begin","round":r,"after":q,"donor":j,"steps":s,"incarnation":k,"sha256":h,"followed":[...],"time_s":t}`: a process
+  begins to train at round r. Its state is that of the start of the run (q = 0), that of this slot's own checkpoint after q rounds
+  (donor j is the slot itself), or that of worker j after q rounds, with the inner steps s of its own slot behind it. `sha256` is
+  that of the state, empty at the start. A ghost has trained before: one local phase with each of the states `followed`, which are
+  `[donor, after, steps, sha256]`, and has kept of them its inner optimizer alone.
 * `{"event":"exchange","round":r,"of":q,"fragment":p,"alive":[...],"missed":[...],"unsure":[...],"time_s":t}`: an exchange that
   ended in round r. It is that of fragment p (numbered as in `gossamer.rounds.loop`), with the peers that the topology of round q
   gives over the slots `alive`, null for all; of these, `missed` and `unsure` have not been counted at this end, and the other end
@@ -32,7 +33,7 @@ from gossamer.record.files import LineWriter, make_folder, worker_suffix, writin
 from gossamer.record.jsonl import json_line, records
 from gossamer.schema import RECORD, Records
 
-__all__ = ["Begun", "Ended", "ExchangeOutcome", "Life", "OutcomeWriter", "RoundOutcome", "read_outcomes"]
+__all__ = ["Begun", "Ended", "ExchangeOutcome", "Followed", "Life", "OutcomeWriter", "RoundOutcome", "read_outcomes"]
 
 _Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Hash = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
@@ -47,6 +48,7 @@ class _Begin(TypedDict):
     steps: AtLeastZero
     incarnation: AtLeastZero
     sha256: _Hash
+    followed: list[tuple[_Whole, _Whole, AtLeastZero, _Hash]]
     time_s: float
 
 
@@ -85,6 +87,15 @@ _Line = _Begin | _Exchange | _Round | _End
 _LINES = Records[_Line](Annotated[_Line, Field(discriminator="event")])
 
 
+class Followed(NamedTuple):
+    """A local phase of a ghost: with whose state it began, and how many steps of its slot it took to be behind it."""
+
+    donor: int
+    after: int
+    steps: int
+    sha256: str = ""
+
+
 class Begun(NamedTuple):
     """How a process began."""
 
@@ -94,6 +105,8 @@ class Begun(NamedTuple):
     steps: int
     incarnation: int
     sha256: str = ""
+    followed: tuple[Followed, ...] = ()
+    """If any, the inner optimizer is the process's own."""
 
 
 class ExchangeOutcome(NamedTuple):
@@ -211,7 +224,8 @@ def _lives(path: Path) -> list[Life]:
     lives: list[Life] = []
     for where, line in records(path, _LINES):
         if line["event"] == "begin":
-            begun = Begun(*(line[name] for name in Begun._fields))
+            followed = tuple(Followed(*one) for one in line["followed"])
+            begun = Begun(*(line[name] for name in Begun._fields))._replace(followed=followed)
             if lives and begun.round < _next(lives[-1]):
                 raise _impossible(where, f"a process begins at round {begun.round} that an earlier one has behind it")
             lives.append(Life(begun, (), None))

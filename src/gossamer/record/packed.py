@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.record.checkpoint import MAX_MANIFEST_BYTES, check_finite, decoded, encoded
 
-__all__ = ["frozen", "packed", "unpacked"]
+__all__ = ["cold", "frozen", "packed", "unpacked"]
 
 
 def packed(state: Any) -> bytes:
@@ -38,6 +38,15 @@ def frozen(state: Any) -> Callable[[], bytes]:
     tree, tensors = _described(state)
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     return lambda: _joined(tree, copies)
+
+
+def cold(raw: bytes) -> bytes:
+    """The bytes of the same state without that of the inner optimizer. Raises: as `unpacked`. Cost: two copies.
+
+    >>> unpacked(cold(packed({"x": 1.5, "inner": {"lr": 0.1}})))
+    {'x': 1.5, 'inner': None}
+    """
+    return packed({**unpacked(raw), "inner": None})
 
 
 def _described(state: Any) -> tuple[bytes, dict[str, Tensor]]:

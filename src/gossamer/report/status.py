@@ -111,9 +111,10 @@ class Sighting(NamedTuple):
 def standing_of(seen: Sighting) -> str:
     """What is known of a slot, in one word.
 
-    alive: it trains. joining: it has a slot and fetches its state. suspect: others have lost the connection with it, or it has
-    been silent. gone: nobody listens at its address any more, and it has not said goodbye. left: it was asked to leave, and has
-    saved its state. finished: it has trained all rounds. empty: nobody has filled the slot. unknown: its files do not tell.
+    alive: it trains. joining: it has a slot and fetches its state. ghost: it warms its inner optimizer, unheard of by others.
+    suspect: others have lost the connection with it, or it has been silent. gone: nobody listens at its address any more, and it
+    has not said goodbye. left: it was asked to leave, and has saved its state. finished: it has trained all rounds. empty: nobody
+    has filled the slot. unknown: its files do not tell.
 
     >>> standing_of(Sighting(SlotEntry(1, 0, 5, Standing.SUSPECT, 0, "127.0.0.1:4000"), refused=True))
     'gone'

@@ -38,14 +38,6 @@ ELASTIC = (
         ),
     ),
     Pairing(
-        "elastic and error feedback",
-        lambda f: f.elastic and f.rule.feeds_back,
-        lambda f: (
-            f"run.elastic is true, and rule '{f.rule.name}' keeps the error of what it has sent, which a newcomer with another "
-            "worker's state would send a second time; use one without error feedback, such as 'diloco' or 'gasloc'"
-        ),
-    ),
-    Pairing(
         "elastic and topology",
         lambda f: f.elastic and not f.topology.symmetric,
         lambda f: (
@@ -95,5 +87,55 @@ ELASTIC = (
             "it to 'ordered'"
         ),
     ),
+    Pairing(
+        "constant batch and deaths",
+        lambda f: f.constant_batch and not f.elastic,
+        lambda f: (
+            "data.constant_batch is true and run.elastic is false, so that a run ends when a worker dies and nobody can take its "
+            "batches over; set run.elastic = true, or remove data.constant_batch"
+        ),
+    ),
+    Pairing(
+        "constant batch and rule",
+        lambda f: f.constant_batch and f.elastic and not (f.rule.averages and f.rule.identical),
+        lambda f: (
+            f"data.constant_batch is true, and with {f.who} workers may disagree on who is dead, or differ in their parameters: "
+            "two could train the same batches; use a rule that takes one mean of all such as 'diloco', or remove "
+            "data.constant_batch"
+        ),
+    ),
+    Pairing(
+        "constant batch and error feedback",
+        lambda f: f.constant_batch and f.rule.feeds_back,
+        lambda f: (
+            f"data.constant_batch is true, and rule '{f.rule.name}' sends the error of a message later, when its worker may "
+            "count for more slots or fewer; use a rule without error feedback such as 'diloco', or remove data.constant_batch"
+        ),
+    ),
+    Pairing(
+        "constant batch and local steps",
+        lambda f: f.constant_batch and isinstance(f.local_steps, tuple) and len(set(f.local_steps)) > 1,
+        lambda f: (
+            f"data.constant_batch is true and run.local_steps is {f.local_steps}, but all workers share the batches of one step; "
+            "give one number of local steps"
+        ),
+    ),
+    Pairing(
+        "ghosts and newcomers",
+        lambda f: f.ghost_rounds > 0 and not f.elastic,
+        lambda f: (
+            f"run.ghost_rounds is {f.ghost_rounds} and run.elastic is false, so that nobody joins the run while it goes on; set "
+            "run.elastic = true, or remove run.ghost_rounds"
+        ),
+    ),
+    Pairing(
+        "ghosts and inner optimizer",
+        lambda f: f.ghost_rounds > 0 and (f.averaging is not None or bool(f.schedule.inner_every)),
+        lambda f: (
+            f"run.ghost_rounds is {f.ghost_rounds}, and the workers exchange what their inner optimizers keep "
+            f"(inner.averaging = {f.averaging!r}, schedule.inner_every = {list(f.schedule.inner_every)}), which a ghost does not "
+            "take over; set run.ghost_rounds = 0"
+        ),
+    ),
 )
-"""Conditions of `run.elastic`."""
+"""Conditions of `run.elastic`, and of what only elastic runs have."""

@@ -50,6 +50,10 @@ class Facts(NamedTuple):
     eval_js: bool = False
     elastic: bool = False
     """As in `run.elastic`."""
+    constant_batch: bool = False
+    """As in `data.constant_batch`."""
+    ghost_rounds: int = 0
+    """As in `run.ghost_rounds`."""
     stages: int = 1
     """As in `pipeline.stages`."""
     batched: int = 1

@@ -26,6 +26,7 @@ from gossamer.rounds.exchange import (
 )
 from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Stop
+from gossamer.rounds.sharing import Sharing
 from gossamer.rounds.updates import MixedUpdate, rule_of_updates, topology_of_updates
 from gossamer.rules import Context, gossip, local_sgd
 from gossamer.rules.master import HALVES, with_master
@@ -98,6 +99,8 @@ class OuterLoop:
         another's state first."""
         self.closes: Closes | None = None
         """Decides over whom the mean of a round is taken, in an elastic run of a rule that needs everyone."""
+        self.sharing: Sharing | None = None
+        """How the workers of an elastic run share all slots; None where each trains its own."""
         self.under_way: dict[tuple[int, int], Exchange] = {}
         """Exchanges that were announced and not finished, by round and fragment or place (see `Stop.sends`), oldest first."""
         self._entered: int | None = None
@@ -108,6 +111,8 @@ class OuterLoop:
         if skipped > 0:
             self.under_way = {(sent + skipped, p): exchange for (sent, p), exchange in self.under_way.items()}
         self._entered = round
+        if self.sharing is not None:
+            self.sharing = self.sharing.begun()
 
     def stops(self, round: int) -> tuple[Stop, ...]:
         """The stops of this round."""
@@ -196,6 +201,9 @@ class OuterLoop:
         for exchange in self.pop_due(round, stop):
             exchange.finish()
         self.update_from_zeros(round, stop)
+        if self.sharing is not None and stop.sends:
+            taken = stop.after(self.local_steps, self.full_steps)
+            self.sharing = self.sharing.closed(self.alive(round, stop.sends[0]), taken)
 
     def update_from_zeros(self, round: int, stop: Stop) -> None:
         """The updates of a rule that receives late, in the first rounds, when nothing has been sent yet."""
@@ -291,6 +299,12 @@ class OuterLoop:
         for exchange in self.under_way.values():
             exchange.post()
 
+    def forget_unsent(self) -> None:
+        """Forgets errors of codecs that came with another worker's state, who has them still to send."""
+        for setup in self.fragments:
+            if setup.rule.unsent is not None:
+                setup.rule.unsent(setup.part.s).zero_()
+
     def due(self, round: int, stop: Stop) -> list[tuple[int, int]]:
         """Round and fragment of what is received at a stop."""
         return [(round - lag, p) for p, lag in stop.receives]
@@ -304,7 +318,10 @@ class OuterLoop:
         """The mixing and the context of what is sent in this round, which those that send ahead do for the next one."""
         of = self.next(round) if self._ahead(p) else round
         assert of is not None
-        mixing = self._topology_of(p).mixing(of, self.alive(of, p))
+        alive = self.alive(of, p)
+        mixing = self._topology_of(p).mixing(of, alive)
+        if self.sharing is not None:
+            mixing = self.sharing.weighed(mixing, alive)
         return mixing, self._context(of, self._setup(p).part, mixing)
 
     def _ahead(self, p: int) -> bool:

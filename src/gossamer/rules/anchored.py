@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gossamer.errors import ConfigError
 from gossamer.options import Given, factory, like, wrapper
-from gossamer.rules.contract import Context, Rule
+from gossamer.rules.contract import Context, Rule, inside
 from gossamer.rules.gasloc import gasloc
 from gossamer.topologies.mixing import Row, mean, pull
 from gossamer.tree import Tree
@@ -47,7 +47,7 @@ def anchored(rule: Given[Rule]) -> Rule:
             f"an anchor cancels in gossip only, and rule '{rule.name}' does not gossip whole parameters at once; allowed are "
             "rules such as 'gasloc': for averaged pseudo-gradients use error_feedback"
         )
-    reset, start = rule.reset, rule.start
+    reset = rule.reset
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(rule.init(x, ctx), x.clone())
@@ -67,7 +67,7 @@ def anchored(rule: Given[Rule]) -> Rule:
         recv=recv,
         state_copies=rule.state_copies + 1,
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
-        start=None if start is None else lambda s: start(s.inner),
+        start=inside(rule.start),
     )
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "Needs",
     "OuterSGD",
     "Rule",
+    "inside",
     "sends_parameters",
 ]
 
@@ -130,8 +131,9 @@ class Rule(NamedTuple):
     no such recursion describes it."""
     identical: bool = False
     """Whether workers that receive from everyone are bitwise equal after every round."""
-    feeds_back: bool = False
-    """Whether the codec's error is sent with the next message, as `error_feedback` does."""
+    unsent: Callable[[Tree], Tensor] | None = None
+    """`unsent(s)` is the tensor of the state that holds the codec's error which this worker has still to send; zero at the start.
+    Whoever takes over its state leaves that to it. None for rules without one."""
     state_copies: int = 0
     """Tensors of the size of `x` that the outer state holds, whatever the number of peers."""
     copies_per_peer: int = 0
@@ -159,9 +161,19 @@ class Rule(NamedTuple):
         return in_short(self)
 
     @property
+    def feeds_back(self) -> bool:
+        """Whether the codec's error is sent with the next message, as `error_feedback` does."""
+        return self.unsent is not None
+
+    @property
     def averages(self) -> bool:
         """Whether every worker receives the mean of all messages, which chunk owners may then compute for the others."""
         return self.hear is mean and self.needs == "everyone"
+
+
+def inside(access: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor] | None:
+    """What reads a tensor of a rule's state, for a wrapper that keeps this state as its `inner`; None where there is none."""
+    return None if access is None else lambda s: access(s.inner)
 
 
 def sends_parameters(rule: Rule) -> bool:

@@ -129,7 +129,7 @@ def dilocox(
         n1_limit="outer optimizer",
         elementwise=False,
         identical=form != "eager",
-        feeds_back=True,
+        unsent=lambda s: s.unsent,
         state_copies=3 + delayed,
         delay_rounds=int(delayed),
         reset=lambda x, s: s._replace(b=torch.zeros_like(s.b)),

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.rules.contract import Context, Rule, sends_parameters
+from gossamer.rules.contract import Context, Rule, inside, sends_parameters
 from gossamer.topologies.mixing import widen
 from gossamer.tree import Tree, map_leaves
 
@@ -38,7 +38,7 @@ def with_master(rule: Rule) -> Rule:
     Fails when: the inner optimizer's own steps are below the spacing of the parameters, which rounds them away before any
         outer step. A merge by weights (`schedule.merge = 0.5`) rounds what it merges once a round, as an inner step does.
     """
-    kept, reset, mixed, adapted = rule.start, rule.reset, rule.mixed, rule.adapted
+    kept, reset, adapted = rule.start, rule.reset, rule.adapted
     from_start = rule.averages and rule.identical and sends_parameters(rule)
 
     def start(s: _State) -> Tensor:
@@ -76,6 +76,7 @@ def with_master(rule: Rule) -> Rule:
         state_copies=rule.state_copies + (kept is None),
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(whole(x, s), s.inner)),
         start=start,
-        mixed=None if mixed is None else lambda s: mixed(s.inner),
+        mixed=inside(rule.mixed),
+        unsent=inside(rule.unsent),
         adapted=None if adapted is None else lambda s: adapted(s.inner),
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.errors import ConfigError
 from gossamer.options import Count, Decay, Given, Positive, wrapper
-from gossamer.rules.contract import Context, Rule, sends_parameters
+from gossamer.rules.contract import Context, Rule, inside, sends_parameters
 from gossamer.topologies.mixing import each, widen
 from gossamer.tree import Tree, map_leaves
 
@@ -105,7 +105,7 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
     3
     """
     _must_average(rule)
-    reset, start = rule.reset, rule.start
+    reset = rule.reset
 
     def init(x: Tensor, ctx: Context) -> _State:
         return _State(rule.init(x, ctx), x.new_zeros(ctx.n), torch.zeros_like(x))
@@ -142,7 +142,8 @@ def trusted(rule: Given[Rule], keep: Decay = 0.9, temperature: Positive = 0.1) -
         elementwise=False,
         state_copies=rule.state_copies + 1,
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
-        start=None if start is None else lambda s: start(s.inner),
+        start=inside(rule.start),
+        unsent=inside(rule.unsent),
     )
 
 

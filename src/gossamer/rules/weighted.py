@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gossamer.errors import ConfigError
 from gossamer.options import Given, wrapper
-from gossamer.rules.contract import Context, Rule
+from gossamer.rules.contract import Context, Rule, inside
 from gossamer.tree import Tree
 
 __all__ = ["weighted"]
@@ -83,4 +83,5 @@ def weighted(rule: Given[Rule]) -> Rule:
         state_copies=rule.state_copies + (kept is None),
         start=(lambda s: s.start) if kept is None else lambda s: kept(s.inner),
         reset=None if reset is None else lambda x, s: s._replace(inner=reset(x, s.inner)),
+        unsent=inside(rule.unsent),
     )

@@ -35,7 +35,8 @@ __all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "du
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _BATCHED: dict[str, Any] = {
     "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1,
-    "inner.optimizer": "adamw", "inner.averaging": None, "inner.autocast": None, "schedule.inner_every": (), "run.adapt": False, "run.pace_s": 0.0,
+    "inner.optimizer": "adamw", "inner.averaging": None, "inner.autocast": None,
+    "schedule.inner_every": (), "run.adapt": False, "run.pace_s": 0.0,
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
@@ -91,6 +92,9 @@ class LoopSettings:
     """How long an elastic worker waits in a round for peers that live but have not answered; `timeout_s` if not set."""
     rejoin_rounds: Annotated[AtLeastZero, NEUTRAL] = 2
     """A worker that comes back goes on from its own state if that is at most so many rounds old, else from another worker's."""
+    ghost_rounds: Annotated[AtLeastZero, NEUTRAL] = 0
+    """Local phases that a process which joins an elastic run trains as a ghost: it follows another worker's parameters and outer
+    state, and nobody hears of it, until its own inner optimizer is warm. 0 takes over that worker's inner optimizer instead."""
     pace_s: Annotated[_Pace | Annotated[tuple[_Pace, ...], Field(min_length=1)], NEUTRAL] = 0.0
     """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
     stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""

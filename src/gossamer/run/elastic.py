@@ -18,7 +18,7 @@ from typing import Any
 from gossamer.errors import CheckpointError, GossamerError, PeerError, first_line
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
-from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome
+from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
 from gossamer.record.packed import frozen, unpacked
 from gossamer.record.progress import say
 from gossamer.rounds.method import Method
@@ -42,7 +42,7 @@ from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.elastic_core import Outcome
 from gossamer.transport.launch import device_of
 from gossamer.transport.members import Standing
-from gossamer.transport.newcomer import Applicant, Handover, ask, host
+from gossamer.transport.newcomer import Applicant, Handover, Offer, ask, host
 
 __all__ = ["KEPT", "leaving", "train_elastic"]
 
@@ -161,6 +161,8 @@ class _Participant:
             newest = transport.first_round(self.config.run.timeout_s) - 1
             begun = begun._replace(round=0 if self._closes else newest + 1)
             if self._closes or begun.after == 0 or newest - begun.after > self.config.run.rejoin_rounds:
+                if self.config.run.ghost_rounds:
+                    begun = self._follow(begun)
                 begun = self._fetched(begun)
         if begun.after and begun.donor == self.slot:
             try:
@@ -171,7 +173,8 @@ class _Participant:
                 begun = self._fetched(begun)
         elif begun.after and not joins:
             begun = self._fetched(begun)
-        self._replica.steps_taken = max(self._replica.steps_taken, members.own.steps)
+        if self._worker.loop.sharing is None:
+            self._replica.steps_taken = max(self._replica.steps_taken, members.own.steps)
         self._keep(begun.after)
         self._ready.set()
         if joins:
@@ -181,6 +184,22 @@ class _Participant:
             whose = "its own checkpoint" if begun.donor == self.slot else f"the state of worker {begun.donor}"
             say(f"worker {self.slot} joins at round {begun.round} with {whose} after round {begun.after}")
         return begun._replace(steps=self._replica.steps_taken)
+
+    def _follow(self, begun: Begun) -> Begun:
+        """Trains as a ghost, until the inner optimizer is warm; returns how this process begins, as far as that is known then."""
+        transport, replica, followed = self._transport, self._replica, list[Followed]()
+        transport.declare(Standing.GHOST)
+        behind = transport.members.own.steps
+        for k in range(self.config.run.ghost_rounds):
+            if self._asked.is_set() or transport.members.replaced:
+                break
+            offer = self._offered(begun.donor, inner=False)
+            steps = behind + k * replica.local_steps
+            self._worker.rehearse(offer.after, self._mine(offer, steps))
+            followed.append(Followed(offer.donor, offer.after, steps, offer.sha256))
+        replica.steps_taken = behind
+        newest = transport.first_round(self.config.run.timeout_s) - 1
+        return begun._replace(round=0 if self._closes else newest + 1, followed=tuple(followed))
 
     def _rounds(self, begun: Begun, log: OutcomeWriter, record: RunFolder) -> None:
         config, worker, transport, replica = self.config, self._worker, self._transport, self._replica
@@ -351,41 +370,42 @@ class _Participant:
         state = {**self._worker.state(), "under_way": [], "line": self._transport.line}
         self._kept = Handover(after, frozen(state))
 
-    def _adopt(self, state: dict[str, Any], begun: Begun) -> Begun:
-        """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
-        steps = max(self._transport.members.own.steps, self._replica.steps_taken)
-        self._worker.restore({**state, "data": self._fresh, "steps_taken": steps, "under_way": []})
-        if self._closes:
-            begun = begun._replace(round=begun.after)
-            self._transport.go_on_from(begun.after, int(state["line"]))
-        return begun
-
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
-        """Takes the state of the first worker that gives it; raises PeerError when nobody does."""
+        """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
+        offer = self._offered(begun.donor if source is None else source, inner=not begun.followed)
+        say(f"worker {self.slot} takes the state of worker {offer.donor} after round {offer.after}")
+        state = self._mine(offer, max(self._transport.members.own.steps, self._replica.steps_taken))
+        self._worker.take_over(state)
+        round = max(begun.round, offer.after)
+        if self._closes:
+            round = offer.after
+            self._transport.go_on_from(offer.after, int(state["line"]))
+        return begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
+
+    def _mine(self, offer: Offer, steps: int) -> dict[str, Any]:
+        """Another worker's state with this one's own place in the data."""
+        assert offer.raw is not None
+        return {**unpacked(offer.raw), "data": self._fresh, "steps_taken": steps, "under_way": []}
+
+    def _offered(self, first: int, *, inner: bool) -> Offer:
+        """The state of the first worker that gives it, with its inner optimizer or without; PeerError when nobody does."""
         members, station = self._transport.members, self._seat.station
         why = "nobody else is alive"
         # Those that begin without a state have none to give: they would wait for each other.
-        first = begun.donor if source is None else source
         for entry in sorted(members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != first):
-            place = Applicant(members.own.nonce, members.own.address, self.slot)
+            place = Applicant(members.own.nonce, members.own.address, self.slot, inner)
             try:
-                offer = ask(
+                return ask(
                     entry.address, station.secret, place, run=station.run, slots=members.slots, timeout_s=station.timeout_s
                 )  # fmt: skip
             except (OSError, GossamerError) as error:
                 why = first_line(error)
-                continue
-            assert offer.raw is not None
-            say(f"worker {self.slot} takes the state of worker {offer.donor} after round {offer.after}")
-            round = max(begun.round, offer.after)
-            adopted = begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
-            return self._adopt(unpacked(offer.raw), adopted)
-        raise PeerError(
-            f"worker {self.slot} is {begun.after} rounds along and found nobody to take a state from: {why}; join again"
-        )
+        raise PeerError(f"worker {self.slot} found nobody to take a state from: {why}; join again")
 
     def _host(self, sock: socket.socket) -> None:
         transport = self._transport
+        if transport.members.own.standing == Standing.GHOST:
+            return  # it has no state to give, and who asks may ask another
         self._ready.wait(self._seat.station.timeout_s)
         try:
             host(

@@ -15,8 +15,8 @@ from torch import Tensor
 from gossamer.errors import DataError
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
-from gossamer.record.outcomes import Begun
-from gossamer.record.packed import packed, unpacked
+from gossamer.record.outcomes import Begun, Followed
+from gossamer.record.packed import cold, packed, unpacked
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig
@@ -59,6 +59,8 @@ class Repeat:
                 life.lead(worker)
         self._kept: dict[tuple[int, int], bytes] = {}
         self._needed = script.taken_over()
+        self._warmed: dict[tuple[int, Begun], bytes] = {}
+        """The states with which ghosts began, by slot."""
         for worker in self.workers:
             self._keep(worker, 0)
 
@@ -109,42 +111,54 @@ class Repeat:
         life.lead(self.workers[slot])
 
     def _take_over(self, slot: int, begun: Begun) -> None:
+        if begun.followed:
+            self._replace(slot)  # its inner optimizer was cold
         worker, life, lives = self.workers[slot], self._lives[slot], self._script.lives[slot]
         life.number = next(k for k, one in enumerate(lives) if one.begun is begun)
         if life.number == 0 and (begun.after, begun.donor) == (0, slot):
             worker.replica.steps_taken = begun.steps
         else:
-            self._adopt(worker, begun)
+            for one in begun.followed:
+                raw = self._taken(slot, one, begun)
+                worker.rehearse(one.after, self._of(unpacked(raw), one))
+            raw = self._taken(slot, begun, begun)
+            worker.take_over(self._of(unpacked(raw), begun))
+            if begun.followed:
+                self._warmed[slot, begun] = _packed(worker.state())
         if begun.round:
             worker.loop.send_ahead(begun.round)
 
-    def _adopt(self, worker: Worker, begun: Begun) -> None:
-        slot = worker.index
-        found = self._states(begun.donor, begun.after, frozenset({(slot, begun)}))
+    def _taken(self, slot: int, one: Begun | Followed, begun: Begun) -> bytes:
+        """The state that the process which began so in a slot took over, at last or as a ghost."""
+        found = self._states(one.donor, one.after, frozenset({(slot, begun)}))
+        if begun.followed:
+            found = [cold(raw) for raw in found]
         if not found:
             raise _impossible(
-                f"worker {slot} begins at round {begun.round} with the state of worker {begun.donor} after {begun.after} rounds, "
+                f"worker {slot} begins at round {begun.round} with the state of worker {one.donor} after {one.after} rounds, "
                 "which that one never had"
             )
-        named = [raw for raw in found if begun.sha256 in ("", hashlib.sha256(raw).hexdigest())]
+        named = [raw for raw in found if one.sha256 in ("", hashlib.sha256(raw).hexdigest())]
         if not named and not self._closes and "streams" not in self._task.data.state():
             log.warning(
                 "worker %d began at round %d with a state of worker %d that hashes to %s, and here it is another: this is not "
                 "what was computed then to the last bit; use the same processor and version of torch",
-                slot, begun.round, begun.donor, begun.sha256[:12],
+                slot, begun.round, one.donor, one.sha256[:12],
             )  # fmt: skip
-        worker.restore(self._of(unpacked([*named, *found][0]), begun))
+        return [*named, *found][0]
 
     def _states(self, slot: int, after: int, asking: frozenset[tuple[int, Begun]]) -> list[bytes]:
         """The states that the worker in a slot has had after so many rounds: its own, and those that it took over."""
         found = [self._kept[slot, after]] if (slot, after) in self._kept else []
         for begun in [life.begun for life in self._script.lives.get(slot, ())]:
-            if begun.after == after and begun.donor != slot and (slot, begun) not in asking:
+            if begun.after == after and begun.followed:
+                found += [self._warmed[slot, begun]] if (slot, begun) in self._warmed else []
+            elif begun.after == after and begun.donor != slot and (slot, begun) not in asking:
                 theirs = self._states(begun.donor, after, asking | {(slot, begun)})
                 found += [_packed(self._of(unpacked(raw), begun)) for raw in theirs]
         return found
 
-    def _of(self, state: dict[str, Any], begun: Begun) -> dict[str, Any]:
+    def _of(self, state: dict[str, Any], begun: Begun | Followed) -> dict[str, Any]:
         """A state with the place in the data of the slot that takes it over; the data of all workers is one object here."""
         return {**state, "data": self._task.data.state(), "steps_taken": begun.steps, "under_way": []}
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -114,6 +114,8 @@ class Replica:
         self.local_steps = config.local_steps_of(index)
         """Inner steps of its next local phases."""
         self.steps_taken = 0
+        self.places: dict[int, int] | None = None
+        """The slots whose batches it trains on, ascending, each with its next inner step; None for its own alone."""
         self.round: int | None = None
         """Rounds of the run that are over, where `local_phase` shall take the learning rate from them: fast workers do not run
         out of their schedule. None takes this worker's own count of phases."""
@@ -144,11 +146,13 @@ class Replica:
         if self.staged is not None and start == 0:
             self.staged.begin()
         for h in range(start, stop):
-            value, count = self._backward(self.steps_taken)
+            value, count = self._backward(self.places or {self.index: self.steps_taken})
             must_be_finite(value, self, round)
             losses.append(value)
             tokens += count
             self.steps_taken += 1
+            if self.places is not None:
+                self.places = {slot: step + 1 for slot, step in self.places.items()}
             if self.gradient is None:
                 self._step(round, h)
             if pace_s := self.config.pace_s_of(self.index):
@@ -167,34 +171,35 @@ class Replica:
         if isinstance(self.optimizer, GPA) and self.gradient is None:
             self.optimizer.recompute()
 
-    def _backward(self, step: int) -> tuple[float, int]:
+    def _backward(self, places: Mapping[int, int]) -> tuple[float, int]:
+        """The mean loss over these slots, at these inner steps, and its tokens; leaves the mean gradient."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=self.gradient is None)
-        total = 0.0
+        total, bf16 = 0.0, self.config.inner.autocast == "bf16"
         accumulate = self.config.data.accumulate
-        for micro in range(accumulate):
-            number = step * accumulate + micro
-            batch = moved(self.task.data.batch(self.index, number), self.device)
-            bf16 = self.config.inner.autocast == "bf16"
-            with self._drawing(number), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                value = self._loss(batch, number)
-            (value / accumulate if accumulate > 1 else value).backward()
-            total += value.item()
-        return total / accumulate, self.config.step_tokens
+        passes = accumulate * len(places)
+        for slot, step in places.items():
+            for number in range(step * accumulate, (step + 1) * accumulate):
+                batch = moved(self.task.data.batch(slot, number), self.device)
+                with self._drawing(slot, number), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+                    value = self._loss(batch, number)
+                (value / passes if passes > 1 else value).backward()
+                total += value.item()
+        return total / passes, len(places) * self.config.step_tokens
 
     def _loss(self, batch: Any, number: int) -> Tensor:
         if self.staged is None:
             return self.task.loss(self.model, batch)
         return self.staged.loss(batch, cast(Corpus, self.task.data).samples(self.index, number))
 
-    def _drawing(self, batch: int) -> contextlib.AbstractContextManager[None]:
-        """The random numbers of a forward pass, each worker's and each batch's own; backward draws none.
+    def _drawing(self, slot: int, batch: int) -> contextlib.AbstractContextManager[None]:
+        """The random numbers of a forward pass, each slot's and each batch's own; backward draws none.
 
         A model that draws none is spared the lock, under which the replicas of one process would wait for each other.
         """
         if not self.task.draws:
             return contextlib.nullcontext()
-        return rng.drawing(self.device, self.config.seed, self.index, batch, "model")
+        return rng.drawing(self.device, self.config.seed, slot, batch, "model")
 
     def _step(self, round: int, h: int) -> None:
         # Workers with fewer local steps walk the schedule faster, so that all are at the same point of it after a round.
@@ -221,7 +226,8 @@ class Replica:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores a saved state. Raises CheckpointError when it does not fit."""
         try:
-            self.optimizer.load_state_dict(state["inner"])
+            if state["inner"] is not None:  # a ghost keeps its own
+                self.optimizer.load_state_dict(state["inner"])
             if self.moments:
                 share_moments(self.optimizer, self.model, self.layout, self.moments)
             self.task.data.restore(state["data"])

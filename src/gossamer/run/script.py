@@ -64,12 +64,13 @@ class Script(NamedTuple):
 
     def taken_over(self, first: int = 0) -> set[tuple[int, int]]:
         """The states, by slot and rounds behind it, that those take over who begin in round `first` or later."""
-        return {
-            (life.begun.donor, life.begun.after)
+        begun = [
+            life.begun
             for slot, lives in self.lives.items()
             for k, life in enumerate(lives)
             if life.begun.round >= first and (k, life.begun.after, life.begun.donor) != (0, 0, slot)
-        }
+        ]
+        return {(one.donor, one.after) for some in begun for one in (some, *some.followed)}
 
     def life_at(self, slot: int, round: int) -> int:
         """Which of the lives in a slot had begun before a round."""

@@ -174,6 +174,7 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
         averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, reduction=run.reduction,
         eval_js=run.eval_js, elastic=run.elastic, stages=config.pipeline.stages, batched=run.batched,
         holders=holders.parts if holders is not None else (),
+        constant_batch=config.data.constant_batch, ghost_rounds=run.ghost_rounds,
         fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,
         absences=len(events.absences), clock=events.network, networks=config.network,
     )  # fmt: skip

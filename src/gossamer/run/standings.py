@@ -43,11 +43,13 @@ def changes(
             yield f"worker {slot} is replaced: another process has taken its slot"
         if now.standing == Standing.JOINING:
             yield f"worker {slot} joins, and fetches its state"
+        elif now.standing == Standing.GHOST:
+            yield f"worker {slot} warms its inner optimizer as a ghost, of whom nobody hears yet"
         elif now.standing == Standing.SUSPECT:
             yield f"worker {slot} is suspected: {why(slot)}"
         elif now.standing == Standing.LEFT:
             yield f"worker {slot} has {'finished' if now.round + 1 >= rounds else 'left'}"
-        elif other or (was is not None and was.standing == Standing.JOINING):
+        elif other or (was is not None and was.standing < Standing.ALIVE):
             yield f"worker {slot} has joined, and takes part from round {now.since + 1} on"
         else:
             yield f"worker {slot} is back, and takes part from round {now.since + 1} on"

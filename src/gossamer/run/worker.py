@@ -14,6 +14,7 @@ from gossamer.record.trace import Operation
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Stop
+from gossamer.rounds.sharing import first_sharing
 from gossamer.run.config import digest
 from gossamer.run.replica import LocalPhase, Replica, joined
 from gossamer.transport import Reduce, Transport
@@ -72,6 +73,8 @@ class Worker:
         self.loop = OuterLoop(
             m, transport, parts, local_steps=replica.local_steps, full_steps=full_steps, seed=self.config.seed, reduce=reduce
         )  # fmt: skip
+        if self.config.data.constant_batch:
+            self.loop.sharing = first_sharing(self.config.workers)
         self.pacer: Pacer | None = None
         """Decides on the local steps of the next round, where they adapt."""
         if self.config.run.adapt:
@@ -89,6 +92,8 @@ class Worker:
             self.set_local_steps(self.loop.adapted(self.config.local_steps_of(self.index)))
         start = 0
         self.loop.enter(round)
+        if self.loop.sharing is not None:
+            self.replica.places = self.loop.sharing.places(self.index)
         for stop in self.loop.stops(round):
             end = stop.after(self.replica.local_steps, self.config.full_steps)
             yield Segment(round, stop, start, end)
@@ -98,6 +103,15 @@ class Worker:
         """Announces what the stop of a segment will exchange, and takes the inner steps up to it."""
         self.loop.announce(segment.round, segment.stop)
         return self.replica.train(segment.round, segment.first, segment.last, after_step)
+
+    def rehearse(self, round: int, state: Mapping[str, Any]) -> None:
+        """A local phase from another worker's state, of which this one keeps nothing but its inner optimizer.
+
+        It trains on the batches of its own slot. Raises: as `take_over` and `Replica.train`.
+        """
+        self.take_over({**state, "inner": None})
+        self.replica.steps_taken, self.replica.places = int(state["steps_taken"]), None
+        self.replica.train(round, 0, self.replica.local_steps)
 
     def send(self, segment: Segment) -> list[Operation]:
         """Sends what is due at the stop of a segment."""
@@ -125,6 +139,12 @@ class Worker:
         """Waits for what is due at the stop of a segment, and makes its outer updates."""
         self.loop.receive(segment.round, segment.stop)
         self.replica.recompute()
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Where slots are shared, the inner steps behind this worker's slot are those in the mean, whoever has taken them."""
+        if self.loop.sharing is not None:
+            self.replica.steps_taken = self.loop.sharing.steps[self.index]
 
     def receive_rest(self) -> None:
         """After the last round, finishes the exchanges that are under way."""
@@ -150,12 +170,14 @@ class Worker:
 
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position."""
+        sharing = self.loop.sharing
         return {
             "x": self.replica.evaluated,
             "outer": leaves(self.loop.state),
             "under_way": self.loop.state_under_way(),
             "steps_taken": self.replica.steps_taken,
             "pace": None if self.pacer is None else self.pacer.state(),
+            **({} if sharing is None else {"sharing": sharing.state()}),
             **self.replica.state(),
         }
 
@@ -172,9 +194,17 @@ class Worker:
                 self.set_local_steps(self.pacer.steps)
             self.replica.restore(state)
             self.loop.restore_under_way(state["under_way"])
+            if self.loop.sharing is not None:
+                self.loop.sharing = self.loop.sharing.restored(state["sharing"])
+                self._count_steps()
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"the checkpoint of worker {self.index} does not fit rule '{self.config.rule.name}' and this model "
                 f"({error}); "
                 f"resume with the run file it was written by (digest {digest(self.config)})"
             ) from None
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Goes on with the state of another worker, but for what that one alone has to send. Raises: as `restore`."""
+        self.restore(state)
+        self.loop.forget_unsent()

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from gossamer.codecs import exact
 from gossamer.rounds.exchange import Exchange, Part, Setup, begin
+from gossamer.rounds.sharing import first_sharing
 from gossamer.testing.participant import LAYOUT, LOCAL_STEPS, NUMEL, KeptState, Participant
 from gossamer.transport import IncompleteError, Ticket
 from gossamer.transport.closing import Closing, Named
 from gossamer.transport.elastic_core import Outgoing
 from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.members import Members, Standing
+from gossamer.transport.members import Members
 from gossamer.tree import leaves, map_leaves, refill
 
 __all__ = ["Averager"]
@@ -36,6 +37,7 @@ class Averager(Participant):
         """See `Gossiper.take_place`; its rounds are closed by a leader."""
         plan = self.plan
         self.closing = Closing(members, limit_s=plan.limit_s, beat_s=plan.beat_s)
+        self.sharing = first_sharing(plan.slots) if plan.constant_batch else None
         super().take_place(members, x, after)
         self.core.limit_bytes = 1 << 10
 
@@ -56,6 +58,9 @@ class Averager(Participant):
     def _enter(self, round: int) -> None:
         if self._must_end(round):
             return
+        if self.sharing is not None:
+            self.sharing = self.sharing.begun()
+            self._places = self.sharing.places(self.slot)
         self.core.steps = self.steps + LOCAL_STEPS
         self.core.enter(round, self.members.alive(round) | {self.slot}, range(self.plan.slots))
         self.closing.enter(round)
@@ -86,21 +91,20 @@ class Averager(Participant):
             self._update()
         elif self.members.replaced:
             self._must_end(closing.round)
-        elif closing.left_out or self._is_alone():
+        elif closing.left_out or self.members.alone:
             self._waits = False
             self._fetch(closing.round, closing.source)
         elif closing.named is not None and closing.named.attempt != self._tried:
             self._try(closing.named)
-
-    def _is_alone(self) -> bool:
-        others = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT, Standing.JOINING)
-        return not others
 
     def _try(self, named: Named) -> None:
         """Takes part in an attempt."""
         core, plan, round = self.core, self.plan, self.core.round
         self._tried, self._workers, self._posted_s = named.attempt, sorted(named.workers), self.network.now
         core.plan(named.workers, self.closing.line)
+        self._mixing = plan.topology.mixing(round, named.workers)
+        if self.sharing is not None:
+            self._mixing = self.sharing.weighed(self._mixing, named.workers)
         if plan.rule is None:
             ticket = Ticket(round, 0, 2 * named.attempt)
             others = [peer for peer in self._workers if peer != self.slot]
@@ -115,8 +119,7 @@ class Averager(Participant):
             setup = Setup(
                 plan.rule, exact(), self, Part(self.x, self.s, LAYOUT), self.network.seed, attempt=named.attempt
             )
-            mixing = plan.topology.mixing(round, named.workers)
-            self._exchange = begin(setup, mixing, self._context(round, mixing))
+            self._exchange = begin(setup, self._mixing, self._context(round, self._mixing))
             self._exchange.post()
             self._waits_for = self._exchange.waits_for
         self.network.after(plan.limit_s, self._tick, self)
@@ -154,21 +157,22 @@ class Averager(Participant):
         closing.advance()
         self.core.count_steps()
         if self._exchange is None:
-            self.x = [sum(self._told[peer][i] for peer in self._workers) / len(self._workers) for i in range(NUMEL)]
+            row = self._mixing.rows[self.slot]
+            self.x = [sum(w * self._told[peer][i] for peer, w in row) for i in range(NUMEL)]
         else:
             self._exchange.finish()
         assert all(map(math.isfinite, map(float, self.x))), f"{self} has numbers that are not finite"
         self._waits = False
-        self.steps, self.finished = self.steps + LOCAL_STEPS, round + 1
-        self.rounds, self.made = self.rounds + 1, self.made + 1
-        for peer in self._workers:
-            if peer != self.slot:
-                steps, sender = next(
-                    (letter.steps, uid)
-                    for letter, uid in reversed(self._origins)
-                    if (letter.ticket, letter.sender) == (Ticket(round, 0, 2 * named.attempt), peer)
-                )
-                self.network.ledger.counted(sender, steps - LOCAL_STEPS, steps, self.uid)
+        self.rounds, self.made, self.finished = self.rounds + 1, self.made + 1, round + 1
+        if self.sharing is None:
+            self.steps += LOCAL_STEPS
+            self._count(Ticket(round, 0, 2 * named.attempt))
+        else:
+            before, self.sharing = self.sharing, self.sharing.closed(named.workers, LOCAL_STEPS)
+            self.steps = self.sharing.steps[self.slot]
+            self.network.ledger.shared(
+                self.uid, line, (closing.line, named.workers), before, self.sharing, self._places
+            )
         self.network.ledger.closed(self.uid, round, line, closing.line, named, tuple(map(float, self.x)))
         self._keep(self.finished)
         if self.disk_fails:
@@ -176,13 +180,26 @@ class Averager(Participant):
         else:
             self._enter(closing.round)
 
+    def _count(self, ticket: Ticket) -> None:
+        """Enters whose steps the mean of a round contains."""
+        for peer in self._workers:
+            if peer != self.slot:
+                steps, sender = next(
+                    (letter.steps, uid)
+                    for letter, uid in reversed(self._origins)
+                    if (letter.ticket, letter.sender) == (ticket, peer)
+                )
+                self.network.ledger.counted(sender, steps - LOCAL_STEPS, steps, self.uid)
+
     def _collect(self, ticket: Ticket) -> dict[int, Tensor]:
         return self.core.collect(ticket)[0]
 
     def _keep(self, after: int) -> None:
-        self.kept = KeptState(after, tuple(map(float, self.x)), map_leaves(Tensor.clone, self.s), self.closing.line)
+        x, s = tuple(map(float, self.x)), map_leaves(Tensor.clone, self.s)
+        self.kept = KeptState(after, x, s, self.closing.line, self.sharing)
 
     def _round_after(self, kept: KeptState, round: int) -> int:
         self.s = refill(kept.s, map(Tensor.clone, leaves(kept.s)))
         self.closing.enter(kept.after, kept.line)
+        self.sharing = kept.sharing
         return kept.after

@@ -2,8 +2,9 @@
 
 What runs is what real processes run: an `ElasticCore` and `Members` per process, and the exchanges of `gossamer.rounds.exchange`.
 What is simulated is the world: connections that break (letters in flight are lost, both ends notice it or only one), delays,
-letters that come twice, partitions that heal, processes that crash, that stop and continue, that join in a free slot, and disks
-that refuse a checkpoint. After some time the faults stop, and the run must become whole again by itself.
+letters that come twice, partitions that heal, processes that crash, that stop and continue, that join in a free slot at once or
+as ghosts first, and disks that refuse a checkpoint. After some time the faults stop, and the run must become whole again by
+itself.
 """
 
 import heapq
@@ -68,6 +69,7 @@ def check_faults(
     letter: what is kept of payloads that came early is bounded. For each slot: no step whose result another worker holds is
     trained again, unless the process lives, or nobody who can be asked holds it. Of a mean over everyone: each round is closed
     over more than half of the slots, all that close it have the same parameters, bit for bit, and rounds have one history.
+    With every other such seed the workers share all slots: each step of a slot is part of one mean, and none is left out.
     After the faults: all that live know each other, everybody exchanges again, and the run ends.
 
     Args:
@@ -100,7 +102,14 @@ class FaultyNetwork:
         topology = make_topology("complete" if self.everyone else name, slots, seed)
         deadline_s = draw.choice([None, None, 5.0])
         self.plan = Arrangement(
-            slots, topology, rule, timeout_s=8.0, deadline_s=deadline_s, rejoin_rounds=draw.randint(1, 6)
+            slots,
+            topology,
+            rule,
+            timeout_s=8.0,
+            deadline_s=deadline_s,
+            rejoin_rounds=draw.randint(1, 6),
+            constant_batch=self.everyone and seed // 4 % 2 == 0,
+            ghost_rounds=2 if seed % 3 == 0 else 0,
         )
         self.now, self.letters, self.last_round = 0.0, 0, math.inf
         self.faults: list[str] = []

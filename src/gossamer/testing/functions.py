@@ -78,6 +78,11 @@ def trees_keep_their_form_and_dtype(rule: Rule, graphs: Sequence[Topology]) -> N
         r = some_round(rule, graphs[0], dtype)
         given, message, (y, new) = _form(r.s), _form(r.send()), r.recv()
         trees = {"init()": r.s, "send()": r.send(), "recv()": new}
+        if rule.unsent is not None:
+            unsent = rule.unsent(r.s)
+            assert unsent.shape == r.x.shape and any(unsent is leaf for leaf in leaves(r.s)) and not unsent.any(), (
+                "unsent() returned what init() did not make as zeros like x; return the tensor of the state that holds the error"
+            )
         trees |= {} if rule.reset is None else {"reset()": rule.reset(y, new)}
         for name, tree in trees.items():
             for leaf in leaves(tree):

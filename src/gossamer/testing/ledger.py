@@ -1,8 +1,9 @@
 """What all processes of a run over faults have counted, side by side: what no single process can know."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from gossamer.rounds.sharing import Sharing, shares
 from gossamer.transport import Ticket
 from gossamer.transport.closing import Named
 from gossamer.transport.elastic_core import Outcome
@@ -28,6 +29,8 @@ class Ledger:
         """Over whom an attempt of a round was closed, with which history and parameters."""
         self._lines: dict[int, int] = {}
         """The history before each round that was closed."""
+        self._shared: dict[int, tuple[frozenset[int], tuple[int, ...]]] = {}
+        """By history: how the slots are shared after it, and the steps of each that it contains."""
         self._accounts: dict[tuple[Ticket, int, int], _Account] = {}
         """By ticket, process, and the slot of the peer."""
         self._slots: dict[int, int] = {}
@@ -86,6 +89,27 @@ class Ledger:
         known = self._closed.setdefault((round, named.attempt), (workers, then, x))
         assert known == (workers, then, x), f"{where} has ended with other parameters or workers: {x} and {known}"
         self.closings += 1
+
+    def shared(
+        self, uid: int, line: int, closed: tuple[int, frozenset[int]], before: Sharing, after: Sharing,
+        places: Mapping[int, int],
+    ) -> None:  # fmt: skip
+        """A process has made the update of a round in which it trained from these steps of some slots.
+
+        Args: `line` is the history before the round, `closed` the one after it and over whom the round was closed; `before` and
+            `after` how the process believes the slots to be shared then.
+        """
+        (then, workers), slot = closed, self._slots[uid]
+        where = f"process {uid}, which closes the round after history {line} over {sorted(workers)},"
+        owners = {s: worker for worker, own in enumerate(shares(self._slot_count, before.present)) for s in own}
+        assert sorted(owners) == [*range(self._slot_count)], f"{where} leaves slots to nobody: {owners}"
+        trained = {s: first for s, first in places.items() if owners[s] == slot}
+        assert trained == {s: before.before[s] for s in owners if owners[s] == slot}, f"{where} has trained {places}"
+        counts = {s for s in owners if after.steps[s] > before.before[s]}
+        assert counts == {s for s in owners if owners[s] in workers}, f"{where} counts the steps of slots {counts}"
+        for history, one in ((line, (before.present, before.before)), (then, (after.last, after.steps))):
+            known = self._shared.setdefault(history, one)
+            assert known == one, f"{where} shares the slots as {one}, and others as {known}"
 
     @property
     def rounds_closed(self) -> int:

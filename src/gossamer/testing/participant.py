@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gossamer.layout import Layout, Leaf
 from gossamer.rounds.exchange import initial_state
+from gossamer.rounds.sharing import Sharing
 from gossamer.rules import Context, Rule
 from gossamer.testing.connections import End, FaultyConnection
 from gossamer.topologies import Topology
@@ -45,6 +46,10 @@ class Arrangement(NamedTuple):
     timeout_s: float
     deadline_s: float | None
     rejoin_rounds: int
+    constant_batch: bool = False
+    """Whether the workers of a mean over everyone share the slots of those that are dead."""
+    ghost_rounds: int = 0
+    """Local phases that a newcomer trains before anybody exchanges with it."""
 
     @property
     def beat_s(self) -> float:
@@ -66,6 +71,8 @@ class KeptState(NamedTuple):
     s: Tree = ()
     line: int = 0
     """The hash of the rounds that were closed, see `gossamer.transport.closing`."""
+    sharing: Sharing | None = None
+    """How slots are shared after these rounds."""
 
 
 class Participant(ABC):
@@ -161,11 +168,24 @@ class Participant(ABC):
         """Waits until somebody has said which round the others are in."""
         core, waited_s = self.core, self.network.now - since_s
         if core.was_heard and (core.all_heard or waited_s >= 4 * self.plan.beat_s):
-            self._fetch(self.members.newest_round + 1)
+            self._follow(self.plan.ghost_rounds)
         elif waited_s >= self.plan.timeout_s:
             self._fail("is answered by nobody")
         else:
             self.network.after(0.1, lambda: self._look(since_s), self)
+
+    def _follow(self, phases: int) -> None:
+        """Trains so many local phases as a ghost, each with a state that it takes, and takes part then."""
+        network = self.network
+        if not phases or self.members.replaced:
+            self._fetch(self.members.newest_round + 1)
+            return
+        if self.members.own.standing != Standing.GHOST:
+            self.members.declare(Standing.GHOST)
+            self.core.spread()
+            self.flush()
+        took_s = 3 * network.latency_s() + network.phase_s(self.slot)
+        network.after(took_s, lambda: self._follow(phases - 1), self)
 
     # The transport, as in `gossamer.transport.elastic`
 

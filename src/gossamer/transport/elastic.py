@@ -149,8 +149,7 @@ class ElasticTransport:
 
     def _alone(self) -> bool:
         """Whether there is nobody left to close a round with, nor anybody who may come back."""
-        others = self.members.of_standing(Standing.ALIVE, Standing.SUSPECT, Standing.JOINING)
-        return not others and self.members.slots > 1
+        return self.members.alone and self.members.slots > 1
 
     def _until(self, done: Callable[[], bool]) -> None:
         closing, start_s = self._closes(), time.perf_counter()

@@ -24,10 +24,12 @@ class Standing(IntEnum):
 
     JOINING = 0
     """It has been given the slot and fetches its state."""
-    ALIVE = 1
-    SUSPECT = 2
+    GHOST = 1
+    """It trains to warm its inner optimizer, and nobody exchanges with it yet."""
+    ALIVE = 2
+    SUSPECT = 3
     """Its connection was lost, or it has been silent. If it lives, it says so under its next incarnation."""
-    LEFT = 3
+    LEFT = 4
     """It has ended on purpose."""
 
 
@@ -111,6 +113,11 @@ class Members:
             entry for slot, entry in sorted(self.entries.items()) if slot != self.me and entry.standing in standings
         ]
 
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else lives, as far as is known, nor may come back."""
+        return not self.of_standing(Standing.JOINING, Standing.GHOST, Standing.ALIVE, Standing.SUSPECT)
+
     def merge(self, theirs: Iterable[SlotEntry]) -> list[tuple[SlotEntry | None, SlotEntry]]:
         """Takes over news; returns what changed of others, before and after, but for rounds and steps.
 
@@ -135,7 +142,7 @@ class Members:
     def suspect(self, slot: int) -> bool:
         """Notes that a worker cannot be reached; returns whether that is news."""
         entry = self.entries.get(slot)
-        if entry is None or entry.standing not in (Standing.ALIVE, Standing.JOINING):
+        if entry is None or entry.standing > Standing.ALIVE:
             return False
         self.entries[slot] = entry._replace(standing=Standing.SUSPECT)
         self.version += 1
@@ -173,7 +180,7 @@ class Members:
 
     def _is_free(self, slot: int) -> bool:
         entry = self.entries.get(slot)
-        return entry is None or entry.standing != Standing.ALIVE
+        return entry is None or entry.standing not in (Standing.ALIVE, Standing.GHOST)
 
     def _is_promised(self, slot: int) -> bool:
         """Whether somebody has been given the slot, who may still come."""
@@ -186,7 +193,7 @@ class Members:
             self.entries[self.me] = own._replace(steps=max(own.steps, entry.steps))
         elif entry.nonce != own.nonce:
             self.replaced = True
-        elif own.standing in (Standing.ALIVE, Standing.JOINING):
+        elif own.standing <= Standing.ALIVE:
             alive = own.standing == Standing.ALIVE
             since = max(own.round, self.newest_round) + 1 if alive else own.since
             self.entries[self.me] = own._replace(incarnation=entry.incarnation + 1, since=since)

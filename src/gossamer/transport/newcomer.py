@@ -5,8 +5,8 @@
     newcomer -> worker   ASK    whether it wants the state now, or the slot alone
     worker -> newcomer   CHUNK  the state, in parts that each have a checksum
 
-The state is that of the worker at the end of its last round. A copy of it is kept, so that giving it away never stops the
-training; it is packed and hashed only when somebody asks.
+The state is that of the worker at the end of its last round, with its inner optimizer or without. A copy of it is kept, so that
+giving it away never stops the training; it is packed and hashed only when somebody asks.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
+from gossamer.record.packed import cold
 from gossamer.transport.handshake import dial
 from gossamer.transport.letter import NEWS_BYTES, Letter, LetterKind, body_of
 from gossamer.transport.link import receive_letter, send_letter
@@ -44,14 +45,25 @@ class Handover:
         self.after, self._pack = after, pack
 
     @cached_property
-    def raw(self) -> bytes:
+    def whole(self) -> "_Packed":
         """The state as bytes."""
-        return self._pack()
+        return _hashed(self._pack())
 
     @cached_property
-    def sha256(self) -> str:
-        """The hash of the bytes."""
-        return hashlib.sha256(self.raw).hexdigest()
+    def cold(self) -> "_Packed":
+        """The same without the inner optimizer."""
+        return _hashed(cold(self.whole.raw))
+
+
+class _Packed(NamedTuple):
+    """A state as bytes, and their hash."""
+
+    raw: bytes
+    sha256: str
+
+
+def _hashed(raw: bytes) -> _Packed:
+    return _Packed(raw, hashlib.sha256(raw).hexdigest())
 
 
 class Applicant(NamedTuple):
@@ -62,6 +74,8 @@ class Applicant(NamedTuple):
     """Where it listens."""
     slot: int | None = None
     """The slot that it has already."""
+    inner: bool = True
+    """Whether it wants the state of the inner optimizer too."""
 
 
 class Offer(NamedTuple):
@@ -90,17 +104,18 @@ def host(
         )
     own = give_slot(place) if place.slot is None else entries().get(place.slot)
     kept = boundary()
+    state = kept.whole if place.inner else kept.cold
     known = entries()
     offer = {
-        "slot": None if own is None else own.slot, "donor": me, "after": kept.after, "bytes": len(kept.raw),
-        "sha256": kept.sha256, "entries": news(known).decode(),
+        "slot": None if own is None else own.slot, "donor": me, "after": kept.after, "bytes": len(state.raw),
+        "sha256": state.sha256, "entries": news(known).decode(),
     }  # fmt: skip
     send_letter(sock, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
     wants = receive_letter(sock, run, _small)
     if own is None or wants.body.numpy().tobytes() != b"yes":
         return
-    for start in range(0, len(kept.raw), CHUNK_BYTES):
-        part = kept.raw[start : start + CHUNK_BYTES]
+    for start in range(0, len(state.raw), CHUNK_BYTES):
+        part = state.raw[start : start + CHUNK_BYTES]
         send_letter(sock, Letter(LetterKind.CHUNK, me, steps=start, body=body_of(part)), run)
 
 
@@ -114,8 +129,8 @@ def ask(
     Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
     """
     with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s) as sock:
-        request = {"nonce": place.nonce, "address": place.address, "slot": place.slot}
-        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body_of(json.dumps(request).encode())), run)
+        body = body_of(json.dumps(place._asdict()).encode())
+        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
         offer, size = _offer(receive_letter(sock, run, _small), slots, address)
         send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if state else b"no")), run)
         if not state:
@@ -146,10 +161,12 @@ def _json(letter: Letter) -> object:
 
 def _place(letter: Letter) -> Applicant | None:
     match _json(letter):
-        case {"nonce": int(nonce), "address": str(address), "slot": None | int() as slot} if 0 <= nonce < _LIMIT:
+        case {
+            "nonce": int(nonce), "address": str(address), "slot": None | int() as slot, "inner": bool(inner),
+        } if 0 <= nonce < _LIMIT:  # fmt: skip
             entry = SlotEntry(0, 0, nonce, Standing.JOINING, 0, address)
             sound = letter.kind == LetterKind.ASK and read_news(news({0: entry}), slots=1) is not None
-            return Applicant(nonce, address, slot) if sound else None
+            return Applicant(nonce, address, slot, inner) if sound else None
     return None
 
 

@@ -1,0 +1,70 @@
+"""Workers that take over another's state: what is theirs of it, and what is not."""
+
+import pytest
+import torch
+
+from gossamer.record import checkpoint
+from gossamer.record.outcomes import Begun, OutcomeWriter, RoundOutcome
+from gossamer.run.config import digest, dump
+from gossamer.run.replay import replay_elastic
+from gossamer.run.replica import Replica
+from gossamer.run.settle import in_rounds
+from gossamer.run.synchronous import train_together
+from gossamer.run.task import task_of
+from gossamer.run.worker import Worker
+from gossamer.transport.memory import MemoryNetwork
+from gossamer.tree import leaves
+from tiny import tiny
+
+FEEDBACK = [
+    {"rule__name": "sparseloco", "codec__name": "topk2bit"},
+    {"rule__name": "sparseloco", "codec__name": "topk2bit", "run__weigh_steps": True, "run__local_steps": [2, 1, 2]},
+    {"rule__name": "dilocox", "rule__form": "blocking", "rule__rank": 2, "codec__name": "int4"},
+]
+IDS = ["sparseloco", "weighted", "dilocox"]
+NOBODY = frozenset[int]()
+
+
+def run_of(**settings):
+    return tiny(topology__name="complete", run__elastic=True, run__eval_every=0, **settings)
+
+
+@pytest.mark.parametrize("settings", FEEDBACK, ids=IDS)
+def test_the_error_that_a_worker_has_not_sent_is_not_sent_by_who_takes_over_its_state(settings):
+    config = run_of(**settings)
+    task, (method, _, _), network = task_of(config), in_rounds(config), MemoryNetwork(3)
+    crew = [Worker(Replica(i, config, task, torch.device("cpu")), method, network.transport(i)) for i in range(3)]
+    train_together(crew, 0, lambda act, some: [act(one) for one in some])
+    state = crew[0].state()
+    (donor,), unsent = crew[0].loop.fragments, method.rule.unsent
+    before = [leaf.clone() for leaf in leaves(donor.part.s)]
+    assert unsent(donor.part.s).any()
+    crew[1].take_over(state)
+    (own,) = crew[1].loop.fragments
+    assert not unsent(own.part.s).any() and torch.equal(own.part.x, donor.part.x)
+    kept = [leaf is not unsent(own.part.s) for leaf in leaves(own.part.s)]
+    assert kept.count(False) == 1
+    pairs = zip(leaves(own.part.s), before, kept, strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs, same in pairs if same)
+    crew[2].restore(state)
+    assert torch.equal(unsent(crew[2].loop.fragments[0].part.s), unsent(donor.part.s)), "as after its own checkpoint"
+
+
+@pytest.mark.parametrize("settings", [FEEDBACK[0], FEEDBACK[2]], ids=["sparseloco", "dilocox"])
+def test_with_error_feedback_workers_stay_equal_when_one_dies_and_another_joins(settings, tmp_path):
+    config = run_of(**settings)
+    lives = {slot: [(Begun(0, 0, slot, 0, 0), 0, 6)] for slot in range(2)}
+    lives[2] = [(Begun(0, 0, 2, 0, 0), 0, 2), (Begun(4, 4, 0, 4, 1), 4, 6)]
+    for slot, some in lives.items():
+        with OutcomeWriter(tmp_path / "real", slot) as log:
+            for begun, first, end in some:
+                log.begin(begun)
+                for k, r in enumerate(range(first, end)):
+                    alive = frozenset({0, 1}) if r in (2, 3) else None
+                    log.round(RoundOutcome(r, alive, NOBODY, NOBODY, begun.steps + 2 * (k + 1)))
+    (tmp_path / "real" / "run.toml").write_text(dump(config))
+    result = replay_elastic(config, tmp_path / "again", tmp_path / "real")
+    assert result.loss < 6.0
+    store = tmp_path / "again" / "checkpoints"
+    saved = [checkpoint.load(store, 6, worker, digest(config))["x"] for worker in range(3)]
+    assert torch.equal(saved[0], saved[1]) and torch.equal(saved[0], saved[2])
