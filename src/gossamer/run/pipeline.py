@@ -120,6 +120,11 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, wor
             f"{said} and data.accumulate is {data.accumulate}: with fewer micro-batches than stages some stage is always idle; "
             f"set data.accumulate to {stages} or more"
         )
+    _must_cross(pipeline, model, data, cuts)
+
+
+def _must_cross(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, cuts: Sequence[int]) -> None:
+    """Raises ConfigError unless the codecs can carry what crosses these cuts."""
     for direction in DIRECTIONS:
         boundary = boundary_of(getattr(pipeline, direction))
         if boundary.linear:
