@@ -70,7 +70,7 @@ _KINDS = {
 
 def _experts(experts: "HeldExperts") -> str:
     return (
-        f"each worker holds {experts.held} of {experts.count}; experts are {experts.share:.1%} of the parameters; its copy is "
+        f"each worker holds {experts.held} of {experts.total}; experts are {experts.share:.1%} of the parameters; its copy is "
         f"{experts.payload_ratio:.2f} times smaller than the model, and means send {experts.sent_ratio:.2f} times less"
     )
 

@@ -56,7 +56,7 @@ class Copies(NamedTuple):
 class HeldExperts(NamedTuple):
     """Of a mixture of experts that lie on some workers each."""
 
-    count: int
+    total: int
     """Experts of a layer."""
     held: int
     """Those that a worker holds."""
@@ -160,10 +160,10 @@ def _experts(config: RunConfig, layout: Layout) -> HeldExperts | None:
     held = holding_of(config, layout)
     if held is None:
         return None
-    shared, count = held.spans[0][1], len(held.holders.part_of)
+    shared, total = held.spans[0][1], len(held.holders.part_of)
     everywhere = 2 * (1 - 1 / config.workers) * layout.numel
     return HeldExperts(
-        count, len(held.holders.resident(0)), 1 - shared / layout.numel, held.smaller, everywhere / held.ring_numbers(0)
+        total, len(held.holders.resident(0)), 1 - shared / layout.numel, held.smaller, everywhere / held.ring_numbers(0)
     )
 
 
