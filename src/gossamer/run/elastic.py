@@ -19,7 +19,7 @@ from gossamer.errors import CheckpointError, GossamerError, PeerError, first_lin
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
-from gossamer.record.packed import frozen, unpacked
+from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.record.progress import say
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, dump
@@ -106,7 +106,7 @@ class _Participant:
         device = device_of(config.run.device)
         self._replica = Replica(self.slot, config, task, device)
         self._probe = Probe(config, task, device)
-        self._kept, self._ready = Handover(0, bytes), threading.Event()
+        self._kept, self._ready = Handover(0, bytes, cold), threading.Event()
         self._closes = m.rule.needs == "everyone"
         # A message has at most four tensors of the size of x; what is larger is no payload.
         limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None
@@ -368,7 +368,7 @@ class _Participant:
     def _keep(self, after: int) -> None:
         """Keeps the present state for newcomers. Cost: one copy of the model, its outer and its inner state."""
         state = {**self._worker.state(), "under_way": [], "line": self._transport.line}
-        self._kept = Handover(after, frozen(state))
+        self._kept = Handover(after, frozen(state), cold)
 
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""

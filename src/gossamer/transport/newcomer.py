@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
-from gossamer.record.packed import cold
 from gossamer.transport.handshake import dial
 from gossamer.transport.letter import NEWS_BYTES, Letter, LetterKind, body_of
 from gossamer.transport.link import receive_letter, send_letter
@@ -39,10 +38,11 @@ class Handover:
     Args:
         after: rounds of the run that it has behind it.
         pack: gives the state as bytes; called once, when the first newcomer asks.
+        cool: gives these bytes without the inner optimizer, for ghosts.
     """
 
-    def __init__(self, after: int, pack: Callable[[], bytes]) -> None:
-        self.after, self._pack = after, pack
+    def __init__(self, after: int, pack: Callable[[], bytes], cool: Callable[[bytes], bytes]) -> None:
+        self.after, self._pack, self._cool = after, pack, cool
 
     @cached_property
     def whole(self) -> "_Packed":
@@ -52,7 +52,7 @@ class Handover:
     @cached_property
     def cold(self) -> "_Packed":
         """The same without the inner optimizer."""
-        return _hashed(cold(self.whole.raw))
+        return _hashed(self._cool(self.whole.raw))
 
 
 class _Packed(NamedTuple):
