@@ -15,7 +15,7 @@ import torch
 from gossamer.errors import GossamerError
 from gossamer.record.addresses import read_addresses
 from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
-from gossamer.record.packed import packed, unpacked
+from gossamer.record.packed import cold, packed, unpacked
 from gossamer.transport import Ticket, newcomer
 from gossamer.transport import letter as letters
 from gossamer.transport.elastic_core import ElasticCore
@@ -160,7 +160,7 @@ def test_ten_thousand_requests_and_offers_of_newcomers_are_answered_or_refused(m
     entry = SlotEntry(2, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
     place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "inner": True}
     offer = {"slot": 2, "donor": 0, "after": 3, "bytes": 24, "sha256": "a" * 64, "entries": NEWS.decode()}
-    state = newcomer.Handover(3, lambda: bytes(24))
+    state = newcomer.Handover(3, lambda: bytes(24), cold)
     sent: list[Letter] = []
     monkeypatch.setattr(newcomer, "send_letter", lambda sock, letter, run: sent.append(letter))
 

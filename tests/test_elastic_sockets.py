@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gossamer.errors import PeerError
-from gossamer.record.packed import frozen, unpacked
+from gossamer.record.packed import cold, frozen, unpacked
 from gossamer.transport import Ticket, newcomer
 from gossamer.transport import letter as letters
 from gossamer.transport.elastic import ElasticTransport
@@ -214,21 +214,22 @@ def test_two_parts_of_a_network_that_have_replaced_each_other_meet_again() -> No
 def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is_that_of_its_end() -> None:
     packed: list[bytes] = []
     x = torch.zeros(5)
-    pack = frozen({"x": x})
-    kept = newcomer.Handover(3, lambda: packed.append(pack()) or packed[-1])
+    pack = frozen({"x": x, "inner": {"step": 4}})
+    kept = newcomer.Handover(3, lambda: packed.append(pack()) or packed[-1], cold)
     x.fill_(1.0)  # the worker trains on
     assert not packed
     entry = SlotEntry(1, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
     own = newcomer.Applicant(5, "127.0.0.1:4002", 1)
-    for _ in range(2):
+    for inner in (True, False):
         near, far = socket.socketpair()
         with near, far, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as patch:
             patch.setattr(newcomer, "dial", lambda *args, end=far, **options: end)
             hosting = pool.submit(
                 newcomer.host, near, RUN, 0, give_slot=lambda place: entry, entries=lambda: {1: entry}, boundary=lambda: kept
             )  # fmt: skip
-            offer = newcomer.ask("", SECRET, own, run=RUN, slots=3, timeout_s=LIMIT_S)
+            offer = newcomer.ask("", SECRET, own._replace(inner=inner), run=RUN, slots=3, timeout_s=LIMIT_S)
             hosting.result(LIMIT_S)
         assert offer.after == 3 and offer.raw is not None
-        assert torch.equal(unpacked(offer.raw)["x"], torch.zeros(5))
+        state = unpacked(offer.raw)
+        assert torch.equal(state["x"], torch.zeros(5)) and state["inner"] == ({"step": 4} if inner else None)
     assert len(packed) == 1

@@ -106,7 +106,7 @@ class _Participant:
         device = device_of(config.run.device)
         self._replica = Replica(self.slot, config, task, device)
         self._probe = Probe(config, task, device)
-        self._kept, self._ready = Handover(0, bytes), threading.Event()
+        self._kept, self._ready = Handover(0, bytes, cold), threading.Event()
         self._closes = m.rule.needs == "everyone"
         # A message has at most four tensors of the size of x; what is larger is no payload.
         limit_bytes = 16 * self._replica.layout.numel + (1 << 16) if self._closes else None

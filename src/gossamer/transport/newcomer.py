@@ -38,11 +38,11 @@ class Handover:
     Args:
         after: rounds of the run that it has behind it.
         pack: gives the state as bytes; called once, when the first newcomer asks.
-        cold: gives such bytes without the state of the inner optimizer; for a state that has none, the same.
+        cool: gives these bytes without the inner optimizer, for ghosts.
     """
 
-    def __init__(self, after: int, pack: Callable[[], bytes], cold: Callable[[bytes], bytes] = bytes) -> None:
-        self.after, self._pack, self._cold = after, pack, cold
+    def __init__(self, after: int, pack: Callable[[], bytes], cool: Callable[[bytes], bytes]) -> None:
+        self.after, self._pack, self._cool = after, pack, cool
 
     @cached_property
     def whole(self) -> "_Packed":
@@ -52,7 +52,7 @@ class Handover:
     @cached_property
     def cold(self) -> "_Packed":
         """The same without the inner optimizer."""
-        return _hashed(self._cold(self.whole.raw))
+        return _hashed(self._cool(self.whole.raw))
 
 
 class _Packed(NamedTuple):
