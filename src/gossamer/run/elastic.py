@@ -15,15 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gossamer.errors import CheckpointError, GossamerError, PeerError, first_line
+from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome
-from gossamer.record.packed import frozen, unpacked
+from gossamer.record.packed import frozen
 from gossamer.record.progress import say
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, dump
 from gossamer.run.evaluate import Probe
+from gossamer.run.handing import give_state, take_state
 from gossamer.run.history import Resume
 from gossamer.run.journal import Journal
 from gossamer.run.meeting import Seat, joined, started
@@ -42,7 +43,7 @@ from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.elastic_core import Outcome
 from gossamer.transport.launch import device_of
 from gossamer.transport.members import Standing
-from gossamer.transport.newcomer import Applicant, Handover, ask, host
+from gossamer.transport.newcomer import Handover
 
 __all__ = ["KEPT", "leaving", "train_elastic"]
 
@@ -362,36 +363,12 @@ class _Participant:
 
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
         """Takes the state of the first worker that gives it; raises PeerError when nobody does."""
-        members, station = self._transport.members, self._seat.station
-        why = "nobody else is alive"
         # Those that begin without a state have none to give: they would wait for each other.
         first = begun.donor if source is None else source
-        for entry in sorted(members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != first):
-            place = Applicant(members.own.nonce, members.own.address, self.slot)
-            try:
-                offer = ask(
-                    entry.address, station.secret, place, run=station.run, slots=members.slots, timeout_s=station.timeout_s
-                )  # fmt: skip
-            except (OSError, GossamerError) as error:
-                why = first_line(error)
-                continue
-            assert offer.raw is not None
-            say(f"worker {self.slot} takes the state of worker {offer.donor} after round {offer.after}")
-            round = max(begun.round, offer.after)
-            adopted = begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
-            return self._adopt(unpacked(offer.raw), adopted)
-        raise PeerError(
-            f"worker {self.slot} is {begun.after} rounds along and found nobody to take a state from: {why}; join again"
-        )
+        offer, state = take_state(self._transport.members, self._seat.station, first=first, behind=begun.after)
+        round = max(begun.round, offer.after)
+        adopted = begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
+        return self._adopt(state, adopted)
 
     def _host(self, sock: socket.socket) -> None:
-        transport = self._transport
-        self._ready.wait(self._seat.station.timeout_s)
-        try:
-            host(
-                sock, self._seat.station.run, self.slot, boundary=lambda: self._kept,
-                give_slot=lambda place: transport.give_slot(place.nonce, place.address),
-                entries=lambda: dict(transport.members.entries),
-            )  # fmt: skip
-        except (OSError, GossamerError) as error:
-            log.info("worker %d stopped serving a newcomer: %s", self.slot, error)
+        give_state(sock, self._transport, self._seat.station, self._ready, lambda: self._kept)
