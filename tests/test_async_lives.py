@@ -138,9 +138,20 @@ def test_a_worker_that_died_comes_back_into_its_slot_and_the_record_gives_the_bi
     assert second.begun.source[0] == (2 if own else second.begun.source[0]) and (second.begun.source[0] == 2) == own
     events = [(one, event) for i in (0, 1) for one in order[i] for event in one.events]
     if kind == "gossip":
-        counted = [v for _, event in events if isinstance(event, Mixed) for j, v, life in event.heard if (j, life) == (2, first.life)]
+        counted = [
+            v
+            for _, event in events
+            if isinstance(event, Mixed)
+            for j, v, life in event.heard
+            if (j, life) == (2, first.life)
+        ]
         assert second.begun.number >= max(counted, default=0), "nobody counts a local phase twice"
-        assert any((2, second.life) == (j, life) for _, event in events if isinstance(event, Mixed) for j, _, life in event.heard)
+        assert any(
+            (2, second.life) == (j, life)
+            for _, event in events
+            if isinstance(event, Mixed)
+            for j, _, life in event.heard
+        )
     else:
         assert any(isinstance(event, Met) and event.peer == 2 for event in second_half(events, second))
     assert second.begun.number <= 4 < second.phases
@@ -151,6 +162,6 @@ def test_a_worker_that_died_comes_back_into_its_slot_and_the_record_gives_the_bi
 
 def second_half(events, second):
     """The events in which the second life of worker 2 has a part."""
-    return [event for _, event in events if not isinstance(event, Mixed) and getattr(event, "of", 0) == second.life] or [
-        event for event in second.events
-    ]
+    return [
+        event for _, event in events if not isinstance(event, Mixed) and getattr(event, "of", 0) == second.life
+    ] or [event for event in second.events]
