@@ -1,5 +1,7 @@
 """Workers that wait for nobody and come back, join and resume: threads of this process over real sockets, and their replays."""
 
+import contextlib
+import json
 import secrets
 import socket
 import threading
@@ -8,14 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from gossamer.errors import DataError
 from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.order import Met, Mixed, read_order
+from gossamer.report.status import run_status
 from gossamer.run.async_gossip import GossipParticipant
 from gossamer.run.async_pairs import PairParticipant
 from gossamer.run.async_replay import replay_asynchronous
-from gossamer.run.async_seat import AsyncSeat, async_seat
+from gossamer.run.async_seat import AsyncSeat, async_seat, newest_state
 from gossamer.run.config import digest
 from gossamer.run.parts import own_parts
 from gossamer.run.settle import InPairs, settle
@@ -42,7 +46,7 @@ class Fleet:
     def __init__(self, config, folder):
         self.config, self.folder = config, folder
         self.settled = settle(config, own_parts(config), real=True)
-        self.pool, self.running = ThreadPoolExecutor(8), {}
+        self.pool, self.running, self.asked = ThreadPoolExecutor(8), {}, {}
 
     def start(self, before_phase):
         """All workers; `before_phase(slot, number)` is called before each local phase."""
@@ -68,7 +72,8 @@ class Fleet:
     def _train(self, seat, before_phase):
         make = PairParticipant if isinstance(self.settled, InPairs) else GossipParticipant
         task, slot = task_of(self.config, own_parts(self.config)), seat.members.me
-        worker = make(self.config, self.settled, self.folder, task, seat, threading.Event())
+        self.asked[slot] = threading.Event()
+        worker = make(self.config, self.settled, self.folder, task, seat, self.asked[slot])
         phase = worker.phase
 
         def watched(number, round, alive):
@@ -111,57 +116,66 @@ def must_replay(folder, again, config):
     assert read_order(again) == read_order(folder)
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["with its own checkpoint", "with the state of another"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_died_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both_lives(kind, own, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "own", "leaves"),
+    [("gossip", True, False), ("pairs", False, False), ("pairs", True, True)],
+    ids=["it died", "it died and takes another's state", "it left"],
+)
+def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both_lives(kind, own, leaves, tmp_path):
     config = tiny(
-        run__steps=24, run__checkpoint_every=2, run__rejoin_rounds=20 if own else 0, run__timeout_s=LIMIT_S,
+        run__steps=24, run__checkpoint_every=6, run__rejoin_rounds=20 if own else 0, run__timeout_s=LIMIT_S,
         run__pace_s=0.01, run__eval_every=0, **KINDS[kind],
     )  # fmt: skip
-    fleet, back = Fleet(config, tmp_path / "run"), threading.Event()
+    folder, back, standings = tmp_path / "run", threading.Event(), []
+    fleet = Fleet(config, folder)
 
     def die(slot, number):
-        if slot == 2 and number == 4:
+        if leaves and slot == 2 and number == 4:
+            fleet.asked[2].set()
+        elif slot == 2 and number == 5:
             raise Died
-        if number >= 7:
+        if number >= (5 if slot == 2 else 8):
             assert back.wait(LIMIT_S)
 
+    def come_back(slot, number):
+        if not back.is_set():
+            standings.append([one.standing for one in run_status(folder).workers])
+            back.set()
+
     fleet.start(die)
-    with pytest.raises(Died):
+    with contextlib.nullcontext() if leaves else pytest.raises(Died):
         fleet.running[2].result(LIMIT_S)
-    newcomer = fleet.join(lambda slot, number: back.set())
+    standings.append([one.standing for one in run_status(folder).workers])
+    saved = newest_state(folder, 2, Lineage(digest(config)))
+    newcomer = fleet.join(come_back)
     assert newcomer.slot == 2
     fleet.finish()
-    order = read_order(tmp_path / "run")
+    assert standings == [["alive", "alive", "left" if leaves else "gone"], ["alive"] * 3]
+    order = read_order(folder)
     first, second = order[2]
-    assert first.ended is None and second.ended.why == "finished" and second.life == newcomer.life != first.life
-    assert second.begun.source[0] == (2 if own else second.begun.source[0]) and (second.begun.source[0] == 2) == own
-    events = [(one, event) for i in (0, 1) for one in order[i] for event in one.events]
+    assert (second.ended.why, second.life) == ("finished", newcomer.life) and second.life != first.life
+    assert first.ended is None if not leaves else first.ended.why == "left"
+    if leaves:
+        assert second.begun[:3] == (5, saved.after, (2, first.life, len(first.events))), "it goes on where it has left"
+    assert (second.begun.source[:2] == (2, first.life)) == own == (second.begun.source[0] == 2)
+    theirs = [event for i in (0, 1) for one in order[i] for event in one.events]
     if kind == "gossip":
-        counted = [
-            v
-            for _, event in events
-            if isinstance(event, Mixed)
-            for j, v, life in event.heard
-            if (j, life) == (2, first.life)
-        ]
-        assert second.begun.number >= max(counted, default=0), "nobody counts a local phase twice"
-        assert any(
-            (2, second.life) == (j, life)
-            for _, event in events
-            if isinstance(event, Mixed)
-            for j, _, life in event.heard
-        )
+        heard = [one for event in theirs if isinstance(event, Mixed) for one in event.heard if one[0] == 2]
+        counted = [version for _, version, life in heard if life == first.life]
+        assert second.begun.number == max(saved.phases, *counted), "nobody counts a local phase twice, and none is lost"
+        assert second.life in [life for _, _, life in heard]
     else:
-        assert any(isinstance(event, Met) and event.peer == 2 for event in second_half(events, second))
-    assert second.begun.number <= 4 < second.phases
-    trained = sum(len({*range(one[-1].phases)}) for one in order.values())
-    assert 36 <= trained < 36 + 3, "the budget of all is spent, and by no more than a phase of each"
-    must_replay(tmp_path / "run", tmp_path / "again", config)
-
-
-def second_half(events, second):
-    """The events in which the second life of worker 2 has a part."""
-    return [
-        event for _, event in events if not isinstance(event, Mixed) and getattr(event, "of", 0) == second.life
-    ] or [event for event in second.events]
+        met = [event for event in second.events if isinstance(event, Met)]
+        assert met and {event[1:4] for event in met} <= {event[1:4] for event in theirs if isinstance(event, Met)}
+    assert second.begun.number <= 5 < second.phases
+    assert 36 <= sum(one[-1].phases for one in order.values()) < 36 + 3, (
+        "the budget of all, and at most a phase of each"
+    )
+    lines = map(json.loads, (folder / "events-002.jsonl").read_text().splitlines())
+    numbers = [line["number"] for line in lines if line["event"] == "phase"]
+    assert numbers == sorted({*numbers}), "the record has each phase once"
+    must_replay(folder, tmp_path / "again", config)
+    if not own:
+        (folder / f"order-00{second.begun.source[0]}.jsonl").unlink()
+        with pytest.raises(DataError, match=r"began with the state of worker|heard a message of worker"):
+            replay_asynchronous(config, tmp_path / "nothing", folder)

@@ -210,11 +210,16 @@ def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
     from gossamer.transport.local import run_elastic
     from gossamer.transport.secret import folder_secret
 
-    def fell(worker: int, code: int) -> None:
-        phases = phases_in(read_order(folder).get(worker, []))
-        log.warning("worker %d ended with code %d after %d local phases, and the others go on", worker, code, phases)
+    lost: dict[int, int] = {}
 
-    end = ending_of_order(run_elastic(n, main, words, folder_secret(folder, make=True), fell), read_order(folder))
+    def fell(worker: int, code: int) -> None:
+        lost[worker] = phases_in(read_order(folder).get(worker, []))
+        log.warning(
+            "worker %d ended with code %d after %d local phases, and the others go on", worker, code, lost[worker]
+        )
+
+    codes = run_elastic(n, main, words, folder_secret(folder, make=True), fell)
+    end = ending_of_order(codes, lost, read_order(folder))
     for sentence in end.sentences:
         log.warning("%s", sentence)
     return end.code

@@ -6,7 +6,7 @@ has a random number, its life, with which all of its lines begin (`{"life":l,`, 
 
 * `"event":"begin","number":k,"round":r,"source":[j,m,p],"time_s":t}`: a process begins, with its local phase k. Its state is that
   of worker j in life m after p events, or that of the start of the run (null). What the slot has recorded of round r and of later
-  ones before is void.
+  ones, and of phase k and later ones, is void.
 
 Gossip without waiting writes
 
@@ -132,9 +132,9 @@ class Entered(NamedTuple):
     """A process begins in a slot."""
 
     number: int
-    """Of its first local phase."""
+    """Of its first local phase. What the slot has recorded of this one and of later ones before is void."""
     round: int
-    """What the slot has recorded of this round and of later ones before is void."""
+    """Of this round and of later ones too."""
     source: tuple[int, int, int] | None
     """Whose state it begins with: worker, life, and events of that life so far. None for the start of the run."""
     time_s: float

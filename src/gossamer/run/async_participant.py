@@ -1,9 +1,11 @@
 """One real worker that waits for nobody: what gossip without waiting and meetings have in common."""
 
+import contextlib
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic
 
@@ -124,31 +126,45 @@ class AsyncParticipant(ABC, Generic[Core]):
 
     def train(self) -> None:
         """Trains until all steps of the run are taken, or until it is asked to leave."""
-        config, seat, suffix = self.config, self._seat, worker_suffix(self.slot)
+        seat = self._seat
         try:
             self.transport = CallTransport(seat.members, seat.station, self.calls, host=self._host)
+            failed = True
             try:
                 begun = self._begin()
-                goes_on = begun.source is not None or begun.number > 0
-                cut = begun.round if seat.goes_on else None
-                before_s = recorded_s(self.folder, self.slot, cut)
-                with (
-                    OrderWriter(self.folder, self.slot, life=self.life, goes_on=goes_on) as self.log,
-                    RunFolder(
-                        self.folder, dump(config), config.record, worker=self.slot, resume_round=cut
-                    ) as self.record,
-                    EventWriter(
-                        self.folder, network=HERE, workers=config.workers, suffix=suffix, resume_round=cut
-                    ) as self.events,
-                ):
-                    self._began = time.perf_counter() - before_s
-                    self.stopwatch = Stopwatch(self.slot, before_s)
-                    self.log.begin(begun._replace(time_s=before_s))
+                with self._recording(begun):
                     self._train(begun)
+                failed = False
             finally:
-                self.transport.close()
+                self.transport.close(leaves=not failed)
         finally:
             seat.station.listener.close()
+
+    @contextlib.contextmanager
+    def _recording(self, begun: Entered) -> Iterator[None]:
+        """Opens the record, and drops what is void of it."""
+        config, folder, slot = self.config, self.folder, self.slot
+        cut, before = begun.round if self._seat.goes_on else None, begun.number * self.replica.local_steps
+        before_s = recorded_s(folder, slot, cut)
+        with (
+            OrderWriter(folder, slot, life=self.life, goes_on=begun != Entered(0, 0, None, 0.0)) as self.log,
+            RunFolder(
+                folder, dump(config), config.record, worker=slot, resume_round=cut,
+                void=lambda line: line.get("kind") == "train" and line.get("step") not in range(before + 1),
+            ) as self.record,
+            EventWriter(
+                folder, network=HERE, workers=config.workers, suffix=worker_suffix(slot), resume_round=cut,
+                void=lambda line: line["event"] == "phase" and line["number"] >= begun.number,
+            ) as self.events,
+        ):  # fmt: skip
+            self._began = time.perf_counter() - before_s
+            self.stopwatch = Stopwatch(slot, before_s)
+            self.log.begin(begun._replace(time_s=before_s))
+            try:
+                yield
+            finally:  # else the thread of a connection would write into files that are closed
+                with self.transport.changed:
+                    self.calls.stop()
 
     def _begin(self) -> Entered:
         """Takes over the state that this process begins with."""
@@ -195,7 +211,7 @@ class AsyncParticipant(ABC, Generic[Core]):
         )  # fmt: skip
         while not self._asked.is_set() and self._claims(number):
             alive = self.transport.begin_phase(number)
-            self._known = say_changes(self._known, self.transport, round=round)
+            self._known = say_changes(self._known, self.transport, round=round, done=self.calls.done)
             report, start_s = self.phase(number, round, alive)
             self.stopwatch.phase(report.compute_s)
             phase = Phase(start_s, self.now_s(), self.slot, number, report)
@@ -262,7 +278,8 @@ class AsyncParticipant(ABC, Generic[Core]):
         self._kept = Handover(after, frozen(self._state))
 
     def _host(self, sock: socket.socket) -> None:
-        give_state(sock, self.transport, self._seat.station, self._ready, lambda: self._kept)
+        self._ready.wait(self._seat.station.timeout_s)
+        give_state(sock, self.transport, self._seat.station, lambda: self._kept)
 
     def _save(self, finished: int) -> None:
         save_state(self._seat.line, self.folder, finished, self.slot, self._state)

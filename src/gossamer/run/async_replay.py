@@ -105,11 +105,12 @@ def replay_asynchronous(
 class _Process:
     """One process of a run, and how far its events have been taken."""
 
-    def __init__(self, slot: int, one: OrderLife, void_from: int) -> None:
+    def __init__(self, slot: int, one: OrderLife, after: OrderLife | None) -> None:
         self.slot, self.begun, self.ended = slot, one.begun, one.ended is not None
         self.name: Name = (slot, one.life)
-        self.void_from = void_from
-        """The round from which on the slot trained again what this one has recorded."""
+        self.void_from = after.begun.round if after is not None else _NEVER
+        """The round from which on the record of this one is void, as the slot went on from there."""
+        self._void_phase = after.begun.number if after is not None else _NEVER
         self.left: list[Entered | OrderEvent] = [*reversed(one.events), one.begun]
         self.taken = -1
         """Events, without the begin."""
@@ -119,6 +120,10 @@ class _Process:
     def source(self) -> Source:
         """Where it is in its order of events."""
         return *self.name, self.taken
+
+    def counts(self, event: Published | Learned) -> bool:
+        """Whether no later process of the slot has trained this local phase again."""
+        return event.round < self.void_from and event.number < self._void_phase
 
     def next_round(self) -> int:
         """Rounds that were over when its last phase was, which its next phase tells."""
@@ -136,9 +141,9 @@ class _Replay:
         device = one_device(config.run.device)
         self._probe = Probe(config, task, device)
         self._processes = [
-            _Process(slot, one, lives[k + 1].begun.round if k + 1 < len(lives) else _NEVER)
+            _Process(slot, one, after)
             for slot, lives in sorted(order.items())
-            for k, one in enumerate(lives)
+            for one, after in zip(lives, [*lives[1:], None], strict=True)
         ]
         self._last = {one.slot: one for one in self._processes}
         self._wanted = {one.begun.source for one in self._processes}
@@ -222,7 +227,7 @@ class _Replay:
     def _train(self, one: _Process, event: Published | Learned) -> None:
         one.round, one.phases = event.round, event.number + 1
         report = self._run.train(one.name, event)
-        if event.round < one.void_from:
+        if one.counts(event):
             self.tokens += report.tokens
             phase = Phase(event.start_s, event.time_s, one.slot, event.number, report)
             log_phase(self._record, self._events, event.round, phase, self._run.replicas[one.name].local_steps)

@@ -29,10 +29,12 @@ __all__ = [
     "AsyncSeat",
     "AsyncState",
     "Core",
+    "Fact",
     "Source",
     "adopt",
     "async_seat",
     "content_of",
+    "fact_of",
     "newest_state",
     "phases_behind",
     "state_of",
@@ -154,7 +156,7 @@ def async_seat(
     brought = None if own is None else [own.after, own.phases, [[slot, steps] for slot, steps in own.held.items()]]
     settings, wait_s = short_settings(decisive(config)), config.run.timeout_s
     said = agree(member, f"{run:016x} calls", [address, nonce, brought], settings=settings, timeout_s=wait_s)
-    facts = [_fact(slot, value, config.workers) for slot, value in enumerate(said)]
+    facts = [fact_of(slot, value, config.workers) for slot, value in enumerate(said)]
     line, after = Lineage(digest(config)), max(fact.after for fact in facts)
     if past is not None:
         must_go_on(config, folder, [[fact.after] if fact.after else [] for fact in facts], after, auto=resume == "auto")
@@ -168,7 +170,7 @@ def async_seat(
     return AsyncSeat(Members(config.workers, me, entries), station, line, own, donor, past is not None)
 
 
-class _Fact(NamedTuple):
+class Fact(NamedTuple):
     """What a worker says of itself at the start."""
 
     address: str
@@ -178,14 +180,15 @@ class _Fact(NamedTuple):
     held: Mapping[int, int]
 
 
-def _fact(slot: int, value: object, slots: int) -> _Fact:
+def fact_of(slot: int, value: object, slots: int) -> Fact:
+    """What another worker has published. Raises PeerError for anything else."""
     match value:
         case [str(address), int(nonce), None] if is_address(address, nonce):
-            return _Fact(address, nonce, 0, 0, {})
+            return Fact(address, nonce, 0, 0, {})
         case [str(address), int(nonce), [int(after), int(phases), [*pairs]]] if is_address(address, nonce):
             held = dict(map(_pair, pairs))
             if 0 < after < _MOST and 0 <= phases < _MOST and all(0 <= one < slots for one in held):
-                return _Fact(address, nonce, after, phases, held)
+                return Fact(address, nonce, after, phases, held)
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
 
 
@@ -197,7 +200,7 @@ def _pair(value: object) -> tuple[int, int]:
     return -1, 0
 
 
-def _entry(slot: int, facts: Sequence[_Fact], held: int, local_steps: int) -> SlotEntry:
+def _entry(slot: int, facts: Sequence[Fact], held: int, local_steps: int) -> SlotEntry:
     """What is known of a slot at the start."""
     if slot >= len(facts):  # nobody fills it
         return SlotEntry(slot, 0, 0, Standing.LEFT, 0, round=phases_behind(0, held, local_steps), steps=held)

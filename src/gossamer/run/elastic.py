@@ -371,4 +371,5 @@ class _Participant:
         return self._adopt(state, adopted)
 
     def _host(self, sock: socket.socket) -> None:
-        give_state(sock, self._transport, self._seat.station, self._ready, lambda: self._kept)
+        self._ready.wait(self._seat.station.timeout_s)
+        give_state(sock, self._transport, self._seat.station, lambda: self._kept)

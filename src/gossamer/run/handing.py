@@ -2,7 +2,6 @@
 
 import logging
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,11 +45,9 @@ def take_state(members: Members, station: Station, *, first: int, behind: int) -
 
 
 def give_state(
-    sock: socket.socket, transport: ElasticTransport, station: Station, ready: threading.Event,
-    kept: Callable[[], Handover],
+    sock: socket.socket, transport: ElasticTransport, station: Station, kept: Callable[[], Handover]
 ) -> None:  # fmt: skip
-    """Serves one newcomer, once this worker is `ready`, with what it has `kept` then; one that is lost is logged."""
-    ready.wait(station.timeout_s)
+    """Serves one newcomer with what this worker has `kept` when it asks; one that is lost is logged."""
     try:
         host(
             sock, station.run, transport.worker, boundary=kept,

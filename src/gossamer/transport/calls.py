@@ -75,6 +75,10 @@ class Calls:
         self.over = True
         self.tick(0.0)
 
+    def stop(self) -> None:
+        """This worker ends, be it amid of something: whoever has made it is called back no more."""
+        self.closed = True
+
     def heard(self, letter: Letter, now: float) -> None:
         """Takes a letter in."""
         if letter.kind == LetterKind.DONE:

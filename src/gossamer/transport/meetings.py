@@ -87,6 +87,12 @@ class Meetings(Calls):
             self._started += 1
             self._send(peer, LetterKind.INVITE, self._now.ticket)
 
+    def stop(self) -> None:
+        """See `Calls`."""
+        super().stop()
+        if self._now is not None:
+            self._close(self._now)
+
     def lost(self, peer: int) -> None:
         """See `Calls`."""
         if self._now is not None and self._now.peer == peer:
