@@ -4,56 +4,72 @@ import json
 import os
 import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from commands import run
+from commands import Command, run
 from gossamer.cli import main
 from gossamer.errors import DataError
 from gossamer.record import checkpoint
 from gossamer.record.events import read_events
-from gossamer.record.order import Finished, Met, Mixed, phases_in, read_order
+from gossamer.record.order import Met, Mixed, Published, phases_in, read_order
 from gossamer.run.async_replay import replay_asynchronous
 from gossamer.run.config import digest, dump
 from tiny import tiny
 
 
-def after_round_2(rank, act):
-    """Worker `rank` does this to itself right after it has saved round 2 or a later one for the first time."""
+def after_round_2(acts, until):
+    """Some workers do something to themselves right after they have first saved round 2 or a later one.
+
+    The others wait then until something holds of the run folder: else those that import faster would have spent the budget before
+    a slow one begins.
+    """
 
     def save(store, finished, *state, real=checkpoint.save, **lineage):
         real(store, finished, *state, **lineage)
         if finished >= 2 and not done:
             done.append(finished)
-            os.kill(os.getpid(), act)
+            if rank in acts:
+                (store.parent / f"acted-{rank}").touch()
+                os.kill(os.getpid(), acts[rank])
+            deadline = time.monotonic() + 100
+            while rank not in acts and not until(store.parent):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
 
-    done: list[int] = []
-    if os.environ["RANK"] == str(rank):
-        checkpoint.save = save
+    rank, done = int(os.environ["RANK"]), []
+    checkpoint.save = save
 
 
 def train_but_kill_worker_2_and_ask_worker_1_to_leave(argv):
     """`gossamer train`, in which one worker is killed and another one is asked to leave."""
-    after_round_2(2, signal.SIGKILL)
-    after_round_2(1, signal.SIGTERM)
+    after_round_2({2: signal.SIGKILL, 1: signal.SIGTERM}, lambda folder: len([*folder.glob("acted-*")]) == 2)
     return main(argv)
 
 
-def train_but_kill_worker_2(argv):
-    """`gossamer train`, in which one worker is killed."""
-    after_round_2(2, signal.SIGKILL)
+def train_but_kill_worker_2_and_wait_for_another(argv):
+    """`gossamer train`, in which one worker is killed, and the others go on once somebody fills its slot."""
+    after_round_2({2: signal.SIGKILL}, lambda folder: (folder / "order-002.jsonl").read_text().count('"begin"') == 2)
     return main(argv)
 
 
-def trained(tmp_path, monkeypatch, work, **overrides):
-    """A run whose last worker is eight times slower than the others: its folder, configuration, output and order of events."""
+def trained(tmp_path, monkeypatch, work, meanwhile=None, **overrides):
+    """A run whose last worker is eight times slower than the others: its folder, configuration, output and order of events.
+
+    `meanwhile` is called with the folder as the run begins, in a thread.
+    """
     config = tiny(run__timeout_s=60, run__eval_every=8, run__pace_s=[0.05] * 3 + [0.4], workers=4, **overrides)
-    folder = tmp_path / "run"
+    folder, when = tmp_path / "run", meanwhile or (lambda folder: None)
     (tmp_path / "run.toml").write_text(dump(config))
+    pool = ThreadPoolExecutor(1)
+    aside = pool.submit(when, folder)
     with monkeypatch.context() as patched:
         patched.setattr("gossamer.cli.main", work)
         code, output = run("train", tmp_path / "run.toml", "--out", folder, "--local", 4)
+    aside.result()
     assert code == 0, output
     return folder, config, output, read_order(folder)
 
@@ -81,10 +97,10 @@ def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gi
     assert "worker 2 is suspected: the connection with it was lost" in output
     assert phases[0] > phases[3] > 0, "nobody waits for the slow one, which trains all the same"
     assert 4 * 10 - 2 <= sum(phases.values()) < 4 * 10 + 4, "the steps of those that are gone are taken by the others"
-    assert [type(order[i][-1]) is Finished and order[i][-1].why for i in (0, 1, 3)] == ["finished", "left", "finished"]
-    mixed = {i: [event for event in events if isinstance(event, Mixed)] for i, events in order.items()}
+    assert [order[i][-1].ended and order[i][-1].ended.why for i in range(4)] == ["finished", "left", None, "finished"]
+    mixed = {i: [event for event in lives[0].events if isinstance(event, Mixed)] for i, lives in order.items()}
     assert mixed[0][-1].alive == {0, 3} and any(event.heard for event in mixed[0])
-    versions = [version for event in mixed[0] for peer, version in event.heard if peer == 3]
+    versions = [version for event in mixed[0] for peer, version, _ in event.heard if peer == 3]
     assert versions == sorted(versions) and len(set(versions)) <= phases[3]
     log = read_events(folder)
     assert log is not None and log.sent_bytes[0] > 0 and log.network == "these machines"
@@ -99,11 +115,29 @@ def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gi
     assert [one["standing"] for one in json.loads(output)["workers"]] == ["finished", "left", "gone", "finished"]
     code, output = run("evaluate", folder, "--json")
     assert code == 0 and '"round": 10, "workers": [0, 3]' in output, output
-    code, output = run("train", "--resume", folder, "--local", 4)
-    assert code == 2 and "cannot resume" in output and "another --out" in output
 
-    code, output = run("train", tmp_path / "run.toml", "--join", "auto")
-    assert code == 2 and "start together" in output and "--local 4" in output
+    for path in (folder / "checkpoints").glob("round-*/worker-001.*"):
+        path.unlink()
+    code, output = run("train", "--resume", folder, "--local", 4)
+    assert code == 0, output
+    lives = read_order(folder)
+    assert [len(lives[i]) for i in range(4)] == [2] * 4 and all(
+        one[-1].ended.why == "finished" for one in lives.values()
+    )
+    for i, (first, second) in lives.items():
+        assert first == order[i][0] and second.begun.source[0] == (0 if i == 1 else i), "the state of worker 1 was lost"
+        assert i == 1 or second.begun.source[1] == first.life
+    for i in (1, 2):
+        heard = [version for event in mixed[0] + mixed[3] for j, version, _ in event.heard if j == i]
+        assert lives[i][1].begun.number >= max(heard, default=0), "what others have heard of it is not trained again"
+    behind = sum(one[-1].phases for one in lives.values())
+    assert 4 * 10 <= behind < 4 * 10 + 4, "what died with it is"
+    code, output = run("simulate", folder / "run.toml", "--replay", folder, "--out", tmp_path / "both", "--json")
+    assert code == 0, output
+    must_be_the_same(folder, tmp_path / "both", config, range(4))
+    code, output = run("evaluate", folder, "--json")
+    assert code == 0 and '"round": 10, "workers": [0, 1, 2, 3]' in output, output
+    assert published(lives[2]) == published(read_order(tmp_path / "both")[2])
 
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "order-003.jsonl").unlink()
@@ -111,21 +145,41 @@ def test_gossip_that_waits_for_nobody_goes_on_without_the_dead_and_its_record_gi
         replay_asynchronous(config, tmp_path / "nothing", copy)
 
 
+def published(lives):
+    return [[event for event in one.events if isinstance(event, Published)] for one in lives]
+
+
+def join_after_the_kill(folder):
+    """Starts a worker once one has been killed, by the one command; it ends with the others."""
+    deadline = time.monotonic() + 100
+    while not (folder / "acted-2").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    code, output = Command("train", folder / "run.toml", "--join", "auto", "--out", folder).finish()
+    assert code == 0 and "worker 2 joins after" in output and "with its own checkpoint" in output, output
+
+
 def test_pairs_meet_while_they_train_and_their_record_gives_the_same_bits(tmp_path, monkeypatch, caplog):
     folder, config, output, order = trained(
-        tmp_path, monkeypatch, train_but_kill_worker_2, pair__name="a2cid2", topology__name="complete", run__steps=32,
-        events__meetings=3.0,
+        tmp_path, monkeypatch, train_but_kill_worker_2_and_wait_for_another, join_after_the_kill, pair__name="a2cid2",
+        topology__name="complete", run__steps=32, events__meetings=3.0, run__rejoin_rounds=9,
     )  # fmt: skip
-    phases = {i: phases_in(events) for i, events in order.items()}
-    assert sum(f"worker 2 ended with code 137 after {phases[2]} local phases" in one for one in caplog.messages) == 2
+    phases = {i: phases_in(lives) for i, lives in order.items()}
+    killed, back = order[2]
+    assert (
+        sum(f"worker 2 ended with code 137 after {killed.phases} local phases" in one for one in caplog.messages) == 2
+    )
+    assert killed.ended is None and back.ended.why == "finished" and back.begun.source[:2] == (2, killed.life)
+    assert "worker 2 is replaced: another process has taken its slot" in output
     assert phases[0] > phases[3] > 0 and 4 * 16 - 2 <= sum(phases.values()) < 4 * 16 + 4
-    met = {i: {event[:3] for event in events if isinstance(event, Met)} for i, events in order.items()}
+    met = {
+        i: {event[:4] for one in lives for event in one.events if isinstance(event, Met)} for i, lives in order.items()
+    }
     assert sum(map(len, met.values())) > 4
     for i in (1, 3):  # nobody of these was killed amid of a meeting
-        theirs = {(starter, number) for peer, starter, number in met[i] if peer == 0}
-        assert theirs == {(starter, number) for peer, starter, number in met[0] if peer == i}
+        assert {one[1:] for one in met[i] if one[0] == 0} == {one[1:] for one in met[0] if one[0] == i}
     code, output = run("simulate", tmp_path / "run.toml", "--replay", folder, "--out", tmp_path / "again", "--json")
     assert code == 0, output
-    must_be_the_same(folder, tmp_path / "again", config, (0, 1, 3))
+    must_be_the_same(folder, tmp_path / "again", config, range(4))
     code, output = run("evaluate", folder, "--json")
-    assert code == 0 and '"round": 16, "workers": [0, 1, 3]' in output, output
+    assert code == 0 and '"round": 16, "workers": [0, 1, 2, 3]' in output, output

@@ -1,5 +1,6 @@
 """What workers that wait for nobody ask of each other, without processes: any order of letters, lost links, and the log of it."""
 
+import contextlib
 import json
 
 import pytest
@@ -10,11 +11,24 @@ from hypothesis import strategies as st
 from gossamer.asynchronous import a2cid2, ad_psgd
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.pair_worker import PairWorker
-from gossamer.errors import DataError
+from gossamer.errors import DataError, TransportError
 from gossamer.layout import Layout
-from gossamer.record.order import Finished, Learned, Met, Mixed, OrderWriter, Published, Told, read_order
+from gossamer.record.order import (
+    Entered,
+    Finished,
+    Learned,
+    Met,
+    Mixed,
+    OrderLife,
+    OrderWriter,
+    Published,
+    Told,
+    phases_in,
+    read_order,
+)
 from gossamer.rules import gasloc
 from gossamer.topologies import random
+from gossamer.transport import letter as letters
 from gossamer.transport.fetches import Fetches
 from gossamer.transport.letter import Letter, LetterKind
 from gossamer.transport.meetings import Meetings
@@ -193,7 +207,7 @@ def test_workers_that_agree_and_do_not_learn_stay_where_they_are_to_the_last_bit
 
 def test_a_peer_answers_with_its_newest_message_or_that_it_has_none_and_what_is_lost_or_late_is_not_waited_for():
     cores = [Fetches(members(i), 2, limit_s=1.0) for i in range(N)]
-    mail, version = Mail(cores), {}
+    mail = Mail(cores)
     cores[0].ask([1, 2], 0.0)
     mail.deliver_all()
     assert not cores[0].pending and cores[0].take() == {}
@@ -204,8 +218,8 @@ def test_a_peer_answers_with_its_newest_message_or_that_it_has_none_and_what_is_
     mail.collect()
     mail.cut(0, 2)
     mail.deliver_all()
-    version = {peer: (number, body.tolist()) for peer, (number, body) in cores[0].take().items()}
-    assert version == {1: (2, [2, 2])} and not cores[0].pending
+    came = {peer: (one.version, one.life, one.payload.tolist()) for peer, one in cores[0].take().items()}
+    assert came == {1: (2, 1, [2, 2])} and not cores[0].pending
     cores[0].ask([1], 7.0)
     cores[0].tick(8.5)
     assert not cores[0].pending, "the answer takes too long"
@@ -227,18 +241,86 @@ def test_who_has_taken_its_last_step_waits_until_all_that_are_alive_have():
     assert cores[0].alone
 
 
-GOSSIP = [Published(0, 0, 0.0, 1.0), Mixed(0, frozenset({0, 2}), ((2, 1),), 1.1), Finished("left", 7, 0.0, 2.0)]
+def newcomer(cores, slot, nonce):
+    """Another process fills a slot, in everybody's view."""
+    for core in cores:
+        before = core.members.entries[slot]
+        core.members.merge([before._replace(incarnation=before.incarnation + 1, nonce=nonce)])
+
+
+def test_who_fills_the_slot_of_a_worker_that_is_done_is_waited_for():
+    cores = [Fetches(members(i), 2, limit_s=1.0) for i in range(N)]
+    mail = Mail(cores)
+    for core in cores[:2]:
+        core.finish()
+    mail.deliver_all()
+    cores[0].members.suspect(2)
+    assert cores[0].alone
+    newcomer(cores[:1], 1, nonce=99)
+    assert not cores[0].alone and cores[0].awaited == {1}
+
+
+@pytest.mark.parametrize("letters", range(1, 6))
+def test_a_process_that_comes_back_is_in_none_of_its_old_meetings(letters):
+    fleet = Fleet(ad_psgd(), [torch.full((SIZE,), float(i)) for i in range(N)])
+    fleet.cores[0].invite(1, 0.0)
+    for _ in range(letters):
+        fleet.mail.deliver(0)
+    again = Fleet(ad_psgd(), [torch.full((SIZE,), 5.0)] * N)
+    again.cores[0].members = Members(N, 0, [*fleet.cores[1].members.entries.values()])
+    newcomer([fleet.cores[1], again.cores[0]], 0, nonce=99)
+    fleet.cores[0] = again.cores[0]  # the letters that are under way reach the new process, and its own number is 99
+    again.cores[0].members.entries[0] = again.cores[0].members.entries[0]._replace(nonce=99)
+    fleet.mail.deliver_all()
+    assert again.met[0] == [] and not again.cores[0].busy, "it has met nobody"
+    counted = len(fleet.met[1])
+    assert counted <= 1 and not fleet.cores[1].busy, "the old one may have agreed before it died"
+    again.cores[0].invite(1, 1.0)
+    fleet.mail.deliver_all()
+    assert again.met[0] == [(0, 0, 1)] and fleet.met[1][counted:] == [(0, 0, 0)], "it meets anew"
+
+
+def test_steps_and_rounds_that_cannot_be_are_refused_with_the_letter():
+    for wrong in ({"steps": 1 << 62}, {"round": 1 << 63}):
+        raw = letters.encode(Letter(LetterKind.MESSAGE, 1, **wrong), run=5)
+        with pytest.raises(TransportError, match="in round"):
+            letters.decode(raw, run=5)
+
+
+BEGUN = Entered(0, 0, None, 0.0)
+GOSSIP = [Published(0, 0, 0.0, 1.0), Mixed(0, frozenset({0, 2}), ((2, 1, 9),), 1.1), Finished("left", 7, 0.0, 2.0)]
 PAIRS = [
-    Learned(0, 0, 1 / 3, 0.0, 1.0), Told(1, 1, 0, 1e-17, 1.2), Learned(1, 1, 0.1, 1.0, 2.0), Met(1, 1, 0, 0.7, 2.1),
+    Learned(0, 0, 1 / 3, 0.0, 1.0), Told(1, 1, 9, 0, 1e-17, 1.2), Learned(1, 1, 0.1, 1.0, 2.0), Met(1, 1, 9, 0, 0.7, 2.1),
 ]  # fmt: skip
+
+
+def written(folder, worker, events, *, life=5, begun=BEGUN, goes_on=False):
+    with OrderWriter(folder, worker, life=life, goes_on=goes_on) as log:
+        log.begin(begun)
+        for event in events:
+            log.write(event)
+    assert log.place == len(events)
 
 
 @pytest.mark.parametrize("events", [GOSSIP, PAIRS, []])
 def test_the_order_of_events_is_read_as_it_was_written_to_the_last_bit(events, tmp_path):
-    with OrderWriter(tmp_path, 2) as log:
-        for event in events:
-            log.write(event)
-    assert read_order(tmp_path) == {2: events}
+    written(tmp_path, 2, events)
+    assert read_order(tmp_path) == {2: [OrderLife(5, BEGUN, tuple(events))]}
+
+
+def test_the_lives_of_a_slot_follow_each_other_and_a_process_that_was_taken_for_dead_may_write_between(tmp_path):
+    written(tmp_path, 2, GOSSIP[:1])
+    path, later = tmp_path / "order-002.jsonl", Entered(7, 3, (1, 9, 4), 8.0)
+    first = path.read_text()
+    path.write_text(first + '{"life":5,"event":"mi')
+    written(tmp_path, 2, [Published(7, 3, 8.0, 9.0)], life=6, begun=later, goes_on=True)
+    written(tmp_path / "late", 2, GOSSIP)
+    path.write_text(
+        path.read_text() + "".join((tmp_path / "late" / path.name).read_text().splitlines(keepends=True)[2:])
+    )
+    lives = read_order(tmp_path)[2]
+    assert lives == [OrderLife(5, BEGUN, tuple(GOSSIP)), OrderLife(6, later, (Published(7, 3, 8.0, 9.0),))]
+    assert (lives[1].phases, phases_in(lives), lives[0].ended, lives[1].ended) == (8, 8, GOSSIP[2], None)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +329,7 @@ def test_the_order_of_events_is_read_as_it_was_written_to_the_last_bit(events, t
         ([GOSSIP[1]], "does not follow"),
         ([GOSSIP[0], GOSSIP[0]], "phase 0 ends after 1"),
         ([GOSSIP[0], Published(1, 0, 1.0, 2.0)], "the update after the last phase is missing"),
-        ([GOSSIP[0], GOSSIP[1]._replace(heard=((2, 1), (2, 0)))], "does not follow"),
+        ([GOSSIP[0], GOSSIP[1]._replace(heard=((2, 1, 9), (2, 0, 9)))], "does not follow"),
         ([GOSSIP[2], GOSSIP[0]], "follows the end"),
         ([PAIRS[0], PAIRS[3]], "told never"),
         ([PAIRS[1], PAIRS[1]], "told twice"),
@@ -256,10 +338,19 @@ def test_the_order_of_events_is_read_as_it_was_written_to_the_last_bit(events, t
     ],
 )
 def test_events_that_cannot_follow_each_other_are_refused(events, why, tmp_path):
-    with OrderWriter(tmp_path, 0) as log:
-        for event in events:
-            log.write(event)
+    written(tmp_path, 0, events)
     with pytest.raises(DataError, match=why):
+        read_order(tmp_path)
+
+
+def test_a_life_that_begins_twice_or_not_at_all_is_refused(tmp_path):
+    written(tmp_path, 0, [])
+    written(tmp_path, 0, [], goes_on=True)
+    with pytest.raises(DataError, match="begins twice"):
+        read_order(tmp_path)
+    path = tmp_path / "order-000.jsonl"
+    path.write_text('{"life":4,"event":"end","why":"left","round":0,"dt":0,"time_s":1}\n')
+    with pytest.raises(DataError, match="has not begun"):
         read_order(tmp_path)
 
 
@@ -269,13 +360,19 @@ def test_events_that_cannot_follow_each_other_are_refused(events, why, tmp_path)
 @settings(max_examples=60, deadline=None)
 def test_a_spoilt_line_is_refused_in_a_sentence(tmp_path_factory, value):
     folder = tmp_path_factory.mktemp("order")
-    for field in ("number", "heard", "alive", "event"):
-        line = {"event": "mix", "number": 0, "alive": None, "heard": [], "time_s": 0.0, field: value}
-        start = '{"event":"publish","number":0,"round":0,"start_s":0,"time_s":1}\n'
+    begin = {"life": 1, "event": "begin", "number": 0, "round": 0, "source": None, "time_s": 0}
+    publish = {"life": 1, "event": "publish", "number": 0, "round": 0, "start_s": 0, "time_s": 1}
+    mix = {"life": 1, "event": "mix", "number": 0, "alive": None, "heard": [], "time_s": 0.0}
+    for field in ("number", "heard", "alive", "event", "life"):
+        line, start = {**mix, field: value}, f"{json.dumps(begin)}\n{json.dumps(publish)}\n"
         (folder / "order-000.jsonl").write_text(start + json.dumps(line) + "\n")
         refusals = []
         try:
             read_order(folder)
         except DataError as error:
             refusals.append(str(error))
-        assert all("order-000.jsonl:2" in refusal for refusal in refusals)
+        assert all("order-000.jsonl:3" in refusal for refusal in refusals)
+        (folder / "order-000.jsonl").write_text(json.dumps({**begin, "source": [0, value, 1]}) + "\n")
+        with contextlib.suppress(DataError):
+            (life,) = read_order(folder)[0]
+            assert life.begun.source is not None and type(life.begun.source[1]) is int

@@ -12,15 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from gossamer.errors import GossamerError
+from gossamer.errors import CheckpointError, GossamerError, PeerError
 from gossamer.record.addresses import read_addresses
+from gossamer.record.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
 from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
 from gossamer.record.packed import cold, packed, unpacked
+from gossamer.run.async_seat import fact_of, state_of
 from gossamer.transport import Ticket, newcomer
 from gossamer.transport import letter as letters
 from gossamer.transport.elastic_core import ElasticCore
+from gossamer.transport.fetches import Fetches
 from gossamer.transport.letter import Letter, LetterKind, body_of
 from gossamer.transport.link import receive_letter
+from gossamer.transport.meetings import Meetings
 from gossamer.transport.members import Members, SlotEntry, Standing, news, read_news
 
 COUNT = 10_000
@@ -218,6 +222,67 @@ def test_ten_thousand_outcomes_files_are_lives_or_refused(tmp_path: Path) -> Non
         some = [json.dumps(line) for line in told] if isinstance(told, list) else [json.dumps(told)]
         path.write_bytes(changed(whole, draw) if number % 2 else "\n".join(some).encode())
         planned(lambda: read_outcomes(tmp_path))
+
+
+def test_a_thousand_orders_of_events_are_lives_or_refused(tmp_path: Path) -> None:
+    draw, path = random.Random(8), tmp_path / "order-000.jsonl"
+    with OrderWriter(tmp_path, 0, life=5) as log:
+        log.begin(Entered(2, 1, (1, 9, 4), 0.5))
+        log.write(Published(2, 1, 0.5, 1.0))
+        log.write(Mixed(2, frozenset({0, 1}), ((1, 3, 9),), 1.0))
+        log.write(Finished("left", 1, 0.0, 2.0))
+    whole = path.read_bytes()
+    lines = [json.loads(line) for line in whole.splitlines()]
+    for number in range(COUNT // 10):
+        told = swapped(lines, draw)
+        some = [json.dumps(line) for line in told] if isinstance(told, list) else [json.dumps(told)]
+        path.write_bytes(changed(whole, draw) if number % 2 else "\n".join(some).encode())
+        planned(lambda: read_order(tmp_path))
+
+
+def test_ten_thousand_states_and_facts_of_asynchronous_workers_are_read_or_refused() -> None:
+    draw = random.Random(9)
+    state = {
+        "x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: 4}
+    }  # fmt: skip
+    fact = ["127.0.0.1:4000", 5, [2, 3, [[0, 4], [1, 6]]]]
+    for _ in range(COUNT):
+        with contextlib.suppress(CheckpointError):
+            found = state_of(swapped(state, draw), 2)
+            numbers = [found.phases, *found.source, *found.held, *found.held.values()]
+            assert all(type(one) is int and one >= 0 for one in numbers)
+        with contextlib.suppress(PeerError):
+            said = fact_of(0, swapped(fact, draw), slots=3)
+            assert all(0 <= slot < 3 and steps >= 0 for slot, steps in said.held.items())
+
+
+def test_ten_thousand_letters_in_any_order_never_raise_in_calls_nor_fill_them() -> None:
+    draw = random.Random(10)
+    kinds = [kind for kind in LetterKind if LetterKind.FETCH <= kind <= LetterKind.DONE]
+    members = Members(3, 0, read_news(NEWS, slots=3) or [])
+    fetches = Fetches(members, 4, limit_s=5.0)
+    meetings = Meetings(
+        members, 4, limit_s=5.0, tell=lambda one: torch.zeros(4, dtype=torch.uint8), meet=lambda one, payload: None
+    )  # fmt: skip
+    fetches.closed = meetings.closed = False
+    fetches.publish(1, torch.zeros(4, dtype=torch.uint8), 30)
+    for turn in range(COUNT):
+        numbers = [draw.choice([0, 1, 2, 5, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]) for _ in range(3)]
+        body = torch.zeros(draw.choice([0, 4, 4, 8]), dtype=torch.uint8)
+        steps = draw.choice([0, 30, (1 << 62) - 1])
+        letter = Letter(draw.choice(kinds), draw.randint(1, 2), Ticket(*numbers), round=turn, steps=steps, body=body)
+        for calls in (fetches, meetings):
+            if calls.accepts(letter, body.numel()):
+                calls.heard(letter, float(turn))
+            if draw.random() < 0.1:
+                calls.tick(float(turn))
+            assert len(calls.outbox) < 10
+            calls.outbox.clear()
+        if draw.random() < 0.2:
+            fetches.ask([1, 2], float(turn))
+            meetings.invite(draw.randint(1, 2), float(turn))
+        taken = fetches.take().values() if draw.random() < 0.3 else ()
+        assert all(0 < one.version < 1 << 31 > one.life and one.payload.numel() == 4 for one in taken)
 
 
 def test_ten_thousand_packed_states_are_states_or_refused() -> None:

@@ -172,6 +172,8 @@ def test_every_event_of_another_worker_is_told_in_one_sentence():
     for before, after, sentences in steps:
         known = {} if before is None else {1: before}
         assert [*changes(known, {0: a._replace(slot=0), 1: after}, 0, 9, lambda slot: "it is silent")] == sentences
+    done = changes({1: a}, {1: left}, 0, 1 << 31, lambda slot: "", done={1})
+    assert [*done] == ["worker 1 has finished"], "who waits for nobody has finished when it has said so"
 
 
 def test_a_run_has_ended_well_once_somebody_has_trained_all_rounds():

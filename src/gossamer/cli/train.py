@@ -4,7 +4,6 @@ import logging
 import multiprocessing
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -56,9 +55,10 @@ def command(
         out: run folder (default: runs/NAME)
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
-        local: start this many worker processes on this machine; an elastic run may start with fewer than its workers
-        join: take a free slot of the elastic run (run.elastic) of the worker at this address; auto: of one whose run folder is
-            here
+        local: start this many worker processes on this machine; a run that goes on without the dead may start with fewer than
+            its workers
+        join: take a free slot in the run of the worker at this address, which is elastic (run.elastic), in pairs or without
+            waiting; auto: of one whose run folder is here
     """
     if local is not None:
         import_early()
@@ -74,8 +74,7 @@ def command(
 
         os.environ[SECRET] = read_secret(served.secret)
     code = 0
-    hint = resume_hint(folder) if config.kind in ("rounds", "server") else nullcontext()
-    with hint, output.silenced():
+    with resume_hint(folder), output.silenced():
         if local is not None:
             sets = [word for one in overrides for word in ("--set", one)]
             words = (
@@ -102,12 +101,12 @@ def _train_one(
     if config.kind in ("pair", "no waiting"):
         from gossamer.run.async_train import train_asynchronous
 
-        if (join, served.server, served.worker) != (None, None, None):
+        if (served.server, served.worker) != (None, None):
             raise ConfigError(
-                f"--join {join} --server {served.server} --worker {served.worker} was given, and the workers of this run "
-                f"({config.kind}) start together and have no server; start it with --local {config.workers} or under torchrun"
+                f"--server {served.server} --worker {served.worker} was given, and this run ({config.kind}) has no server; start "
+                f"it with --local {config.workers} or under torchrun, or --join it"
             )
-        train_asynchronous(config, folder, resume=resume)
+        train_asynchronous(config, folder, join=join, resume=resume)
     elif config.run.elastic:
         from gossamer.run.elastic import train_elastic
 
@@ -168,7 +167,8 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
     from gossamer.transport.local import run_local, run_served
     from gossamer.transport.secret import folder_secret
 
-    if n != config.workers and not (config.run.elastic and n < config.workers):
+    goes_on = config.run.elastic or config.kind in ("pair", "no waiting")
+    if n != config.workers and not (goes_on and n < config.workers):
         raise ConfigError(f"--local {n} but the run file has workers = {config.workers}; make them equal")
     if resume and rounds_in_common(config, folder) == config.rounds:
         from gossamer.record import checkpoint
@@ -182,9 +182,6 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
     if config.run.elastic:
         return _start_elastic(config, folder, n, words)
     if config.kind in ("pair", "no waiting"):
-        from gossamer.run.async_train import must_not_resume
-
-        must_not_resume(folder, resume=resume)
         return _start_asynchronous(folder, n, words)
     return run_local(n, main, words)
 
@@ -227,11 +224,16 @@ def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
     from gossamer.transport.local import run_elastic
     from gossamer.transport.secret import folder_secret
 
-    def fell(worker: int, code: int) -> None:
-        phases = phases_in(read_order(folder).get(worker, []))
-        log.warning("worker %d ended with code %d after %d local phases, and the others go on", worker, code, phases)
+    lost: dict[int, int] = {}
 
-    end = ending_of_order(run_elastic(n, main, words, folder_secret(folder, make=True), fell), read_order(folder))
+    def fell(worker: int, code: int) -> None:
+        lost[worker] = phases_in(read_order(folder).get(worker, []))
+        log.warning(
+            "worker %d ended with code %d after %d local phases, and the others go on", worker, code, lost[worker]
+        )
+
+    codes = run_elastic(n, main, words, folder_secret(folder, make=True), fell)
+    end = ending_of_order(codes, lost, read_order(folder))
     for sentence in end.sentences:
         log.warning("%s", sentence)
     return end.code

@@ -1,13 +1,15 @@
 """One worker of gossip that waits for nobody, without clock or connection: for virtual time, real processes and replays."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from gossamer.clock.phases import Learner
 from gossamer.rounds.exchange import initial_state, own_message
 from gossamer.rounds.kernel import Decoded, outer_update
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, without
-from gossamer.tree import Tree
+from gossamer.tree import Tree, leaves, must_fit
 
 __all__ = ["GossipWorker"]
 
@@ -24,6 +26,18 @@ class GossipWorker:
         self.worker, self.rule, self.learner = worker, rule, learner
         self.s = initial_state(rule, mixing, learner.x, self._context(0, mixing))
         """The rule's state."""
+
+    @property
+    def x(self) -> Tensor:
+        """The parameters `[P]`."""
+        return self.learner.x
+
+    def restore(self, x: Tensor, s: Sequence[Tensor]) -> None:
+        """Goes on from these parameters and the leaves of a state. Raises ValueError when they do not fit."""
+        mine, theirs = [self.x, *leaves(self.s)], [x, *s]
+        must_fit(theirs, mine)
+        for own, saved in zip(mine, theirs, strict=True):
+            own.copy_(saved)
 
     def message(self, number: int, mixing: Mixing) -> Tree:
         """What it publishes after its phase of this number."""

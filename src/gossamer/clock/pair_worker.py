@@ -1,10 +1,12 @@
 """One worker that meets others, without clock or connection: for virtual time, real processes and replays."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from gossamer.asynchronous import PairRule
 from gossamer.clock.phases import Learner
-from gossamer.tree import Tree
+from gossamer.tree import Tree, leaves, must_fit, refill
 
 __all__ = ["PairWorker"]
 
@@ -24,6 +26,12 @@ class PairWorker:
         self.s: Tree = rule.init(self.x)
         self.start = self.x
         """Where the local phase began that it is in."""
+
+    def restore(self, x: Tensor, s: Sequence[Tensor]) -> None:
+        """A local phase begins from these parameters and the leaves of a state. Raises ValueError when they do not fit."""
+        must_fit([x, *s], [self.x, *leaves(self.s)])
+        self.x, self.s = x.to(self.x, copy=True), refill(self.s, [one.to(self.x.device, copy=True) for one in s])
+        self.begin()
 
     def advance(self, dt: float) -> None:
         """Lets time pass; comes before everything else."""

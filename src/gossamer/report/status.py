@@ -18,7 +18,7 @@ from gossamer.fields import AtLeastOne
 from gossamer.record.addresses import Address, read_addresses
 from gossamer.record.files import worker_suffix
 from gossamer.record.folder import read_metrics, run_file
-from gossamer.record.order import Finished, read_order
+from gossamer.record.order import read_order
 from gossamer.record.outcomes import Begun, Ended, Life, read_outcomes
 from gossamer.record.seconds import RoundSeconds, read_seconds
 from gossamer.schema import RECORD, Records, parse_toml
@@ -231,9 +231,9 @@ def _waiting(document: Mapping[str, Any]) -> str:
 
 def _lives_in_order(folder: Path, rounds: int) -> dict[int, list[Life]]:
     """The lives of workers that wait for nobody, as far as the order of their events tells."""
-    ends = {slot: events[-1] if events else None for slot, events in read_order(folder).items()}
+    ends = {slot: lives[-1].ended for slot, lives in read_order(folder).items() if lives}
     return {
-        slot: [Life(Begun(0, 0, slot, 0, 0), (), Ended(rounds, end.why) if isinstance(end, Finished) else None)]
+        slot: [Life(Begun(0, 0, slot, 0, 0), (), None if end is None else Ended(rounds, end.why))]
         for slot, end in ends.items()
     }
 

@@ -6,24 +6,21 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torch import Tensor
-
 from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.record.order import Mixed, Published
 from gossamer.run.async_messages import MessageForm
 from gossamer.run.async_participant import PATIENCE_S, AsyncParticipant
+from gossamer.run.async_seat import AsyncSeat
 from gossamer.run.config import RunConfig
-from gossamer.run.meeting import Seat
 from gossamer.run.replica import LocalPhase
 from gossamer.run.settle import WithoutWaiting
 from gossamer.run.task import Task
-from gossamer.transport.fetches import Fetches
-from gossamer.tree import Tree
+from gossamer.transport.fetches import Fetched, Fetches
 
 __all__ = ["GossipParticipant"]
 
 
-class GossipParticipant(AsyncParticipant):
+class GossipParticipant(AsyncParticipant[GossipWorker]):
     """A worker that mixes, after each local phase, with the newest messages that it has fetched from its peers.
 
     It asks for them so long before the end of the phase as the last answer took, twice over and at least one inner step. An
@@ -33,28 +30,18 @@ class GossipParticipant(AsyncParticipant):
     """
 
     def __init__(
-        self, config: RunConfig, settled: WithoutWaiting, folder: Path, task: Task, seat: Seat, asked: threading.Event, *,
-        again: bool = False,
+        self, config: RunConfig, settled: WithoutWaiting, folder: Path, task: Task, seat: AsyncSeat,
+        asked: threading.Event,
     ) -> None:  # fmt: skip
-        super().__init__(config, settled.config, folder, task, seat, asked, again=again)
+        super().__init__(config, settled.config, folder, task, seat, asked)
         m = settled.method
         self._topology, first = m.topology, m.topology.mixing(0)
-        self._core = GossipWorker(self.slot, m.rule, self.replica, first)
+        self.core = GossipWorker(self.slot, m.rule, self.replica, first)
         self._messages = MessageForm(
-            m.codec, self.replica.layout, self._core.message(0, first), seed=config.seed, worker=self.slot, device=self.device
+            m.codec, self.replica.layout, self.core.message(0, first), seed=config.seed, worker=self.slot, device=self.device
         )  # fmt: skip
         self.calls = self._fetches = Fetches(seat.members, self._messages.wire_bytes, limit_s=self.limit_s)
         self._step_s = 0.0
-
-    @property
-    def x(self) -> Tensor:
-        """See `AsyncParticipant`."""
-        return self.replica.x
-
-    @property
-    def outer(self) -> Tree:
-        """See `AsyncParticipant`."""
-        return self._core.s
 
     def phase(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
         """See `AsyncParticipant`."""
@@ -63,22 +50,24 @@ class GossipParticipant(AsyncParticipant):
         replica.steps_taken = number * replica.local_steps
         report = replica.train(round, 0, replica.local_steps, self._asking(mixing.hears_from(self.slot)))
         self._step_s, ended_s = report.compute_s / replica.local_steps, self.now_s()
-        own, packed = self._messages.pack(self._core.message(number, mixing), number)
+        own, packed = self._messages.pack(self.core.message(number, mixing), number)
         self.log.write(Published(number, round, start_s, ended_s))  # whoever gets the message finds it in the log
         with self.transport.changed:
-            self._fetches.publish(number + 1, packed)
-        came: dict[int, tuple[int, Tensor]] = {}
+            self._fetches.publish(number + 1, packed, replica.steps_taken)
+        came: dict[int, Fetched] = {}
         self.stopwatch.blocking(lambda: came.update(self._fetched()))
-        received = {peer: self._messages.unpack(payload, peer) for peer, (_, payload) in sorted(came.items())}
+        received = {peer: self._messages.unpack(one.payload, peer) for peer, one in sorted(came.items())}
         now_s, everyone = self.now_s(), len(alive) == self.config.workers
-        heard = tuple((peer, came[peer][0]) for peer in received)
+        heard = tuple((peer, came[peer].version, came[peer].life) for peer in received)
         self.log.write(Mixed(number, None if everyone else alive, heard, now_s))
         for peer in received:
+            self.holds(peer, came[peer].steps)
             self.events.write(
                 round, "fetch", source=peer, target=self.slot, fragment=0, bytes=self._messages.bytes, start_s=ended_s,
                 end_s=now_s,
             )  # fmt: skip
-        self._core.mix(number, own, received, mixing)
+        self.core.mix(number, own, received, mixing)
+        self.mark(number + 1)
         return report, start_s
 
     def end(self) -> float:
@@ -105,7 +94,7 @@ class GossipParticipant(AsyncParticipant):
             ask()
         return after_step
 
-    def _fetched(self) -> dict[int, tuple[int, Tensor]]:
+    def _fetched(self) -> dict[int, Fetched]:
         """What has come, once nothing may still come."""
         with self.transport.changed:
             while self._fetches.pending:

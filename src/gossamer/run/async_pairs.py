@@ -15,8 +15,8 @@ from gossamer.record.progress import say
 from gossamer.rng import numpy_rng
 from gossamer.run.async_messages import MessageForm
 from gossamer.run.async_participant import AsyncParticipant
+from gossamer.run.async_seat import AsyncSeat
 from gossamer.run.config import RunConfig
-from gossamer.run.meeting import Seat
 from gossamer.run.replica import LocalPhase
 from gossamer.run.settle import InPairs
 from gossamer.run.task import Task
@@ -36,7 +36,7 @@ def settled_pair(settled: InPairs) -> PairRule:
     return rule if rule.settle is None else rule.settle(*conditions(settled.config.workers, settled.rates))
 
 
-class PairParticipant(AsyncParticipant):
+class PairParticipant(AsyncParticipant[PairWorker]):
     """A worker that starts `events.meetings / 2` meetings per mean local phase, at random times, with neighbours drawn alike.
 
     A local phase takes as long as those of all workers together have taken so far, over their number. Where a rule computes its
@@ -45,14 +45,13 @@ class PairParticipant(AsyncParticipant):
     """
 
     def __init__(
-        self, config: RunConfig, settled: InPairs, folder: Path, task: Task, seat: Seat, asked: threading.Event, *,
-        again: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(config, settled.config, folder, task, seat, asked, again=again)
+        self, config: RunConfig, settled: InPairs, folder: Path, task: Task, seat: AsyncSeat, asked: threading.Event
+    ) -> None:
+        super().__init__(config, settled.config, folder, task, seat, asked)
         self._in_phases = settled.rule.settle is not None
-        self._core = PairWorker(settled_pair(settled), self.replica)
+        self.core = PairWorker(settled_pair(settled), self.replica)
         self._messages = MessageForm(
-            settled.codec, self.replica.layout, self._core.tell(), seed=config.seed, worker=self.slot, device=self.device
+            settled.codec, self.replica.layout, self.core.tell(), seed=config.seed, worker=self.slot, device=self.device
         )  # fmt: skip
         self.calls = self._meetings = Meetings(
             seat.members, self._messages.wire_bytes, limit_s=self.limit_s,
@@ -61,34 +60,29 @@ class PairParticipant(AsyncParticipant):
         )  # fmt: skip
         self._neighbours = settled.topology.mixing(0).hears_from(self.slot)
         self._started_per_phase = (config.events.meetings or 1.0) / 2
-        self._last_s = 0.0
+        self._first_s = self._last_s = 0.0
+        self._before: dict[int, int] = {}
+        """Local phases of each slot that had ended when this process began."""
         self._told: Tree = ()
         self._round, self._told_s = 0, 0.0
         self._ended = threading.Event()
         self._failed: BaseException | None = None
-        self._starter: threading.Thread | None = None
-
-    @property
-    def x(self) -> Tensor:
-        """See `AsyncParticipant`."""
-        return self._core.x
-
-    @property
-    def outer(self) -> Tree:
-        """See `AsyncParticipant`."""
-        return self._core.s
 
     @property
     def busy(self) -> bool:
         """See `AsyncParticipant`."""
         return self._meetings.busy
 
+    def begin(self) -> None:
+        """See `AsyncParticipant`."""
+        self._first_s = self._last_s = self.now_s()
+        self._before = {slot: one.ended for slot, one in self.transport.phases().items()}
+        if self._neighbours:
+            threading.Thread(target=self._start_meetings, daemon=True, name="gossamer meetings").start()
+
     def phase(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
         """See `AsyncParticipant`."""
         start_s, self._round = self.now_s(), round
-        if self._starter is None and self._neighbours:
-            self._starter = threading.Thread(target=self._start_meetings, daemon=True, name="gossamer meetings")
-            self._starter.start()
         self.replica.round = round
         report = self.replica.local_phase(number)
         with self.transport.changed:
@@ -96,8 +90,10 @@ class PairParticipant(AsyncParticipant):
                 raise self._failed
             dt = self._pass()
             self.log.write(Learned(number, round, dt, start_s, self.now_s()))
-            self._core.learn()
-            self._core.begin()
+            self.core.learn()
+            self.core.begin()
+            self._meetings.steps = self.replica.steps_taken
+            self.mark(number + 1)
         return report, start_s
 
     def end(self) -> float:
@@ -117,18 +113,19 @@ class PairParticipant(AsyncParticipant):
         now_s, unit_s = self.now_s(), self._phase_s() if self._in_phases else 1.0
         dt = max(0.0, now_s - self._last_s) / unit_s if unit_s else 0.0
         self._last_s = now_s
-        self._core.advance(dt)
+        self.core.advance(dt)
         return dt
 
     def _phase_s(self) -> float:
         """Seconds of a local phase in the mean over the workers; 0 while none has ended."""
-        counts = [ended for ended, _ in self.transport.phases().values()]
-        ended = sum(counts)
-        return self.now_s() * sum(count > 0 for count in counts) / ended if ended else 0.0
+        phases = self.transport.phases()
+        counts = [max(0, one.ended - self._before.get(slot, 0)) for slot, one in phases.items()]
+        ended, passed_s = sum(counts), self.now_s() - self._first_s
+        return passed_s * sum(count > 0 for count in counts) / ended if ended else 0.0
 
     def _start_meetings(self) -> None:
         """Starts meetings at random times until the end."""
-        rng = numpy_rng(self.config.seed, self.slot, "meetings")
+        rng = numpy_rng(self.config.seed, self.slot, self.life, "meetings")
         while True:
             phase_s = self._phase_s()
             wait_s = rng.exponential(phase_s / self._started_per_phase) if phase_s else LOOK_S
@@ -152,16 +149,19 @@ class PairParticipant(AsyncParticipant):
     def _tell_it(self, one: Appointment) -> Tensor:
         dt = self._pass()
         self._told_s = self.now_s()
-        self.log.write(Told(one.peer, one.starter, one.number, dt, self._told_s))  # before anybody can have the message
-        self._told, packed = self._messages.pack(self._core.tell(), one.number, one.starter)
+        self.log.write(
+            Told(one.peer, one.starter, one.life, one.number, dt, self._told_s)
+        )  # before anybody has the message
+        self._told, packed = self._messages.pack(self.core.tell(), one.number, one.starter)
         return packed
 
     def _meet(self, one: Appointment, payload: Tensor) -> None:
         heard, told = self._messages.unpack(payload, one.peer), self._told
         assert isinstance(heard, Tensor) and isinstance(told, Tensor)
         dt, now_s = self._pass(), self.now_s()
-        self.log.write(Met(one.peer, one.starter, one.number, dt, now_s))
-        self._core.meet(told, heard)
+        self.log.write(Met(one.peer, one.starter, one.life, one.number, dt, now_s))
+        self.core.meet(told, heard)
+        self.holds(one.peer, one.steps)
         self.events.write(
             self._round, "meet", source=one.peer, target=self.slot, fragment=0, bytes=self._messages.bytes,
             start_s=self._told_s, end_s=now_s,

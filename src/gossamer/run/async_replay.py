@@ -1,5 +1,8 @@
 """Computes a real run that waited for nobody again, in one process from the order of its events, with the same bits.
 
+Every process of the run is computed as far as its events go, also those that died, came back or were resumed. What a slot has
+trained again counts once in the metrics: as its last process has trained it.
+
 The run folder gets the metrics, events and checkpoints of its workers, one validation at the end, and a copy of the record, so
 that the two folders can be compared.
 """
@@ -9,9 +12,9 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn
 
 from torch import Tensor
 
@@ -21,13 +24,28 @@ from gossamer.clock.pair_worker import PairWorker
 from gossamer.clock.phases import LoopOptions
 from gossamer.errors import ConfigError, DataError
 from gossamer.finite import must_be_finite
+from gossamer.record.branches import described, read_branches
+from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
-from gossamer.record.order import Finished, Learned, Met, Mixed, OrderEvent, Published, Told, read_order
+from gossamer.record.order import (
+    Entered,
+    Finished,
+    Learned,
+    Met,
+    Mixed,
+    OrderEvent,
+    OrderLife,
+    Published,
+    Told,
+    read_order,
+)
+from gossamer.record.packed import packed, unpacked
 from gossamer.record.progress import Progress
 from gossamer.run.async_pairs import settled_pair
-from gossamer.run.async_participant import due_round, save_worker
-from gossamer.run.config import RunConfig, dump
+from gossamer.run.async_participant import due_round, save_state
+from gossamer.run.async_seat import Core, Source, adopt, content_of, state_of
+from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe, Probes, Result, assess
 from gossamer.run.finished import must_be_record_of
 from gossamer.run.journal import log_phase
@@ -42,8 +60,11 @@ from gossamer.tree import Tree
 
 __all__ = ["replay_asynchronous"]
 
+Name = tuple[int, int]
+"""Names a process: its slot and its life."""
 Key = tuple[int, ...]
-"""Names a message: its worker and version, or its worker and the meeting."""
+"""Names a message: its slot, life and version, or its slot and the meeting: the starter, its life and a number."""
+_NEVER = 1 << 31
 
 
 def replay_asynchronous(
@@ -67,6 +88,11 @@ def replay_asynchronous(
         raise DataError(
             f"'{recorded}' has events of worker {strangers[0]} of {config.workers}; restore the files of the run"
         )
+    if branches := read_branches(recorded):
+        raise ConfigError(
+            f"'{recorded}' went on with other settings {described(branches[-1])}; only a run whose settings stayed the same can "
+            "be computed again"
+        )
     settled, task = settle(config, parts, real=True), task_of(config, parts)
     assert isinstance(settled, InPairs | WithoutWaiting)
     began, replay = time.perf_counter(), _Replay(config, settled, folder, task, order)
@@ -76,106 +102,200 @@ def replay_asynchronous(
     return Result(replay.loss, replay.tokens, replay.tokens / (time.perf_counter() - began), {HERE: replay.time_s})
 
 
+class _Process:
+    """One process of a run, and how far its events have been taken."""
+
+    def __init__(self, slot: int, one: OrderLife, after: OrderLife | None) -> None:
+        self.slot, self.begun, self.ended = slot, one.begun, one.ended is not None
+        self.name: Name = (slot, one.life)
+        self.void_from = after.begun.round if after is not None else _NEVER
+        """The round from which on the record of this one is void, as the slot went on from there."""
+        self._void_phase = after.begun.number if after is not None else _NEVER
+        self.left: list[Entered | OrderEvent] = [*reversed(one.events), one.begun]
+        self.taken = -1
+        """Events, without the begin."""
+        self.round, self.phases = one.begun.round, one.begun.number
+
+    @property
+    def source(self) -> Source:
+        """Where it is in its order of events."""
+        return *self.name, self.taken
+
+    def counts(self, event: Published | Learned) -> bool:
+        """Whether no later process of the slot has trained this local phase again."""
+        return event.round < self.void_from and event.number < self._void_phase
+
+    def next_round(self) -> int:
+        """Rounds that were over when its last phase was, which its next phase tells."""
+        return next((one.round for one in reversed(self.left) if isinstance(one, Published | Learned)), self.round)
+
+
 class _Replay:
     """A run that is computed again, with its record."""
 
     def __init__(
         self, config: RunConfig, settled: InPairs | WithoutWaiting, folder: Path, task: Task,
-        order: Mapping[int, list[OrderEvent]],
+        order: Mapping[int, list[OrderLife]],
     ) -> None:  # fmt: skip
-        self._config, self._folder, self._order = config, folder, order
+        self._config, self._folder, self._line = config, folder, Lineage(digest(config))
         device = one_device(config.run.device)
         self._probe = Probe(config, task, device)
-        replicas = {i: Replica(i, settled.config.unpaced(), task, device) for i in order}
+        self._processes = [
+            _Process(slot, one, after)
+            for slot, lives in sorted(order.items())
+            for one, after in zip(lives, [*lives[1:], None], strict=True)
+        ]
+        self._last = {one.slot: one for one in self._processes}
+        self._wanted = {one.begun.source for one in self._processes}
+        self._states: dict[Source, bytes] = {}
         make = _Pairs if isinstance(settled, InPairs) else _Gossip
-        self._run = make(config, settled, replicas, order)
+        self._run = make(config, settled, lambda slot: Replica(slot, settled.config.unpaced(), task, device), order)
         self.tokens, self.time_s, self.loss = 0, 0.0, math.nan
-        self._round = dict.fromkeys(order, 0)
 
     def run(self, progress: Progress | None) -> None:
-        """Takes every event as soon as the messages that it needs are there."""
-        config, left = self._config, {i: [*reversed(events)] for i, events in self._order.items()}
+        """Takes every event as soon as what it needs is there."""
+        config, processes = self._config, self._processes
         with (
             RunFolder(self._folder, dump(config), config.record) as self._record,
             EventWriter(self._folder, network=HERE, workers=config.workers) as self._events,
         ):
-            while any(left.values()):
+            while any(one.left for one in processes):
                 took = 0
-                for i, events in left.items():
-                    while events and self._run.ready(i, events[-1]):
-                        self._take(i, events.pop())
+                for one in processes:
+                    while one.left and self._ready(one):
+                        self._take(one, one.left.pop())
                         took += 1
+                    if not one.left and one is not self._last[one.slot]:
+                        self._run.forget(one.name)
                 if not took:
-                    self._run.stuck({i: events[-1] for i, events in left.items() if events})
+                    self._stuck()
                 if progress is not None:
-                    progress.update(config.name, min(self._round.values()))
+                    progress.update(config.name, min(one.round for one in self._last.values()))
             self._validate()
 
-    def _take(self, i: int, event: OrderEvent) -> None:
-        config, run, replica = self._config, self._run, self._run.replicas[i]
+    def _ready(self, one: _Process) -> bool:
+        event = one.left[-1]
+        if isinstance(event, Entered):
+            return event.source is None or event.source in self._states
+        return self._run.ready(one.name, event)
+
+    def _stuck(self) -> NoReturn:
+        """Raises DataError: none of the next events can happen."""
+        for one in self._processes:
+            event = one.left[-1] if one.left else None
+            if isinstance(event, Entered) and event.source is not None:
+                worker, _, place = event.source
+                _impossible(
+                    one.slot, f"it began with the state of worker {worker} after {place} events, which it never had"
+                )
+            if event is not None and not isinstance(event, Entered):
+                self._run.must_be_ready(one.name, event)
+        raise AssertionError("nobody waits")
+
+    def _take(self, one: _Process, event: Entered | OrderEvent) -> None:
+        run = self._run
         self.time_s = max(self.time_s, event.time_s)
-        if isinstance(event, Published | Learned):
-            if due := due_round(config, self._round[i], event.round):
-                save_worker(config, self._folder, due, replica, run.x(i), run.outer(i))
-            self._round[i] = event.round
-            report = run.train(i, event)
-            self.tokens += report.tokens
-            phase = Phase(event.start_s, event.time_s, i, event.number, report)
-            log_phase(self._record, self._events, event.round, phase, replica.local_steps)
+        if isinstance(event, Entered):
+            self._begin(one, event)
+        elif isinstance(event, Published | Learned):
+            self._train(one, event)
         elif isinstance(event, Finished):
-            run.end(i, event)
-            save_worker(config, self._folder, event.round, replica, run.x(i), run.outer(i))
+            run.end(one.name, event)
         else:
-            for kind, source in run.take(i, event):
-                self._events.write(
-                    self._round[i], kind, source=source, target=i, fragment=0, bytes=run.bytes, start_s=event.time_s,
-                    end_s=event.time_s,
-                )  # fmt: skip
+            for kind, source in run.take(one.name, event):
+                if one.round < one.void_from:
+                    self._events.write(
+                        one.round, kind, source=source, target=one.slot, fragment=0, bytes=run.bytes, start_s=event.time_s,
+                        end_s=event.time_s,
+                    )  # fmt: skip
+        one.taken += 1
+        if one.source in self._wanted:
+            self._states[one.source] = packed(self._state(one))
+        due = 0
+        if isinstance(event, Finished):
+            due = event.round
+        elif isinstance(event, Mixed | Learned):
+            due = due_round(self._config, one.round, one.next_round())
+        if 0 < due <= one.void_from:
+            save_state(self._line, self._folder, due, one.slot, self._state(one))
+
+    def _begin(self, one: _Process, begun: Entered) -> None:
+        core, replica = self._run.begin(one.name)
+        if begun.source is not None:
+            adopt(state_of(unpacked(self._states[begun.source]), begun.round), core, replica)
+
+    def _train(self, one: _Process, event: Published | Learned) -> None:
+        one.round, one.phases = event.round, event.number + 1
+        report = self._run.train(one.name, event)
+        if one.counts(event):
+            self.tokens += report.tokens
+            phase = Phase(event.start_s, event.time_s, one.slot, event.number, report)
+            log_phase(self._record, self._events, event.round, phase, self._run.replicas[one.name].local_steps)
+
+    def _state(self, one: _Process) -> dict[str, Any]:
+        return content_of(
+            self._run.cores[one.name], self._run.replicas[one.name], phases=one.phases, source=one.source, held={}
+        )
 
     def _validate(self) -> None:
         """Scores the workers that were there at the end, or all if nobody was."""
         config, run = self._config, self._run
-        ended = [i for i, events in self._order.items() if events and isinstance(events[-1], Finished)]
-        chosen = ended or [*self._order]
-        buffers = [run.replicas[i].buffers for i in chosen]
-        figures = assess([run.x(i) for i in chosen], Probes([self._probe]), buffers).figures()
+        last = [*self._last.values()]
+        chosen = [one.name for one in last if one.ended] or [one.name for one in last]
+        buffers = [run.replicas[name].buffers for name in chosen]
+        figures = assess([run.cores[name].x for name in chosen], Probes([self._probe]), buffers).figures()
         self.loss = figures["loss"]
         self._record.log("eval", round=config.rounds - 1, step=config.run.steps, tokens=self.tokens, **figures)
 
 
-class _Run(ABC):
+class _Run(ABC, Generic[Core]):
     """The workers of a replay, and the messages that somebody has yet to hear."""
 
     def __init__(
-        self, config: RunConfig, settled: InPairs | WithoutWaiting, replicas: Mapping[int, Replica], wanted: Iterable[Key]
+        self, config: RunConfig, settled: InPairs | WithoutWaiting, replica: Callable[[int], Replica],
+        order: Mapping[int, list[OrderLife]],
     ) -> None:  # fmt: skip
         codec = settled.codec if isinstance(settled, InPairs) else settled.method.codec
-        self.replicas, self._workers = replicas, config.workers
+        self._workers, self._replica = config.workers, replica
+        self.replicas: dict[Name, Replica] = {}
+        self.cores: dict[Name, Core] = {}
+        wanted = [
+            key
+            for slot, lives in order.items()
+            for one in lives
+            for event in one.events
+            for key in self.needs((slot, one.life), event)
+        ]
         self._options = LoopOptions(codec=codec, seed=config.seed)
         self._wanted, self._held = Counter(wanted), dict[Key, Tree]()
         self.bytes = 0
         """Of one message."""
 
-    def ready(self, i: int, event: OrderEvent) -> bool:
+    def begin(self, i: Name) -> tuple[Core, Replica]:
+        """A process begins at the start of the run."""
+        replica = self.replicas[i] = self._replica(i[0])
+        core = self.cores[i] = self.core(i, replica)
+        return core, replica
+
+    def forget(self, i: Name) -> None:
+        """Nothing more comes of a process."""
+        self.replicas.pop(i, None)
+        self.cores.pop(i, None)
+
+    def ready(self, i: Name, event: OrderEvent) -> bool:
         """Whether the messages that an event needs are there."""
         return all(key in self._held for key in self.needs(i, event))
 
-    def stuck(self, waiting: Mapping[int, OrderEvent]) -> NoReturn:
-        """Raises DataError: none of the next events can happen."""
-        for i, event in waiting.items():
-            for key in self.needs(i, event):
-                if key not in self._held:
-                    what = (
-                        f"its version {key[1]}"
-                        if len(key) == 2
-                        else f"of meeting {key[2]} that worker {key[1]} started"
-                    )
-                    _impossible(i, f"it heard a message of worker {key[0]} that was never sent: {what}")
-        raise AssertionError("nobody waits")
+    def must_be_ready(self, i: Name, event: OrderEvent) -> None:
+        """Raises DataError when a message that an event needs never comes."""
+        for key in self.needs(i, event):
+            if key not in self._held:
+                what = f"its version {key[2]}" if len(key) == 3 else f"of meeting {key[3]} that worker {key[1]} started"
+                _impossible(i[0], f"it heard a message of worker {key[0]} that was never sent: {what}")
 
-    def keep(self, i: int, key: Key, message: Tree, number: int, fragment: int = 0) -> Tree:
+    def keep(self, i: Name, key: Key, message: Tree, number: int, fragment: int = 0) -> Tree:
         """A message as others decode it, which is kept for those that hear it."""
-        decoded, self.bytes = self._options.transmit(message, self.replicas[i].layout, i, number, fragment)
+        decoded, self.bytes = self._options.transmit(message, self.replicas[i].layout, i[0], number, fragment)
         if self._wanted[key]:
             self._held[key] = decoded
         return decoded
@@ -190,118 +310,110 @@ class _Run(ABC):
         return message
 
     @abstractmethod
-    def needs(self, i: int, event: OrderEvent) -> list[Key]:
+    def core(self, i: Name, replica: Replica) -> Core:
+        """The worker that a process is."""
+
+    @abstractmethod
+    def needs(self, i: Name, event: OrderEvent) -> list[Key]:
         """The messages that an event needs."""
 
     @abstractmethod
-    def x(self, i: int) -> Tensor:
-        """The parameters of a worker."""
-
-    @abstractmethod
-    def outer(self, i: int) -> Tree:
-        """The state of its method."""
-
-    @abstractmethod
-    def train(self, i: int, event: Published | Learned) -> LocalPhase:
+    def train(self, i: Name, event: Published | Learned) -> LocalPhase:
         """A local phase that ends."""
 
     @abstractmethod
-    def take(self, i: int, event: OrderEvent) -> Iterable[tuple[str, int]]:
+    def take(self, i: Name, event: OrderEvent) -> Iterable[tuple[str, int]]:
         """Any other event; returns what was received, and from whom."""
 
     @abstractmethod
-    def end(self, i: int, event: Finished) -> None:
+    def end(self, i: Name, event: Finished) -> None:
         """The worker ends on purpose."""
 
 
-class _Gossip(_Run):
+class _Gossip(_Run[GossipWorker]):
     def __init__(
-        self, config: RunConfig, settled: Any, replicas: Mapping[int, Replica], order: Mapping[int, list[OrderEvent]]
+        self, config: RunConfig, settled: Any, replica: Callable[[int], Replica],
+        order: Mapping[int, list[OrderLife]],
     ) -> None:  # fmt: skip
-        heard = [key for events in order.values() for one in events if isinstance(one, Mixed) for key in one.heard]
-        super().__init__(config, settled, replicas, heard)
-        rule, self._topology = settled.method.rule, settled.method.topology
-        self._cores = {i: GossipWorker(i, rule, one, self._topology.mixing(0)) for i, one in replicas.items()}
-        self._own: dict[int, Tree] = {}
-        self._alive: dict[tuple[int, int], frozenset[int]] = {
-            (i, one.number): frozenset(range(config.workers)) if one.alive is None else one.alive
-            for i, events in order.items()
-            for one in events
+        super().__init__(config, settled, replica, order)
+        self._rule, self._topology = settled.method.rule, settled.method.topology
+        self._own: dict[Name, Tree] = {}
+        everyone = frozenset(range(config.workers))
+        self._alive = {
+            (slot, life.life, one.number): everyone if one.alive is None else one.alive
+            for slot, lives in order.items()
+            for life in lives
+            for one in life.events
             if isinstance(one, Mixed)
         }
 
-    def needs(self, i: int, event: OrderEvent) -> list[Key]:
-        return [*event.heard] if isinstance(event, Mixed) else []
+    def core(self, i: Name, replica: Replica) -> GossipWorker:
+        return GossipWorker(i[0], self._rule, replica, self._topology.mixing(0))
 
-    def x(self, i: int) -> Tensor:
-        return self.replicas[i].x
+    def needs(self, i: Name, event: OrderEvent) -> list[Key]:
+        return [(j, life, version) for j, version, life in event.heard] if isinstance(event, Mixed) else []
 
-    def outer(self, i: int) -> Tree:
-        return self._cores[i].s
-
-    def train(self, i: int, event: Published | Learned) -> LocalPhase:
+    def train(self, i: Name, event: Published | Learned) -> LocalPhase:
         if not isinstance(event, Published):
-            _impossible(i, "it met others in a run without meetings")
+            _impossible(i[0], "it met others in a run without meetings")
         replica, number = self.replicas[i], event.number
         replica.round = event.round
         report = replica.local_phase(number)
-        message = self._cores[i].message(number, self._mixing(i, number))
-        self._own[i] = self.keep(i, (i, number + 1), message, number)
+        message = self.cores[i].message(number, self._mixing(i, number))
+        self._own[i] = self.keep(i, (*i, number + 1), message, number)
         return report
 
-    def take(self, i: int, event: OrderEvent) -> Iterable[tuple[str, int]]:
+    def take(self, i: Name, event: OrderEvent) -> Iterable[tuple[str, int]]:
         assert isinstance(event, Mixed)
-        mixing, peers = self._mixing(i, event.number), [j for j, _ in event.heard]
-        if not {*peers} <= {*mixing.hears_from(i)}:
+        mixing, peers = self._mixing(i, event.number), [j for j, _, _ in event.heard]
+        known = mixing.hears_from(i[0])
+        if not {*peers} <= {*known}:
             _impossible(
-                i,
-                f"after phase {event.number} it heard workers {sorted(peers)}, and {mixing.hears_from(i)} were its peers",
+                i[0], f"after phase {event.number} it heard workers {sorted(peers)}, and {known} were its peers"
             )
-        received = {key[0]: self.heard(key) for key in event.heard}
-        self._cores[i].mix(event.number, self._own.pop(i), received, mixing)
+        received = {key[0]: self.heard(key) for key in self.needs(i, event)}
+        self.cores[i].mix(event.number, self._own.pop(i), received, mixing)
         return [("fetch", j) for j in peers]
 
-    def end(self, i: int, event: Finished) -> None:
+    def end(self, i: Name, event: Finished) -> None:
         pass
 
-    def _mixing(self, i: int, number: int) -> Mixing:
-        alive = self._alive.get((i, number), frozenset(range(self._workers)))
-        if not {i} <= alive <= {*range(self._workers)}:
+    def _mixing(self, i: Name, number: int) -> Mixing:
+        slot, alive = i[0], self._alive.get((*i, number), frozenset(range(self._workers)))
+        if not {slot} <= alive <= {*range(self._workers)}:
             _impossible(
-                i, f"workers {sorted(alive)} were alive in its phase {number}, of {self._workers} and itself among them"
+                slot,
+                f"workers {sorted(alive)} were alive in its phase {number}, of {self._workers} and itself among them",
             )
         return self._topology.mixing(number, alive)
 
 
-class _Pairs(_Run):
+class _Pairs(_Run[PairWorker]):
     def __init__(
-        self, config: RunConfig, settled: Any, replicas: Mapping[int, Replica], order: Mapping[int, list[OrderEvent]]
+        self, config: RunConfig, settled: Any, replica: Callable[[int], Replica],
+        order: Mapping[int, list[OrderLife]],
     ) -> None:  # fmt: skip
-        meetings = [(i, one) for i, events in order.items() for one in events if isinstance(one, Met)]
-        super().__init__(config, settled, replicas, [key for i, one in meetings for key in self._both(i, one)])
-        rule = settled_pair(settled)
-        self._cores = {i: PairWorker(rule, one) for i, one in replicas.items()}
+        super().__init__(config, settled, replica, order)
+        self._rule = settled_pair(settled)
+
+    def core(self, i: Name, replica: Replica) -> PairWorker:
+        return PairWorker(self._rule, replica)
 
     @staticmethod
-    def _both(i: int, event: Told | Met) -> tuple[Key, Key]:
+    def _both(i: Name, event: Told | Met) -> tuple[Key, Key]:
         """The messages of both ends of a meeting, this worker's own first."""
-        if event.peer == i or event.starter not in (i, event.peer):
-            _impossible(i, f"it has a meeting with worker {event.peer} that worker {event.starter} started")
-        return (i, event.starter, event.number), (event.peer, event.starter, event.number)
+        slot, meeting = i[0], event[1:4]
+        if event.peer == slot or event.starter not in (slot, event.peer):
+            _impossible(slot, f"it has a meeting with worker {event.peer} that worker {event.starter} started")
+        return (slot, *meeting), (event.peer, *meeting)
 
-    def needs(self, i: int, event: OrderEvent) -> list[Key]:
+    def needs(self, i: Name, event: OrderEvent) -> list[Key]:
         return [*self._both(i, event)] if isinstance(event, Met) else []
 
-    def x(self, i: int) -> Tensor:
-        return self._cores[i].x
-
-    def outer(self, i: int) -> Tree:
-        return self._cores[i].s
-
-    def train(self, i: int, event: Published | Learned) -> LocalPhase:
+    def train(self, i: Name, event: Published | Learned) -> LocalPhase:
         if not isinstance(event, Learned):
-            _impossible(i, "it published messages in a run of pairs that meet")
-        replica, core = self.replicas[i], self._cores[i]
+            _impossible(i[0], "it published messages in a run of pairs that meet")
+        replica, core = self.replicas[i], self.cores[i]
         replica.round = event.round
         report = replica.local_phase(event.number)
         core.advance(event.dt)
@@ -309,9 +421,9 @@ class _Pairs(_Run):
         core.begin()
         return report
 
-    def take(self, i: int, event: OrderEvent) -> Iterable[tuple[str, int]]:
+    def take(self, i: Name, event: OrderEvent) -> Iterable[tuple[str, int]]:
         assert isinstance(event, Told | Met)
-        core, own, other = self._cores[i], *self._both(i, event)
+        core, own, other = self.cores[i], *self._both(i, event)
         core.advance(event.dt)
         if isinstance(event, Told):
             self.keep(i, own, core.tell(), event.number, event.starter)
@@ -321,8 +433,8 @@ class _Pairs(_Run):
         core.meet(told, heard)
         return [("meet", event.peer)]
 
-    def end(self, i: int, event: Finished) -> None:
-        self._cores[i].advance(event.dt)
+    def end(self, i: Name, event: Finished) -> None:
+        self.cores[i].advance(event.dt)
 
 
 def _impossible(i: int, why: str) -> NoReturn:

@@ -15,15 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gossamer.errors import CheckpointError, GossamerError, PeerError, first_line
+from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
 from gossamer.record.folder import RunFolder
 from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
-from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.record.packed import cold, frozen
 from gossamer.record.progress import say
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, dump
 from gossamer.run.evaluate import Probe
+from gossamer.run.handing import give_state, take_state
 from gossamer.run.history import Resume
 from gossamer.run.journal import Journal
 from gossamer.run.meeting import Seat, joined, started
@@ -42,7 +43,7 @@ from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.elastic_core import Outcome
 from gossamer.transport.launch import device_of
 from gossamer.transport.members import Standing
-from gossamer.transport.newcomer import Applicant, Handover, Offer, ask, host
+from gossamer.transport.newcomer import Handover
 
 __all__ = ["KEPT", "leaving", "train_elastic"]
 
@@ -193,9 +194,10 @@ class _Participant:
         for k in range(self.config.run.ghost_rounds):
             if self._asked.is_set() or transport.members.replaced:
                 break
-            offer = self._offered(begun.donor, inner=False)
+            members, station = transport.members, self._seat.station
+            offer, state = take_state(members, station, first=begun.donor, behind=begun.after, inner=False)
             steps = behind + k * replica.local_steps
-            self._worker.rehearse(offer.after, self._mine(offer, steps))
+            self._worker.rehearse(offer.after, self._mine(state, steps))
             followed.append(Followed(offer.donor, offer.after, steps, offer.sha256))
         replica.steps_taken = behind
         newest = transport.first_round(self.config.run.timeout_s) - 1
@@ -372,46 +374,21 @@ class _Participant:
 
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
-        offer = self._offered(begun.donor if source is None else source, inner=not begun.followed)
-        say(f"worker {self.slot} takes the state of worker {offer.donor} after round {offer.after}")
-        state = self._mine(offer, max(self._transport.members.own.steps, self._replica.steps_taken))
-        self._worker.take_over(state)
+        first, members, station = begun.donor if source is None else source, self._transport.members, self._seat.station
+        offer, state = take_state(members, station, first=first, behind=begun.after, inner=not begun.followed)
+        self._worker.take_over(self._mine(state, max(members.own.steps, self._replica.steps_taken)))
         round = max(begun.round, offer.after)
         if self._closes:
             round = offer.after
             self._transport.go_on_from(offer.after, int(state["line"]))
         return begun._replace(round=round, after=offer.after, donor=offer.donor, sha256=offer.sha256)
 
-    def _mine(self, offer: Offer, steps: int) -> dict[str, Any]:
+    def _mine(self, state: dict[str, Any], steps: int) -> dict[str, Any]:
         """Another worker's state with this one's own place in the data."""
-        assert offer.raw is not None
-        return {**unpacked(offer.raw), "data": self._fresh, "steps_taken": steps, "under_way": []}
-
-    def _offered(self, first: int, *, inner: bool) -> Offer:
-        """The state of the first worker that gives it, with its inner optimizer or without; PeerError when nobody does."""
-        members, station = self._transport.members, self._seat.station
-        why = "nobody else is alive"
-        # Those that begin without a state have none to give: they would wait for each other.
-        for entry in sorted(members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != first):
-            place = Applicant(members.own.nonce, members.own.address, self.slot, inner)
-            try:
-                return ask(
-                    entry.address, station.secret, place, run=station.run, slots=members.slots, timeout_s=station.timeout_s
-                )  # fmt: skip
-            except (OSError, GossamerError) as error:
-                why = first_line(error)
-        raise PeerError(f"worker {self.slot} found nobody to take a state from: {why}; join again")
+        return {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
 
     def _host(self, sock: socket.socket) -> None:
-        transport = self._transport
-        if transport.members.own.standing == Standing.GHOST:
+        if self._transport.members.own.standing == Standing.GHOST:
             return  # it has no state to give, and who asks may ask another
         self._ready.wait(self._seat.station.timeout_s)
-        try:
-            host(
-                sock, self._seat.station.run, self.slot, boundary=lambda: self._kept,
-                give_slot=lambda place: transport.give_slot(place.nonce, place.address),
-                entries=lambda: dict(transport.members.entries),
-            )  # fmt: skip
-        except (OSError, GossamerError) as error:
-            log.info("worker %d stopped serving a newcomer: %s", self.slot, error)
+        give_state(sock, self._transport, self._seat.station, lambda: self._kept)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from gossamer.record.order import Finished, OrderEvent, phases_in
+from gossamer.record.order import OrderLife, phases_in
 from gossamer.record.outcomes import Life
 
 __all__ = ["Ending", "ending", "ending_of_order", "rounds_behind"]
@@ -52,20 +52,27 @@ def ending(
     return Ending(failed[-1] if failed else 2, [*said, f"no worker has reached round {rounds}"])
 
 
-def ending_of_order(codes: Mapping[int, int], order: Mapping[int, list[OrderEvent]]) -> Ending:
+def ending_of_order(
+    codes: Mapping[int, int], lost: Mapping[int, int], order: Mapping[int, Sequence[OrderLife]]
+) -> Ending:  # fmt: skip
     """How a run has ended that waits for nobody.
 
     Args:
         codes: as of `ending`.
+        lost: the local phases that a worker had behind it when it failed; another process may have filled its slot since.
         order: of the events of each worker.
 
-    >>> ending_of_order({1: 137, 0: 0}, {0: [Finished("finished", 20, 0.0, 9.5)], 1: []})
+    >>> from gossamer.record.order import Entered, Finished
+    >>> life = OrderLife(7, Entered(0, 0, None, 0.0), (Finished("finished", 20, 0.0, 9.5),))
+    >>> ending_of_order({1: 137, 0: 0}, {}, {0: [life], 1: []})
     Ending(code=0, sentences=['worker 1 ended with code 137 after 0 local phases'])
     """
     phases = {i: phases_in(order.get(i, [])) for i in codes}
-    said = [f"worker {i} ended with code {code} after {phases[i]} local phases" for i, code in codes.items() if code]
-    ends = {i: order[i][-1] for i, code in codes.items() if not code and order.get(i)}
-    whys = {i: end.why for i, end in ends.items() if isinstance(end, Finished)}
+    said = [
+        f"worker {i} ended with code {code} after {lost.get(i, 0)} local phases" for i, code in codes.items() if code
+    ]
+    ends = {i: order[i][-1].ended for i, code in codes.items() if not code and order.get(i)}
+    whys = {i: end.why for i, end in ends.items() if end is not None}
     said += [f"worker {i} has left after {phases[i]} local phases" for i, why in whys.items() if why == "left"]
     if "finished" in whys.values():
         return Ending(0, said)

@@ -17,11 +17,12 @@ from gossamer.run.history import Resume, history, lineage, must_go_on
 from gossamer.transport.alike import short_settings
 from gossamer.transport.launch import agree, join
 from gossamer.transport.link import Station
+from gossamer.transport.member import Member
 from gossamer.transport.members import Members, SlotEntry, Standing, news, read_news
 from gossamer.transport.newcomer import Applicant, ask
 from gossamer.transport.secret import folder_secret
 
-__all__ = ["Seat", "joined", "started"]
+__all__ = ["Seat", "arrived", "is_address", "joined", "started"]
 
 
 class Seat(NamedTuple):
@@ -44,11 +45,8 @@ def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: Re
     Raises: ConfigError, CheckpointError; PeerError when workers do not come or run another configuration.
     """
     wait_s = config.run.timeout_s
-    member = join(
-        config.workers, backend="gloo", device=config.run.device, threads=config.run.threads, timeout_s=wait_s, group=False
-    )  # fmt: skip
+    member, listener, address = arrived(config)
     me, past = member.worker, history(config, folder) if resume else None
-    listener, address = _listening(os.environ["MASTER_ADDR"])
     own = {} if past is None else held_by(folder, [me], past.lineage)[me]
     settings = short_settings(decisive(config))
     fact = [address, nonce, [[r, None if seen is None else sorted(seen)] for r, seen in own.items()]]
@@ -66,6 +64,15 @@ def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: Re
     members = Members(config.workers, me, [_entry(slot, facts, after, config) for slot in range(config.workers)])
     write_address(folder, Address(me, address, run))
     return Seat(members, station, line, Begun(after, after, donor, 0, 0), past is not None)
+
+
+def arrived(config: RunConfig) -> tuple[Member, socket.socket, str]:
+    """This process among those that start together, the socket at which it listens from now on, and its address."""
+    run = config.run
+    member = join(
+        config.workers, backend="gloo", device=run.device, threads=run.threads, timeout_s=run.timeout_s, group=False
+    )  # fmt: skip
+    return member, *_listening(os.environ["MASTER_ADDR"])
 
 
 def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunConfig) -> SlotEntry:
@@ -128,11 +135,15 @@ class _Fact(NamedTuple):
 def _fact(slot: int, value: object) -> _Fact:
     match value:
         case [str(address), int(nonce), [*held]]:
-            entry = SlotEntry(0, 0, nonce, Standing.ALIVE, 0, address)
             rounds = dict(map(_held, held))
-            if read_news(news({0: entry}), slots=1) is not None and None not in rounds:
+            if is_address(address, nonce) and None not in rounds:
                 return _Fact(address, nonce, {r: seen for r, seen in rounds.items() if r is not None})
     raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
+
+
+def is_address(address: str, nonce: int) -> bool:
+    """Whether another process may have said so of itself."""
+    return read_news(news({0: SlotEntry(0, 0, nonce, Standing.ALIVE, 0, address)}), slots=1) is not None
 
 
 def _held(value: object) -> tuple[int | None, frozenset[int] | None]:

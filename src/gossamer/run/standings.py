@@ -1,6 +1,6 @@
 """What has happened to the other workers of an elastic run, one sentence for each event."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from gossamer.record.progress import say
 from gossamer.transport.elastic import ElasticTransport
@@ -10,17 +10,19 @@ __all__ = ["changes", "say_changes"]
 
 
 def say_changes(
-    known: Mapping[int, SlotEntry], transport: ElasticTransport, *, round: int, rounds: int = 1 << 31
-) -> dict[int, SlotEntry]:
+    known: Mapping[int, SlotEntry], transport: ElasticTransport, *, round: int, rounds: int = 1 << 31,
+    done: Collection[int] = (),
+) -> dict[int, SlotEntry]:  # fmt: skip
     """Says a line for each event that a worker has learnt of since it knew that; returns what it knows now."""
     now = {entry.slot: entry for entry in transport.view().entries}
-    for sentence in changes(known, now, transport.worker, rounds, transport.why):
+    for sentence in changes(known, now, transport.worker, rounds, transport.why, done):
         say(f"round {round + 1}: {sentence}")
     return now
 
 
 def changes(
-    before: Mapping[int, SlotEntry], after: Mapping[int, SlotEntry], me: int, rounds: int, why: Callable[[int], str]
+    before: Mapping[int, SlotEntry], after: Mapping[int, SlotEntry], me: int, rounds: int, why: Callable[[int], str],
+    done: Collection[int] = (),
 ) -> Iterator[str]:  # fmt: skip
     """The sentences about what one worker's view has learnt.
 
@@ -29,6 +31,7 @@ def changes(
         me: the worker's own slot, of which nothing is said.
         rounds: of the whole run.
         why: the reason for which a worker is suspected.
+        done: the workers that have said that they have taken their last step.
 
     >>> a = SlotEntry(2, 0, 7, Standing.ALIVE, 0, "127.0.0.1:4000")
     >>> [*changes({2: a}, {2: a._replace(standing=Standing.SUSPECT)}, 0, 9, lambda slot: "it is silent")]
@@ -48,7 +51,7 @@ def changes(
         elif now.standing == Standing.SUSPECT:
             yield f"worker {slot} is suspected: {why(slot)}"
         elif now.standing == Standing.LEFT:
-            yield f"worker {slot} has {'finished' if now.round + 1 >= rounds else 'left'}"
+            yield f"worker {slot} has {'finished' if slot in done or now.round + 1 >= rounds else 'left'}"
         elif other or (was is not None and was.standing < Standing.ALIVE):
             yield f"worker {slot} has joined, and takes part from round {now.since + 1} on"
         else:

@@ -5,18 +5,31 @@ and a peer from which something must come and that is silent is suspected. The r
 phase here.
 """
 
+import socket
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
-from gossamer.errors import PeerError
 from gossamer.transport.calls import Calls
 from gossamer.transport.elastic import ElasticTransport, Station
 from gossamer.transport.letter import Letter, LetterKind
 from gossamer.transport.link import Connection
 from gossamer.transport.members import Members, Standing
 
-__all__ = ["CallTransport"]
+__all__ = ["CallTransport", "SlotPhases"]
 
 _CALLS = frozenset(range(LetterKind.FETCH, LetterKind.DONE + 1))
+
+
+class SlotPhases(NamedTuple):
+    """What is known of the local phases of a slot."""
+
+    ended: int
+    """Those that its worker has behind it."""
+    steps: int
+    """Inner steps that others hold, be they of an earlier worker of the slot."""
+    trains: bool
+    """Whether its worker may be in another phase."""
 
 
 class CallTransport(ElasticTransport):
@@ -25,9 +38,11 @@ class CallTransport(ElasticTransport):
     Args: as of `ElasticTransport`; `calls` may call back in the thread of a connection, which holds `changed` then.
     """
 
-    def __init__(self, members: Members, station: Station, calls: Calls) -> None:
+    def __init__(
+        self, members: Members, station: Station, calls: Calls, *, host: Callable[[socket.socket], None] | None = None
+    ) -> None:  # fmt: skip
         self.calls = calls  # before the threads start
-        super().__init__(members, station)
+        super().__init__(members, station, host=host)
 
     def begin_phase(self, number: int) -> frozenset[int]:
         """Tells everybody that this worker has so many local phases behind it; returns who is alive in its view.
@@ -35,19 +50,27 @@ class CallTransport(ElasticTransport):
         Raises: PeerError when another process has taken this worker's slot.
         """
         with self.changed:
-            if self.members.replaced:
-                raise PeerError(f"another process fills slot {self.worker} now; start the run again in another folder")
+            self._must_fill_its_slot()
             alive = frozenset(entry.slot for entry in self.members.entries.values() if self._lives(entry.slot))
-            self.core.enter(number, alive, ())
+            if number > self.core.round:
+                self.core.enter(number, alive, ())
             self.core.announce()
             self._flush()
         return alive
 
-    def phases(self) -> dict[int, tuple[int, bool]]:
-        """How many local phases each worker is known to have behind it, and whether it may be in another."""
+    def phases(self) -> dict[int, SlotPhases]:
+        """What this worker knows of the local phases of each slot."""
         with self.changed:
-            entries, done = self.members.entries, self.calls.done
-            return {slot: (entry.round, self._lives(slot) and slot not in done) for slot, entry in entries.items()}
+            done = self.calls.done
+            return {
+                slot: SlotPhases(entry.round, entry.steps, self._lives(slot) and slot not in done)
+                for slot, entry in self.members.entries.items()
+            }
+
+    def holds(self, slot: int, steps: int) -> None:
+        """Notes that this worker's parameters contain so many inner steps of a slot."""
+        with self.changed:
+            self.members.progress(slot, 0, steps)
 
     def flush(self) -> None:
         """Sends what the calls want to send."""

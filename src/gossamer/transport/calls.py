@@ -11,7 +11,18 @@ from gossamer.transport.elastic_core import Outgoing
 from gossamer.transport.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind
 from gossamer.transport.members import Members, Standing
 
-__all__ = ["Calls"]
+__all__ = ["Calls", "life_of"]
+
+_LIVES = 1 << 31
+
+
+def life_of(nonce: int) -> int:
+    """The number by which messages and records name a process that fills a slot, from the random number of the process.
+
+    >>> life_of((1 << 40) + 7)
+    7
+    """
+    return nonce % _LIVES
 
 
 class Calls:
@@ -27,10 +38,21 @@ class Calls:
         self.outbox: list[Outgoing] = []
         self.over = False
         """Whether this worker has taken its last step."""
-        self.done: set[int] = set()
-        """The others that have said that they have taken theirs."""
+        self.steps = 0
+        """Inner steps of this worker's slot that its messages contain."""
+        self._done: dict[int, int] = {}
         self.closed = True
         """Whether this worker is not ready yet or ends, and begins nothing new with others."""
+
+    @property
+    def life(self) -> int:
+        """The number of this process."""
+        return life_of(self.members.own.nonce)
+
+    @property
+    def done(self) -> set[int]:
+        """The others that have said that they have taken their last step, and whose slots no other process fills since."""
+        return {slot for slot, nonce in self._done.items() if self.members.entries[slot].nonce == nonce}
 
     @property
     def alone(self) -> bool:
@@ -41,8 +63,8 @@ class Calls:
     @property
     def awaited(self) -> frozenset[int]:
         """Those of whom something must come, so that they are asked whether they live."""
-        left = {entry.slot for entry in self.members.of_standing(Standing.ALIVE)} - self.done if self.over else set()
-        return frozenset(left) | self._asked()
+        others = self.members.of_standing(Standing.ALIVE, Standing.JOINING) if self.over else []
+        return frozenset({entry.slot for entry in others} - self.done) | self._asked()
 
     def accepts(self, letter: Letter, size: int) -> bool:
         """Whether a body of this size may follow such a header."""
@@ -53,10 +75,15 @@ class Calls:
         self.over = True
         self.tick(0.0)
 
+    def stop(self) -> None:
+        """This worker ends, be it amid of something: whoever has made it is called back no more."""
+        self.closed = True
+
     def heard(self, letter: Letter, now: float) -> None:
         """Takes a letter in."""
         if letter.kind == LetterKind.DONE:
-            self.done.add(letter.sender)
+            if (entry := self.members.entries.get(letter.sender)) is not None:
+                self._done[entry.slot] = entry.nonce
         else:
             self._called(letter, now)
 
@@ -78,4 +105,4 @@ class Calls:
 
     def _send(self, peer: int, kind: LetterKind, ticket: Ticket = NO_TICKET, body: Tensor | None = None) -> None:
         letter = Letter(kind, self.members.me, ticket, round=self.members.own.round)
-        self.outbox.append(Outgoing(peer, letter if body is None else letter._replace(body=body)))
+        self.outbox.append(Outgoing(peer, letter if body is None else letter._replace(steps=self.steps, body=body)))

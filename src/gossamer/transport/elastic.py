@@ -290,9 +290,10 @@ class ElasticTransport:
             self._flush()
         return entry
 
-    def close(self) -> None:
-        """Says goodbye, sends what is queued and ends all connections."""
-        self.declare(Standing.LEFT)
+    def close(self, *, leaves: bool = True) -> None:
+        """Says goodbye, unless this worker has failed and so never `leaves`, sends what is queued and ends all connections."""
+        if leaves:
+            self.declare(Standing.LEFT)
         with self.changed:
             self._closed = True
             links = [link for several in self._links.values() for link in several]

@@ -1,13 +1,15 @@
 """How a worker of gossip without waiting gets the newest message of a peer: it asks, and the peer answers while it trains.
 
     worker -> peer   FETCH
-    peer -> worker   MESSAGE   its newest one; the number of its ticket is the version, which counts its messages
+    peer -> worker   MESSAGE   its newest one; its ticket has the version, which counts the messages of a slot, and the life of
+                               the process that has published it
                      REFUSE    it has published none yet
 
 The answer is sent by the threads of the connection, so nobody waits for anybody's training.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,7 +18,18 @@ from gossamer.transport.calls import Calls
 from gossamer.transport.letter import Letter, LetterKind
 from gossamer.transport.members import Members, Standing
 
-__all__ = ["Fetches"]
+__all__ = ["Fetched", "Fetches"]
+
+
+class Fetched(NamedTuple):
+    """A message that has come."""
+
+    version: int
+    life: int
+    """Of the process that has published it."""
+    steps: int
+    """Inner steps of the slot of that process that it contains."""
+    payload: Tensor
 
 
 class Fetches(Calls):
@@ -31,13 +44,13 @@ class Fetches(Calls):
         self._limit_s = limit_s
         self._newest: tuple[int, Tensor] | None = None
         self._since_s: dict[int, float] = {}
-        self._came: dict[int, tuple[int, Tensor]] = {}
+        self._came: dict[int, Fetched] = {}
         self.took_s = 0.0
         """How long the answer took that came last."""
 
-    def publish(self, version: int, payload: Tensor) -> None:
-        """From now on this message is the newest."""
-        self._newest = version, payload
+    def publish(self, version: int, payload: Tensor, steps: int = 0) -> None:
+        """From now on this message is the newest, which contains so many inner steps of this worker's slot."""
+        self._newest, self.steps = (version, payload), steps
 
     def ask(self, peers: Iterable[int], now: float) -> None:
         """Asks these peers for their newest messages; those that are not alive have none."""
@@ -52,8 +65,8 @@ class Fetches(Calls):
         """Whether an answer may still come."""
         return bool(self._since_s)
 
-    def take(self) -> dict[int, tuple[int, Tensor]]:
-        """The messages that have come, by peer, each with its version; forgets what was asked."""
+    def take(self) -> dict[int, Fetched]:
+        """The messages that have come, by peer; forgets what was asked."""
         came, self._came = self._came, {}
         self._since_s.clear()
         return came
@@ -72,13 +85,14 @@ class Fetches(Calls):
         peer = letter.sender
         if letter.kind == LetterKind.FETCH and self._newest is not None:
             version, payload = self._newest
-            self._send(peer, LetterKind.MESSAGE, Ticket(version), payload)
+            self._send(peer, LetterKind.MESSAGE, Ticket(version, self.life), payload)
         elif letter.kind == LetterKind.FETCH:
             self._send(peer, LetterKind.REFUSE)
         elif peer in self._since_s:  # else it comes too late, or was never asked for
             self.took_s = now - self._since_s.pop(peer)
-            if letter.kind == LetterKind.MESSAGE and 0 < letter.ticket.round < 1 << 31:
-                self._came[peer] = letter.ticket.round, letter.body
+            version, life, _ = letter.ticket
+            if letter.kind == LetterKind.MESSAGE and 0 < version < 1 << 31 and life < 1 << 31:
+                self._came[peer] = Fetched(version, life, letter.steps, letter.body)
 
     def _asked(self) -> frozenset[int]:
         return frozenset(self._since_s)

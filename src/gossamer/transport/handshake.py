@@ -20,7 +20,7 @@ from collections import Counter
 from gossamer.errors import PeerError
 from gossamer.transport.secret import CODE_BYTES, code
 
-__all__ = ["HANDSHAKE_S", "HalfOpen", "dial", "prove_to_server", "prove_to_worker"]
+__all__ = ["HANDSHAKE_S", "HalfOpen", "dial", "prove_to_server", "prove_to_worker", "received"]
 
 HANDSHAKE_S = 10.0
 """How long a whole handshake may take."""
@@ -151,17 +151,21 @@ def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
 
 
 def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
-    """The next bytes, all before the deadline, however slowly they come."""
+    try:
+        return received(sock, size, deadline)
+    except OSError as error:
+        raise PeerError(f"it was lost during the handshake ({error})") from None
+
+
+def received(sock: socket.socket, size: int, deadline: float) -> bytes:
+    """The next bytes, all before the deadline (of `time.monotonic`), however slowly they come. Raises: OSError."""
     data = b""
     while len(data) < size:
-        try:
-            if (left_s := deadline - time.monotonic()) <= 0:
-                raise TimeoutError("it took too long")
-            sock.settimeout(left_s)
-            part = sock.recv(size - len(data))
-        except OSError as error:
-            raise PeerError(f"it was lost during the handshake ({error})") from None
+        if (left_s := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("it took too long")
+        sock.settimeout(left_s)
+        part = sock.recv(size - len(data))
         if not part:
-            raise PeerError(f"it was closed after {len(data)} of {size} bytes of the handshake")
+            raise ConnectionError(f"it was closed after {len(data)} of {size} bytes")
         data += part
     return data

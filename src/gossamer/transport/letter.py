@@ -23,6 +23,8 @@ _LAYOUT = struct.Struct("<4sHHQIIIIQQQQQ")
 HEADER_BYTES = _LAYOUT.size
 NEWS_BYTES = 1 << 20
 """Most bytes of the body of a letter that is no payload."""
+_LIMIT = 1 << 62
+"""Above all rounds and inner steps."""
 NO_TICKET = Ticket(0)
 """Of a letter that belongs to no exchange."""
 _EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -116,6 +118,11 @@ def decode(raw: bytes, run: int) -> tuple[Letter, int, int]:
         raise PeerError(
             f"worker {sender} runs configuration {theirs:016x} and this worker {run:016x}; start all workers with the same run "
             "file, data and gossamer"
+        )
+    if max(round, steps) >= _LIMIT:
+        raise TransportError(
+            f"worker {sender} says that it is in round {round} with {steps} inner steps behind it, and both are below {_LIMIT}; "
+            "test its memory and network card"
         )
     return Letter(LetterKind(kind), sender, Ticket(number, fragment, leg), view, round, steps), size, check
 

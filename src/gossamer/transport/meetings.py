@@ -6,8 +6,9 @@
     each, once it has both messages:   AGREE
 
 A meeting counts at an end that has both messages and the other's AGREE. If an AGREE is lost, it may count at one end alone: the
-other one is unsure, as in `gossamer.transport.elastic_core`. A worker is in one meeting at a time. Of two workers that invite
-each other at once, the smaller one's invitation counts.
+other one is unsure, as in `gossamer.transport.elastic_core`. The ticket has the number of the meeting, its starter and the life
+of the starter's process, so that a process that comes back is in none of its old meetings. A worker is in one meeting at a time.
+Of two workers that invite each other at once, the smaller one's invitation counts.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class Appointment:
     def __init__(self, peer: int, ticket: Ticket, since_s: float) -> None:
         self.peer, self.ticket, self.since_s = peer, ticket, since_s
         self.told = False
-        self.theirs: Tensor | None = None
+        self.theirs: Letter | None = None
         self.agreed = False
         self.confirmed = False
 
@@ -36,6 +37,16 @@ class Appointment:
     def starter(self) -> int:
         """Who has invited."""
         return self.ticket.fragment
+
+    @property
+    def life(self) -> int:
+        """Of the starter's process."""
+        return self.ticket.leg
+
+    @property
+    def steps(self) -> int:
+        """Inner steps of the peer's slot that its message contains."""
+        return 0 if self.theirs is None else self.theirs.steps
 
     @property
     def number(self) -> int:
@@ -72,9 +83,15 @@ class Meetings(Calls):
         """Starts a meeting, unless one of both is in another, or the peer is not alive."""
         entry = self.members.entries.get(peer)
         if self._now is None and not self.closed and entry is not None and entry.standing == Standing.ALIVE:
-            self._now = Appointment(peer, Ticket(self._started, self.members.me), now)
+            self._now = Appointment(peer, Ticket(self._started, self.members.me, self.life), now)
             self._started += 1
             self._send(peer, LetterKind.INVITE, self._now.ticket)
+
+    def stop(self) -> None:
+        """See `Calls`."""
+        super().stop()
+        if self._now is not None:
+            self._close(self._now)
 
     def lost(self, peer: int) -> None:
         """See `Calls`."""
@@ -98,7 +115,7 @@ class Meetings(Calls):
         elif letter.kind == LetterKind.ACCEPT and not current.told:
             self._say(current)
         elif letter.kind == LetterKind.MESSAGE and current.theirs is None:
-            current.theirs = letter.body
+            current.theirs = letter
             self._conclude(current)
         elif letter.kind == LetterKind.AGREE:
             current.confirmed = True
@@ -109,7 +126,7 @@ class Meetings(Calls):
     def _invited(self, peer: int, ticket: Ticket, now: float) -> None:
         current, me = self._now, self.members.me
         crossed = current is not None and current.peer == peer and current.starter == me and not current.told
-        sound = ticket.fragment == peer and ticket.round < 1 << 31
+        sound = ticket.fragment == peer and max(ticket.round, ticket.leg) < 1 << 31
         if self.closed or not sound or not (current is None or (crossed and peer < me)):
             self._send(peer, LetterKind.REFUSE, ticket)
             return
@@ -131,7 +148,7 @@ class Meetings(Calls):
             assert current.theirs is not None
             self._now = None
             self.made += 1
-            self._meet(current, current.theirs)
+            self._meet(current, current.theirs.body)
 
     def _close(self, current: Appointment) -> None:
         self._now = None

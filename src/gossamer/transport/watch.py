@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from gossamer.errors import PeerError
-from gossamer.transport.handshake import dial
+from gossamer.transport.handshake import dial, received
 from gossamer.transport.members import SlotEntry, news, read_news
 
 __all__ = ["WATCHER", "View", "look", "show"]
@@ -48,29 +48,18 @@ def look(address: str, secret: bytes, *, run: int, slots: int, timeout_s: float)
     """
     deadline = time.monotonic() + timeout_s
     with dial(address, secret, run=run, me=WATCHER, timeout_s=timeout_s) as sock:
-        size = int.from_bytes(_received(sock, 8, deadline), "little")
+        size = int.from_bytes(received(sock, 8, deadline), "little")
         if size > _LONGEST_BYTES:
             raise PeerError(
                 f"{address} answered with {size} bytes and at most {_LONGEST_BYTES} are allowed; it is no worker"
             )
-        raw = _received(sock, size, deadline)
+        raw = received(sock, size, deadline)
     view = _view(raw, slots)
     if view is None:
         raise PeerError(
             f"{address} answered {raw!r:.60}, which is no view of a run with {slots} workers; install the same gossamer version"
         )
     return view
-
-
-def _received(sock: socket.socket, size: int, deadline: float) -> bytes:
-    data = b""
-    while len(data) < size:
-        sock.settimeout(max(1e-3, deadline - time.monotonic()))
-        part = sock.recv(size - len(data))
-        if not part:
-            raise ConnectionError(f"the worker hung up after {len(data)} of {size} bytes")
-        data += part
-    return data
 
 
 def _view(raw: bytes, slots: int) -> View | None:

@@ -1,0 +1,181 @@
+"""Workers that wait for nobody and come back, join and resume: threads of this process over real sockets, and their replays."""
+
+import contextlib
+import json
+import secrets
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from gossamer.errors import DataError
+from gossamer.record import checkpoint
+from gossamer.record.addresses import Address, write_address
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.order import Met, Mixed, read_order
+from gossamer.report.status import run_status
+from gossamer.run.async_gossip import GossipParticipant
+from gossamer.run.async_pairs import PairParticipant
+from gossamer.run.async_replay import replay_asynchronous
+from gossamer.run.async_seat import AsyncSeat, async_seat, newest_state
+from gossamer.run.config import digest
+from gossamer.run.parts import own_parts
+from gossamer.run.settle import InPairs, settle
+from gossamer.run.task import task_of
+from gossamer.transport.link import Station
+from gossamer.transport.members import Members, SlotEntry, Standing
+from tiny import tiny
+
+RUN, SECRET = 77, "0123456789abcdef0123456789abcdef"
+LIMIT_S = 60.0
+KINDS = {
+    "gossip": {"run__wait": False, "rule__name": "gasloc", "codec__name": "int8"},
+    "pairs": {"pair__name": "a2cid2", "topology__name": "complete", "events__meetings": 8.0},
+}
+
+
+class Died(Exception):
+    """What ends a worker here in the place of a kill."""
+
+
+class Fleet:
+    """Workers of one run, each in a thread."""
+
+    def __init__(self, config, folder):
+        self.config, self.folder = config, folder
+        self.settled = settle(config, own_parts(config), real=True)
+        self.pool, self.running, self.asked = ThreadPoolExecutor(8), {}, {}
+
+    def start(self, before_phase):
+        """All workers; `before_phase(slot, number)` is called before each local phase."""
+        n = self.config.workers
+        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
+        where = [f"127.0.0.1:{one.getsockname()[1]}" for one in listeners]
+        entries = [SlotEntry(i, 0, secrets.randbits(61), Standing.ALIVE, 0, where[i]) for i in range(n)]
+        for i in range(n):
+            write_address(self.folder, Address(i, where[i], RUN))
+            station = Station(listeners[i], RUN, SECRET.encode(), LIMIT_S)
+            seat = AsyncSeat(Members(n, i, entries), station, Lineage(digest(self.config)), None, None, False)
+            self._train(seat, before_phase)
+
+    def join(self, before_phase):
+        """One more, which gets a free slot."""
+        local_steps = [self.settled.config.local_steps_of(i) for i in range(self.config.workers)]
+        nonce = secrets.randbits(61)
+        seat = async_seat(
+            self.config, self.folder, RUN, nonce, local_steps=local_steps, join="auto", resume=False
+        )  # fmt: skip
+        return self._train(seat, before_phase)
+
+    def _train(self, seat, before_phase):
+        make = PairParticipant if isinstance(self.settled, InPairs) else GossipParticipant
+        task, slot = task_of(self.config, own_parts(self.config)), seat.members.me
+        self.asked[slot] = threading.Event()
+        worker = make(self.config, self.settled, self.folder, task, seat, self.asked[slot])
+        phase = worker.phase
+
+        def watched(number, round, alive):
+            before_phase(slot, number)
+            return phase(number, round, alive)
+
+        worker.phase = watched
+        self.running[slot] = self.pool.submit(worker.train)
+        return worker
+
+    def finish(self):
+        """Waits for all that run; raises what they have raised."""
+        for one in self.running.values():
+            one.result(2 * LIMIT_S)
+        self.pool.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch):
+    monkeypatch.setenv("GOSSAMER_SECRET", SECRET)
+
+
+def last_states(folder, config):
+    """The newest state of each worker."""
+    store = folder / "checkpoints"
+    newest = {i: checkpoint.rounds(store, i, digest(config))[-1] for i in range(config.workers)}
+    return {i: (round, checkpoint.load(store, round, i, digest(config))) for i, round in newest.items()}
+
+
+def must_replay(folder, again, config):
+    """The record of a run gives the same bits in another folder."""
+    replay_asynchronous(config, again, folder)
+    ours, theirs = last_states(folder, config), last_states(again, config)
+    for i, (round, state) in ours.items():
+        assert theirs[i][0] == round
+        assert torch.equal(state["x"], theirs[i][1]["x"]), i
+        assert all(map(torch.equal, state["outer"], theirs[i][1]["outer"])), i
+        moments = [[one["exp_avg"] for one in two["inner"]["state"].values()] for two in (state, theirs[i][1])]
+        assert all(map(torch.equal, *moments)), i
+    assert read_order(again) == read_order(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "leaves"),
+    [("gossip", True, False), ("pairs", False, False), ("pairs", True, True)],
+    ids=["it died", "it died and takes another's state", "it left"],
+)
+def test_a_worker_comes_back_into_its_slot_and_the_record_gives_the_bits_of_both_lives(kind, own, leaves, tmp_path):
+    config = tiny(
+        run__steps=24, run__checkpoint_every=6, run__rejoin_rounds=20 if own else 0, run__timeout_s=LIMIT_S,
+        run__pace_s=0.01, run__eval_every=0, **KINDS[kind],
+    )  # fmt: skip
+    folder, back, standings = tmp_path / "run", threading.Event(), []
+    fleet = Fleet(config, folder)
+
+    def die(slot, number):
+        if leaves and slot == 2 and number == 4:
+            fleet.asked[2].set()
+        elif slot == 2 and number == 5:
+            raise Died
+        if number >= (5 if slot == 2 else 8):
+            assert back.wait(LIMIT_S)
+
+    def come_back(slot, number):
+        if not back.is_set():
+            standings.append([one.standing for one in run_status(folder).workers])
+            back.set()
+
+    fleet.start(die)
+    with contextlib.nullcontext() if leaves else pytest.raises(Died):
+        fleet.running[2].result(LIMIT_S)
+    standings.append([one.standing for one in run_status(folder).workers])
+    saved = newest_state(folder, 2, Lineage(digest(config)))
+    newcomer = fleet.join(come_back)
+    assert newcomer.slot == 2
+    fleet.finish()
+    assert standings == [["alive", "alive", "left" if leaves else "gone"], ["alive"] * 3]
+    order = read_order(folder)
+    first, second = order[2]
+    assert (second.ended.why, second.life) == ("finished", newcomer.life) and second.life != first.life
+    assert first.ended is None if not leaves else first.ended.why == "left"
+    if leaves:
+        assert second.begun[:3] == (5, saved.after, (2, first.life, len(first.events))), "it goes on where it has left"
+    assert (second.begun.source[:2] == (2, first.life)) == own == (second.begun.source[0] == 2)
+    theirs = [event for i in (0, 1) for one in order[i] for event in one.events]
+    if kind == "gossip":
+        heard = [one for event in theirs if isinstance(event, Mixed) for one in event.heard if one[0] == 2]
+        counted = [version for _, version, life in heard if life == first.life]
+        assert second.begun.number == max(saved.phases, *counted), "nobody counts a local phase twice, and none is lost"
+        assert second.life in [life for _, _, life in heard]
+    else:
+        met = [event for event in second.events if isinstance(event, Met)]
+        assert met and {event[1:4] for event in met} <= {event[1:4] for event in theirs if isinstance(event, Met)}
+    assert second.begun.number <= 5 < second.phases
+    assert 36 <= sum(one[-1].phases for one in order.values()) < 36 + 3, (
+        "the budget of all, and at most a phase of each"
+    )
+    lines = map(json.loads, (folder / "events-002.jsonl").read_text().splitlines())
+    numbers = [line["number"] for line in lines if line["event"] == "phase"]
+    assert numbers == sorted({*numbers}), "the record has each phase once"
+    must_replay(folder, tmp_path / "again", config)
+    if not own:
+        (folder / f"order-00{second.begun.source[0]}.jsonl").unlink()
+        with pytest.raises(DataError, match=r"began with the state of worker|heard a message of worker"):
+            replay_asynchronous(config, tmp_path / "nothing", folder)
