@@ -1,4 +1,4 @@
-"""A run folder that is followed while it grows: nothing is read twice, nothing is missed, and nothing in it can stop the reader."""
+"""A run folder that is followed while it grows: nothing is read twice or missed, and nothing in it can stop the reader."""
 
 import os
 from pathlib import Path

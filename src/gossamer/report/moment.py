@@ -26,7 +26,8 @@ def moment_of(run: Followed, round: int) -> dict[str, Any]:
 
     Keys: `round`; `pairs`, lists of source, target and bytes, in which -1 is the server; `everyone`, whether it had a mean over
     all, with `mean_bytes` that a worker sent for it; `failed`, pairs of workers whose exchange one of them did not count;
-    `alive`, null for everyone; `seconds`, by network lists of worker, start, compute, waiting, the peer waited for, transfer and other seconds.
+    `alive`, null for everyone; `seconds`, by network lists of worker, start, compute, waiting, the peer waited for, transfer
+    and other seconds.
     Cost: reads a round of each file, from at most one round in `rounds / 4096` before it.
     """
     assert run.file is not None

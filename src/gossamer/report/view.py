@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, links_of
 from gossamer.record.branches import described, read_branches
 from gossamer.report.follow import Followed
@@ -23,6 +23,8 @@ _MOST_POINTS = 300
 _MOST_CELLS = 12_000
 """Losses by worker and round of one run."""
 _MOST_WAITS = 12
+_STRAGGLES = 1.3
+"""A worker whose computing takes so many times the median's is named."""
 _SILENT_S = 10.0
 """A worker is called silent after this long without a line, or after five of its rounds if that is longer."""
 _NOT_FIGURES = ("round", "step", "tokens", "time_s")
@@ -180,22 +182,19 @@ def _spent(run: Followed) -> dict[str, Any]:
 def _happenings(run: Followed) -> list[tuple[int, str]]:
     """What happened, and who computes much longer than the others."""
     found = list(run.happenings)
-    try:
-        found += [(one["round"], f"settings changed {described(one)}") for one in read_branches(run.folder)]
-    except Exception as error:  # noqa: BLE001 - of whatever kind, it costs only these lines
-        run.complain(f"{run.label}: {error}")
+    if not (run.folder / "branches.json").is_symlink():
+        try:
+            found += [(one["round"], f"settings changed {described(one)}") for one in read_branches(run.folder)]
+        except (DataError, OSError) as error:
+            run.complain(f"{run.label}: {error}")
     for name, seconds in run.spent_s.items():
         compute_s = [float(row[0]) for row in seconds if row[0] > 0]
-        usual = statistics.median(compute_s) if len(compute_s) > 2 else math.inf
-        for worker, row in enumerate(seconds):
-            if row[0] > 1.3 * usual:
-                where = f" on {name}" if name else ""
-                found.append(
-                    (
-                        max(0, run.done - 1),
-                        f"worker {worker} computes {row[0] / usual:.1f} times as long as the median{where}",
-                    )
-                )
+        usual, where = statistics.median(compute_s) if len(compute_s) > 2 else math.inf, f" on {name}" if name else ""
+        found += [
+            (max(0, run.done - 1), f"worker {worker} computes {row[0] / usual:.1f} times as long as the median{where}")
+            for worker, row in enumerate(seconds)
+            if row[0] > _STRAGGLES * usual
+        ]
     return sorted(found, key=lambda one: one[0])
 
 
@@ -206,8 +205,8 @@ def _simulated(run: Followed) -> bool:
 def standings(run: Followed, now_s: float) -> list[str]:
     """What the files tell of each worker, in one word.
 
-    training: its files grow. silent: they have not for 10 s, or five of its rounds if that is longer. gone: the others have gone on
-    without it. left: it was asked to leave. finished: it has all its rounds behind it. empty: it has left no line.
+    training: its files grow. silent: they have not for 10 s, or five of its rounds if that is longer. gone: the others have gone
+    on without it. left: it was asked to leave. finished: it has all its rounds behind it. empty: it has left no line.
     """
     assert run.file is not None
     everyone, words = _simulated(run), []
@@ -240,13 +239,8 @@ def _round_s(run: Followed) -> float:
 
 def _state(run: Followed, words: Sequence[str]) -> str:
     assert run.file is not None
-    if (
-        any(line["round"] + 1 >= run.file.rounds for line in run.evals[-1:])
-        or "finished" in words
-        and "training" not in words
-    ):
-        return "finished"
-    if run.file.kind in ("server", "pair", "no waiting") and run.done >= run.file.rounds:
+    scored = any(line["round"] + 1 >= run.file.rounds for line in run.evals[-1:])
+    if scored or ("finished" in words and "training" not in words):
         return "finished"
     return "training" if "training" in words else "silent" if run.done else "starting"
 
