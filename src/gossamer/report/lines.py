@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
-from pydantic import Field, with_config
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer import __version__
@@ -28,7 +28,7 @@ _End = Annotated[int, Field(ge=-1, lt=2**20)]
 _Size = Annotated[int, Field(ge=0, lt=2**50)]
 _Seconds = Annotated[float, Field(ge=0, lt=1e12)]
 _Figure = Annotated[float, Field(gt=-1e300, lt=1e300)]
-_LOOSE = {**RECORD, "extra": "ignore"}
+_LOOSE: ConfigDict = {**RECORD, "extra": "ignore"}
 
 
 @with_config({**RECORD, "extra": "allow"})
