@@ -1,5 +1,6 @@
 """`gossamer compare`: all variants of an experiment file side by side."""
 
+import logging
 import shlex
 import shutil
 import sys
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from gossamer.run.experiment import Point
 
 __all__ = ["command"]
+
+log = logging.getLogger("gossamer")
 
 
 def command(
@@ -122,6 +125,7 @@ def _write_figure(
     atomic_write(numbers, table(outcomes, asked).encode())
     try:
         atomic_write(drawn, draw_figure(outcomes, asked))
-    except MissingPackageError:  # the report has printed why
+    except MissingPackageError as missing:
+        log.warning("%s", missing)
         return None, numbers
     return drawn, numbers

@@ -9,7 +9,7 @@ from gossamer import __version__
 from gossamer.report.table import ranked, table_cells
 from gossamer.report.verdict import verdict
 
-__all__ = ["page_contents", "row_of_view"]
+__all__ = ["groups_of", "page_contents", "row_of_view"]
 
 _AXES = (
     ("round", "rounds"),

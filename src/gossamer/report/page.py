@@ -1,5 +1,6 @@
 """Runs side by side as one HTML page that needs no other file: the parts of the live page, frozen, with settings and samples."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -22,6 +23,8 @@ from gossamer.report.table import MANY, html_table, loss_rank, markdown_table, s
 from gossamer.report.view import run_view
 
 __all__ = ["pictures", "write_pages", "write_report"]
+
+log = logging.getLogger("gossamer")
 
 _FIRST, _LAST = 24, 4
 """Rounds of each run whose pairs and seconds are on the page."""
@@ -63,7 +66,7 @@ def write_pages(
 ) -> list[dict[str, Any]]:
     """Writes the page, and next to it `table.md` and the pictures of many runs; returns the rows of the table.
 
-    Without matplotlib there are no pictures. Raises: as `write_report`.
+    Without matplotlib there are no pictures, and a line of the log says so. Raises: as `write_report`.
     """
     make_folder(page.parent)
     write_report(runs, page, networks, command=command)
@@ -72,8 +75,8 @@ def write_pages(
     try:
         for name, image in pictures(runs).items():
             atomic_write(page.with_name(name), image)
-    except MissingPackageError:
-        pass  # the page has all of it
+    except MissingPackageError as missing:
+        log.warning("%s", missing)
     return rows
 
 

@@ -18,10 +18,7 @@ from gossamer.report.runs import read_runs, summary_row
 
 __all__ = [
     "DASH",
-    "DAY",
-    "HOUR",
     "MANY",
-    "MINUTE",
     "html_table",
     "loss_rank",
     "markdown_lines",
@@ -37,7 +34,7 @@ __all__ = [
 MANY = 12
 """From this number of runs on, tables are ranked by loss and charts get a panel for each run."""
 DASH = "–"
-MINUTE, HOUR, DAY = 60, 3600, 86400
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[dict[str, Any]]:
@@ -179,11 +176,11 @@ def _seconds_text(number: float) -> str:
     >>> _seconds_text(0.25), _seconds_text(31.7), _seconds_text(5400), _seconds_text(200_000)
     ('0.25 s', '31.7 s', '1 h 30 min', '2 d 7 h')
     """
-    if number < MINUTE:
+    if number < _MINUTE:
         return f"{number:.3g} s"
     whole = int(number)
-    if number < HOUR:
-        return f"{whole // MINUTE} min {whole % MINUTE} s"
-    if number < DAY:
-        return f"{whole // HOUR} h {whole % HOUR // MINUTE} min"
-    return f"{whole // DAY} d {whole % DAY // HOUR} h"
+    if number < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
+    if number < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"

@@ -34,7 +34,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
     ordered = sorted(losses, key=lambda method: statistics.fmean(losses[method].values()))
     if running:
         lowest = f"{ordered[0]} at {statistics.fmean(losses[ordered[0]].values()):.4f}"
-        return f"Still training; lowest validation loss so far: {lowest}. Nothing is claimed before the end."
+        return f"Not all of these runs have ended; lowest validation loss so far: {lowest}. Nothing is claimed before the end."
     missing = len({row["method"].partition(" seed=")[0] for row in rows}) - len(losses)
     besides = f" {missing} more ended without a finite loss." if missing else ""
     if len(ordered) == 1:

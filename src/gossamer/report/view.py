@@ -128,7 +128,8 @@ def _evals(run: Followed, axes: _Axes) -> dict[str, Any]:
     if lines:
         names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
         figures = {key: [_plain(line.get(key)) for line in lines] for key in names}
-        own = [[_plain(x) for x in line.get("worker_losses") or ()] for line in lines]
+        lists = [line.get("worker_losses") for line in lines]
+        own = [[_plain(x) for x in some] if isinstance(some, list) else [] for some in lists]
         if any(own):
             figures["worst worker"] = [max((x for x in some if not math.isnan(x)), default=math.nan) for some in own]
         rounds = [line["round"] for line in lines]
@@ -264,7 +265,9 @@ def _last(values: NDArray[np.float64]) -> float:
 
 
 def _plain(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    """A figure of a line, which may hold anything; NaN for what is none."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if known else math.nan
 
 
 def _rounded(value: float) -> float | None:

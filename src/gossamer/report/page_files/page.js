@@ -226,7 +226,7 @@ G.page = (root, frozen) => {
       if (view.empty) { name.textContent = view.label; said.textContent = ""; body.hidden = false; for (const one of [tools, gossip.node, timeline.node, losses.node, people]) one.hidden = true; }
       else {
         for (const one of [losses.node, people]) one.hidden = false;
-        name.textContent = `${view.label}: ${view.state}, ${view.done} of ${view.rounds} rounds`;
+        name.textContent = `${view.label}: ${frozen && view.state !== "finished" ? "not ended" : view.state}, ${view.done} of ${view.rounds} rounds`;
         const rates = Object.entries(view.tokens_per_s).map(([clock, rate]) => `${G.short(rate)} tokens/s${clock ? ` on ${clock}` : " measured"}`);
         said.textContent = [`${view.method}${view.topology ? ` on ${view.topology}` : ""}, ${view.workers} workers, ${view.simulated ? "simulated" : "real processes"}`,
           view.sent_bytes === null ? null : `${G.bytes(view.sent_bytes)} sent per worker`, ...rates,
