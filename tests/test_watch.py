@@ -17,6 +17,7 @@ import pytest
 from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.record.folder import RunFolder
+from gossamer.record.seconds import RoundSeconds
 from gossamer.report.assets import ASSETS
 from gossamer.report.contents import groups_of
 from gossamer.report.live import LiveRuns
@@ -66,6 +67,14 @@ def test_a_page_shows_what_its_runs_write_and_only_what_is_new_is_sent_again(tmp
         assert contents(page, first["revision"])["runs"][0]["done"] == 2
         moment = json.loads(get(page, "/round.json?run=0&round=1")[1])
         assert moment["pairs"] == [[0, 1, 1000], [1, 0, 1000]]
+
+
+def test_a_run_that_has_seconds_and_no_validation_yet_is_shown(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "a", RUN_TOML) as run, served(tmp_path) as page:
+        assert contents(page)["runs"][0]["done"] == 0
+        run.log_seconds(RoundSeconds(0, 0, None, 1.0, 0.25, {1: 0.5}, 0.0, 1.75))
+        (row,) = contents(page)["table"]["rows"]
+        assert row[-1] == "1.75 s (57 %)" and row[1] == "–"
 
 
 def test_a_folder_of_runs_shows_those_that_begin_later(tmp_path: Path) -> None:

@@ -66,8 +66,7 @@ def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table for a run that is followed, with the keys of `gossamer.report.table.summary_rows`."""
     evals = view.get("evals", {"x": {}, "y": {}})
     last = {key: values[-1] for key, values in evals["y"].items() if values}
-    times = {axis.removeprefix("time:"): values[-1] for axis, values in evals["x"].items() if axis.startswith("time:")}
-    wall_s = {name or "its own clock": float(end_s) for name, end_s in times.items() if end_s is not None}
+    wall_s = {name or "its own clock": end_s for name, end_s in view.get("ends_s", {}).items()}
     return {
         "method": view["label"],
         "loss": _known(last, "loss") if "loss" in last else _known(last, "own"),

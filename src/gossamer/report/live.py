@@ -68,11 +68,11 @@ class LiveRuns:
             return self._answer[1]
 
     def moment(self, run: int, round: int) -> bytes:
-        """One round of the run at this place as JSON. Raises IndexError and ValueError for one that is not there."""
+        """One round of the run at this place as JSON; empty where there is no such run or round."""
         with self._lock:
-            one = list(self._runs.values())[run]
-            if run < 0 or one.file is None or not 0 <= round < 2**31:
-                raise ValueError(f"run {run} has no round {round}")
+            runs = list(self._runs.values())
+            if not 0 <= run < len(runs) or (one := runs[run]).file is None or not 0 <= round < 2**31:
+                return b""
             return json.dumps(finite(moment_of(one, round))).encode()
 
     def _look(self) -> None:

@@ -58,6 +58,7 @@ def run_view(run: Followed, now_s: float, priced: Mapping[str, NDArray[np.float6
         "by_worker": _by_worker(run, losses),
         "spent": _spent(run),
         "sent_bytes": axes.sent_bytes,
+        "ends_s": {name: float(end_s[-1]) for name, (_, end_s) in axes.clocks.items() if len(end_s)},
         "tokens_per_s": axes.tokens_per_s(),
         "happenings": _happenings(run)[-60:],
         "events": run.events,

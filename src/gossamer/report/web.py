@@ -92,13 +92,13 @@ class Page(http.server.ThreadingHTTPServer):
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Page
     server_version = "gossamer"
     sys_version = ""
     timeout = 20
 
     def do_GET(self) -> None:
         page = self.server
+        assert isinstance(page, Page)
         if not page.knows(self.headers.get("Host", "")):
             return self._refuse(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
         url = urlsplit(self.path)
@@ -114,15 +114,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 f"ssh -L {page.port}:127.0.0.1:{page.port} {socket.gethostname()}" if not page.token else ""
             ),
             "data.json": lambda: page.runs.data(query.get("have", "")),
-            "round.json": lambda: page.runs.moment(int(query["run"]), int(query["round"])),
+            "round.json": lambda: _moment(page.runs, query),
         }
         if last in ASSETS:
             return self._answer(ASSETS[last].kind, ASSETS[last].read())
         if last not in answers:
             return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
-        try:
-            body = answers[last]()
-        except (KeyError, ValueError, IndexError):
+        if not (body := answers[last]()):
             return self._refuse(HTTPStatus.NOT_FOUND, "there is no such round")
         self._answer("application/json" if last else "text/html; charset=utf-8", body)
 
@@ -143,6 +141,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing is logged: a page asks once a second."""
+
+
+def _moment(runs: LiveRuns, query: dict[str, str]) -> bytes:
+    """A round that was asked for; empty where there is no such run or round."""
+    try:
+        run, round = int(query["run"]), int(query["round"])
+    except (KeyError, ValueError):
+        return b""
+    return runs.moment(run, round)
 
 
 def page_server(folders: Sequence[Path], host: str, port: int, command: str = "") -> Page:

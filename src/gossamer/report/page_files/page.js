@@ -293,6 +293,7 @@ G.page = (root, frozen) => {
     let wait = EVERY_MS;
     try {
       const answer = await fetch(`data.json?have=${encodeURIComponent(revision)}`);
+      if (!answer.ok) throw new TypeError(`the server answers ${answer.status}`);
       const found = await answer.json();
       answered = new Date();
       banner.replaceChildren();
