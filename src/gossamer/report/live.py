@@ -22,8 +22,8 @@ from gossamer.report.view import run_view, standings
 
 __all__ = ["LiveRuns"]
 
-_LOOK_S = 0.5
-"""How long a look reads before it shows what it has; the rest waits for the next look."""
+_LOOK_S, _LONG_LOOK_S = 0.5, 2.0
+"""How long the first look reads before it shows what it has, and how long each further one, which would show little more."""
 _MOST_RUNS = 64
 _MOST_REPLAYED = 3000
 """Messages of a run under way that are replayed one by one in order to price it; `price` needs up to 1 ms for each."""
@@ -77,7 +77,7 @@ class LiveRuns:
 
     def _look(self) -> None:
         self._find()
-        until_s = time.monotonic() + _LOOK_S
+        until_s = time.monotonic() + (_LONG_LOOK_S if self._answer[0] else _LOOK_S)
         for run in self._runs.values():
             run.look(max(until_s, time.monotonic() + 0.02))  # the last of many gets a little too
 

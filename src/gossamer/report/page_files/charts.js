@@ -2,7 +2,7 @@
 "use strict";
 
 G.chart = (title) => {
-  const HEIGHT = 250, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 34;
+  const HEIGHT = 250, LEFT = 46, RIGHT = 16, TOP = 8, BOTTOM = 34;
   const svg = G.mark("svg", { role: "img", tabindex: "0", height: HEIGHT });
   const tip = G.make("div", { class: "tip", hidden: "" });
   const plot = G.make("div", { class: "plot" }, svg, tip);

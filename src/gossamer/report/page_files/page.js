@@ -49,13 +49,14 @@ G.page = (root, frozen) => {
 
   const drawCharts = () => {
     const { figures, axes } = state.contents, label = (axes.find((axis) => axis.key === state.axis) || { label: state.axis }).label;
-    for (const figure of figures) {
+    for (const [order, figure] of figures.entries()) {
       if (!state.charts.has(figure.key)) {
         const chart = G.chart(figure.title);
         chart.node.dataset.figure = figure.key;
         state.charts.set(figure.key, chart);
         charts.append(chart.node);
       }
+      state.charts.get(figure.key).node.style.order = order;
       state.charts.get(figure.key).update({ curves: curvesOf(figure), xLabel: label, log: figure.log });
     }
     curvesHead.hidden = controls.hidden = !figures.length;
@@ -137,7 +138,7 @@ G.page = (root, frozen) => {
   };
 
   const card = (place) => {
-    const known = { round: null, follow: true, network: null, playing: null, view: null, at: -1 };
+    const known = { round: null, follow: true, playing: null, view: null, thin: false };
     const name = G.make("span", {}), said = G.make("p", { class: "faint" }), problems = G.make("div", {});
     const slider = G.make("input", { type: "range", min: 0, max: 0, value: 0, "aria-label": "round" });
     const number = G.make("output", {}), newest = G.make("button", { type: "button", class: "small" }, "newest");
@@ -164,6 +165,7 @@ G.page = (root, frozen) => {
       const moments = (await Promise.all(around.map((r) => momentOf(place, r)))).filter(Boolean);
       const now = moments.find((moment) => moment.round === wanted);
       if (!now || known.round !== wanted) return;
+      known.thin = !now.pairs.length && !now.everyone;  // what is still being read, or written
       gossip.update(known.view, now, network.value);
       timeline.update(moments, network.value in now.seconds ? network.value : Object.keys(now.seconds)[0] || "");
     };
@@ -203,8 +205,7 @@ G.page = (root, frozen) => {
       if (!view.done) return;
       const start = frozen ? (list.find((round) => round > 0) ?? list[0] ?? 0) : view.done - 1;
       if (known.round === null) show(start);
-      else if (known.follow && !frozen && known.at !== view.done) show(view.done - 1);
-      known.at = view.done;
+      else if (!frozen && (known.follow || known.thin)) show(known.follow ? view.done - 1 : known.round);
     };
 
     const workers = (view) => {
@@ -221,7 +222,7 @@ G.page = (root, frozen) => {
         G.make("tbody", {}, ...rows.map((cells) => G.make("tr", {}, ...cells.map((cell) => G.make("td", {}, cell))))))));
     };
 
-    const update = (view) => {
+    const update = (view, fresh = true) => {
       known.view = view;
       if (view.empty) { name.textContent = view.label; said.textContent = ""; body.hidden = false; for (const one of [tools, gossip.node, timeline.node, losses.node, people]) one.hidden = true; }
       else {
@@ -234,7 +235,7 @@ G.page = (root, frozen) => {
           view.progress < 1 ? `read to ${Math.round(100 * view.progress)} %` : null].filter(Boolean).join(" · ");
       }
       problems.replaceChildren(...view.complaints.map((sentence) => G.make("p", { class: "note" }, sentence)));
-      if (node.open && !view.empty) fill();
+      if (node.open && !view.empty && fresh) fill();
     };
     return { node, update, known };
   };
@@ -282,9 +283,10 @@ G.page = (root, frozen) => {
     answer.pulse.forEach((one, place) => {
       const view = state.contents.runs[place];
       if (!view || view.empty) return;
+      const changed = view.standings.join() !== one.standings.join();
       Object.assign(view, { age_s: one.age_s, standings: one.standings, progress: one.progress });
       if (view.state !== "finished" && !one.standings.includes("training")) view.state = view.done ? "silent" : "starting";
-      state.cards.get(place).update(view);
+      state.cards.get(place).update(view, changed);
     });
   };
 

@@ -18,7 +18,7 @@ G.timeline = () => {
     key.append(G.make("span", {}, swatch, kind));
   }
   const words = G.make("p", { class: "faint" });
-  const node = G.make("div", {}, G.make("h3", {}, "Where the seconds go"), box, key, words, numbers);
+  const node = G.make("div", { hidden: "" }, G.make("h3", {}, "Where the seconds go"), box, key, words, numbers);
 
   const hatch = () => G.mark("defs", {}, G.mark("pattern", { id: unique, width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
     G.mark("rect", { width: 5, height: 5, fill: "var(--card)" }), G.mark("rect", { width: 3, height: 5, fill: "var(--transfer)" })));
