@@ -287,6 +287,16 @@ def test_progress_off_a_terminal_is_a_plain_line_every_few_rounds() -> None:
     ]
 
 
+def test_progress_off_a_terminal_has_a_line_for_each_validation_and_is_never_silent_for_long() -> None:
+    out, clock = StringIO(), [0.0]
+    console = Console(file=out, force_terminal=False, width=60)
+    with Progress(100, every=50, console=console, now_s=lambda: clock[0]) as progress:
+        for done in range(1, 9):
+            clock[0] = 10.0 * done
+            progress.update("a", done, val=3.0 if done < 5 else 2.0)
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["1", "4", "5", "8"]
+
+
 def test_progress_on_a_terminal_shows_a_bar_for_each_method() -> None:
     out = StringIO()
     with Progress(4, console=Console(file=out, force_terminal=True, width=120)) as progress:

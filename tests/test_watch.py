@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from gossamer.cli import main
 from gossamer.errors import ConfigError
@@ -24,6 +25,7 @@ from gossamer.report.live import LiveRuns
 from gossamer.report.verdict import verdict
 from gossamer.report.web import Page, page_server
 from test_follow import RUN_TOML, write_round
+from tiny import document
 
 
 @contextmanager
@@ -156,6 +158,21 @@ def test_a_page_beside_a_run_ends_when_the_run_has_gone_and_nobody_looks(tmp_pat
         assert beside.poll() is None and not (tmp_path / "later").exists(), "it only reads"
         beside.stdin.close()
         assert beside.wait(60) == 0
+
+
+def test_watch_starts_the_page_of_the_run_folder_and_lets_it_go_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gossamer.cli.watch as verb
+
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(document(workers=2, run__steps=2)))
+    monkeypatch.setattr(verb, "_BESIDE", "import sys; open(sys.argv[1] + '.watched', 'w'); sys.stdin.read()")
+    folder = tmp_path / "run"
+    assert main(["simulate", str(tmp_path / "run.toml"), "--out", str(folder), "--quiet", "--watch"]) == 0
+    assert verb._PAGES.pop().wait(60) == 0, "our end of its standard input is closed"
+    assert Path(f"{folder}.watched").exists()
+    assert main(["simulate", str(tmp_path / "run.toml"), "--out", str(tmp_path / "other"), "--quiet"]) == 0
+    assert not verb._PAGES
 
 
 @pytest.mark.parametrize(
