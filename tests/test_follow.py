@@ -16,7 +16,7 @@ from gossamer.record.trace import Entry, Operation
 from gossamer.report.follow import Followed
 from gossamer.report.moment import moment_of
 from gossamer.report.tail import Marks, Tail
-from gossamer.report.thinning import Grid, spread_out, thinned
+from gossamer.report.thinning import Grid, KeptLines, spread_out, thinned
 from gossamer.report.view import run_view, standings
 
 RUN_TOML = 'name = "x"\nworkers = 2\nrule = { name = "gasloc" }\n[run]\nsteps = 36\nlocal_steps = 9\n'
@@ -202,6 +202,13 @@ def test_a_long_run_is_kept_in_bounded_memory() -> None:
     for r in range(50_000):
         marks.add(r, 10 * r)
     assert all(10 * r - 10 * 32 <= marks.before(r) <= 10 * r for r in (0, 1, 4097, 49_999))
+
+
+def test_a_validation_that_was_done_again_replaces_the_first_wherever_it_stands() -> None:
+    kept = KeptLines()
+    for r, loss in ((0, 5.0), (10, 4.0), (20, 3.0), (10, 2.0), (20, 1.0)):
+        kept.add({"round": r, "loss": loss})
+    assert [(line["round"], line["loss"]) for line in kept.lines()] == [(0, 5.0), (10, 2.0), (20, 1.0)]
 
 
 @given(st.lists(st.floats(allow_infinity=False), max_size=300), st.integers(4, 50))

@@ -17,14 +17,13 @@ import numpy as np
 from gossamer.errors import DataError
 from gossamer.report.lines import KINDS_OF_FILES, RunFile, line_of_kind, run_file_of
 from gossamer.report.tail import Marks, Tail
-from gossamer.report.thinning import Grid
+from gossamer.report.thinning import Grid, KeptLines
 
 __all__ = ["MOST_WORKERS", "Followed"]
 
 MOST_WORKERS = 4096
 """Of a run that is followed."""
 _NAME = re.compile(rf"({'|'.join(KINDS_OF_FILES)})(-[\w-]+)?\.jsonl")
-_MOST_EVALS = 2048
 _MOST_COMPLAINTS = 5
 _MOST_HAPPENINGS = 400
 
@@ -59,8 +58,7 @@ class Followed:
         self.sent = Grid(workers, summed=True)
         """Bytes, by entry of the trace; for a run without one, by round."""
         self.trained_lines = self.traced_lines = 0
-        self.evals: list[dict[str, Any]] = []
-        self._eval_stride, self._evals_seen = 1, 0
+        self.evaluations = KeptLines()
         self.clock: dict[str | None, Grid] = {}
         """When each round ended on each network; None stands for measured seconds."""
         self.spent_s: dict[str | None, np.ndarray] = {}
@@ -84,7 +82,10 @@ class Followed:
         """Reads what is new until this time of `time.monotonic`; returns whether everything was read."""
         if not self._look_at_run_file():
             return True
-        self._find()
+        try:
+            self._find()
+        except OSError:  # the folder has just been removed
+            return True
         if any(tail.rewound for tail in self.tails.values()):
             self._read_again()
         waiting = list(self.tails.values())
@@ -216,22 +217,7 @@ class Followed:
         elif line["kind"] == "validation" and worker is not None:
             self.validations.put(max(0, round), worker, _number(line.get("loss")))
         elif line["kind"] == "eval" and worker is None:
-            self._enter_eval(line)
-
-    def _enter_eval(self, line: dict[str, Any]) -> None:
-        """Keeps evaluations, of a very long run every second one, and so on; one that was done again replaces the first."""
-        if self.evals and self.evals[-1]["round"] >= line["round"]:
-            self.evals = [one for one in self.evals if one["round"] != line["round"]] + [line]
-            self.evals.sort(key=lambda one: one["round"])
-            return
-        if self.evals and (self._evals_seen - 1) % self._eval_stride:
-            self.evals.pop()  # the newest is always kept, and goes when a newer one comes unless it is due
-        self._evals_seen += 1
-        self.evals.append(line)
-        if len(self.evals) > _MOST_EVALS:
-            self.evals = self.evals[::2]
-            self._eval_stride *= 2
-            self._evals_seen = 1 + (len(self.evals) - 1) * self._eval_stride
+            self.evaluations.add(line)
 
     def _enter_trace(self, line: dict[str, Any]) -> None:
         self.traced_lines += 1

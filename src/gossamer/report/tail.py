@@ -4,6 +4,7 @@ import os
 import stat
 from bisect import bisect_right
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 __all__ = ["Marks", "Tail", "open_record"]
@@ -68,23 +69,19 @@ class Tail:
 
         Raises: OSError when the file cannot be read, ValueError when it is no plain file.
         """
-        descriptor = open_record(self.path)
-        try:
-            now = os.fstat(descriptor)
+        with os.fdopen(open_record(self.path), "rb", buffering=0) as file:
+            now = os.fstat(file.fileno())
             self.size, self.modified_s = now.st_size, now.st_mtime
-            if self._changed(descriptor, now):
+            if self._changed(file, now):
                 self.rewound = True
                 return
             self._file = (now.st_dev, now.st_ino)
             if now.st_size == self.offset:
                 return
-            data = self._chunk(descriptor)
-            begin = self.offset
-            self.offset += len(data)
-            if data:
-                self._sample = (self._sample + data)[-_SAMPLE:]
-        finally:
-            os.close(descriptor)
+            data = self._chunk(file)
+        begin = self.offset
+        self.offset += len(data)
+        self._sample = (self._sample + data)[-_SAMPLE:]
         for line in data.splitlines(keepends=True):
             yield begin, line
             begin += len(line)
@@ -98,18 +95,20 @@ class Tail:
         """Begins again at the start of the file."""
         self.offset, self.rewound, self._file, self._sample = 0, False, None, b""
 
-    def _changed(self, descriptor: int, now: os.stat_result) -> bool:
+    def _changed(self, file: FileIO, now: os.stat_result) -> bool:
         if self._file is None:
             return False
         if (now.st_dev, now.st_ino) != self._file or now.st_size < self.offset:
             return True
-        return os.pread(descriptor, len(self._sample), self.offset - len(self._sample)) != self._sample
+        file.seek(self.offset - len(self._sample))
+        return file.read(len(self._sample)) != self._sample
 
-    def _chunk(self, descriptor: int) -> bytes:
+    def _chunk(self, file: FileIO) -> bytes:
         """Whole lines from here on; empty while the first of them is not complete."""
         size = CHUNK
         while True:
-            data = os.pread(descriptor, size, self.offset)
+            file.seek(self.offset)
+            data = file.read(size)
             end = data.rfind(b"\n") + 1
             if end or len(data) < size:
                 return data[:end]

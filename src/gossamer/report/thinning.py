@@ -1,12 +1,13 @@
 """Figures by round and worker in bounded memory, and curves thinned to what a screen can show."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Grid", "spread_out", "thinned"]
+__all__ = ["Grid", "KeptLines", "spread_out", "thinned"]
 
 _MOST_ROUNDS = 2048
 _MOST_CELLS = 1 << 22
@@ -66,6 +67,42 @@ class Grid:
         self._count = counts.reshape(half, 2, self.columns).sum(1).astype(np.int32)
         self.rows = -(-self.rows // 2)
         self.stride *= 2
+
+
+class KeptLines:
+    """Lines by round, of which at most 2049 are kept: of very many every second one, or every fourth, and always the newest.
+
+    >>> kept = KeptLines()
+    >>> for round in range(5000): kept.add({"round": round})
+    >>> [line["round"] for line in kept.lines()][:3], kept.lines()[-1], len(kept.lines())
+    ([0, 4, 8], {'round': 4999}, 1251)
+    """
+
+    def __init__(self) -> None:
+        self._due: list[Mapping[str, Any]] = []
+        self._newest: Mapping[str, Any] | None = None
+        self._stride, self._seen = 1, 0
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Adds a line; it takes the place of an earlier one of the same round."""
+        if self._newest is not None and line["round"] <= self._newest["round"]:
+            self._due = sorted(
+                [*(one for one in self._due if one["round"] != line["round"]), line], key=lambda one: one["round"]
+            )
+            self._newest = max(self._newest, line, key=lambda one: (one["round"], one is line))
+            return
+        self._newest = line
+        if self._seen % self._stride == 0:
+            self._due.append(line)
+        self._seen += 1
+        if len(self._due) > _MOST_ROUNDS:
+            self._due = self._due[::2]
+            self._stride *= 2
+
+    def lines(self) -> list[Mapping[str, Any]]:
+        """Those that are kept, by round."""
+        newest = [] if self._newest is None or self._newest in self._due[-1:] else [self._newest]
+        return [*self._due, *newest]
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:

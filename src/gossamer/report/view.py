@@ -125,7 +125,7 @@ def _along(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.floa
 
 def _evals(run: Followed, axes: _Axes) -> dict[str, Any]:
     """The validations of the mean model; where there are none, the mean of the workers' own."""
-    lines, figures = run.evals, {}
+    lines, figures = run.evaluations.lines(), {}
     if lines:
         names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
         figures = {key: [_plain(line.get(key)) for line in lines] for key in names}
@@ -241,7 +241,7 @@ def _round_s(run: Followed) -> float:
 
 def _state(run: Followed, words: Sequence[str]) -> str:
     assert run.file is not None
-    scored = any(line["round"] + 1 >= run.file.rounds for line in run.evals[-1:])
+    scored = any(line["round"] + 1 >= run.file.rounds for line in run.evaluations.lines()[-1:])
     if scored or ("finished" in words and "training" not in words):
         return "finished"
     return "training" if "training" in words else "silent" if run.done else "starting"

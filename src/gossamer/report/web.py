@@ -47,6 +47,8 @@ class Page(http.server.ThreadingHTTPServer):
     def __init__(self, runs: LiveRuns, host: str, port: int) -> None:
         self.runs, self.host = runs, host
         self.token = "" if _is_loopback(host) else secrets.token_urlsafe(16)
+        self.names = {socket.gethostname().lower(), socket.getfqdn().lower()} if self.token else set[str]()
+        """Of this machine; on loopback it has no other than localhost."""
         self.asked_s = time.monotonic()
         """When somebody last looked."""
         if ":" in host:
@@ -81,9 +83,7 @@ class Page(http.server.ThreadingHTTPServer):
         name = urlsplit(f"//{host}").hostname or ""
         if name == "localhost" or name == self.host or _is_loopback(name):
             return True
-        return bool(self.token) and (
-            _is_address(name) or name in (socket.gethostname().lower(), socket.getfqdn().lower())
-        )
+        return bool(self.token) and (_is_address(name) or name in self.names)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away in the middle of an answer is no error."""
@@ -162,7 +162,8 @@ def beside(folder: Path) -> None:
 
     It ends when that process has gone, which closes our standard input, and nobody has looked for a minute.
     """
-    os.nice(10)
+    if hasattr(os, "nice"):  # which Windows has not
+        os.nice(10)
     page = Page(LiveRuns([folder], command=f"gossamer watch {folder}", awaited=True), "127.0.0.1", 0)
     print(f"watch: {page.address}", file=sys.stderr, flush=True)
 
