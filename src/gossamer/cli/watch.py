@@ -35,8 +35,7 @@ def command(
     Args:
         folders: run folders
         port: port of the page (default: 8250); 0 takes one that is free
-        host: address of this machine to serve it on (default: 127.0.0.1, which other machines reach with ssh -L only); on any
-            other the address of the page has a secret token
+        host: address to serve it on (default: 127.0.0.1, this machine only); on any other the page has a secret token
     """
     import shlex
 

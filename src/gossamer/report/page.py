@@ -28,6 +28,8 @@ log = logging.getLogger("gossamer")
 
 _FIRST, _LAST = 24, 4
 """Rounds of each run whose pairs and seconds are on the page."""
+_FEW = 4
+"""Up to so many configurations stand side by side; more are folded into one."""
 _MOST_NUMBERS = 30_000
 """About so many numbers of all rounds of all runs together are on the page; of many or large runs it has fewer rounds."""
 
@@ -135,9 +137,12 @@ def _short(seconds: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[lis
 
 
 def _details(runs: Sequence[RunData], networks: Mapping[str, Network]) -> list[str]:
+    settings = [_fold(f"Configuration of {run.label}", run.config) for run in runs if run.config is not None]
+    if len(settings) > _FEW:
+        settings = ["<details><summary>Configurations</summary>", *settings, "</details>"]
     return [
         *(_fold(f"Network {name}", to_toml(network)) for name, network in networks.items()),
-        *(_fold(f"Configuration of {run.label}", run.config) for run in runs if run.config is not None),
+        *settings,
         *(_fold(f"Changes of settings of {run.label}", "\n".join(run.branches)) for run in runs if run.branches),
         *(_fold(f"Text sample of {run.label}", run.sample) for run in runs if run.sample is not None),
     ]
