@@ -19,6 +19,7 @@ from gossamer.record import checkpoint
 from gossamer.record.files import atomic_write
 from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
 from gossamer.record.progress import Progress
+from gossamer.record.seconds import RoundSeconds
 from gossamer.record.trace import Entry, Operation, read_trace
 
 PLAIN = RecordConfig(tensorboard=False)
@@ -233,6 +234,22 @@ def test_tensorboard_gets_the_curves_and_forgets_what_a_resume_redoes(tmp_path: 
     with RunFolder(tmp_path, "", BOARD, resume_round=1) as run:
         run.log("eval", round=1, step=30, loss=1.5)
     assert curve("eval/loss") == [(15, 2.5), (30, 1.5)]
+
+
+def test_tensorboard_gets_the_bytes_and_the_seconds_of_each_worker_over_inner_steps(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunFolder(tmp_path, "", BOARD, worker=3) as run:
+        run.log("train", round=0, worker=3, step=15, loss=2.5)
+        run.log_trace(Entry(0, 3, 15, 0.5, (Operation("exchange", 0, ((1, 1000), (2, 500)), ()),)))
+        run.log_seconds(RoundSeconds(0, 3, None, 1.0, 0.25, {1: 0.5, 2: 0.125}, 0.0, 1.875))
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "worker-003")).Reload()
+    shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert shown == {
+        "train/loss/worker-003": [(15, 2.5)], "sent_bytes/worker-003": [(15, 1500.0)],
+        "seconds/compute/worker-003": [(15, 1.0)], "seconds/transfer/worker-003": [(15, 0.25)],
+        "seconds/waiting/worker-003": [(15, 0.625)], "seconds/other/worker-003": [(15, 0.0)],
+    }  # fmt: skip
 
 
 def test_each_process_of_a_real_run_has_its_own_tensorboard_folder(tmp_path: Path) -> None:
