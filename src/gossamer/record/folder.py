@@ -49,7 +49,7 @@ class RecordConfig:
     """What a run writes besides its metrics and its trace."""
 
     tensorboard: bool = False
-    """Whether to write TensorBoard events, with the extra `tensorboard`: losses, bytes of each entry of the trace, and seconds."""
+    """Whether to write TensorBoard events, with the extra `tensorboard`: losses, bytes and seconds."""
     wandb_project: str | None = None
     """The Weights & Biases project to log to; nothing leaves the machine when None."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
