@@ -37,7 +37,7 @@ class Page(http.server.ThreadingHTTPServer):
     """Serves one page of some runs, each request in a thread of its own.
 
     Args:
-        token: what addresses begin with; empty on loopback.
+        host, port: where it listens; port 0 takes one that is free. On any host but loopback all addresses begin with a token.
     Raises: ConfigError for a port that is taken, or an address that is none of this machine.
     """
 
