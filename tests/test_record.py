@@ -19,6 +19,7 @@ from gossamer.record import checkpoint
 from gossamer.record.files import atomic_write
 from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
 from gossamer.record.progress import Progress
+from gossamer.record.seconds import RoundSeconds
 from gossamer.record.trace import Entry, Operation, read_trace
 
 PLAIN = RecordConfig(tensorboard=False)
@@ -235,6 +236,22 @@ def test_tensorboard_gets_the_curves_and_forgets_what_a_resume_redoes(tmp_path: 
     assert curve("eval/loss") == [(15, 2.5), (30, 1.5)]
 
 
+def test_tensorboard_gets_the_bytes_and_the_seconds_of_each_worker_over_inner_steps(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunFolder(tmp_path, "", BOARD, worker=3) as run:
+        run.log("train", round=0, worker=3, step=15, loss=2.5)
+        run.log_trace(Entry(0, 3, 15, 0.5, (Operation("exchange", 0, ((1, 1000), (2, 500)), ()),)))
+        run.log_seconds(RoundSeconds(0, 3, None, 1.0, 0.25, {1: 0.5, 2: 0.125}, 0.0, 1.875))
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "worker-003")).Reload()
+    shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert shown == {
+        "train/loss/worker-003": [(15, 2.5)], "sent_bytes/worker-003": [(15, 1500.0)],
+        "seconds/compute/worker-003": [(15, 1.0)], "seconds/transfer/worker-003": [(15, 0.25)],
+        "seconds/waiting/worker-003": [(15, 0.625)], "seconds/other/worker-003": [(15, 0.0)],
+    }  # fmt: skip
+
+
 def test_each_process_of_a_real_run_has_its_own_tensorboard_folder(tmp_path: Path) -> None:
     for worker in range(2):
         with RunFolder(tmp_path, "", BOARD, worker=worker) as run:
@@ -285,6 +302,16 @@ def test_progress_off_a_terminal_is_a_plain_line_every_few_rounds() -> None:
         "gasloc [bold]: round 20 of 25  loss 0.05  val nan",
         "gasloc [bold]: round 25 of 25  loss 0.04  val nan",
     ]
+
+
+def test_progress_off_a_terminal_has_a_line_for_each_validation_and_is_never_silent_for_long() -> None:
+    out, clock = StringIO(), [0.0]
+    console = Console(file=out, force_terminal=False, width=60)
+    with Progress(100, every=50, console=console, now_s=lambda: clock[0]) as progress:
+        for done in range(1, 9):
+            clock[0] = 10.0 * done
+            progress.update("a", done, val=3.0 if done < 5 else 2.0)
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["1", "4", "5", "8"]
 
 
 def test_progress_on_a_terminal_shows_a_bar_for_each_method() -> None:

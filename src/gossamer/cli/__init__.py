@@ -40,6 +40,7 @@ VERBS = {
     "check": "Show what a run file will do, or list all its errors.",
     "train": "Train one real worker per process, under torchrun or with --local N.",
     "status": "Show who takes part in a run, how far everybody is, and where the seconds go.",
+    "watch": "Serve a live page of runs: who sends to whom, who waits, loss and bytes.",
     "compare": "Simulate all variants of an experiment file, and write one report.",
     "evaluate": "Score and export the mean model of a run after one of its rounds.",
     "audit": "Train the workers of a run again, and find the first that differs.",

@@ -1,15 +1,17 @@
 """`gossamer compare`: all variants of an experiment file side by side."""
 
+import logging
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossamer.cli.output import PLAIN, Output
 from gossamer.cli.report import publish, show
 from gossamer.cli.run_file import File, Overrides, imported_parts, whole_numbers
 from gossamer.cli.simulate import train_here
+from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, MissingPackageError, TrainingError
 
 if TYPE_CHECKING:
@@ -19,10 +21,12 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+log = logging.getLogger("gossamer")
+
 
 def command(
     file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, seeds: str = "", scale: str = "",
-    resume: bool = False, output: Output = PLAIN,
+    resume: bool = False, output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
     """Simulates every variant of an experiment file, and writes their table, report and figure.
 
@@ -52,15 +56,23 @@ def command(
         told |= {code.name for code in parts.codes}
         settle(run.config, parts)
     try:
-        with output.silenced():
+        with output.silenced(), output.watching(out):
             _train_all(runs, folders, resume=resume)
         page = out / "report.html"
-        rows = publish(folders, page, runs[0].config.network)
+        rows = publish(folders, page, runs[0].config.network, _words(file, out, seeds, scale))
         outcomes = [PointResult(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
         drawn, numbers = _write_figure(outcomes, asked, out)
         show(folders, rows, page, json=output.json, figure=drawn, numbers=numbers)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
+
+
+def _words(file: Path, out: Path, seeds: str, scale: str) -> str:
+    """The command that compares these runs, for their page."""
+    options = {"--out": out, "--seeds": seeds, "--scale": scale}
+    return shlex.join(
+        ["gossamer", "compare", str(file), *(str(w) for key, own in options.items() if own for w in (key, own))]
+    )
 
 
 def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:
@@ -113,6 +125,7 @@ def _write_figure(
     atomic_write(numbers, table(outcomes, asked).encode())
     try:
         atomic_write(drawn, draw_figure(outcomes, asked))
-    except MissingPackageError:  # the report has printed why
+    except MissingPackageError as missing:
+        log.warning("%s", missing)
         return None, numbers
     return drawn, numbers

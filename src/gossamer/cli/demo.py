@@ -4,15 +4,15 @@ from pathlib import Path
 
 from gossamer.cli import compare
 from gossamer.cli.init import EXAMPLES
-from gossamer.cli.output import PLAIN, Output
 from gossamer.cli.run_file import Overrides
+from gossamer.cli.watch import WATCHABLE, Watchable
 
 __all__ = ["command"]
 
 
 def command(
     *, overrides: Overrides = (), out: Path = Path("runs/demo"), seeds: str = "", resume: bool = False,
-    output: Output = PLAIN,
+    output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
     """Compares GASLoC in random pairs with DiLoCo: 8 workers, each with a small Llama, some minutes on two cores.
 

@@ -1,5 +1,6 @@
 """`gossamer report`: several runs on one page."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,15 +32,25 @@ def command(
     from gossamer.run.document import load_run
 
     documents = [load_run(folder) for folder in folders]
-    runs = {folder.name: folder for folder in folders}
-    show(runs, publish(runs, out, parse(documents[0]).network), out, json=json)
+    runs = dict(zip(_labels(folders, documents), folders, strict=True))
+    words = shlex.join(["gossamer", "report", *map(str, folders), "--out", str(out)])
+    show(runs, publish(runs, out, parse(documents[0]).network, words), out, json=json)
 
 
-def publish(runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Network]") -> list[dict[str, Any]]:
+def _labels(folders: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the runs, or those of their folders, whichever tell them apart."""
+    names = [str(document.get("name", folder.name)) for folder, document in zip(folders, documents, strict=True)]
+    choices = names, [folder.name for folder in folders], [str(folder) for folder in folders]
+    return next((labels for labels in choices if len({*labels}) == len(folders)), choices[-1])
+
+
+def publish(
+    runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Network]", command: str
+) -> list[dict[str, Any]]:
     """Writes the page, its table and its pictures; returns the rows of the table."""
     from gossamer.report.page import write_pages
 
-    return write_pages(runs, page, networks)
+    return write_pages(runs, page, networks, command=command)
 
 
 def show(

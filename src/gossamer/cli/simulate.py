@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gossamer.cli.output import PLAIN, Output
 from gossamer.cli.report import publish, show
 from gossamer.cli.run_file import File, Overrides, imported_parts, resume_hint, run_and_folder
+from gossamer.cli.watch import WATCHABLE, Watchable
 
 if TYPE_CHECKING:
     from gossamer.run.config import RunConfig
@@ -16,7 +16,7 @@ __all__ = ["command", "train_here"]
 
 def command(
     file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
-    replay: Path | None = None, output: Output = PLAIN,
+    replay: Path | None = None, output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
     """Trains all workers of a run in this process, and writes its report.
 
@@ -26,7 +26,7 @@ def command(
         replay: compute the real run in this folder again from its record: one with a server, elastic, or that waits for nobody
     """
     config, folder, resumed = run_and_folder(file, overrides, out, resume)
-    with output.silenced(), resume_hint(folder):
+    with output.silenced(), resume_hint(folder), output.watching(folder):
         if replay is not None:
             from gossamer.run.async_replay import replay_asynchronous
             from gossamer.run.replay import replay_elastic
@@ -38,7 +38,7 @@ def command(
             imported_parts(config)
             train_here(config, folder, resume=resumed)
         page, runs = folder / "report.html", {config.name: folder}
-        show(runs, publish(runs, page, config.network), page, json=output.json)
+        show(runs, publish(runs, page, config.network, f"gossamer report {folder}"), page, json=output.json)
 
 
 def train_here(config: "RunConfig", folder: Path, *, resume: "Resume" = False) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from gossamer.cli.output import PLAIN, Output, print_json
+from gossamer.cli.output import print_json
 from gossamer.cli.run_file import AUTO, File, Overrides, imported_parts, resume_hint, run_and_folder
+from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _NO_SERVER = ServerOptions()
 def command(
     file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
     local: int | None = None, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
-    served: ServerOptions = _NO_SERVER, output: Output = PLAIN,
+    served: ServerOptions = _NO_SERVER, output: Watchable = WATCHABLE,
 ) -> int:  # fmt: skip
     """Trains as one worker of a run, as the server of one, or starts all workers on this machine.
 
@@ -74,7 +75,7 @@ def command(
 
         os.environ[SECRET] = read_secret(served.secret)
     code = 0
-    with resume_hint(folder), output.silenced():
+    with resume_hint(folder), output.silenced(), output.watching(folder) if tells else nullcontext():
         if local is not None:
             sets = [word for one in overrides for word in ("--set", one)]
             words = (

@@ -1,8 +1,9 @@
-"""Runs side by side as one HTML page that needs no other file: table, charts, configurations and text samples."""
+"""Runs side by side as one HTML page that needs no other file: the parts of the live page, frozen, with settings and samples."""
 
-import base64
 import logging
+import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -10,80 +11,75 @@ from typing import Any
 from gossamer.errors import MissingPackageError, require
 from gossamer.network.links import Network, to_toml
 from gossamer.record.files import atomic_write, make_folder
-from gossamer.report.charts import charts_of, draw_chart, drawing, line_style, png, svg
+from gossamer.record.folder import finite
+from gossamer.report.assets import whole_page
+from gossamer.report.charts import png
+from gossamer.report.contents import page_contents
+from gossamer.report.follow import Followed
+from gossamer.report.moment import moment_of
 from gossamer.report.panels import ranking, small_charts
 from gossamer.report.runs import RunData, loss_curves, read_runs, summary_row
 from gossamer.report.table import MANY, html_table, loss_rank, markdown_table, summary_rows
+from gossamer.report.view import run_view
 
 __all__ = ["pictures", "write_pages", "write_report"]
 
 log = logging.getLogger("gossamer")
 
+_FIRST, _LAST = 24, 4
+"""Rounds of each run whose pairs and seconds are on the page."""
+_FEW = 4
+"""Up to so many configurations stand side by side; more are folded into one."""
+_MOST_NUMBERS = 30_000
+"""About so many numbers of all rounds of all runs together are on the page; of many or large runs it has fewer rounds."""
 
-def write_report(runs: Mapping[str, Path], out_html: Path, networks: Mapping[str, Network] | None = None) -> None:
-    """Writes a page with the table, the charts, and each run's configuration and text sample; it loads nothing from elsewhere.
 
-    Without matplotlib the page has a sentence that says so in place of the charts; it is logged too.
+def write_report(
+    runs: Mapping[str, Path], out_html: Path, networks: Mapping[str, Network] | None = None, *, command: str = ""
+) -> None:
+    """Writes a page with what the runs show, their table, curves, pairs and seconds, settings and samples; it loads nothing.
+
+    Equal folders give equal pages. The date is that of the newest record.
+
+    Args: `command` is the one that wrote it, to be shown.
     Raises: DataError and ConfigError as `summary_rows` does.
     """
     networks = networks or {}
     loaded = read_runs(runs, networks)
     if len(loaded) >= MANY:
         loaded.sort(key=lambda run: loss_rank(summary_row(run)["loss"]))
+    followed = [_followed(run.label, runs[run.label]) for run in loaded]
     title = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs compared"
-    body = [
-        f"<header><h1>{escape(title)}</h1></header>",
-        html_table([summary_row(run) for run in loaded]),
-        *_html_drawn(loaded, networks),
-        *(_html_details(f"Network {name}", to_toml(network)) for name, network in networks.items()),
-        *(_html_details(f"Configuration of {run.label}", run.config) for run in loaded if run.config is not None),
-        *(
-            _html_details(f"Changes of settings of {run.label}", "\n".join(run.branches))
-            for run in loaded
-            if run.branches
-        ),
-        *(_html_details(f"Text sample of {run.label}", run.sample) for run in loaded if run.sample is not None),
-    ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    page = "\n".join(
-        [
-            f'<!DOCTYPE html>\n<html lang="en">\n<head>{head}<style>{_STYLE}</style></head>\n<body>',
-            *body,
-            "</body>\n</html>\n",
-        ]
-    )
+    newest_s = max((one.modified_s for one in followed), default=0.0)
+    # A report tells of a run that is over, or as if it were: nobody in it is silent.
+    views = [run_view(one, one.modified_s, _ends(run)) for one, run in zip(followed, loaded, strict=True)]
+    contents = page_contents(
+        views, [summary_row(run) for run in loaded], title=title, live=False, command=command,
+        date=f"{datetime.fromtimestamp(newest_s, UTC):%Y-%m-%d %H:%M} UTC" if newest_s else "an unknown time",
+    )  # fmt: skip
+    contents["moments"] = _moments(followed)
+    table = html_table([summary_row(run) for run in loaded])
+    page = whole_page(title, finite(contents), table, "\n".join(_details(loaded, networks)))
     atomic_write(Path(out_html), page.encode())
 
 
-def write_pages(runs: Mapping[str, Path], page: Path, networks: Mapping[str, Network]) -> list[dict[str, Any]]:
+def write_pages(
+    runs: Mapping[str, Path], page: Path, networks: Mapping[str, Network], *, command: str = ""
+) -> list[dict[str, Any]]:
     """Writes the page, and next to it `table.md` and the pictures of many runs; returns the rows of the table.
 
-    Raises: as `write_report`.
+    Without matplotlib there are no pictures, and a line of the log says so. Raises: as `write_report`.
     """
     make_folder(page.parent)
-    write_report(runs, page, networks)
+    write_report(runs, page, networks, command=command)
     rows = summary_rows(runs, networks)
     atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
     try:
         for name, image in pictures(runs).items():
             atomic_write(page.with_name(name), image)
-    except MissingPackageError:
-        pass  # write_report has logged why
-    return rows
-
-
-def _html_drawn(runs: Sequence[RunData], networks: Mapping[str, Network]) -> list[str]:
-    """Everything on the page that needs matplotlib, or the sentence that it is missing."""
-    try:
-        require("matplotlib.figure", "plots", "drawing the curves")
     except MissingPackageError as missing:
         log.warning("%s", missing)
-        return [f"<p>{escape(str(missing))}</p>"]
-    many, charts = len(runs) >= MANY, "".join(_html_charts(runs, networks))
-    return [
-        _html_picture("Where each ended", ranking([summary_row(run) for run in runs])) if many else _html_legend(runs),
-        f'<section class="{"panels" if many else "charts"}">{charts}</section>',
-    ]
+    return rows
 
 
 def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
@@ -103,65 +99,54 @@ def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
     return {name: png(figure) for name, figure in figures.items()}
 
 
-def _html_legend(runs: Sequence[RunData]) -> str:
-    """One legend for all charts, in HTML so that it stays readable with any number of runs."""
-    entries = []
-    for place, run in enumerate(runs):
-        colour, dashes = line_style(place)
-        pattern = f' stroke-dasharray="{" ".join(str(2 * part) for part in dashes)}"' if dashes else ""
-        line = f'<path d="M0 4H30" stroke="{colour}" stroke-width="2.5"{pattern}/>'
-        entries.append(f'<li><svg width="30" height="8">{line}</svg>{escape(run.label)}</li>')
-    return f'<ul class="legend">{"".join(entries)}</ul>'
+def _followed(label: str, folder: Path) -> Followed:
+    run = Followed(label, Path(folder).resolve())
+    run.look(time.monotonic() + 600)
+    return run
 
 
-def _html_details(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+def _ends(run: RunData) -> dict[str, Any]:
+    """When each round ended on each network that the run was priced on."""
+    return {
+        name: timeline.end_s.max(axis=1)[run.entries - 1 :: run.entries] for name, timeline in run.timelines.items()
+    }
 
 
-def _html_charts(runs: Sequence[RunData], networks: Mapping[str, Network]) -> list[str]:
-    """The charts that have something to show, as HTML; of many runs only the loss and the disagreement, in panels."""
-    charts = charts_of(runs, networks)
-    shown = [chart for chart in charts if any(x for x, _ in chart.curves)]
-    if len(runs) < MANY:
-        return [_html_picture(c.title, draw_chart(c), f"{c.title}, against {c.x_label}") for c in shown]
-    labels, first_of_many = [run.label for run in runs], (charts[0], charts[1 + len(networks)])
+def _moments(runs: Sequence[Followed]) -> list[dict[int, Any]]:
+    """By run the rounds that can be drawn: its first and its last ones, as many as there is room for."""
+    room = _MOST_NUMBERS // max(1, len(runs))
+    found: list[dict[int, Any]] = []
+    for run in runs:
+        own: dict[int, Any] = {}
+        spent = 0
+        last = range(max(_FIRST, run.done - _LAST), run.done)
+        for round in [*range(min(_FIRST, run.done)), *last] if run.file is not None else ():
+            if spent < room:
+                own[round] = moment_of(run, round)
+                spent += 3 * len(own[round]["pairs"]) + 7 * sum(map(len, own[round]["seconds"].values()))
+                own[round]["seconds"] = _short(own[round]["seconds"])
+        found.append(own)
+    return found
+
+
+def _short(seconds: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[list[Any]]]:
+    return {
+        name: [[float(f"{x:.5g}") if isinstance(x, float) else x for x in row] for row in rows]
+        for name, rows in seconds.items()
+    }
+
+
+def _details(runs: Sequence[RunData], networks: Mapping[str, Network]) -> list[str]:
+    settings = [_fold(f"Configuration of {run.label}", run.config) for run in runs if run.config is not None]
+    if len(settings) > _FEW:
+        settings = ["<details><summary>Configurations</summary>", *settings, "</details>"]
     return [
-        _html_picture(c.title, small_charts(labels, c.curves, c.x_label, log=c.log))
-        for c in first_of_many
-        if c in shown
+        *(_fold(f"Network {name}", to_toml(network)) for name, network in networks.items()),
+        *settings,
+        *(_fold(f"Changes of settings of {run.label}", "\n".join(run.branches)) for run in runs if run.branches),
+        *(_fold(f"Text sample of {run.label}", run.sample) for run in runs if run.sample is not None),
     ]
 
 
-def _html_picture(title: str, figure: Any, alt: str = "") -> str:
-    """A matplotlib figure that is embedded in the page."""
-    with drawing():
-        data = base64.b64encode(svg(figure)).decode()
-    image_tag = f'<img alt="{escape(alt or title, quote=True)}" src="data:image/svg+xml;base64,{data}">'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{image_tag}</figure>"
-
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #2b2b2b; background: #fafaf8; }
-body { margin: 0 auto; max-width: 1200px; padding: 2rem 1.5rem; }
-h1 { font-size: 1.6rem; font-weight: 600; margin: 0 0 1.2rem; }
-.scroll, figure, details { background: #fff; border: 1px solid #e4e4e0; border-radius: 6px; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .55rem .9rem; text-align: right; white-space: nowrap; }
-thead th { white-space: normal; vertical-align: bottom; font-weight: 600; font-size: .85rem; color: #6a6a66; }
-th:first-child { text-align: left; }
-tbody th { font-weight: 500; }
-tbody tr > * { border-top: 1px solid #ecece8; }
-.best { font-weight: 700; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .3rem 1.4rem; padding: 0; margin: 1.6rem 0 .8rem; }
-.legend svg { margin-right: .5rem; vertical-align: middle; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
-.charts { margin-bottom: 1.6rem; }
-.panels figure { margin: 1rem 0; }
-figure { margin: 0; padding: .8rem; }
-figcaption { font-weight: 600; font-size: .9rem; margin-bottom: .4rem; }
-img { width: 100%; height: auto; display: block; }
-details { margin-bottom: .6rem; padding: .5rem .9rem; }
-summary { cursor: pointer; }
-pre { overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; font-size: .82rem; }
-"""
+def _fold(title: str, text: str) -> str:
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"

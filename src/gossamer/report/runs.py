@@ -19,13 +19,10 @@ from gossamer.record.trace import read_trace, trace_files
 __all__ = [
     "Curve",
     "RunData",
-    "disagreement_curve",
-    "divergence_curve",
     "loss_curves",
     "priced_curve",
     "read_runs",
     "summary_row",
-    "training_curve",
 ]
 
 _PROGRESS = (("tokens", "tokens"), ("step", "inner steps"), ("round", "round"))
@@ -40,7 +37,6 @@ class RunData(NamedTuple):
     label: str
     evals: list[dict[str, Any]]
     """Evaluations of the mean model, one a round, by round."""
-    trains: list[dict[str, Any]]
     sent_bytes: float | None
     """Mean over the workers; None where nothing was recorded."""
     timelines: dict[str, Timeline]
@@ -71,7 +67,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
         )
     metrics = read_metrics(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
-    trains = [line for line in metrics if line["kind"] == "train"]
+    trained = [line["round"] for line in metrics if line["kind"] == "train"]
     sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
     if (events := read_events(folder)) is not None:
         sent_bytes, timelines = float(events.sent_bytes.mean()), {events.network: _as_it_went(events)}
@@ -80,15 +76,12 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
         sent_bytes = float(trace.sent_bytes.mean())
         by_round = np.bincount(trace.messages.round, trace.messages.bytes, minlength=trace.rounds)
         sent_until = tuple((by_round.cumsum() / trace.workers).tolist())
-        per_round = max(
-            1, round(trace.rounds / (1 + max((line["round"] for line in trains), default=trace.rounds - 1)))
-        )
+        per_round = max(1, round(trace.rounds / (1 + max(trained, default=trace.rounds - 1))))
         if trace.workers > 1:  # a single worker sends nothing
             timelines = {name: price(trace, network) for name, network in networks.items()}
     return RunData(
         label,
         list(evals.values()),
-        trains,
         sent_bytes,
         timelines,
         _read_text(folder / "run.toml"),
@@ -176,22 +169,3 @@ def _losses_after(run: RunData, spent: Sequence[float]) -> Curve:
     """Validation loss against what was spent up to the end of each entry of the trace."""
     until = [0.0, *spent[run.entries - 1 :: run.entries]]
     return _curve((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)
-
-
-def disagreement_curve(run: RunData) -> Curve:
-    """Disagreement of the workers against the round."""
-    return _curve((float(e["round"]), _number(e, "disagreement")) for e in run.evals)
-
-
-def divergence_curve(run: RunData) -> Curve:
-    """Divergence of the workers' predictions against the round; empty where it was not measured."""
-    return _curve((float(e["round"]), _number(e, "js_divergence")) for e in run.evals)
-
-
-def training_curve(run: RunData) -> Curve:
-    """Training loss against the round, mean over the workers."""
-    losses: dict[int, list[float]] = {}
-    for line in run.trains:
-        if (loss := _number(line, "loss")) is not None:
-            losses.setdefault(line["round"], []).append(loss)
-    return [float(round) for round in losses], [sum(values) / len(values) for values in losses.values()]

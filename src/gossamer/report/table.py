@@ -18,10 +18,7 @@ from gossamer.report.runs import read_runs, summary_row
 
 __all__ = [
     "DASH",
-    "DAY",
-    "HOUR",
     "MANY",
-    "MINUTE",
     "html_table",
     "loss_rank",
     "markdown_lines",
@@ -31,12 +28,13 @@ __all__ = [
     "ranked",
     "render_table",
     "summary_rows",
+    "table_cells",
 ]
 
 MANY = 12
 """From this number of runs on, tables are ranked by loss and charts get a panel for each run."""
 DASH = "–"
-MINUTE, HOUR, DAY = 60, 3600, 86400
+_MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
 def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[dict[str, Any]]:
@@ -65,7 +63,7 @@ def loss_rank(loss: float | None) -> float:
 
 def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The rows of `summary_rows` as a table for the terminal."""
-    headings, cells = _cells(ranked(rows))
+    headings, cells = table_cells(ranked(rows))
     table = Table(header_style="bold")
     for place, heading in enumerate(headings):
         table.add_column(Text(heading), justify="right" if place else "left")
@@ -76,7 +74,7 @@ def render_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows of `summary_rows` as a Markdown table."""
-    headings, cells = _cells(ranked(rows))
+    headings, cells = table_cells(ranked(rows))
     return markdown_lines([headings, ["---", *["---:"] * (len(headings) - 1)], *cells])
 
 
@@ -114,7 +112,7 @@ def over_seeds(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[float]
 def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows of `summary_rows` as an HTML table that marks the best loss."""
     rows = ranked(rows)
-    headings, cells = _cells(rows)
+    headings, cells = table_cells(rows)
     best = min((row["loss"] for row in rows if row["loss"] is not None and math.isfinite(row["loss"])), default=None)
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     lines = []
@@ -125,7 +123,7 @@ def html_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
-def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def table_cells(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The headings and the cells of each row, as the page and the terminal show them."""
     networks = list(dict.fromkeys(name for row in rows for name in row["wall_s"]))
     compared = any(row.get("js_divergence") is not None for row in rows)
@@ -143,11 +141,14 @@ def _line(row: Mapping[str, Any], networks: Sequence[str], compared: bool) -> li
         number_text(row["disagreement"], ".3g"),
         *([number_text(row.get("js_divergence"), ".3g")] if compared else []),
         DASH if row["sent_bytes"] is None else _bytes_text(row["sent_bytes"]),
-        *(
-            f"{_seconds_text(wall_s[name])} ({100 * utilisation[name]:.0f} %)" if name in wall_s else DASH
-            for name in networks
-        ),
+        *(_time_text(wall_s[name], utilisation[name]) if name in wall_s else DASH for name in networks),
     ]
+
+
+def _time_text(seconds: float, utilisation: float) -> str:
+    """Seconds for people, with the share that was computed where it is known."""
+    share = "" if math.isnan(utilisation) else f" ({100 * utilisation:.0f} %)"
+    return f"{_seconds_text(seconds)}{share}"
 
 
 def number_text(value: float | None, form: str) -> str:
@@ -175,11 +176,11 @@ def _seconds_text(number: float) -> str:
     >>> _seconds_text(0.25), _seconds_text(31.7), _seconds_text(5400), _seconds_text(200_000)
     ('0.25 s', '31.7 s', '1 h 30 min', '2 d 7 h')
     """
-    if number < MINUTE:
+    if number < _MINUTE:
         return f"{number:.3g} s"
     whole = int(number)
-    if number < HOUR:
-        return f"{whole // MINUTE} min {whole % MINUTE} s"
-    if number < DAY:
-        return f"{whole // HOUR} h {whole % HOUR // MINUTE} min"
-    return f"{whole // DAY} d {whole % DAY // HOUR} h"
+    if number < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
+    if number < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"

@@ -1,0 +1,88 @@
+"""`gossamer watch`: a live page of runs."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from gossamer.cli.output import Output
+
+if TYPE_CHECKING:
+    import subprocess
+
+__all__ = ["WATCHABLE", "Watchable", "command"]
+
+PORT = 8250
+_PAGES: list["subprocess.Popen[bytes]"] = []
+"""Kept, as nobody waits for them."""
+_BESIDE = "import sys; from pathlib import Path; from gossamer.report.web import beside; beside(Path(sys.argv[1]))"
+
+
+def command(
+    folders: Annotated[tuple[Path, ...], Parameter(name="RUN")],
+    /,
+    *,
+    port: int = PORT,
+    host: str = "127.0.0.1",
+) -> None:
+    """Serves a live page of runs, while they train and afterwards, until Ctrl-C: who sends to whom, who waits, loss and bytes.
+
+    It only reads their folders. A folder that holds run folders is watched for those that appear in it.
+
+    Args:
+        folders: run folders
+        port: port of the page (default: 8250); 0 takes one that is free
+        host: address to serve it on (default: 127.0.0.1, this machine only); on any other the page has a secret token
+    """
+    import shlex
+
+    from gossamer.report.web import page_server
+
+    words = shlex.join(["gossamer", "watch", *map(str, folders)])
+    with page_server(folders, host, port, command=words) as page:
+        print(f"watch: {page.address}", flush=True)
+        if not page.token:
+            print(
+                f"from another machine: ssh -L {page.port}:127.0.0.1:{page.port} THIS-MACHINE, then the same address there"
+            )
+        with contextlib.suppress(KeyboardInterrupt):
+            page.serve_forever()
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Watchable(Output):
+    """The output of a verb that trains."""
+
+    watch: Annotated[
+        bool, Parameter(help="serve a live page of the run while it trains, on a free port of this machine")
+    ] = False
+
+    @contextlib.contextmanager
+    def watching(self, folder: Path) -> Iterator[None]:
+        """In here a page of this folder is served by a process of its own, if that was asked for.
+
+        The process only reads. It ends when we have and nobody looks at the page any more.
+        """
+        if not self.watch:
+            yield
+            return
+        import subprocess
+        import sys
+
+        page = subprocess.Popen(
+            [sys.executable, "-c", _BESIDE, str(folder)], stdin=subprocess.PIPE, start_new_session=True
+        )  # of its own session, so that a Ctrl-C that stops us leaves the page to whoever looks at it
+        _PAGES.append(page)
+        try:
+            yield
+        finally:
+            assert page.stdin is not None
+            page.stdin.close()
+
+
+WATCHABLE = Watchable()
+"""Text, with progress, and no page."""

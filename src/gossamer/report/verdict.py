@@ -1,0 +1,76 @@
+"""The first sentence of a report: what the runs show, and nothing that they do not."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gossamer.report.reach import half_interval
+
+__all__ = ["verdict"]
+
+
+def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
+    """What the last losses of some runs show, from the differences between methods seed by seed and their 95 % interval.
+
+    Only methods with two or more seeds in common are compared. The two with the lowest means are, of many, and the sentence says
+    that they were picked after the fact.
+
+    Args: `running` says that some have not ended, so that nothing is claimed.
+
+    >>> rows = [{"method": f"{m} seed={s}", "loss": x + 0.01 * s} for m, x in (("a", 2.0), ("b", 2.1)) for s in range(3)]
+    >>> verdict(rows)
+    'a ended with a lower validation loss than b: 2.0100 against 2.1100, by 0.1000 (95 % interval 0.1000 to 0.1000, 3 seeds).'
+    >>> verdict(rows[::3])
+    'a ended at 2.0000 and b at 2.1000: one seed each, so this says nothing about which is better.'
+    """
+    losses: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["loss"] is not None and math.isfinite(row["loss"]):
+            method, _, seed = row["method"].partition(" seed=")
+            losses.setdefault(method, {})[seed] = row["loss"]
+    if not losses:
+        return "No run has a validation loss yet." if running else "No run ended with a finite validation loss."
+    ordered = sorted(losses, key=lambda method: statistics.fmean(losses[method].values()))
+    if running:
+        lowest = f"{ordered[0]} at {statistics.fmean(losses[ordered[0]].values()):.4f}"
+        return f"Not all of these runs have ended; lowest validation loss so far: {lowest}. Nothing is claimed before the end."
+    missing = len({row["method"].partition(" seed=")[0] for row in rows}) - len(losses)
+    besides = f" {missing} more ended without a finite loss." if missing else ""
+    if len(ordered) == 1:
+        return f"{_ended(ordered[0], losses, single=True)}.{besides}"
+    first, second = ordered[:2]
+    shared = sorted(losses[first].keys() & losses[second].keys())
+    if len(shared) < 2:
+        both = f"{_ended(first, losses)} and {_ended(second, losses, verb=False)}"
+        why = "one seed each, so this says nothing about which is better"
+        if max(len(losses[method]) for method in (first, second)) > 1:
+            why = "they have no two seeds in common, so this says nothing about which is better"
+        return f"{both}: {why}.{besides}"
+    return _compared(first, second, losses, shared) + _picked(len(ordered)) + besides
+
+
+def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]], shared: Sequence[str]) -> str:
+    apart = [losses[second][seed] - losses[first][seed] for seed in shared]
+    mean, half = statistics.fmean(apart), half_interval(apart)
+    interval = f"(95 % interval {mean - half:.4f} to {mean + half:.4f}, {len(shared)} seeds)"
+    means = [statistics.fmean(losses[method][seed] for seed in shared) for method in (first, second)]
+    if mean - half > 0:
+        ended = f"{first} ended with a lower validation loss than {second}: {means[0]:.4f} against {means[1]:.4f}"
+        return f"{ended}, by {mean:.4f} {interval}."
+    return f"No difference is shown between {first} ({means[0]:.4f}) and {second} ({means[1]:.4f}): {mean:.4f} apart {interval}."
+
+
+def _picked(methods: int) -> str:
+    if methods == 2:
+        return ""
+    return f" These have the lowest means of {methods} methods; to pick them after the fact favours the first."
+
+
+def _ended(method: str, losses: Mapping[str, Mapping[str, float]], *, single: bool = False, verb: bool = True) -> str:
+    own = [*losses[method].values()]
+    mean = f"{statistics.fmean(own):.4f}"
+    if single:
+        over = f", the mean of {len(own)} seeds from {min(own):.4f} to {max(own):.4f}" if len(own) > 1 else ""
+        return f"{method} ended with a validation loss of {mean}{over}"
+    return f"{method} ended at {mean}" if verb else f"{method} at {mean}"
