@@ -97,9 +97,10 @@ def state_of(content: Any, after: int) -> AsyncState:
             numbers = [after, phases, worker, life, events, *held, *held.values()]
             if all(type(one) is int and one >= 0 for one in numbers) and max(phases, life, events) < _MOST:
                 return AsyncState(after, phases, (worker, life, events), dict(held), content)
+    found = sorted(map(str, content)) if isinstance(content, dict) else content
     raise CheckpointError(
-        "a state of this worker or of another does not say how many local phases it contains; it is of another gossamer "
-        "version: start again with another --out"
+        f"a state after round {after} holds {found!r:.80}, and a worker that waits for nobody needs its local phases, their "
+        "place in the order of events and what it holds of others; start again with another --out"
     )
 
 
