@@ -41,6 +41,7 @@ VERBS = {
     "train": "Train one real worker per process, under torchrun or with --local N.",
     "status": "Show who takes part in a run, how far everybody is, and where the seconds go.",
     "compare": "Simulate all variants of an experiment file, and write one report.",
+    "tune": "Find learning rates and outer settings for every method, with one budget of tokens for each.",
     "evaluate": "Score and export the mean model of a run after one of its rounds.",
     "audit": "Train the workers of a run again, and find the first that differs.",
     "topology": "Show a topology: graph, spectral gap, chi, and stability of gossip.",

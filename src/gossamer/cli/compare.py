@@ -65,7 +65,9 @@ def command(
 
 def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:
     """The folder of each run by its label. Raises ConfigError for one that is shared, or already exists."""
-    folders = {run.label: out / _folder_name(run.label) for run in runs}
+    from gossamer.run.experiment import folder_name
+
+    folders = {run.label: out / folder_name(run.label) for run in runs}
     if alike := [run.label for run in runs if [*folders.values()].count(folders[run.label]) > 1]:
         raise ConfigError(
             f"the labels {alike} would share the folder '{folders[alike[0]]}'; set labels that differ in a letter or digit"
@@ -77,10 +79,6 @@ def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, P
                 "name another folder with --out, remove it, or continue with --resume"
             )
     return folders
-
-
-def _folder_name(label: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
 
 
 def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: bool) -> None:

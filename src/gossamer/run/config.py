@@ -312,6 +312,7 @@ def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any
 def json_schema() -> dict[str, Any]:
     """The JSON schema of a run file or an experiment file, from which editors complete and explain its keys."""
     from gossamer.report.figures import Figure
+    from gossamer.run.tune import TuneConfig
 
     schema = TypeAdapter(RunConfig).json_schema(ref_template="#/$defs/{model}")
     figure = TypeAdapter(Figure).json_schema()
@@ -334,6 +335,7 @@ def json_schema() -> dict[str, Any]:
             "description": "Dotted keys of other sizes.",
         },
         "figure": figure,
+        "tune": TypeAdapter(TuneConfig).json_schema(),
     }
     # TOML has no null, and JSON no infinity.
     text = json.dumps(schema)
