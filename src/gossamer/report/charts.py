@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 from gossamer.report.runs import (
     Curve,
     RunData,
+    alignment_curve,
     disagreement_curve,
     divergence_curve,
     loss_curves,
+    persistence_curve,
     priced_curve,
     training_curve,
 )
@@ -48,6 +50,8 @@ def charts_of(runs: Sequence[RunData], networks: Iterable[str]) -> list[Chart]:
     charts.append(Chart("Disagreement of the workers (rms)", "round", disagreement, log=True))
     divergence = [divergence_curve(run) for run in runs]
     charts.append(Chart("Disagreement of their predictions (Jensen-Shannon, nats)", "round", divergence, log=True))
+    charts.append(Chart("Alignment of pseudo-gradients", "round", [alignment_curve(run) for run in runs], log=True))
+    charts.append(Chart("Persistence of their mean", "round", [persistence_curve(run) for run in runs]))
     charts.append(Chart("Training loss, mean over workers", "round", [training_curve(run) for run in runs]))
     return charts
 

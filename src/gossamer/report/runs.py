@@ -19,9 +19,11 @@ from gossamer.record.trace import read_trace, trace_files
 __all__ = [
     "Curve",
     "RunData",
+    "alignment_curve",
     "disagreement_curve",
     "divergence_curve",
     "loss_curves",
+    "persistence_curve",
     "priced_curve",
     "read_runs",
     "summary_row",
@@ -54,6 +56,8 @@ class RunData(NamedTuple):
     entries: int = 1
     """Entries of the trace, and of the timelines, in each round: several where fragments, or updates and parameters, are sent
     apart."""
+    alignments: tuple[dict[str, Any], ...] = ()
+    """Alignment and persistence of the pseudo-gradients by round, where they were recorded."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[RunData]:
@@ -96,6 +100,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
         tuple(map(described, read_branches(folder))),
         sent_until,
         per_round,
+        tuple(line for line in metrics if line["kind"] == "alignment"),
     )
 
 
@@ -141,6 +146,8 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
         "disagreement": _number(last, "disagreement"),
         "js_divergence": _number(last, "js_divergence"),
+        "alignment": _mean(alignment_curve(run)),
+        "persistence": _mean(persistence_curve(run)),
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
@@ -186,6 +193,21 @@ def disagreement_curve(run: RunData) -> Curve:
 def divergence_curve(run: RunData) -> Curve:
     """Divergence of the workers' predictions against the round; empty where it was not measured."""
     return _curve((float(e["round"]), _number(e, "js_divergence")) for e in run.evals)
+
+
+def alignment_curve(run: RunData) -> Curve:
+    """Alignment of the workers' pseudo-gradients against the round; empty where it was not recorded."""
+    return _curve((float(line["round"]), _number(line, "alignment")) for line in run.alignments)
+
+
+def persistence_curve(run: RunData) -> Curve:
+    """Cosine of the mean pseudo-gradient and the one before against the round; empty where it was not recorded."""
+    return _curve((float(line["round"]), _number(line, "persistence")) for line in run.alignments)
+
+
+def _mean(curve: Curve) -> float | None:
+    known = [y for y in curve[1] if not math.isnan(y)]
+    return math.fsum(known) / len(known) if known else None
 
 
 def training_curve(run: RunData) -> Curve:

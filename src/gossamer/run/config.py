@@ -140,6 +140,12 @@ class RunConfig:
                 f"run.eval_js is true and {own}, but only predictions of the next token can be compared; remove run.eval_js"
             )
 
+        if self.record.alignment and self.event_driven:
+            raise ConfigError(
+                f"record.alignment is true and the run is asynchronous ({self.kind}), but pseudo-gradients are compared round by "
+                "round; remove record.alignment"
+            )
+
     def local_steps_of(self, worker: int) -> int:
         """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
         h = self.run.local_steps

@@ -24,6 +24,7 @@ from gossamer.record.progress import Progress, say
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.method import Method
+from gossamer.run.alignment import Alignment
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, mean_of, publish
 from gossamer.run.history import Resume, history
@@ -76,6 +77,7 @@ class Rounds:
             config, lambda: self._record, lambda: self._assessed().figures(),
             lambda finished: _save(self.workers, folder, finished, line, self._lanes.each), progress,
         )  # fmt: skip
+        self._alignment = Alignment() if config.record.alignment else None
         self._before, self._busy_s = _tokens(self.workers), 0.0
 
     @contextmanager
@@ -96,10 +98,12 @@ class Rounds:
         """Trains the next round. Raises TrainingError when a number is not finite."""
         config, workers, round = self.config, self.workers, self.finished
         began, finished = time.perf_counter(), round + 1
-        reports = train_together(workers, round, self._lanes.each)
+        reports = train_together(workers, round, self._lanes.each, self._alignment)
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
             self._journal.enter(worker, round, report)
+        if self._alignment is not None:
+            self._record.log("alignment", round=round, **self._alignment.figures())
         if self._network is not None and finished < config.rounds:
             _adapt(self._network, workers, round, reports)
         losses = [report.whole.loss for report in reports]
@@ -173,12 +177,18 @@ def _save(workers: Sequence[Worker], folder: Path, finished: int, line: Lineage,
     each(lambda worker: checkpoint.save(store, finished, worker.index, worker.state(), digest=line), workers)
 
 
-def train_together(workers: Sequence[Worker], round: int, each: Each) -> list[RoundReport]:
+def train_together(
+    workers: Sequence[Worker], round: int, each: Each, alignment: Alignment | None = None
+) -> list[RoundReport]:
     """One round of all workers: every segment of all of them before the next. After the last one, nothing is in flight."""
     reports = [RoundReport([], []) for _ in workers]
     for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
         turns = list(zip(workers, segments, strict=True))
+        if alignment is not None:
+            alignment.begin(workers)
         phases = each(lambda turn: turn[0].train(turn[1]), turns)
+        if alignment is not None:
+            alignment.end(workers)
         operations = each(lambda turn: turn[0].send(turn[1]), turns)
         for report, phase, sent in zip(reports, phases, operations, strict=True):
             report.phases.append(phase)
