@@ -25,11 +25,13 @@ from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS, EXPERIMENT, TABLES, flat, with_settings
 from gossamer.run.methods import recipes
 from gossamer.run.pipeline import PipelineConfig, must_fit
+from gossamer.run.totals import each_batch, rounds_for, tokens_for
 from gossamer.schema import build, plain, settings
 from gossamer.schema import faults as schema_faults
 
 __all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "dump", "faults", "json_schema", "parse"]
 
+_IN_TOKENS = ("tokens", "tokens_per_parameter")
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
@@ -40,6 +42,10 @@ class LoopSettings:
 
     steps: Annotated[AtLeastOne, Changeable()] = 300
     """Inner steps of a worker that takes the full number per round."""
+    tokens: Annotated[AtLeastOne | None, NEUTRAL] = None
+    """The most tokens of all workers together, in place of steps: the run has as many whole rounds as they pay for."""
+    tokens_per_parameter: Annotated[float | None, Field(gt=0), NEUTRAL] = None
+    """The same for each parameter of the model; 20 is the usual choice for a model of the best size for its compute."""
     wait: bool = True
     """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last. A
     simulation takes the virtual time of `events.network`."""
@@ -87,6 +93,13 @@ class LoopSettings:
 
     def __post_init__(self) -> None:
         steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
+        lengths = {name: value for name in _IN_TOKENS if (value := getattr(self, name)) is not None}
+        if lengths:  # the steps follow from the whole run
+            said = ({"steps": self.steps} if self.steps != LoopSettings.steps else {}) | lengths
+            if len(said) > 1:
+                words = " and ".join(f"{name} = {value:g}" for name, value in said.items())
+                raise ConfigError(f"run has {words}, which each decide the length of the run; keep one of them")
+            return
         if self.steps % max(steps):
             fewer = self.steps // max(steps) * max(steps)
             raise ConfigError(
@@ -127,6 +140,7 @@ class RunConfig:
     """Networks to price the run on, by name."""
 
     def __post_init__(self) -> None:
+        self._split_totals()
         for name in ("local_steps", "pace_s"):
             value = getattr(self.run, name)
             if isinstance(value, tuple) and len(value) != self.workers:
@@ -145,6 +159,21 @@ class RunConfig:
                 f"record.alignment is true and the run is asynchronous ({self.kind}), but pseudo-gradients are compared round by "
                 "round; remove record.alignment"
             )
+
+    def _split_totals(self) -> None:
+        """Puts what each worker takes in place of a global batch, and steps in place of tokens."""
+        data, run = self.data, self.run
+        if data.global_batch is not None:
+            data = replace(data, batch_size=each_batch(data, self.workers), global_batch=None)
+            object.__setattr__(self, "data", data)
+        tokens = run.tokens
+        if run.tokens_per_parameter is not None:
+            tokens = tokens_for(run.tokens_per_parameter, self.model, data)
+        if tokens is not None:
+            each = run.local_steps if isinstance(run.local_steps, tuple) else (run.local_steps,) * self.workers
+            taken = self.workers * max(each) if self.event_driven else sum(each)
+            steps = rounds_for(tokens, taken * self.step_tokens) * max(each)
+            object.__setattr__(self, "run", replace(run, steps=steps, tokens=None, tokens_per_parameter=None))
 
     def local_steps_of(self, worker: int) -> int:
         """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
