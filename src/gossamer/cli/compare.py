@@ -108,7 +108,11 @@ def _write_figure(
     if asked is None:
         return None, None
     drawn, numbers = out / "figure.svg", out / "figure.md"
-    atomic_write(numbers, table(outcomes, asked).encode())
+    try:
+        atomic_write(numbers, table(outcomes, asked).encode())
+    except MissingPackageError as error:
+        print(f"gossamer: {error}", file=sys.stderr)
+        return None, None
     try:
         atomic_write(drawn, draw_figure(outcomes, asked))
     except MissingPackageError:  # the report has printed why
