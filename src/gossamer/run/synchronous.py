@@ -24,6 +24,7 @@ from gossamer.record.progress import Progress, say
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.method import Method
+from gossamer.rounds.together import Together
 from gossamer.run.alignment import Alignment
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, mean_of, publish
@@ -64,7 +65,8 @@ class Rounds:
         self.config, self.folder, device = config, folder, one_device(config.run.device)
         self.task = task_of(config, parts)
         probe = Probe(config, self.task, device)
-        self.workers = crew(config, self.task, m, probe.x, MemoryNetwork(config.workers).transport)
+        mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
+        self.workers = crew(config, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
         self.finished, line = 0, Lineage(digest(config))
         if resume:
@@ -132,19 +134,21 @@ class Rounds:
 
 
 def crew(
-    config: RunConfig, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport]
+    config: RunConfig, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport],
+    together: Together | None = None,
 ) -> list[Worker]:  # fmt: skip
     """All workers of a run, at its start, with the rows of one matrix as their parameters.
 
     Args:
         like: a vector of parameters of the task's model.
         transport: makes that of the worker with this number.
+        together: takes their means once for all; None where messages shall pass through the transports.
     Raises: ConfigError unless they start alike.
     """
     stacked = torch.empty(config.workers, like.numel(), dtype=like.dtype, device=like.device)
     replicas = [Replica(i, config, task, like.device, x) for i, x in enumerate(stacked)]
     must_start_alike(replicas)
-    return [Worker(replica, m, transport(replica.index)) for replica in replicas]
+    return [Worker(replica, m, transport(replica.index), together=together) for replica in replicas]
 
 
 def _tokens(workers: Sequence[Worker]) -> int:
