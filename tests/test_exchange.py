@@ -14,7 +14,9 @@ from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds import pairing
 from gossamer.rounds.exchange import Part, Setup, begin, initial_state
 from gossamer.rounds.facts import Facts
+from gossamer.rounds.forms import Sizes
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled, outer_update
+from gossamer.rounds.together import Together
 from gossamer.rules import (
     RULES,
     Context,
@@ -33,6 +35,7 @@ from gossamer.rules import (
 )
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import from_edges, mean, pull
+from gossamer.transport import IncompleteError, Ticket
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
 from rounds import drive, layout, play, random_drift, random_vectors, serially
@@ -239,6 +242,52 @@ def test_state_is_updated_in_place_and_messages_survive_the_update_of_their_send
     assert places == [leaf.data_ptr() for part in parts for leaf in leaves(part.s)]
 
 
+@pytest.mark.parametrize("name", [name for name, rule in UPDATES.items() if rule.averages])
+def test_a_mean_taken_once_for_all_workers_of_a_process_has_the_bits_and_bytes_of_one_through_chunk_owners(
+    name: str,
+) -> None:
+    n, numel, rule = 5, 33, UPDATES[name]
+    mixing = make_topology("complete", n).mixing(0)
+    found = []
+    for together in (None, Together(n)):
+        network, xs, operations = MemoryNetwork(n), random_vectors(n, numel, dtype=torch.float32), []
+        contexts = [Context(i, n, 0, 1, mixing.weight(i), layout(numel)) for i in range(n)]
+        parts = [
+            Part(x, initial_state(rule, mixing, x, ctx), ctx.layout) for x, ctx in zip(xs, contexts, strict=True)
+        ]  # fmt: skip
+        for round in range(3):
+            for x, drift in zip(xs, random_vectors(n, numel, dtype=torch.float32), strict=True):
+                x += drift
+            exchanges = [
+                begin(
+                    Setup(rule, exact(), network.transport(i), part, seed=0, together=together),
+                    mixing,
+                    contexts[i]._replace(round=round),
+                )
+                for i, part in enumerate(parts)
+            ]
+            operations += drive(exchanges, serially)
+        assert together is None or not network.held
+        found.append((xs, [leaf for part in parts for leaf in leaves(part.s)], operations))
+    (xs, states, operations), (ys, others, more) = found
+    assert operations == more
+    assert all(map(torch.equal, [*xs, *states], [*ys, *others]))
+
+
+def test_a_mean_is_taken_once_and_only_when_all_have_sent() -> None:
+    together, ticket, taken = Together(2), Ticket(0), []
+
+    def total(messages):
+        taken.append(1)
+        return messages[0] + messages[1]
+
+    together.put(ticket, 0, torch.ones(2), lambda: Sizes((4, 4), (4, 4)))
+    with pytest.raises(IncompleteError, match=r"lacks the messages of workers \[1\]"):
+        together.take(ticket, total)
+    together.put(ticket, 1, torch.ones(2), lambda: pytest.fail("the sizes are known"))
+    assert together.take(ticket, total) is together.take(ticket, total) and taken == [1]
+
+
 def test_a_directed_round_needs_no_answer_from_whoever_was_told():
     mixing = from_edges(3, [(1, 0, 0.5), (2, 1, 0.5)])
     assert [mixing.sends_to(i) for i in range(3)] == [(1,), (2,), ()]
@@ -258,7 +307,14 @@ def test_a_directed_round_needs_no_answer_from_whoever_was_told():
 
 
 CALLERS = {  # who calls which functions of rules and codecs; those that wrap another one, or analyse or test it, call it too
-    r"rule\.(send|hear|recv)": ("rules", "rounds.exchange", "rounds.kernel", "rounds.recursion", "testing.functions"),
+    r"rule\.(send|hear|recv)": (
+        "rules",
+        "rounds.exchange",
+        "rounds.forms",
+        "rounds.kernel",
+        "rounds.recursion",
+        "testing.functions",
+    ),
     r"codec\.(encode|decode)": ("boundaries", "codecs"),
 }
 

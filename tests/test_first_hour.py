@@ -124,6 +124,8 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     experiment = document(run__steps=2, workers=2, run__local_steps=1, data__max_bytes=100_000)
     (folder / "run.toml").write_text(tomli_w.dumps(experiment))
     (folder / "two.toml").write_text(tomli_w.dumps({**experiment, "sweep": {"seed": [0]}}))
+    tune = {"budget_tokens": 192, "lr": [1e-3], "outer": [], "rungs": [1.0]}
+    (folder / "tune.toml").write_text(tomli_w.dumps({**experiment, "tune": tune}))
     (folder / "network.toml").write_text("uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 0.5\n")
     for name, hashes in (("run", "false"), ("hashed", "true")):
         words = [
@@ -147,6 +149,7 @@ def words_of(verb: str, folder: Path, out: Path) -> list[object]:
         "check": [file],
         "train": [file, "--local", 2, "--out", out, "--quiet"],
         "compare": [folder / "two.toml", "--out", out],
+        "tune": [folder / "tune.toml", "--out", out, "--jobs", 1],
         "demo": ["--out", out, *SETS, "--set", "run.steps=2"],
         "status": [run],
         "evaluate": [run],

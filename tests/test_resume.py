@@ -254,3 +254,17 @@ def test_torchrun_restarts_a_run_whose_worker_was_killed_to_the_same_bits(tmp_pa
     assert same(parameters(folder, config), parameters(tmp_path / "simulated", config))
     lines = map(json.loads, (folder / "metrics-001.jsonl").read_text().splitlines())
     assert [line["round"] for line in lines if line["kind"] == "train"] == [*range(config.rounds)]
+
+
+def test_a_copy_of_a_trunk_anneals_to_the_bits_of_a_run_that_annealed_from_the_start(tmp_path: Path) -> None:
+    trunk = tiny(inner__schedule="constant", inner__warmup_steps=2, run__steps=8)
+    simulate(trunk, tmp_path / "trunk")
+    shutil.copytree(tmp_path / "trunk", tmp_path / "branch")
+    annealed = ["--set", "inner.schedule=wsd", "--set", "run.steps=10", "--quiet"]  # the last fifth decays
+    assert main(["simulate", "--resume", str(tmp_path / "branch"), *annealed]) == 0
+    whole = tiny(inner__schedule="wsd", inner__warmup_steps=2, run__steps=10)
+    simulate(whole, tmp_path / "whole")
+    assert same(parameters(tmp_path / "branch", whole), parameters(tmp_path / "whole", whole))
+    simulate(tiny(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "trunk", resume=True)
+    on = simulate(tiny(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "at once")
+    assert on.loss == read_metrics(tmp_path / "trunk")[-1]["loss"], "the trunk goes on as if nobody had copied it"

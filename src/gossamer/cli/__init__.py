@@ -42,6 +42,7 @@ VERBS = {
     "status": "Show who takes part in a run, how far everybody is, and where the seconds go.",
     "watch": "Serve a live page of runs: who sends to whom, who waits, loss and bytes.",
     "compare": "Simulate all variants of an experiment file, and write one report.",
+    "tune": "Find learning rates and outer settings for every method, with one budget of tokens for each.",
     "evaluate": "Score and export the mean model of a run after one of its rounds.",
     "audit": "Train the workers of a run again, and find the first that differs.",
     "topology": "Show a topology: graph, spectral gap, chi, and stability of gossip.",

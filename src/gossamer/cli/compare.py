@@ -77,7 +77,9 @@ def _words(file: Path, out: Path, seeds: str, scale: str) -> str:
 
 def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:
     """The folder of each run by its label. Raises ConfigError for one that is shared, or already exists."""
-    folders = {run.label: out / _folder_name(run.label) for run in runs}
+    from gossamer.run.experiment import folder_name
+
+    folders = {run.label: out / folder_name(run.label) for run in runs}
     if alike := [run.label for run in runs if [*folders.values()].count(folders[run.label]) > 1]:
         raise ConfigError(
             f"the labels {alike} would share the folder '{folders[alike[0]]}'; set labels that differ in a letter or digit"
@@ -89,10 +91,6 @@ def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, P
                 "name another folder with --out, remove it, or continue with --resume"
             )
     return folders
-
-
-def _folder_name(label: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
 
 
 def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: bool) -> None:
@@ -122,7 +120,11 @@ def _write_figure(
     if asked is None:
         return None, None
     drawn, numbers = out / "figure.svg", out / "figure.md"
-    atomic_write(numbers, table(outcomes, asked).encode())
+    try:
+        atomic_write(numbers, table(outcomes, asked).encode())
+    except MissingPackageError as error:
+        print(f"gossamer: {error}", file=sys.stderr)
+        return None, None
     try:
         atomic_write(drawn, draw_figure(outcomes, asked))
     except MissingPackageError as missing:

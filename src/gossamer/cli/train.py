@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from gossamer.clock.phases import Learner
-from gossamer.rounds.exchange import initial_state, own_message
+from gossamer.rounds.exchange import initial_state
+from gossamer.rounds.forms import own_message
 from gossamer.rounds.kernel import Decoded, outer_update
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, without

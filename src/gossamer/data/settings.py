@@ -37,6 +37,9 @@ class DataConfig:
     """Input tokens of a sequence."""
     batch_size: AtLeastOne = 8
     """Sequences per worker in a forward and backward pass."""
+    global_batch: Annotated[AtLeastOne | None, NEUTRAL] = None
+    """Sequences of all workers together in an inner step, in place of batch_size: each worker takes an equal part of them, in
+    `accumulate` passes. So a sweep over workers keeps the tokens of a step."""
     accumulate: AtLeastOne = 1
     """Passes per inner step, their gradients averaged."""
     constant_batch: bool = False
@@ -55,6 +58,11 @@ class DataConfig:
     """A folder that keeps tokenised files, which are then memory-mapped instead of held in memory."""
 
     def __post_init__(self) -> None:
+        if self.global_batch is not None and self.batch_size != DataConfig.batch_size:
+            raise ConfigError(
+                f"data.batch_size is {self.batch_size} and data.global_batch is {self.global_batch}, which decides it; remove "
+                "data.batch_size"
+            )
         if self.windows is not None and (self.own or any(source.startswith("hf:") for source in self.sources)):
             raise ConfigError(
                 f"data.windows is {self.windows} and data.source is {self.source!r:.60}, but only text in files has fixed "

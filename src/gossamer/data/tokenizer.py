@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gossamer.errors import DataError, require
 
-__all__ = ["Tokenizer", "load_tokenizer", "local_file"]
+__all__ = ["Tokenizer", "load_tokenizer", "local_file", "vocabulary"]
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
@@ -33,6 +33,19 @@ def local_file(name: str) -> Path | None:
     """The file of a tokenizer on this machine; None for "bytes" and for a name on the Hub."""
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     return path if path.is_file() or path.suffix == ".json" else None
+
+
+def vocabulary(tokenizer: str) -> int | None:
+    """How many tokens it has; None for one on the Hub, which is not asked.
+
+    Raises: DataError for a file that is no tokenizer.
+
+    >>> vocabulary("bytes"), vocabulary("gpt2")
+    (256, None)
+    """
+    if tokenizer == "bytes" or local_file(tokenizer) is not None:
+        return load_tokenizer(tokenizer).vocab_size
+    return None
 
 
 def load_tokenizer(name: str) -> Tokenizer:

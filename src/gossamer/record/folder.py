@@ -9,7 +9,7 @@ machines[-003].jsonl  see `gossamer.record.machines`
 tensorboard/          TensorBoard events
 ```
 
-Metrics come in two kinds. Round r counts from 0 and a line of round r is about the end of that round; an evaluation
+Metrics come in kinds. Round r counts from 0 and a line of round r is about the end of that round; an evaluation
 before training has round -1. A number that is not finite is written as null.
 
 * `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
@@ -18,6 +18,8 @@ before training has round -1. A number that is not finite is written as null.
   the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
   `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; with `run.eval_js` also `"js_divergence":j`, how far their
   predictions are apart, in nats.
+* `{"kind":"alignment","round":r,"alignment":a,"persistence":c}` with `record.alignment`: how far the workers' pseudo-gradients
+  Δ_i of a round agree, `a = |mean Δ_i|² / mean |Δ_i|²`, and the cosine of mean Δ_i and that of the round before, or null.
 """
 
 import math
@@ -66,6 +68,9 @@ class RecordConfig:
     """Whether each worker of a run in rounds records what it is about to send, as hashes that `gossamer audit` compares: of its
     parameters, its outer state and its place in the data. It reads these numbers once a round, at 1 GB/s of sha256: 12 ms for a
     million parameters with two outer vectors; on a GPU they are copied to the CPU first."""
+    alignment: bool = False
+    """Whether a simulation in rounds measures after each round how far the workers' local phases agree, and how far their mean
+    agrees with that of the round before: what outer momentum lives on. It keeps two more copies of all workers' parameters."""
     print_every: AtLeastOne = 10
     """Rounds between two lines of the log where no terminal shows live progress; a validation has a line too, and so has a round
     that ends 30 s after the last one."""

@@ -7,12 +7,15 @@ wall-clock at which each method first reaches the target's last loss, or the los
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from gossamer.errors import ConfigError, choose, require
 from gossamer.record.folder import finite
 from gossamer.record.jsonl import json_line
 from gossamer.report.charts import drawing, line_style, plain_axes, svg
+from gossamer.report.paired import Side, Slope, effect_cells, effect_heads, p_text, trend
 from gossamer.report.reach import ROUNDS, SENT, PointResult, curves_of, paired_table, reach
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.schema import settings
@@ -34,6 +37,16 @@ class Figure:
     paired: bool = False
     """With a target: how far each variant's loss is from the target's last, seed by seed, when it has sent the target's bytes,
     after the target's rounds, and in the target's time on every network."""
+    against: str = ""
+    """With x, a variant: the difference of every other variant's last loss from its, seed by seed at each x."""
+    margin: Annotated[float | None, Field(gt=0)] = None
+    """With paired or against: differences within ± this many nats count as none, and a p-value says how surely they are (two
+    one-sided tests). State it before the runs."""
+    side: Side | None = None
+    """With paired or against: whether the other variants' losses were expected "below" or "above". A p-value says how surely they
+    are, adjusted for the number of variants (Holm)."""
+    trend: Slope | None = None
+    """With x: whether the losses, or with against the differences, were expected "rising" or "falling" along it (Page's test)."""
 
     def __post_init__(self) -> None:
         if bool(self.x) == bool(self.target):
@@ -44,6 +57,16 @@ class Figure:
         if self.paired and not self.target:
             raise ConfigError(
                 f"figure.paired is true and figure.target is {self.target!r}; name the variant to compare with as target"
+            )
+        if (self.against or self.trend) and (not self.x or self.y):
+            raise ConfigError(
+                f"figure has against = {self.against!r} and trend = {self.trend!r} but needs one swept key for them; set x, and "
+                "no y"
+            )
+        if (self.margin or self.side) and not (self.paired or self.against):
+            raise ConfigError(
+                f"figure has margin = {self.margin} and side = {self.side!r} but no pairs to test; set paired with a target, or "
+                "against"
             )
         if self.y and not self.x:
             raise ConfigError(f"figure.y is '{self.y}' without an x; name the other swept key as x")
@@ -65,7 +88,8 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
     <BLANKLINE>
     """
     if figure.paired:
-        return paired_table(reach(results, figure.target, paired=True), figure.target)
+        found = reach(results, figure.target, paired=True)
+        return paired_table(found, figure.target, margin=figure.margin, side=figure.side)
     if figure.target:
         return _reach_table(results, figure.target)
     losses = _losses(results, figure)
@@ -73,7 +97,11 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
         x_values = list(dict.fromkeys(x for _, x, _ in losses))
         names = list(dict.fromkeys(method for method, _, _ in losses))
         rows = [[name, *(_spread(losses.get((name, x, None), [])) for x in x_values)] for name in names]
-        return _markdown([_axis(figure.keys[0]), *map(str, x_values)], rows)
+        parts = [_markdown([_axis(figure.keys[0]), *map(str, x_values)], rows)]
+        by_seed = _by_seed(results, figure)
+        parts += _against_tables(by_seed, figure) if figure.against else ()
+        parts += [] if figure.trend is None else [_trend_table(by_seed, figure, figure.trend)]
+        return "\n".join(parts)
     parts = []
     for name in dict.fromkeys(method for method, _, _ in losses):
         x_values, y_values = _axes_of(losses, name)
@@ -95,6 +123,57 @@ def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
 def lines(results: Iterable[PointResult]) -> str:
     """One line of JSON for each run, with everything that the figure shows."""
     return "".join(json_line(finite({**run._asdict(), "row": dict(run.row)})) for run in results)
+
+
+_BySeed = dict[tuple[str, Any], dict[int, float]]
+
+
+def _by_seed(results: Sequence[PointResult], figure: Figure) -> _BySeed:
+    """Final losses by method, x and seed; only finite ones."""
+    found: _BySeed = {}
+    for run in results:
+        for (method, x, _), losses in _losses([run], figure).items():
+            here = found.setdefault((method, x), {})
+            if losses:
+                here[run.seed] = losses[0]
+    return found
+
+
+def _differences(losses: _BySeed, against: str) -> _BySeed:
+    """The losses of the other variants above those of one, of the seeds that both have."""
+    if against not in (methods := {method for method, _ in losses}):
+        raise ConfigError(choose("figure.against", against, methods) + "; correct it")
+    return {
+        (method, x): {seed: loss - own[seed] for seed, loss in here.items() if seed in own}
+        for (method, x), here in losses.items()
+        if method != against and (own := losses.get((against, x))) is not None
+    }
+
+
+def _against_tables(losses: _BySeed, figure: Figure) -> Iterable[str]:
+    """A table for each x: the differences from one variant, seed by seed."""
+    differences = _differences(losses, figure.against)
+    for x in dict.fromkeys(x for _, x in differences):
+        base, methods = losses[figure.against, x], [method for method, at in differences if at == x]
+        arms = [
+            [(here[seed], base[seed]) if seed in here else None for seed in base]
+            for here in (differences[method, x] for method in methods)
+        ]
+        cells = effect_cells(arms, figure.margin, figure.side)
+        heads = effect_heads(figure.margin, figure.side)
+        first = f"loss above {figure.against}'s, {_axis(figure.keys[0])} {x}"
+        yield _markdown([first, *heads], [[method, *line] for method, line in zip(methods, cells, strict=True)])
+
+
+def _trend_table(losses: _BySeed, figure: Figure, slope: Slope) -> str:
+    """A table with the p-value of the expected trend of each variant, over the seeds that have every point."""
+    found, rows = _differences(losses, figure.against) if figure.against else losses, []
+    for method in dict.fromkeys(method for method, _ in found):
+        points = [here for (name, _), here in found.items() if name == method]
+        whole = sorted(set.intersection(*map(set, points)))
+        rows.append([method, p_text(trend([[here[seed] for here in points] for seed in whole], slope))])
+    what = f"differences from {figure.against}" if figure.against else "losses"
+    return _markdown([f"{what} {slope} along {_axis(figure.keys[0])}", "p (Page)"], rows)
 
 
 _Losses = dict[tuple[str, Any, Any], list[float]]

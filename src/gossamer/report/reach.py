@@ -1,16 +1,13 @@
 """The runs of an experiment against one of its variants, seed by seed, at equal sent bytes, rounds and time."""
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from gossamer.errors import ConfigError, choose
-from gossamer.report.table import DASH, markdown_lines
+from gossamer.report.paired import Side, effect_cells, effect_heads
+from gossamer.report.table import markdown_lines
 
-__all__ = ["ROUNDS", "SENT", "PointResult", "Reach", "curves_of", "half_interval", "paired_table", "reach"]
+__all__ = ["ROUNDS", "SENT", "PointResult", "Reach", "curves_of", "paired_table", "reach"]
 
 SENT, ROUNDS = "sent bytes", "rounds"
 """In place of a network's name: runs are compared by what they sent, or round by round."""
@@ -38,6 +35,8 @@ class Reach(NamedTuple):
     """Seconds (bytes, rounds) until then over those of the whole target run; None if it never did."""
     behind: float | None
     """Loss at the last evaluation within those of the target run, minus the target's last; None without such an evaluation."""
+    target_loss: float
+    """The target's last loss."""
 
 
 def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) -> list[Reach]:
@@ -50,7 +49,7 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
 
     >>> def run(method, *points): return PointResult(method, {}, 0, {"loss_at_s": {"lan": points}})
     >>> reach([run("a", (10, 3.0), (20, 2.5)), run("b", (4, 2.8), (8, 2.4))], "a")[1]
-    Reach(method='b', network='lan', seed=0, ratio=0.4, behind=-0.10000000000000009)
+    Reach(method='b', network='lan', seed=0, ratio=0.4, behind=-0.10000000000000009, target_loss=2.5)
     """
     ends = {
         (name, run.seed): curve[-1]
@@ -69,7 +68,7 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
                 first = next((x for x, own in curve if own <= loss), None)
                 within = [own for x, own in curve if x <= end]
                 ratio = None if first is None else first / end
-                found.append(Reach(run.method, name, run.seed, ratio, within[-1] - loss if within else None))
+                found.append(Reach(run.method, name, run.seed, ratio, within[-1] - loss if within else None, loss))
     return found
 
 
@@ -79,40 +78,30 @@ def curves_of(run: PointResult, *, paired: bool) -> dict[str, Sequence[tuple[flo
     return {**more, **run.row["loss_at_s"]}
 
 
-def paired_table(found: Sequence[Reach], target: str) -> str:
-    """The differences in loss as Markdown: each seed's, and their mean with its 95 % interval (Student's t).
+def paired_table(
+    found: Sequence[Reach], target: str, *, margin: float | None = None, side: Side | None = None
+) -> str:  # fmt: skip
+    """The differences in loss as Markdown: each seed's, and their mean with its 95 % interval, in nats and in per cent.
 
-    >>> print(paired_table([Reach("b", "lan", seed, None, 0.01 * seed) for seed in (1, 2, 3)], "a"))
-    | loss above a's, in its time on lan | each seed | mean, 95 % interval |
-    | --- | ---: | ---: |
-    | b | +0.0100, +0.0200, +0.0300 | +0.0200 ± 0.0248 |
+    Args: as in `effect`; the one-sided tests of all methods are adjusted together (Holm).
+    Raises: MissingPackageError without scipy.
+
+    >>> print(paired_table([Reach("b", "lan", seed, None, 0.01 * seed, 2.0) for seed in (1, 2, 3)], "a"))
+    | loss above a's, in its time on lan | each seed | mean, 95 % interval | in % |
+    | --- | ---: | ---: | ---: |
+    | b | +0.0100, +0.0200, +0.0300 | +0.0200 ± 0.0248 | +1.00 |
     <BLANKLINE>
     """
     parts = []
     for name in dict.fromkeys(one.network for one in found):
         here = [one for one in found if one.network == name and one.method != target]
-        rows = []
-        for method in dict.fromkeys(one.method for one in here):
-            behind = [one.behind for one in here if one.method == method]
-            each = ", ".join(DASH if one is None else f"{one:+.4f}" for one in behind)
-            known = [one for one in behind if one is not None]
-            mean = f"{statistics.fmean(known):+.4f}" if known else DASH
-            rows.append([method, each, f"{mean} ± {half_interval(known):.4f}" if len(known) > 1 else mean])
+        methods = [*dict.fromkeys(one.method for one in here)]
+        arms = [
+            [None if one.behind is None else (one.behind, one.target_loss) for one in here if one.method == method]
+            for method in methods
+        ]
+        rows = [[method, *cells] for method, cells in zip(methods, effect_cells(arms, margin, side), strict=True)]
         where = {SENT: "at its sent bytes", ROUNDS: "after its rounds"}.get(name, f"in its time on {name}")
-        heads = [f"loss above {target}'s, {where}", "each seed", "mean, 95 % interval"]
-        parts.append(markdown_lines([heads, ["---", "---:", "---:"], *rows]))
+        heads = [f"loss above {target}'s, {where}", *effect_heads(margin, side)]
+        parts.append(markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows]))
     return "\n".join(parts)
-
-
-def half_interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of a mean, by Student's t: t(0.975, n - 1) s / √n, of at least two values.
-
-    >>> round(half_interval([-1.0, 0.0, 1.0]) * 3**0.5, 3)  # the tabulated quantile for two degrees of freedom
-    4.303
-    """
-    nu = len(values) - 1
-    t = np.linspace(0.0, 13.0, 13_001)
-    log_scale = math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2) - 0.5 * math.log(nu * math.pi)
-    density = np.exp(log_scale - (nu + 1) / 2 * np.log1p(t * t / nu))
-    area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)]) * (t[1] - t[0])
-    return float(np.interp(0.475, area, t)) * statistics.stdev(values) / math.sqrt(len(values))

@@ -50,6 +50,8 @@ class RunData(NamedTuple):
     entries: int = 1
     """Entries of the trace, and of the timelines, in each round: several where fragments, or updates and parameters, are sent
     apart."""
+    alignments: tuple[dict[str, Any], ...] = ()
+    """Alignment and persistence of the pseudo-gradients by round, where they were recorded."""
 
 
 def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[RunData]:
@@ -89,6 +91,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
         tuple(map(described, read_branches(folder))),
         sent_until,
         per_round,
+        tuple(line for line in metrics if line["kind"] == "alignment"),
     )
 
 
@@ -106,6 +109,12 @@ def _read_text(path: Path) -> str | None:
 def _number(line: Mapping[str, Any], key: str) -> float | None:
     """A number of a metrics line: None where it is missing, NaN where it was not finite. Raises DataError for anything else."""
     return _as_number(line[key], key, line["round"]) if key in line else None
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """The mean of a number over all lines where it is finite; None without any."""
+    known = [value for line in lines if (value := _number(line, key)) is not None and not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else None
 
 
 def _as_number(value: object, key: str, round: int) -> float:
@@ -134,6 +143,8 @@ def summary_row(run: RunData) -> dict[str, Any]:
         "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
         "disagreement": _number(last, "disagreement"),
         "js_divergence": _number(last, "js_divergence"),
+        "alignment": _mean(run.alignments, "alignment"),
+        "persistence": _mean(run.alignments, "persistence"),
         "sent_bytes": run.sent_bytes,
         "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
         "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},

@@ -12,10 +12,10 @@ Why it cannot deadlock: only `receive` and `finish` wait, everything is sent bef
 is waited for first, and a message is named by its round and fragment. Worker i waits only for messages that their senders post
 before they wait for anything that i sends later; by induction over what was sent, all of them come.
 
-Who calls the functions of a rule: `init` and `send` are called in this module only, `hear` and `recv` in
-`gossamer.rounds.kernel` only, except that a mean which the chunk owners sum is combined here, one chunk by each owner. Codecs are
-called in `gossamer.codecs.message` only. A rule or a codec that wraps another calls the one it wraps, and `gossamer.testing`
-the rule that it checks.
+Who calls the functions of a rule: `init` and `send` are called here and in `gossamer.rounds.forms` only, `hear` and `recv` in
+`gossamer.rounds.kernel` only, except that a mean over everyone is combined here: one chunk by each owner, or once for all workers
+of a process. Codecs are called in `gossamer.codecs.message` only. A rule or a codec that wraps another calls the one it wraps,
+and `gossamer.testing` the rule that it checks.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -31,12 +31,14 @@ from gossamer.codecs.message import decode, encode
 from gossamer.finite import must_be_finite
 from gossamer.layout import Layout
 from gossamer.record.trace import Operation
+from gossamer.rounds.forms import chunks, message_template, own_message, sizes_of
 from gossamer.rounds.kernel import PLAIN, Decoded, Kernel, cut, update_spans
 from gossamer.rounds.merging import Merge, merging
+from gossamer.rounds.together import Together
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, Row, pull, widen, without
 from gossamer.transport import IncompleteError, Reduce, Ticket, Transport
-from gossamer.tree import Tree, leaves, map_leaves, must_fit, nbytes, refill, shares_storage
+from gossamer.tree import Tree, leaves, map_leaves, must_fit, nbytes, refill
 
 __all__ = [
     "Each",
@@ -48,7 +50,6 @@ __all__ = [
     "finish_all",
     "first_message",
     "initial_state",
-    "own_message",
     "sent_again",
     "update_from_zeros",
     "with_mixing",
@@ -56,7 +57,6 @@ __all__ = [
 
 
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Any]  # a map over workers, in parallel or not
-_FEW = 1 << 14  # elements with which it is cheaper to compute than to do without
 
 
 class Part(NamedTuple):
@@ -81,6 +81,8 @@ class Setup(NamedTuple):
     """How the outer update is carried out."""
     reduce: Reduce | None = None
     """Sums tensors over all workers in place; if given, it makes every `mean` over everyone whose codec is exact."""
+    together: Together | None = None
+    """Takes such a mean once for all workers, where all of them are in this process."""
     overlap_steps: int = 0
     """Inner steps that x takes between `post` and `finish`; noted in the trace."""
     merge: Merge = "keep"
@@ -197,14 +199,6 @@ def first_message(rule: Rule, mixing: Mixing, x: Tensor, ctx: Context) -> Tree:
     return rule.send(x, initial_state(rule, mixing, x, ctx), with_mixing(ctx, mixing))
 
 
-def own_message(rule: Rule, x: Tensor, s: Tree, ctx: Context) -> Tree:
-    """What the rule sends, in memory that nobody writes to while x and s change."""
-    message = rule.send(x, s, ctx)
-    if any(shares_storage(message, own) for own in (x, *leaves(s))):
-        message = map_leaves(Tensor.clone, message)
-    return message
-
-
 def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) -> Exchange:
     """Announces what will be received and returns the exchange, which waits to be posted after the local phase.
 
@@ -220,6 +214,8 @@ def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) 
     owned = codec.exact or codec.back is not None
     if not setup.rule.averages or not owned or len(mixing.rows[ctx.worker]) == 1:
         legs = _with_peers(job)
+    elif setup.together is not None and mixing.everyone and codec.back is None and setup.compare is None:
+        legs = _in_one_process(job, setup.together)
     elif setup.reduce is None or codec.back is not None:
         legs = _through_owners(job)
     else:
@@ -260,7 +256,7 @@ def _with_peers(job: _Job) -> _Legs:
     (rule, codec, transport, part, seed, kernel, *_), mixing, ctx, _ = job
     i, ticket = ctx.worker, Ticket(ctx.round, part.fragment, 2 * job.setup.attempt)
     sources, targets = mixing.hears_from(i), mixing.sends_to(i)
-    template = encode(codec, _message_template(rule, part, ctx), 0)
+    template = encode(codec, message_template(rule, part.x, part.s, ctx), 0)
     for j in sources:
         transport.expect(ticket, j, leaves(template))
     yield None
@@ -308,7 +304,7 @@ def _through_owners(job: _Job) -> _Legs:
     there, gather = Ticket(ctx.round, part.fragment, leg), Ticket(ctx.round, part.fragment, leg + 1)
     owners, others = [j for j, _ in mixing.rows[i]], mixing.hears_from(i)  # all workers that take part
     n, place = len(owners), {j: k for k, j in enumerate(owners)}
-    template = _chunks(_message_template(rule, part, ctx), n, codec)
+    template = chunks(message_template(rule, part.x, part.s, ctx), n, codec)
     share = encode(codec, template[place[i]], 0)
     sums = [encode(back, map_leaves(widen, chunk), 0) for chunk in template]
     for j in others:
@@ -317,7 +313,7 @@ def _through_owners(job: _Job) -> _Legs:
     yield None
 
     sent = _sent(job)
-    message = _chunks(sent.message, n, codec)
+    message = chunks(sent.message, n, codec)
     keys = [rng.key(seed, i, ctx.round, part.fragment, "codec", k) for k in range(n)]
     payloads = [encode(codec, chunk, key) for chunk, key in zip(message, keys, strict=True)]
     for j in others:
@@ -353,13 +349,39 @@ def _through_owners(job: _Job) -> _Legs:
         _update_with_mean(job.setup, whole, pieces, ctx)
 
 
+def _in_one_process(job: _Job, together: Together) -> _Legs:
+    """A mean that is taken once for all workers of this process, with the bits and the bytes of one through chunk owners."""
+    (rule, codec, _, part, *_), mixing, ctx, _ = job
+    i, n, ticket = ctx.worker, mixing.n, Ticket(ctx.round, part.fragment)
+    yield None
+
+    sent = _sent(job)
+    there, back = together.put(ticket, i, sent.message, lambda: sizes_of(sent.message, n, codec))
+    others = mixing.hears_from(i)
+    sends = tuple((j, there[j] + back[i]) for j in others)
+    receives = tuple((j, there[i] + back[j]) for j in others)
+    yield _Posted(sent, Operation("mean", part.fragment, sends, receives, job.setup.overlap_steps))
+    yield ticket
+
+    def mean(messages: Mapping[int, Tree]) -> Tree:
+        total = rule.hear(messages[i], messages, i, mixing.rows[i])
+        _must_be_finite(ctx, "sum", dict(enumerate(chunks(total, n, codec))))
+        return total
+
+    total = leaves(together.take(ticket, mean))
+    yield _Complete()
+
+    with job.setup.around(), _merging(job, sent.x):
+        _update_with_mean(job.setup, sent.message, [total], ctx)
+
+
 def _reduced(job: _Job, reduce: Reduce) -> _Legs:
     """A mean as the backend's own all-reduce, which blocks and is a barrier for all."""
     (_, codec, _, part, *_), _, ctx, _ = job
     yield None
     sent = _sent(job)
-    chunks = [nbytes(chunk) for chunk in _chunks(sent.message, ctx.n, codec)]
-    moved = tuple((j, size + chunks[ctx.worker]) for j, size in enumerate(chunks) if j != ctx.worker)
+    sizes = sizes_of(sent.message, ctx.n, codec).there
+    moved = tuple((j, size + sizes[ctx.worker]) for j, size in enumerate(sizes) if j != ctx.worker)
     yield _Posted(sent, Operation("mean", part.fragment, moved, moved, job.setup.overlap_steps))
     yield _Complete()
     total = [ctx.weight * leaf for leaf in leaves(sent.message)]
@@ -423,27 +445,3 @@ def _update_with_mean(setup: Setup, message: Tree, pieces: Sequence[list[Tensor]
 def _received(own: Tree, received: Mapping[int, Tree], i: int, row: Row) -> Tree:
     """How a mean is combined that the chunk owners have summed already."""
     return received[1]
-
-
-def _chunks(tree: Tree, n: int, codec: Codec) -> list[Tree]:
-    """The part of each flat tensor that each of n owners sums; they begin where the codec may be cut."""
-    block = codec.blockwise or 1
-
-    def cut(t: Tensor, k: int) -> int:
-        return t.numel() * k // n // block * block if k < n else t.numel()
-
-    return [map_leaves(lambda t, k=k: t[cut(t, k) : cut(t, k + 1)], tree) for k in range(n)]
-
-
-def _message_template(rule: Rule, part: Part, ctx: Context) -> Tree:
-    """Shapes and dtypes of a message, found by running `send` on numbers that do not matter: the others' look like mine.
-
-    Without data every operation runs in Python, some 0.1 ms of it; on a few zeros it takes a hundredth.
-    """
-    few = part.x.numel() <= _FEW
-
-    def form(t: Tensor) -> Tensor:
-        return torch.zeros(t.shape, dtype=t.dtype) if few else torch.empty_like(t, device="meta")
-
-    x, s = map_leaves(form, (part.x, part.s))
-    return rule.send(x, s, ctx)

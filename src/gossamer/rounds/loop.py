@@ -27,6 +27,7 @@ from gossamer.rounds.exchange import (
 from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.sharing import Sharing
+from gossamer.rounds.together import Together
 from gossamer.rounds.updates import MixedUpdate, rule_of_updates, topology_of_updates
 from gossamer.rules import Context, gossip, local_sgd
 from gossamer.rules.master import HALVES, with_master
@@ -58,11 +59,12 @@ class OuterLoop:
         local_steps, full_steps: inner steps per round, of this worker and of the one that takes most. Those of this worker may
             be changed between two rounds.
         reduce: the backend's own sum over all workers, see `Setup`.
+        together: takes means once for all workers, where all are in this process, see `Setup`.
     """
 
     def __init__(
         self, m: Method, transport: Transport, parts: Sequence[tuple[Tensor, Layout]], *, local_steps: int, full_steps: int,
-        seed: int, reduce: Reduce | None = None,
+        seed: int, reduce: Reduce | None = None, together: Together | None = None,
     ):  # fmt: skip
         self.method, self.worker = m, transport.worker
         self.local_steps, self.full_steps = local_steps, full_steps
@@ -82,11 +84,11 @@ class OuterLoop:
                 overlap_steps = rule.delay_rounds * full_steps + m.schedule.overlap_steps
                 codec = fitted(m.codec, layout)
                 setup = Setup(
-                    rule, codec, transport, part, seed, m.kernel, reduce, overlap_steps, m.schedule.merge,
+                    rule, codec, transport, part, seed, m.kernel, reduce, together, overlap_steps, m.schedule.merge,
                     m.schedule.merge_strength,
                 )  # fmt: skip
             else:
-                setup = Setup(averaging, exact(), transport, part, seed, m.kernel, reduce)
+                setup = Setup(averaging, exact(), transport, part, seed, m.kernel, reduce, together)
             mixing = m.topology.mixing(0, self.alive(0, p))
             s = initial_state(setup.rule, mixing, x, self._context(0, part, mixing))
             self.fragments.append(setup._replace(part=part._replace(s=s)))

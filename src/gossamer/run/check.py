@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
 from gossamer.code import is_code
-from gossamer.data.tokenizer import load_tokenizer, local_file
+from gossamer.data.tokenizer import vocabulary
 from gossamer.errors import ConfigError, GossamerError
 from gossamer.layout import Layout
 from gossamer.network.pricing import price
@@ -26,18 +26,7 @@ from gossamer.run.settle import InPairs, InRounds, Settled, WithServer, faults, 
 from gossamer.run.stage_time import in_stages
 from gossamer.run.traffic import period_of, played, traffic
 
-__all__ = [
-    "Copies",
-    "Counted",
-    "Examined",
-    "HeldExperts",
-    "OnNetwork",
-    "checked",
-    "counted",
-    "examine",
-    "inner_copies",
-    "vocabulary",
-]
+__all__ = ["Copies", "Counted", "Examined", "HeldExperts", "OnNetwork", "checked", "counted", "examine", "inner_copies"]
 
 _ROUNDS, _MANY_WORKERS = 8, 64
 """Rounds that are played for a price, where there are not many workers."""
@@ -213,19 +202,6 @@ def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
         return faults(config) or examine(config)
     except GossamerError as error:
         return [str(error)]
-
-
-def vocabulary(tokenizer: str) -> int | None:
-    """How many tokens it has; None for one on the Hub, which is not asked.
-
-    Raises: DataError for a file that is no tokenizer.
-
-    >>> vocabulary("bytes"), vocabulary("gpt2")
-    (256, None)
-    """
-    if tokenizer == "bytes" or local_file(tokenizer) is not None:
-        return load_tokenizer(tokenizer).vocab_size
-    return None
 
 
 def inner_copies(config: InnerConfig, layout: Layout) -> float:

@@ -27,11 +27,13 @@ from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS, EXPERIMENT, TABLES, flat, with_settings
 from gossamer.run.methods import recipes
 from gossamer.run.pipeline import PipelineConfig, must_fit
+from gossamer.run.totals import each_batch, rounds_for, tokens_for
 from gossamer.schema import build, plain, settings
 from gossamer.schema import faults as schema_faults
 
 __all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "dump", "faults", "json_schema", "parse"]
 
+_IN_TOKENS = ("tokens", "tokens_per_parameter")
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _BATCHED: dict[str, Any] = {
     "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1,
@@ -48,6 +50,10 @@ class LoopSettings:
 
     steps: Annotated[AtLeastOne, Changeable()] = 300
     """Inner steps of a worker that takes the full number per round."""
+    tokens: Annotated[AtLeastOne | None, NEUTRAL] = None
+    """The most tokens of all workers together, in place of steps: the run has as many whole rounds as they pay for."""
+    tokens_per_parameter: Annotated[float | None, Field(gt=0), NEUTRAL] = None
+    """The same for each parameter of the model; 20 is the usual choice for a model of the best size for its compute."""
     wait: bool = True
     """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last. A
     simulation takes the virtual time of `events.network`."""
@@ -101,6 +107,13 @@ class LoopSettings:
 
     def __post_init__(self) -> None:
         steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
+        lengths = {name: value for name in _IN_TOKENS if (value := getattr(self, name)) is not None}
+        if lengths:  # the steps follow from the whole run
+            said = ({"steps": self.steps} if self.steps != LoopSettings.steps else {}) | lengths
+            if len(said) > 1:
+                words = " and ".join(f"{name} = {value:g}" for name, value in said.items())
+                raise ConfigError(f"run has {words}, which each decide the length of the run; keep one of them")
+            return
         if self.steps % max(steps):
             fewer = self.steps // max(steps) * max(steps)
             raise ConfigError(
@@ -141,6 +154,7 @@ class RunConfig:
     """Networks to price the run on, by name."""
 
     def __post_init__(self) -> None:
+        self._split_totals()
         for name in ("local_steps", "pace_s"):
             value = getattr(self.run, name)
             if isinstance(value, tuple) and len(value) != self.workers:
@@ -156,6 +170,11 @@ class RunConfig:
             raise ConfigError(
                 f"run.eval_js is true and {own}, but only predictions of the next token can be compared; remove run.eval_js"
             )
+        if self.record.alignment and self.event_driven:
+            raise ConfigError(
+                f"record.alignment is true and the run is asynchronous ({self.kind}), but pseudo-gradients are compared round by "
+                "round; remove record.alignment"
+            )
 
     def _must_be_batched(self) -> None:
         """Raises ConfigError unless replicas can train as one computation."""
@@ -167,6 +186,21 @@ class RunConfig:
                 f"run.batched is {self.run.batched} and {key} is {attrgetter(key)(self)!r:.60}, but only whole replicas of the "
                 "built-in model with AdamW, in fp32 and with fixed local steps, train as one computation; remove one of the two"
             )
+
+    def _split_totals(self) -> None:
+        """Puts what each worker takes in place of a global batch, and steps in place of tokens."""
+        data, run = self.data, self.run
+        if data.global_batch is not None:
+            data = replace(data, batch_size=each_batch(data, self.workers), global_batch=None)
+            object.__setattr__(self, "data", data)
+        tokens = run.tokens
+        if run.tokens_per_parameter is not None:
+            tokens = tokens_for(run.tokens_per_parameter, self.model, data)
+        if tokens is not None:
+            each = run.local_steps if isinstance(run.local_steps, tuple) else (run.local_steps,) * self.workers
+            taken = self.workers * max(each) if self.event_driven else sum(each)
+            steps = rounds_for(tokens, taken * self.step_tokens) * max(each)
+            object.__setattr__(self, "run", replace(run, steps=steps, tokens=None, tokens_per_parameter=None))
 
     def local_steps_of(self, worker: int) -> int:
         """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
@@ -340,6 +374,7 @@ def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any
 def json_schema() -> dict[str, Any]:
     """The JSON schema of a run file or an experiment file, from which editors complete and explain its keys."""
     from gossamer.report.figures import Figure
+    from gossamer.run.tune import TuneConfig
 
     schema = TypeAdapter(RunConfig).json_schema(ref_template="#/$defs/{model}")
     figure = TypeAdapter(Figure).json_schema()
@@ -362,6 +397,7 @@ def json_schema() -> dict[str, Any]:
             "description": "Dotted keys of other sizes.",
         },
         "figure": figure,
+        "tune": TypeAdapter(TuneConfig).json_schema(),
     }
     # TOML has no null, and JSON no infinity.
     text = json.dumps(schema)

@@ -26,7 +26,7 @@ DIRECTIONS = ("forward", "backward")
 """The keys of [pipeline] that name a boundary codec."""
 _CHOICES = {*TABLES, *DIRECTIONS}
 """The keys that name a row of a table, with its options."""
-EXPERIMENT = ("variant", "sweep", "scale", "figure")
+EXPERIMENT = ("variant", "sweep", "scale", "figure", "tune")
 """The keys of an experiment file that are not part of its base run."""
 
 

@@ -11,7 +11,7 @@ from gossamer.run.document import EXPERIMENT, flat, with_settings
 from gossamer.run.methods import recipes
 from gossamer.schema import build
 
-__all__ = ["Draft", "Point", "drafts", "figure", "points"]
+__all__ = ["Draft", "Point", "Variant", "drafts", "figure", "folder_name", "laid_out", "points"]
 
 
 class Point(NamedTuple):
@@ -36,6 +36,20 @@ class Draft(NamedTuple):
     document: dict[str, Any]
 
 
+class Variant(NamedTuple):
+    """A variant of an experiment file."""
+
+    label: str
+    settings: dict[str, Any]
+    """Its dotted keys."""
+    table: Mapping[str, Any]
+    """All that the file says of it."""
+
+
+_NO_SETTINGS = ("label", "sweep", "scale", "tune")
+"""The keys of a variant that are no settings of its run."""
+
+
 def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Point]:
     """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
 
@@ -58,6 +72,23 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
 
 def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Draft]:
     """The documents of all runs of an experiment file, as in `points`. Raises ConfigError for what is no experiment."""
+    base, rows = laid_out(document, scale=scale)
+    runs: list[Draft] = []
+    for row in rows:
+        grid = _grid(row.table.get("sweep", document.get("sweep", {})), seeds)
+        for values in itertools.product(*grid.values()):
+            here = dict(zip(grid, values, strict=True))
+            label = row.label + "".join(f" {key.rpartition('.')[2]}={swept(value)}" for key, value in here.items())
+            settings = {**row.settings, **flat(here), "name": label}
+            runs.append(Draft(row.label, here, label, with_settings(base, settings)))
+    labels = [run.label for run in runs]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")
+    return runs
+
+
+def laid_out(document: Mapping[str, Any], *, scale: str = "") -> tuple[dict[str, Any], list[Variant]]:
+    """The base run of an experiment file, and its variants, at one of its sizes. Raises ConfigError for what is no experiment."""
     base = {key: value for key, value in document.items() if key not in EXPERIMENT}
     rows, scales = _variants(document), _scales(document, "")
     if scale and not scales:
@@ -72,25 +103,26 @@ def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
         for name in (others if row.get("method") == "*" else [""])
     ]
     base = with_settings(base, flat(scales.get(scale, {})))
-    runs: list[Draft] = []
+    found: list[Variant] = []
     for row in rows:
-        own = flat({key: value for key, value in row.items() if key not in ("label", "sweep", "scale")})
+        own = flat({key: value for key, value in row.items() if key not in _NO_SETTINGS})
         own |= flat(_scales(row, "variant.").get(scale, {}))
-        method = str(row.get("label", row.get("method", base.get("name", "run"))))
-        grid = _grid(row.get("sweep", document.get("sweep", {})), seeds)
-        for values in itertools.product(*grid.values()):
-            here = dict(zip(grid, values, strict=True))
-            label = method + "".join(f" {key.rpartition('.')[2]}={swept(value)}" for key, value in here.items())
-            runs.append(Draft(method, here, label, with_settings(base, {**own, **flat(here), "name": label})))
-    labels = [run.label for run in runs]
-    if len(set(labels)) < len(labels):
-        raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")
-    return runs
+        found.append(Variant(str(row.get("label", row.get("method", base.get("name", "run")))), own, row))
+    return base, found
 
 
 def figure(document: Mapping[str, Any]) -> Figure | None:
     """What the `[figure]` table of an experiment file asks for. Raises ConfigError when it asks for the impossible."""
     return build(Figure, document["figure"], "figure") if "figure" in document else None
+
+
+def folder_name(label: str) -> str:
+    """A label as the name of a folder.
+
+    >>> folder_name("GASLoC (0.7, 0.5)")
+    'gasloc--0.7--0.5-'
+    """
+    return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
 
 
 def _variants(document: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -67,6 +67,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "network": (Network, str, Path, Mapping),
 }  # fmt: skip
 _ROUNDS = 20
+_LENGTHS = {"steps", "tokens", "tokens_per_parameter"}
 Run = str | Path | Mapping[str, Any] | RunConfig | None
 
 
@@ -90,7 +91,7 @@ def resolved(run: Run, given: Keywords) -> tuple[RunConfig, Parts]:
     if "topology" not in document and isinstance(rule := given.get("rule"), Rule | str) and "rule" in document:
         document["topology"] = {"name": FITTING[_needs(rule)]}
     length = document.setdefault("run", {})
-    if "rounds" in given or ("local_steps" in given and "steps" not in length):
+    if "rounds" in given or ("local_steps" in given and not _LENGTHS & length.keys()):
         steps = length.get("local_steps", LoopSettings().local_steps)
         length["steps"] = given.get("rounds", _ROUNDS) * (steps if isinstance(steps, int) else max(steps))
     if "network" in given:

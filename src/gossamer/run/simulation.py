@@ -117,6 +117,11 @@ class RecordedRun:
         return self._lines("eval")
 
     @property
+    def alignment(self) -> Columns:
+        """A row for each round, where record.alignment is true: round, alignment and persistence of the pseudo-gradients."""
+        return self._lines("alignment")
+
+    @property
     def trace(self) -> Trace:
         """What was sent to whom, to be priced: `gossamer.price(simulation.trace, network)`. Only runs in rounds have one."""
         if self.config.event_driven:

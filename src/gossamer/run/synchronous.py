@@ -24,6 +24,8 @@ from gossamer.record.progress import Progress, say
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.method import Method
+from gossamer.rounds.together import Together
+from gossamer.run.alignment import Alignment
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
 from gossamer.run.history import Resume, history
@@ -65,7 +67,8 @@ class Rounds:
         self.config, self.folder, device = config, folder, one_device(config.run.device)
         self.task = task_of(config, parts)
         probe = Probe(config, self.task, device)
-        self.workers = crew(config, self.task, m, probe.x, MemoryNetwork(config.workers).transport)
+        mailboxes, together = MemoryNetwork(config.workers), Together(config.workers)
+        self.workers = crew(config, self.task, m, probe.x, mailboxes.transport, together)
         self._sends_per_round = m.sends_per_round
         self.finished, line = 0, Lineage(digest(config))
         if resume:
@@ -79,6 +82,7 @@ class Rounds:
             config, lambda: self._record, lambda: self._assessed().figures(),
             lambda finished: _save(self.workers, folder, finished, line, self._lanes.each), progress,
         )  # fmt: skip
+        self._alignment = Alignment() if config.record.alignment else None
         self._before, self._busy_s = _tokens(self.workers), 0.0
 
     @contextmanager
@@ -99,10 +103,12 @@ class Rounds:
         """Trains the next round. Raises TrainingError when a number is not finite."""
         config, workers, round = self.config, self.workers, self.finished
         began, finished = time.perf_counter(), round + 1
-        reports = train_together(workers, round, self._lanes.each, self._train)
+        reports = train_together(workers, round, self._lanes.each, self._train, self._alignment)
         self._busy_s += time.perf_counter() - began
         for worker, report in zip(workers, reports, strict=True):
             self._journal.enter(worker, round, report)
+        if self._alignment is not None:
+            self._record.log("alignment", round=round, **self._alignment.figures())
         if self._network is not None and finished < config.rounds:
             _adapt(self._network, workers, round, reports)
         losses = [report.whole.loss for report in reports]
@@ -135,13 +141,15 @@ class Rounds:
 
 
 def crew(
-    config: RunConfig, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport]
+    config: RunConfig, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport],
+    together: Together | None = None,
 ) -> list[Worker]:  # fmt: skip
     """All workers of a run, at its start, with the rows of one matrix as their parameters, where all have the same.
 
     Args:
         like: a vector of parameters of the task's model.
         transport: makes that of the worker with this number.
+        together: takes their means once for all; None where messages shall pass through the transports.
     Raises: ConfigError unless they start alike.
     """
     if task.holding is not None:
@@ -150,7 +158,7 @@ def crew(
         stacked = torch.empty(config.workers, like.numel(), dtype=like.dtype, device=like.device)
         replicas = [Replica(i, config, task, like.device, x) for i, x in enumerate(stacked)]
         must_start_alike(replicas)
-    return [Worker(replica, m, transport(replica.index)) for replica in replicas]
+    return [Worker(replica, m, transport(replica.index), together=together) for replica in replicas]
 
 
 def _tokens(workers: Sequence[Worker]) -> int:
@@ -193,13 +201,17 @@ def train_each(turns: Sequence[tuple[Worker, Segment]], each: Each) -> list[Loca
 
 
 def train_together(
-    workers: Sequence[Worker], round: int, each: Each, train: Train = train_each
+    workers: Sequence[Worker], round: int, each: Each, train: Train = train_each, alignment: Alignment | None = None
 ) -> list[RoundReport]:  # fmt: skip
     """One round of all workers: every segment of all of them before the next. After the last one, nothing is in flight."""
     reports = [RoundReport([], []) for _ in workers]
     for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
         turns = list(zip(workers, segments, strict=True))
+        if alignment is not None:
+            alignment.begin(workers)
         phases = train(turns, each)
+        if alignment is not None:
+            alignment.end(workers)
         operations = each(lambda turn: turn[0].send(turn[1]), turns)
         for report, phase, sent in zip(reports, phases, operations, strict=True):
             report.phases.append(phase)

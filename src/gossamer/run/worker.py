@@ -15,6 +15,7 @@ from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.sharing import first_sharing
+from gossamer.rounds.together import Together
 from gossamer.run.config import digest
 from gossamer.run.replica import LocalPhase, Replica, joined
 from gossamer.transport import Reduce, Transport
@@ -60,10 +61,13 @@ class RoundReport(NamedTuple):
 class Worker:
     """A replica that takes part in rounds. It starts with the outer state of the start of a run.
 
-    Args: `reduce` as in `OuterLoop`.
+    Args: `reduce` and `together` as in `OuterLoop`.
     """
 
-    def __init__(self, replica: Replica, m: Method, transport: Transport, reduce: Reduce | None = None) -> None:
+    def __init__(
+        self, replica: Replica, m: Method, transport: Transport, reduce: Reduce | None = None,
+        together: Together | None = None,
+    ) -> None:  # fmt: skip
         self.replica, self.config, self.index = replica, replica.config, replica.index
         on_gradients = m.rule.site == "gradients"
         x = replica.keep_gradient() if on_gradients else replica.x
@@ -71,7 +75,8 @@ class Worker:
         parts = parts_of(x, replica.layout, replica.spans, averaged, replica.moments or ())
         full_steps = self.config.full_steps
         self.loop = OuterLoop(
-            m, transport, parts, local_steps=replica.local_steps, full_steps=full_steps, seed=self.config.seed, reduce=reduce
+            m, transport, parts, local_steps=replica.local_steps, full_steps=full_steps, seed=self.config.seed, reduce=reduce,
+            together=together,
         )  # fmt: skip
         if self.config.data.constant_batch:
             self.loop.sharing = first_sharing(self.config.workers)

@@ -1,0 +1,124 @@
+"""`gossamer tune`: the best settings of every method of an experiment file, each found with the same budget."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gossamer.cli.output import PLAIN, Output, print_json
+from gossamer.cli.run_file import File, Overrides, imported_parts
+from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gossamer.run.halving import GridPoint
+    from gossamer.run.tune import Tuned
+
+__all__ = ["command"]
+
+
+def command(
+    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, scale: str = "", jobs: int | None = None,
+    resume: bool = False, output: Output = PLAIN,
+) -> None:  # fmt: skip
+    """Finds learning rates and outer settings for every variant of an experiment file, with the same budget of tokens for each.
+
+    The file says in [tune] what is tried. The chosen settings are written as tuned.toml, which gossamer compare runs.
+
+    Args:
+        out: folder of all runs (default: runs/ and the name of the file)
+        scale: take the sizes of the file's [scale.NAME]
+        jobs: runs at a time, each in a process of its own (default: one for each core)
+        resume: keep the finished runs, and train the others
+    """
+    if file is None:
+        raise ConfigError("no experiment file was given (got none, need one); name a TOML file with a [tune] table")
+    if jobs is not None and jobs < 1:
+        raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")
+    from gossamer.record.files import atomic_write
+    from gossamer.run.document import load, settings
+    from gossamer.run.settle import settle
+    from gossamer.run.tune import contenders, tune, tuned_file
+    from gossamer.transport.launch import available_cores
+
+    document = load(file, settings([*overrides]))
+    methods = contenders(document, scale=scale)
+    told = set[str]()
+    for method in methods:  # before the first run is trained
+        parts = imported_parts(method.config, told)
+        told |= {code.name for code in parts.codes}
+        settle(method.config, parts)
+    out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
+    try:
+        with output.silenced():
+            found = tune(methods, out, jobs=jobs or available_cores(), resume=resume)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
+    page, chosen = out / "tune.md", out / "tuned.toml"
+    atomic_write(page, _page(found).encode())
+    atomic_write(chosen, tuned_file(document, found, file.name, scale=scale).encode())
+    if output.json:
+        print_json({"report": page, "file": chosen, "methods": [_plain(one) for one in found]})
+    else:
+        print("\n".join(_lines(one)[0] for one in found))
+        print(f"report: {page}\nfile: {chosen}")
+
+
+def _outer(setting: "GridPoint") -> str:
+    return "" if setting.outer is None else "({:g}, {:g})".format(*setting.outer)
+
+
+def _loss(losses: Sequence[float]) -> float:
+    return math.fsum(losses) / len(losses)
+
+
+def _lines(one: "Tuned") -> list[str]:
+    """What was chosen for a method, in sentences."""
+    found, contender = one.found, one.contender
+    spent = f"{found.spent:,} of {contender.asked.budget_tokens:,} tokens"
+    if found.best is None:
+        return [f"{contender.row.label}: no run of full length has a finite loss ({spent}); lower tune.lr"]
+    last = len(contender.asked.rungs) - 1
+    loss = next(_loss(losses) for trial, losses in one.losses.items() if trial == (found.best, last))
+    outer = f", (η, γ) = {_outer(found.best)}" if found.best.outer else ""
+    ends = {"lr": "the learning rate", "momentum": "γ"}
+    where = f"at the edge of {' and of '.join(ends[edge] for edge in found.edges)}, as the budget ended"
+    return [
+        f"{contender.row.label}: lr {contender.lr(found.best):g}{outer}, loss {loss:.4f}, "
+        f"{where if found.edges else 'an interior optimum'} ({spent}, {len(one.losses)} settings)"
+    ]
+
+
+def _page(found: "Sequence[Tuned]") -> str:
+    """All that was tried for each method, as Markdown."""
+    from gossamer.report.table import DASH, markdown_lines
+
+    parts = ["# Tuned with one budget\n"]
+    for one in found:
+        contender = one.contender
+        heads = ["lr", *(["(η, γ)"] if contender.table else []), "steps", "tokens of a run", "loss", "each seed"]
+        rows = []
+        for (setting, rung), losses in one.losses.items():
+            each = [DASH if math.isnan(loss) else f"{loss:.4f}" for loss in losses]
+            mean = DASH if math.isnan(_loss(losses)) else f"{_loss(losses):.4f}"
+            outer = [_outer(setting)] if contender.table else []
+            sizes = [str(contender.steps(rung)), f"{contender.tokens(rung):,}"]
+            rows.append([f"{contender.lr(setting):g}", *outer, *sizes, mean, ", ".join(each)])
+        table = markdown_lines([heads, ["---:"] * len(heads), *rows])
+        parts += [f"## {contender.row.label}\n", *(f"{line}\n" for line in _lines(one)), table]
+    return "\n".join(parts)
+
+
+def _plain(one: "Tuned") -> dict[str, Any]:
+    found, contender = one.found, one.contender
+    chosen = {} if found.best is None else contender.chosen(found.best)
+    tried = [
+        {
+            "lr": contender.lr(setting), "outer": setting.outer, "steps": contender.steps(rung),
+            "tokens": contender.tokens(rung) * len(losses), "losses": losses,
+        }
+        for (setting, rung), losses in one.losses.items()
+    ]  # fmt: skip
+    return {
+        "method": contender.row.label, "chosen": chosen, "interior": found.best is not None and not found.edges,
+        "edges": found.edges, "spent_tokens": found.spent, "budget_tokens": contender.asked.budget_tokens, "tried": tried,
+    }  # fmt: skip

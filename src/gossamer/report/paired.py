@@ -1,0 +1,148 @@
+"""Statistics of runs that are compared seed by seed: the effect with its interval, and tests that were stated before.
+
+The distributions are those of scipy, of the extra `plots`.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from gossamer.errors import require
+from gossamer.report.table import DASH
+
+__all__ = ["Effect", "Side", "Slope", "effect", "effect_cells", "effect_heads", "holm", "p_text", "trend"]
+
+Side = Literal["below", "above"]
+Slope = Literal["rising", "falling"]
+
+
+class Effect(NamedTuple):
+    """Differences from a target, seed by seed."""
+
+    differences: tuple[float, ...]
+    mean: float
+    half: float | None
+    """Half the width of the 95 % interval of the mean; None for less than two seeds, like the tests."""
+    percent: float | None
+    """The mean, in per cent of the target's mean loss."""
+    one_sided: float | None
+    """p-value of the test that the mean is not on the side that was stated."""
+    equivalent: float | None
+    """p-value of the test that the mean is outside of the margin: the larger of two one-sided tests."""
+
+
+def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None, side: Side | None = None) -> Effect:
+    """The effect in pairs of a difference and the target's loss, of which each seed gives one.
+
+    With n differences of mean d and sample standard deviation s, T = (d - bound) √n / s has Student's t distribution with n - 1
+    degrees of freedom at the edge of the hypothesis: that d is 0 or on the other side, or beyond ± margin.
+
+    Args: `margin` is in nats.
+    Raises: MissingPackageError without scipy.
+    Source: equivalence by two one-sided tests, Schuirmann 1987.
+    Fails when: the differences are far from normal, or the margin was chosen after they were seen.
+
+    >>> found = effect([(-0.02, 2.0), (-0.03, 2.0), (-0.01, 2.0)], margin=0.05, side="below")
+    >>> [round(number, 4) for number in found[1:]]
+    [-0.02, 0.0248, -1.0, 0.0371, 0.0175]
+    """
+    t = require("scipy.stats", "plots", "paired statistics").t
+    differences, n = tuple(difference for difference, _ in pairs), len(pairs)
+    mean, loss = statistics.fmean(differences), statistics.fmean(loss for _, loss in pairs)
+    percent = 100 * mean / loss if loss else None
+    if n < 2:
+        return Effect(differences, mean, None, percent, None, None)
+    error = statistics.stdev(differences) / math.sqrt(n)
+
+    def below(bound: float) -> float:
+        """p-value for a mean below the bound."""
+        if error == 0:
+            return float(mean >= bound)
+        return float(t.cdf((mean - bound) / error, n - 1))
+
+    def above(bound: float) -> float:
+        return float(mean <= bound) if error == 0 else float(t.sf((mean - bound) / error, n - 1))
+
+    return Effect(
+        differences, mean, float(t.ppf(0.975, n - 1)) * error, percent,
+        None if side is None else below(0.0) if side == "below" else above(0.0),
+        None if margin is None else max(below(margin), above(-margin)),
+    )  # fmt: skip
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """The p-values of several tests, adjusted so that the chance of any false rejection among them stays at its level.
+
+    The k-th smallest of m (from 0) becomes max over those up to it of min(1, (m - k) p). None takes no part.
+
+    Source: Holm 1979.
+
+    >>> holm([0.01, 0.04, None, 0.03])
+    [0.03, 0.06, None, 0.06]
+    """
+    ranked = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    adjusted: list[float | None] = [None] * len(p_values)
+    largest = 0.0
+    for k, (p, place) in enumerate(ranked):
+        largest = max(largest, min(1.0, (len(ranked) - k) * p))
+        adjusted[place] = largest
+    return adjusted
+
+
+def trend(rows: Sequence[Sequence[float]], slope: Slope) -> float | None:
+    """p-value of Page's test that values have no trend along a sweep, of which each seed gives a row; None of too few.
+
+    It takes two seeds and three points at least.
+
+    Raises: MissingPackageError without scipy.
+    Source: Page 1963; exact for small samples.
+    Fails when: neighbouring points share more than the seed, such as one trunk.
+
+    >>> round(trend([[1.0, 2.0, 3.0], [1.1, 2.2, 2.1], [0.9, 1.0, 1.5]], "rising"), 3)
+    0.032
+    """
+    stats = require("scipy.stats", "plots", "a test of trend")
+    if len(rows) < 2 or len(rows[0]) < 3:
+        return None
+    ordered = [[*row] if slope == "rising" else [*reversed(row)] for row in rows]
+    return float(stats.page_trend_test(ordered).pvalue)
+
+
+def effect_heads(margin: float | None, side: Side | None) -> list[str]:
+    """The headings of `effect_cells`."""
+    heads = ["each seed", "mean, 95 % interval", "in %"]
+    heads += [] if side is None else [f"p ({side}, Holm)"]
+    return heads + ([] if margin is None else [f"p (within ±{margin:g})"])
+
+
+def effect_cells(
+    found: Sequence[Sequence[tuple[float, float] | None]], margin: float | None, side: Side | None
+) -> list[list[str]]:
+    """A line of cells for each arm, from its pairs of each seed as `effect` takes them; None for a seed without a difference."""
+    effects = [
+        effect(known, margin=margin, side=side) if (known := [pair for pair in arm if pair is not None]) else None
+        for arm in found
+    ]
+    adjusted = holm([None if one is None else one.one_sided for one in effects])
+    lines = []
+    for arm, one, p in zip(found, effects, adjusted, strict=True):
+        cells = [", ".join(DASH if pair is None else f"{pair[0]:+.4f}" for pair in arm)]
+        if one is None:
+            cells += [DASH, DASH]
+        else:
+            cells += [f"{one.mean:+.4f}" + ("" if one.half is None else f" ± {one.half:.4f}")]
+            cells += [DASH if one.percent is None else f"{one.percent:+.2f}"]
+        cells += [] if side is None else [p_text(p)]
+        cells += [] if margin is None else [p_text(None if one is None else one.equivalent)]
+        lines.append(cells)
+    return lines
+
+
+def p_text(p: float | None) -> str:
+    """A p-value as a table has it.
+
+    >>> p_text(0.0321), p_text(1e-6), p_text(None)
+    ('0.032', '< 0.001', '–')
+    """
+    return DASH if p is None else f"{p:.3f}" if p >= 0.001 else "< 0.001"

@@ -1,0 +1,145 @@
+"""Runs of their own: several simulations at a time, each in a process with its share of the cores."""
+
+import logging
+import math
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Hashable, Sequence
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from gossamer.errors import GossamerError, PairingError, TrainingError
+from gossamer.run.config import RunConfig
+from gossamer.run.simulate import simulate
+
+__all__ = ["Apart", "RunEnd"]
+
+
+class RunEnd(NamedTuple):
+    """A run that has ended."""
+
+    loss: float | None
+    """Of its last validation; None if it diverged, or cannot work."""
+    error: str
+    """Why; else empty."""
+    seconds: float
+
+
+class _Running(NamedTuple):
+    key: Any
+    process: BaseProcess
+    result: Connection
+    lane: int
+
+
+class Apart:
+    """Trains runs, so many at a time; those under way are killed when it is left.
+
+    Args: with one job, a run takes place in this process, as `ended` is called.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self._jobs = jobs
+        self._waiting: list[tuple[Hashable, RunConfig, Path]] = []
+        self._running: list[_Running] = []
+        self._context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+
+    def __enter__(self) -> "Apart":
+        if self._jobs > 1 and sys.platform == "linux":  # which imports once, and not for each run
+            multiprocessing.set_forkserver_preload([__name__, "torch._dynamo"])
+            forkserver.ensure_running()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for one in self._running:
+            one.process.kill()
+        for one in self._running:
+            one.process.join()
+            one.result.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a run waits or is under way."""
+        return bool(self._waiting or self._running)
+
+    def add(self, key: Hashable, config: RunConfig, folder: Path) -> None:
+        """Adds a run to those that wait; its folder is emptied before it begins."""
+        self._waiting.append((key, config, folder))
+
+    def ended(self) -> list[tuple[Any, RunEnd]]:
+        """Waits until a run has ended, or several. Raises GossamerError as `simulate` does, but for a run that diverges."""
+        if self._jobs == 1:
+            key, config, folder = self._waiting.pop(0)
+            return [(key, _trained(config, folder))]
+        while self._waiting and len(self._running) < self._jobs:
+            self._start(*self._waiting.pop(0))
+        done = {*wait([one.result for one in self._running])}
+        ended = [one for one in self._running if one.result in done]
+        self._running = [one for one in self._running if one.result not in done]
+        return [(one.key, _result_of(one)) for one in ended]
+
+    def _start(self, key: Hashable, config: RunConfig, folder: Path) -> None:
+        lane = min({*range(self._jobs)} - {one.lane for one in self._running})
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_work, args=(theirs, config, folder, lane, self._jobs), daemon=True)
+        process.start()
+        theirs.close()
+        self._running.append(_Running(key, process, ours, lane))
+
+
+def _result_of(one: _Running) -> RunEnd:
+    try:
+        result = one.result.recv()
+    except EOFError:
+        one.process.join()
+        raise TrainingError(
+            f"the process of a run ended with exit code {one.process.exitcode}; if the machine was out of memory, lower --jobs"
+        ) from None
+    finally:
+        one.result.close()
+    one.process.join()
+    if isinstance(result, GossamerError):
+        raise result
+    return result
+
+
+def _work(result: Connection, config: RunConfig, folder: Path, lane: int, lanes: int) -> None:
+    """A process that trains one run."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, _share(sorted(os.sched_getaffinity(0)), lane, lanes))
+    try:
+        result.send(_trained(config, folder))
+    except GossamerError as error:
+        result.send(error)
+    except KeyboardInterrupt:  # the parent was stopped as well, and says so
+        sys.exit(130)
+
+
+def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
+    """The cores of one lane: each core has one lane, unless there are more lanes than cores."""
+    return cores[lane::lanes] or [cores[lane % len(cores)]]
+
+
+def _trained(config: RunConfig, folder: Path) -> RunEnd:
+    """Trains a run from its start."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    log, began = logging.getLogger("gossamer"), time.perf_counter()
+    level = log.level
+    log.setLevel(logging.ERROR)  # the same warnings for every run
+    try:
+        loss = simulate(config, folder).loss
+    except (TrainingError, PairingError) as error:
+        return RunEnd(None, str(error), round(time.perf_counter() - began, 3))
+    finally:
+        log.setLevel(level)
+    return RunEnd(loss if math.isfinite(loss) else None, "", round(time.perf_counter() - began, 3))

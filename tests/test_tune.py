@@ -1,0 +1,184 @@
+"""`gossamer tune`: successive halving as a function of losses, and its runs, which resume to the same choice."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commands import run
+from gossamer.errors import ConfigError
+from gossamer.run.document import load
+from gossamer.run.experiment import points
+from gossamer.run.halving import Found, GridPoint, Space, Trial, needed_tokens, search
+from gossamer.run.tune import contenders
+from tiny import document
+
+Loss = Callable[[Trial], float]
+PAIRS = ((1.0, 0.0), (0.7, 0.5), (0.7, 0.75))
+
+
+def answered(space: Space, loss: Loss) -> tuple[list[Trial], Found]:
+    """All trials of a search, and what it found."""
+    asked, trials = search(space), list[Trial]()
+    batch = next(asked)
+    while True:
+        trials += batch
+        try:
+            batch = asked.send({trial: loss(trial) for trial in batch})
+        except StopIteration as end:
+            return trials, end.value
+
+
+def valley(at: float, momentum: float = 0.0) -> Loss:
+    """A loss that is best at a learning rate of so many doublings, and at a pair with this momentum."""
+
+    def loss(trial: Trial) -> float:
+        outer = trial.setting.outer
+        return abs(trial.setting.doublings - at) + (0.0 if outer is None else 3 * abs(outer[1] - momentum)) - trial.rung
+
+    return loss
+
+
+spaces = st.builds(
+    lambda rates, outers, tokens, more: (space := Space(rates, outers, tokens, 0))._replace(
+        budget=needed_tokens(space) + more
+    ),
+    st.integers(1, 5),
+    st.sampled_from([(None,), PAIRS[:1], PAIRS]),
+    st.lists(st.integers(1, 50), min_size=1, max_size=3).map(lambda some: tuple(sorted(some))),
+    st.integers(0, 2000),
+)
+
+
+@given(spaces, st.randoms(use_true_random=False))
+def test_no_search_exceeds_its_budget_tries_a_trial_twice_or_leaves_out_the_grid(space: Space, random: Any) -> None:
+    table: dict[Trial, float] = {}
+
+    def loss(trial: Trial) -> float:
+        return table.setdefault(trial, random.choice([random.random(), 1.0, math.nan, math.inf]))
+
+    trials, found = answered(space, loss)
+    assert len({*trials}) == len(trials)
+    assert found.spent == sum(space.tokens[trial.rung] for trial in trials) <= space.budget
+    grid = {Trial(GridPoint(k, outer), 0) for k in range(space.rates) for outer in space.outers}
+    assert grid <= {*trials}
+    last = [trial for trial in trials if trial.rung == len(space.tokens) - 1]
+    least = min((table[trial] for trial in last if math.isfinite(table[trial])), default=None)
+    assert (found.best is None) == (least is None)
+    if found.best is not None:
+        assert table[Trial(found.best, len(space.tokens) - 1)] == least
+    assert answered(space, loss) == (trials, found), "equal losses, equal trials, the same choice"
+
+
+@given(st.integers(-6, 10), st.integers(1, 4), st.sampled_from([(3,), (1, 4), (1, 2, 4)]))
+def test_a_grid_grows_until_its_best_learning_rate_is_interior(at: int, rates: int, tokens: tuple[int, ...]) -> None:
+    trials, found = answered(Space(rates, (None,), tokens, 1000), valley(at))
+    assert found.best == GridPoint(at, None) and found.edges == ()
+    assert {GridPoint(at + k, None) for k in (-1, 0, 1)} <= {s for s, rung in trials if rung == len(tokens) - 1}
+
+
+@given(st.integers(-2, 4), st.sampled_from([0.0, 0.5, 0.75, 0.875, 0.9375]))
+def test_a_momentum_at_the_edge_grows_or_shrinks_until_it_is_interior(at: int, momentum: float) -> None:
+    _, found = answered(Space(3, PAIRS[1:], (1, 4), 2000), valley(at, momentum))
+    assert found.best is not None and found.best.outer is not None and found.edges == ()
+    assert (found.best.doublings, found.best.outer[1]) == (at, momentum)
+
+
+def test_a_pair_is_judged_at_its_own_best_learning_rate() -> None:
+    def loss(
+        trial: Trial,
+    ) -> float:  # the pair that is worse on the whole first grid is better at its optimum beyond it
+        assert trial.setting.outer is not None
+        best, floor = (6, 0.0) if trial.setting.outer == PAIRS[0] else (1, 1.0)
+        return floor + abs(trial.setting.doublings - best)
+
+    _, found = answered(Space(3, PAIRS[:2], (1, 4), 500), loss)
+    assert found.best == GridPoint(6, PAIRS[0]) and found.edges == ()
+
+
+def test_a_budget_that_ends_early_is_told_by_the_edge() -> None:
+    space = Space(2, (None,), (1, 4), 0)
+    _, found = answered(space._replace(budget=needed_tokens(space)), valley(9))
+    assert found.best is not None and found.edges == ("lr",)
+
+
+def test_a_search_whose_runs_all_diverge_goes_down_and_chooses_nothing() -> None:
+    trials, found = answered(Space(2, (None,), (1,), 6), lambda trial: math.nan)
+    assert [trial.setting.doublings for trial in trials] == [0, 1, -1, -2, -3, -4]
+    assert found == Found(None, (), 6)
+
+
+TUNE = {"budget_tokens": 1_100, "lr": [1e-3, 2e-3], "outer": [[0.7, 0.5]], "rungs": [0.5, 1.0]}
+METHODS = [
+    {"label": "GASLoC", "rule.name": "gasloc"},
+    {"label": "gossip", "rule.name": "gossip", "tune": {"lr": [4e-3]}},
+]
+
+
+def tuning(**changes: Any) -> dict[str, Any]:
+    base = document(workers=2, run__steps=4, run__eval_batches=1)
+    return {**base, "tune": {**TUNE, **changes.pop("tune", {})}, "variant": METHODS, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tune": {"lr": [1e-3, 3e-3]}}, r"tune\.lr is \[0\.001, 0\.003\], but each must be twice the one before"),
+        ({"tune": {"rungs": [0.5]}}, r"tune\.rungs is \[0\.5\], but they must grow and end in 1\.0"),
+        ({"tune": {"seeds": [1, 1]}}, r"tune\.seeds is \[1, 1\], which has a value twice"),
+        ({"tune": {"budget": 3}}, r"tune.*budget"),
+        ({"tune": {"outer": [[0.7, 1.0]]}}, r"tune\.outer is 1\.0 but must be a list of pairs \[η, γ\] with"),
+        ({"tune": {"budget_tokens": 100}}, r"the budget is 100 tokens, but the grid .* take 1,024; raise tune\.budget_tokens"),
+        ({"sweep": {"seed": [1]}}, r"remove \[sweep\]"),
+        ({"variant": [{"label": "a", "tune": {"budget_tokens": 1}}]}, r"'a' has tune = .* gossamer tune takes tune = \{ lr"),
+        ({"variant": [{"label": "a b"}, {"label": "a/b"}]}, r"would share a folder"),
+    ],
+)  # fmt: skip
+def test_an_impossible_tuning_is_refused_in_a_sentence(changes: dict[str, Any], sentence: str) -> None:
+    def first_batches() -> None:
+        for contender in contenders(tuning(**changes)):
+            next(search(contender.space))
+
+    with pytest.raises(ConfigError, match=sentence):
+        first_batches()
+
+
+def test_only_methods_with_both_outer_settings_try_pairs() -> None:
+    rules = [{"label": name, "rule.name": name} for name in ("gasloc", "gossip", "slowmo")]
+    sgd = {"label": "sgd", "rule": {"name": "gasloc", "optimizer": "sgd"}}
+    own = {"label": "own", "rule": {"name": "gasloc", "momentum": 0.3}, "tune": {"outer": []}}
+    server = {"label": "server", "server.name": "heloco"}
+    found = {one.row.label: one for one in contenders(tuning(variant=[*rules, sgd, own, server]))}
+    tables = {"gasloc": "rule", "gossip": "", "slowmo": "rule", "sgd": "", "own": "", "server": "server"}
+    assert {label: one.table for label, one in found.items()} == tables
+    trial = Trial(GridPoint(1, (0.7, 0.5)), 0)
+    config = found["gasloc"].run(trial, 3)
+    assert (config.seed, config.inner.lr, dict(config.rule.options)) == (3, 2e-3, {"lr": 0.7, "momentum": 0.5})
+    assert config.run.steps == 2 and found["gasloc"].tokens(0) == 2 * 2 * 2 * 16
+
+
+def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_finished_run(tmp_path: Path) -> None:
+    import tomli_w
+
+    file, out = tmp_path / "methods.toml", tmp_path / "out"
+    file.write_text(tomli_w.dumps(tuning()))
+    code, said = run("tune", file, "--out", out, "--jobs", 1)
+    assert code == 0 and "GASLoC: lr " in said and "gossip: lr " in said, said
+    outcomes, tuned, page = ((out / name).read_text() for name in ("outcomes.jsonl", "tuned.toml", "tune.md"))
+    assert run("tune", file, "--out", out)[0] == 2, "what is there is kept unless --resume is given"
+    lines = outcomes.splitlines(keepends=True)
+    (out / "outcomes.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # a killed process left a part of a line
+    code, again = run("tune", file, "--out", out, "--jobs", 2, "--resume")
+    assert code == 0 and again.count("tokens, seed 0: loss") == len(lines) - 4, again
+    assert (out / "outcomes.jsonl").read_text().startswith("".join(lines[:4]))
+    assert ((out / "tuned.toml").read_text(), (out / "tune.md").read_text()) == (tuned, page), (
+        "in processes as in this one"
+    )
+    chosen = {point.method: point.config for point in points(load(out / "tuned.toml"))}
+    assert [*chosen] == ["GASLoC", "gossip"] and chosen["GASLoC"].run.steps == 4
+    assert f"gossip: lr {chosen['gossip'].inner.lr:g}, loss " in page
+    assert chosen["GASLoC"].rule.options["lr"] == 0.7
