@@ -228,7 +228,7 @@ def scheduled(full):
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory, forks):
     """Every case, trained by real processes and by the simulator."""
-    root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full-parity")
+    root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full")
     all_of_them = {name: case for name, one in every(1).items() if (case := possible(*one))} if full else {}
     found = {**(all_of_them or covered(every(2))), **scheduled(full)}
     plan = []
