@@ -339,7 +339,7 @@ def test_a_command_that_is_terminated_ends_as_with_ctrl_c():
     program += (
         "app.command(lambda: os.kill(os.getpid(), signal.SIGTERM), name='stop')\nraise SystemExit(main(['stop']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (130, "gossamer: stopped\n")
 
 
@@ -370,7 +370,7 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
         ["utilisation", "--plot", tmp_path / "curve.svg"],
     ]
     words = json.dumps([[str(word) for word in command] for command in commands])
-    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, words], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, words], capture_output=True, text=True, timeout=250)
     told = [line for line in sentences(done.stderr) if line.startswith("gossamer: ") or "exits with" in line]
     lacking = (
         "drawing the curves needs the extra 'plots' (No module named 'matplotlib'); run pip install 'gossamer[plots]'"
