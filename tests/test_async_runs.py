@@ -48,7 +48,8 @@ def train_but_kill_worker_2(argv):
 
 def trained(tmp_path, monkeypatch, work, **overrides):
     """A run whose last worker is eight times slower than the others: its folder, configuration, output and order of events."""
-    config = tiny(run__timeout_s=60, run__eval_every=8, run__pace_s=[0.05] * 3 + [0.4], workers=4, **overrides)
+    # The paces are long, so that on a busy machine too nobody takes all steps before the others have begun.
+    config = tiny(run__timeout_s=60, run__eval_every=8, run__pace_s=[0.1] * 3 + [0.8], workers=4, **overrides)
     folder = tmp_path / "run"
     (tmp_path / "run.toml").write_text(dump(config))
     with monkeypatch.context() as patched:
