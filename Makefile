@@ -25,8 +25,8 @@ types: .venv/.installed
 tests: .venv/.installed
 	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --hypothesis-profile=repeatable
 
-parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing
-	$(BIN)/pytest tests/test_parity.py --full-parity
+parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; a thousand faulty networks
+	$(BIN)/pytest tests/test_parity.py tests/test_faults.py --full
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; slow_links takes root and half an hour, by hand
 	set -e; for name in simulator update exchange memory codecs checks finite; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done

@@ -1,23 +1,27 @@
 """`gossamer` as tests run it: to its end in this process, or in one of its own, which can be watched, stopped and killed.
 
-Starting Python and importing torch takes far longer than what most tests train, so processes are forks (`import_early`).
+Starting Python and importing torch takes far longer than what most tests train, so processes are forks (`import_early`), as is
+what their own workers are forks of.
 """
 
 import contextlib
 import io
 import multiprocessing
+import multiprocessing.util
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from gossamer.cli import main
 from gossamer.cli.train import import_early
 
 CONTEXT = multiprocessing.get_context("forkserver")
+Work = Callable[[list[str]], int]
+"""From the words of a command to its exit code."""
 
 
 def run(*words: object) -> tuple[int, str]:
@@ -28,23 +32,42 @@ def run(*words: object) -> tuple[int, str]:
     return code, output.getvalue()
 
 
-def _enter(words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
+def _forked(path: object, args: Sequence[object], passfds: Sequence[int]) -> int:
+    """Starts a fork server as `multiprocessing.util.spawnv_passfds` does, without a new Python: all is imported here."""
+    program = str(args[-1])
+    assert program.startswith("from multiprocessing.forkserver import main;"), program
+    if pid := os.fork():
+        return pid
+    try:
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if (
+                fd > 2 and fd not in passfds
+            ):  # above all the end of a pipe by which a fork server knows that it is needed
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        exec(program, {})
+    finally:
+        os._exit(0)
+
+
+def _enter(work: Work, words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
+    multiprocessing.util.spawnv_passfds = _forked
     os.environ.update(environment)
     os.chdir(folder)
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
     out.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.exit(main(words))
+    sys.exit(work(words))
 
 
 class Command:
-    """`gossamer WORDS`, started; its output and its errors come as the lines of one stream."""
+    """`gossamer WORDS` (or other `work`), started; its output and its errors come as the lines of one stream."""
 
-    def __init__(self, *words: object, **environment: str) -> None:
+    def __init__(self, *words: object, work: Work = main, **environment: str) -> None:
         import_early()
         source, sink = CONTEXT.Pipe(duplex=False)
-        self._process = CONTEXT.Process(target=_enter, args=([*map(str, words)], os.getcwd(), environment, sink))
+        self._process = CONTEXT.Process(target=_enter, args=(work, [*map(str, words)], os.getcwd(), environment, sink))
         self._process.start()
         sink.close()
         self._lines = open(os.dup(source.fileno()), errors="replace")  # noqa: SIM115
@@ -59,7 +82,7 @@ class Command:
             self._output.append(line)
             yield line
 
-    def finish(self, timeout_s: float = 100.0) -> tuple[int, str]:
+    def finish(self, timeout_s: float = 250.0) -> tuple[int, str]:
         """Exit code and output, once it has ended; it is killed if it has not within `timeout_s`."""
         reader = threading.Thread(target=lambda: [*self.lines()])
         reader.start()

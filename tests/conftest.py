@@ -1,4 +1,4 @@
-"""What all tests share: one intra-op thread, the option for the full parity matrix, and markers for what a machine may lack."""
+"""What all tests share: one intra-op thread, an option for what takes too long in CI, and markers for what a machine may lack."""
 
 import functools
 import logging
@@ -30,9 +30,9 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full-parity",
+        "--full",
         action="store_true",
-        help="compare simulator and real processes over every allowed pairing, not only over a cover of them",
+        help="all of what CI takes a part of: each allowed pairing of the parity suite, and a thousand faulty networks",
     )
 
 

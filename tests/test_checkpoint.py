@@ -348,7 +348,7 @@ def test_a_folder_that_is_a_file_is_an_error_in_one_sentence(tmp_path: Path) -> 
 def killed(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Folders that killed processes left behind."""
     folder = tmp_path_factory.mktemp("killed")
-    subprocess.run([sys.executable, dying_saver.__file__, folder], check=True, timeout=100)
+    subprocess.run([sys.executable, dying_saver.__file__, folder], check=True, timeout=250)
     return sorted(folder.iterdir())
 
 

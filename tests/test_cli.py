@@ -338,7 +338,7 @@ def test_a_command_that_is_terminated_ends_as_with_ctrl_c():
     program += (
         "app.command(lambda: os.kill(os.getpid(), signal.SIGTERM), name='stop')\nraise SystemExit(main(['stop']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stderr) == (130, "gossamer: stopped\n")
 
 
@@ -369,7 +369,7 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
         ["utilisation", "--plot", tmp_path / "curve.svg"],
     ]
     words = json.dumps([[str(word) for word in command] for command in commands])
-    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, words], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, words], capture_output=True, text=True, timeout=250)
     told = [line for line in sentences(done.stderr) if line.startswith("gossamer: ") or "exits with" in line]
     lacking = "the figure of an experiment needs the extra 'plots' (No module named 'matplotlib'); run pip install"
     assert told[:2] == ["simulate exits with 0", "report exits with 0"] and told[3] == "compare exits with 0", told

@@ -50,7 +50,7 @@ from gossamer.cli import main
 assert gossamer.__file__.startswith({str(tmp_path)!r}), gossamer.__file__
 sys.exit(main(["init"]) or main(["check", "configs/gasloc.toml"]) or main(["demo", "--quiet", *{SETS!r}]))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "demo" / "report.html").exists() and "gasloc: can start" in done.stdout
 

@@ -308,7 +308,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=110) for process in processes]
+        said = [process.communicate(timeout=250) for process in processes]
     finally:
         for process in processes:
             process.kill()

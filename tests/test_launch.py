@@ -1,8 +1,8 @@
 """Starting runs: joining, agreeing, and many workers on one machine, with real processes."""
 
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from gossamer.cli.train import import_early as import_early
+from commands import Command
+from gossamer.cli.train import import_early
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
@@ -320,23 +321,25 @@ def test_a_worker_lost_during_the_start_is_noticed_long_before_the_timeout_and_o
     assert code == (137 if fate == "SIGKILL" else 2)
 
 
-def wait_a_minute(argv: Sequence[str]) -> int:
+def wait_for_long(argv: Sequence[str]) -> int:
     print(os.getpid(), flush=True)
     if argv:
         join(2, device="cpu", threads=1)
-    time.sleep(60)
+    time.sleep(600)  # longer than a test may take
     return 0
 
 
-def started(*words: str) -> tuple[subprocess.Popen[str], list[int]]:
+def launch_two(argv: Sequence[str]) -> int:
+    import_early()
+    return run_local(2, wait_for_long, argv)
+
+
+def started(*words: str) -> tuple[Command, list[int]]:
     """A launcher of two workers that print their process ids, once they have."""
-    program = "import sys, test_launch as t; t.import_early(); sys.exit(t.run_local(2, t.wait_a_minute, sys.argv[1:]))"
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", program, *words], cwd=Path(__file__).parent, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    assert launcher.stdout is not None
-    return launcher, [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+    launcher = Command(*words, work=launch_two)
+    said = (re.fullmatch(r"\[[01]\] (\d+)\n", line) for line in launcher.lines())
+    told = (found for found in said if found)
+    return launcher, [int(next(told)[1]) for _ in range(2)]
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -356,14 +359,13 @@ def running(pid: int) -> bool:
 
 def test_an_interrupt_ends_all_workers():
     launcher, pids = started()
-    launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=60.0)  # its forks may still be importing
-    assert launcher.returncode != 0
+    os.kill(launcher.pid, signal.SIGINT)
     wait_until_gone(pids)
+    assert launcher.finish()[0] != 0
 
 
 def test_no_worker_outlives_a_launcher_that_was_killed():
     launcher, pids = started("join")
-    launcher.kill()
-    launcher.communicate(timeout=60.0)  # its forks may still be importing
+    os.kill(launcher.pid, signal.SIGKILL)
     wait_until_gone(pids)
+    launcher.finish()

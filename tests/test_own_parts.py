@@ -43,7 +43,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The package, installed as pip does it, into a folder of its own that is on the path of this process and of its children."""
     target = tmp_path_factory.mktemp("site")
     words = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), str(PACKAGE)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *words], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "pip", "install", *words], check=True, timeout=250)
     sys.path.insert(0, str(target))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{target}:{Path(gossamer.__file__).parents[1]}")

@@ -4,6 +4,8 @@
 unequal steps, each topology comes up, and every two properties of a run come up together.
 """
 
+import contextlib
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -105,15 +107,21 @@ def pairings():
                     yield name, options, topology, sizes
 
 
+@functools.cache
 def fitting(rule, options):
-    """The wrappers that this rule may have, and none."""
-    yield None
+    """The wrappers that this rule may have with these options, and none."""
+    found = [None]
     for name in WRAPPERS:
-        try:
-            make_rule(rule, **options, **{name: {}})
-        except ConfigError:
-            continue
-        yield name
+        with contextlib.suppress(ConfigError):
+            make_rule(rule, **dict(options), **{name: {}})
+            found.append(name)
+    return tuple(found)
+
+
+@functools.cache
+def on_gradients(rule):
+    """Whether this rule exchanges gradients, after every inner step."""
+    return RULES[rule]().site == "gradients"
 
 
 def document(n, rule, options, topology, drawn, steps=2, **tables):
@@ -138,8 +146,8 @@ def document(n, rule, options, topology, drawn, steps=2, **tables):
 
 def drawn_properties(rule, options, place):
     """Properties of one case, all different from place to place."""
-    kinds = {**PROPERTIES, "wrapper": tuple(fitting(rule, options))}
-    if RULES[rule]().site == "gradients":
+    kinds = {**PROPERTIES, "wrapper": fitting(rule, tuple(options.items()))}
+    if on_gradients(rule):
         kinds["steps"] = ("even",)
     return {key: kind[rng.key(0, place, key) % len(kind)] for key, kind in kinds.items()}
 
@@ -148,7 +156,7 @@ def every(draws):
     """Every allowed pairing of rule, topology, codec and steps, by a readable name, so many times with other properties each."""
     found, place = {}, 0
     for rule, options, topology, sizes in pairings():
-        gradients = RULES[rule]().site == "gradients"
+        gradients = on_gradients(rule)
         kinds = ([False] if gradients else [False, True]), PROPERTIES["codec"], range(draws)
         for uneven, codec, _ in itertools.product(*kinds):
             place += 1
@@ -236,7 +244,7 @@ def mixtures():
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory, forks):
     """Every case, trained by real processes and by the simulator."""
-    root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full-parity")
+    root, full = tmp_path_factory.mktemp("parity"), request.config.getoption("--full")
     all_of_them = {name: case for name, one in every(1).items() if (case := possible(*one))} if full else {}
     found = {**(all_of_them or covered(every(2))), **scheduled(full), **mixtures()}
     plan = []

@@ -258,7 +258,7 @@ assert not {"torch", "tensorboard", "wandb"} & set(sys.modules)
     subprocess.run(
         [sys.executable, "-c", program, str(make_run(tmp_path / "a")), str(tmp_path / "out.html")],
         check=True,
-        timeout=60,
+        timeout=250,
     )
 
 

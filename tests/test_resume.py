@@ -3,14 +3,15 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
 import torch
 from torch import Tensor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, DataError
@@ -212,44 +213,34 @@ def test_auto_takes_a_run_file_and_changes_what_may_change(tmp_path: Path, capsy
     assert "seed is 0 in" in capsys.readouterr().err
 
 
-DIES_ONCE = """
-import os, signal, sys, threading, time
-from gossamer.cli import main
-from gossamer.record import checkpoint
-from pathlib import Path
+def train_but_die_once(folder: str, *words: str) -> int:
+    """`gossamer train`, in which worker 1 is killed after its first checkpoint, when it is started for the first time."""
 
-def watch():
-    while not checkpoint.rounds(Path(sys.argv[1]) / "checkpoints", 1):
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
+    def save(store: Path, finished: int, *state: Any, real: Any = checkpoint.save, **lineage: Any) -> None:
+        real(store, finished, *state, **lineage)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    threading.Thread(target=watch, daemon=True).start()
-sys.exit(main(["train", *sys.argv[2:]]))
-"""
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        checkpoint.save = save
+    if code := main(["train", *words, "--out", folder, "--resume", "auto"]):
+        raise SystemExit(code)
+    return code
 
 
-def test_torchrun_restarts_a_run_whose_worker_was_killed_to_the_same_bits(tmp_path: Path) -> None:
+def test_torchrun_restarts_a_run_whose_worker_was_killed_to_the_same_bits(
+    tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent of torchrun, here; the workers that it starts are forks."""
     config = tiny(workers=2, topology__name="complete", run__steps=20, run__timeout_s=60)
     (tmp_path / "run.toml").write_text(dump(config))
-    (tmp_path / "dies.py").write_text(DIES_ONCE)
     folder = tmp_path / "run"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    words = [
-        str(tmp_path / "dies.py"),
-        str(folder),
-        str(tmp_path / "run.toml"),
-        "--out",
-        str(folder),
-        "--resume",
-        "auto",
-    ]
-    done = subprocess.run(
-        [*torchrun, "--monitor-interval=0.1", *words], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torchrun = LaunchConfig(
+        1, 1, 2, run_id="restarted", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1, monitor_interval=0.1,
+        start_method="forkserver",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "Signal 9" in done.stderr or "SIGKILL" in done.stderr or "exitcode: -9" in done.stderr, done.stderr
+    assert elastic_launch(torchrun, train_but_die_once)(str(folder), str(tmp_path / "run.toml")) == {0: 0, 1: 0}
+    assert "Signal 9" in caplog.text or "SIGKILL" in caplog.text or "exitcode: -9" in caplog.text
     simulate(config, tmp_path / "simulated")
     assert same(parameters(folder, config), parameters(tmp_path / "simulated", config))
     lines = map(json.loads, (folder / "metrics-001.jsonl").read_text().splitlines())

@@ -335,5 +335,5 @@ x = torch.randn(600, 600, requires_grad=True)
 gossamer.testing.check_parity(gossamer.gasloc(), timeout_s=60)
 print("equal")
 """
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=250)
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

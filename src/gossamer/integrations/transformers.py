@@ -24,7 +24,8 @@ from gossamer.record import checkpoint
 from gossamer.rules import Rule
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+    from transformers.training_args import TrainingArguments
 else:
     TrainerCallback = require("transformers", "integrations", "TransformersCallback").TrainerCallback
 

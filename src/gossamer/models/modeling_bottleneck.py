@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 __all__ = ["BottleneckLlama"]
 
+_Llama: Any = LlamaForCausalLM  # what it imports would take a type checker as long as a third of Gossamer
 
-class BottleneckLlama(LlamaForCausalLM):
+
+class BottleneckLlama(_Llama):
     """Before each layer in `config.bottleneck["cuts"]` the stream h becomes `D(z) + (z, 0)`, with `z = E(h) + h[:width]`."""
 
     def __init__(self, config: Any) -> None:
