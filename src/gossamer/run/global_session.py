@@ -143,7 +143,7 @@ def open_global(
     """
     n, above, regions = config.workers, settled.rule.regions, regions_of(settled.regions)
     assert above is not None
-    with open_files(config, folder, start, owner=n, replays=replays) as files:
+    with open_files(config, folder, start, owner=n, replays=replays, regions=True) as files:
         saved = restored(config, folder, start)
         layout, spans = arrange(layout_of(probe.model), *config.fragments)
         core = GlobalCore(above.rule, probe.x.clone(), spans, [layout.slice(a, b) for a, b in spans])

@@ -5,7 +5,7 @@ the next messages are absorbed and answered. A round that is due before the last
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -134,20 +134,34 @@ class ServerRecords:
 
 @contextlib.contextmanager
 def open_files(
-    config: RunConfig, folder: Path, start: int | None, *, owner: int, name: str = "", replays: bool = False
+    config: RunConfig, folder: Path, start: int | None, *, owner: int, name: str = "", replays: bool = False,
+    regions: bool = False,
 ) -> Iterator[ServerFiles]:  # fmt: skip
     """The files of a server process, which a replay writes for the workers as well.
 
     Args:
         start: rounds that are over, whose lines are kept; 0 for a run that starts again, None for a new one.
         owner: the number of this process; its record of arrivals ends in `name`.
+        regions: whether a replay writes for servers of regions too, whose lines no round of the global one makes void.
     Raises: CheckpointError and ConfigError.
     """
     who, suffix = (None, "") if replays else (owner, worker_suffix(owner))
+    cut = config.rounds if replays and regions and start is not None else start
+
+    def void(line: Mapping[str, Any]) -> bool:
+        """Whether this is a line of the global server itself, of a round that it has again."""
+        return (
+            cut != start
+            and line["round"] >= (start or 0)
+            and (line.get("kind") == "eval" or line.get("event") == "report")
+        )
+
     with contextlib.ExitStack() as files:
-        record = files.enter_context(RunFolder(folder, dump(config), config.record, worker=who, resume_round=start))
+        record = files.enter_context(
+            RunFolder(folder, dump(config), config.record, worker=who, resume_round=cut, void=void)
+        )
         events = files.enter_context(
-            EventWriter(folder, network=HERE, workers=config.workers, suffix=suffix, resume_round=start)
+            EventWriter(folder, network=HERE, workers=config.workers, suffix=suffix, resume_round=cut, void=void)
         )
         arrivals = aside = None
         if not replays:

@@ -84,6 +84,8 @@ class ServerSession:
         self.records.write("join", now_s, worker=worker, checkpoint=restored)
         if again:
             self.records.enter(Absence(now_s, worker, "return"))
+        # A region's round is ahead of what it has reported: there the number of phases alone tells what is void.
+        cut = cut if self._region is None else rounds
         self._joined[worker] = Terms(0, 0, 0, 0, int(again), cut, restored, 0)
         return self._perform(self.core.join(worker))
 
