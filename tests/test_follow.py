@@ -13,7 +13,7 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.outcomes import Begun, OutcomeWriter, RoundOutcome
 from gossamer.record.seconds import RoundSeconds
 from gossamer.record.trace import Entry, Operation
-from gossamer.report.follow import Followed
+from gossamer.report.follow import FollowedRun
 from gossamer.report.moment import moment_of
 from gossamer.report.tail import Marks, Tail
 from gossamer.report.thinning import Grid, KeptLines, spread_out, thinned
@@ -33,23 +33,23 @@ def write_round(run: RunFolder, r: int, workers: int = 2, *, parts: int = 1) -> 
     run.log("eval", round=r, step=9 * (r + 1), tokens=64 * (r + 1), loss=2.0 + 1 / (r + 2), disagreement=0.1)
 
 
-def followed(folder: Path) -> Followed:
-    run = Followed(folder.name, folder)
+def followed(folder: Path) -> FollowedRun:
+    run = FollowedRun(folder.name, folder)
     assert run.look()
     return run
 
 
-def view(run: Followed) -> dict[str, Any]:
+def view(run: FollowedRun) -> dict[str, Any]:
     return run_view(run, run.modified_s)
 
 
 def test_a_run_that_grows_gives_the_same_figures_as_one_that_is_read_at_its_end(tmp_path: Path) -> None:
-    live = Followed("a", tmp_path / "a")
+    live = FollowedRun("a", tmp_path / "a")
     with RunFolder(tmp_path / "a", RUN_TOML) as run:
         for r in range(4):
             write_round(run, r)
             assert live.look() and live.done == r + 1
-    end = Followed("a", tmp_path / "a")
+    end = FollowedRun("a", tmp_path / "a")
     end.look()
     assert view(live) == view(end)
     shown = view(end)
@@ -106,7 +106,7 @@ def test_a_run_that_went_back_is_read_again_from_its_start(tmp_path: Path, way: 
     else:
         path.unlink()
     live.look()
-    again = Followed("a", tmp_path / "a")
+    again = FollowedRun("a", tmp_path / "a")
     again.look()
     assert view(live) == view(again)
     assert live.losses.rows == (0 if way == "removed" else 1)

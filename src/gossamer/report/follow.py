@@ -1,7 +1,7 @@
 """A run folder, followed while it grows: what a page needs of it, in bounded memory.
 
-`Followed.look` reads what was appended since the last look, and nothing twice. What was cut or replaced (a run that was resumed
-goes back to a checkpoint) is read again from the start. A spoilt line costs itself and is named; the rest is shown. It only
+`FollowedRun.look` reads what was appended since the last look, and nothing twice. What was cut or replaced (a run that was
+resumed goes back to a checkpoint) is read again from the start. A spoilt line costs itself and is named; the rest is shown. It only
 reads, and follows no link out of the folder.
 """
 
@@ -19,7 +19,7 @@ from gossamer.report.lines import KINDS_OF_FILES, RunFile, line_of_kind, run_fil
 from gossamer.report.tail import Marks, Tail
 from gossamer.report.thinning import Grid, KeptLines
 
-__all__ = ["MOST_WORKERS", "Followed"]
+__all__ = ["MOST_WORKERS", "FollowedRun"]
 
 MOST_WORKERS = 4096
 """Of a run that is followed."""
@@ -28,7 +28,7 @@ _MOST_COMPLAINTS = 5
 _MOST_HAPPENINGS = 400
 
 
-class Followed:
+class FollowedRun:
     """What is known of one run.
 
     Args:

@@ -16,7 +16,7 @@ from gossamer.network.pricing import price
 from gossamer.record.folder import finite
 from gossamer.record.trace import read_trace
 from gossamer.report.contents import page_contents, row_of_view
-from gossamer.report.follow import Followed
+from gossamer.report.follow import FollowedRun
 from gossamer.report.moment import moment_of
 from gossamer.report.view import run_view, standings
 
@@ -49,7 +49,7 @@ class LiveRuns:
         self._roots = [root.resolve() for root in roots]
         self._command = command
         self._lock = threading.Lock()
-        self._runs: dict[Path, Followed] = {}
+        self._runs: dict[Path, FollowedRun] = {}
         self._prices: dict[Path, tuple[int, dict[str, NDArray[np.float64]]]] = {}
         self._answer: tuple[str, bytes] = "", b""
         self._empty: list[str] = []
@@ -91,13 +91,13 @@ class LiveRuns:
                 self._empty.append(f"{root} holds no run so far; a run that begins there is shown")
             for folder in found:
                 if folder not in self._runs and len(self._runs) < _MOST_RUNS:
-                    self._runs[folder] = Followed(self._label(folder), folder)
+                    self._runs[folder] = FollowedRun(self._label(folder), folder)
 
     def _label(self, folder: Path) -> str:
         alike = [other for other in self._runs if other.name == folder.name]
         return f"{folder.parent.name}/{folder.name}" if alike else folder.name
 
-    def _contents(self, runs: Sequence[Followed], now_s: float, revision: str) -> bytes:
+    def _contents(self, runs: Sequence[FollowedRun], now_s: float, revision: str) -> bytes:
         views = [run_view(run, now_s, self._priced(run)) for run in runs]
         names = [run.label if run.file is None else run.file.name for run in runs]
         for view, name in zip(views, names, strict=True):
@@ -110,7 +110,7 @@ class LiveRuns:
         )  # fmt: skip
         return json.dumps(finite({**contents, "revision": revision, "notes": self._empty}), allow_nan=False).encode()
 
-    def _priced(self, run: Followed) -> dict[str, NDArray[np.float64]]:
+    def _priced(self, run: FollowedRun) -> dict[str, NDArray[np.float64]]:
         """When each round of a simulation under way ends on its networks; priced again when it is half as long again."""
         if run.file is None or run.file.kind != "rounds" or run.clock or not run.traced_lines or not run.file.networks:
             return {}
@@ -121,14 +121,14 @@ class LiveRuns:
         return found
 
 
-def _pulse(run: Followed, now_s: float) -> dict[str, Any]:
+def _pulse(run: FollowedRun, now_s: float) -> dict[str, Any]:
     """What time alone changes."""
     if run.file is None:
         return {"age_s": None, "standings": []}
     return {"age_s": max(0.0, round(now_s - run.modified_s, 1)), "standings": standings(run, now_s)}
 
 
-def _prices(run: Followed) -> dict[str, NDArray[np.float64]]:
+def _prices(run: FollowedRun) -> dict[str, NDArray[np.float64]]:
     assert run.file is not None
     if run.traced_lines > _MOST_PRICED:
         return {}

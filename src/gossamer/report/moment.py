@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gossamer.errors import DataError
-from gossamer.report.follow import Followed
+from gossamer.report.follow import FollowedRun
 from gossamer.report.lines import line_of_kind
 from gossamer.report.tail import Marks, open_record
 
@@ -21,7 +21,7 @@ _MOST_PAIRS = 4096
 _SERVER = -1
 
 
-def moment_of(run: Followed, round: int) -> dict[str, Any]:
+def moment_of(run: FollowedRun, round: int) -> dict[str, Any]:
     """A round as a page draws it.
 
     Keys: `round`; `pairs`, lists of source, target and bytes, in which -1 is the server; `everyone`, whether it had a mean over
@@ -59,7 +59,7 @@ def moment_of(run: Followed, round: int) -> dict[str, Any]:
     }
 
 
-def _outcomes(run: Followed, round: int) -> tuple[list[tuple[int, int]], list[int] | None]:
+def _outcomes(run: FollowedRun, round: int) -> tuple[list[tuple[int, int]], list[int] | None]:
     """The exchanges of a round that one end or both did not count, and who was alive."""
     failed: set[tuple[int, int]] = set()
     alive: list[int] | None = None
@@ -72,7 +72,7 @@ def _outcomes(run: Followed, round: int) -> tuple[list[tuple[int, int]], list[in
     return sorted(failed), alive
 
 
-def _seconds(run: Followed, round: int) -> dict[str, list[tuple[Any, ...]]]:
+def _seconds(run: FollowedRun, round: int) -> dict[str, list[tuple[Any, ...]]]:
     found: dict[str, list[tuple[Any, ...]]] = {}
     for network in run.clock:
         rows = []
@@ -87,7 +87,7 @@ def _seconds(run: Followed, round: int) -> dict[str, list[tuple[Any, ...]]]:
     return found
 
 
-def _lines(run: Followed, kind: str, first: int, last: int, network: str | None = None) -> Iterator[dict[str, Any]]:
+def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | None = None) -> Iterator[dict[str, Any]]:
     """The lines of some rounds from all files of a kind, of a file of seconds those of one network."""
     for name, tail in list(run.tails.items()):
         if name.removesuffix(".jsonl") != kind and not name.startswith(f"{kind}-"):

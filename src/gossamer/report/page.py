@@ -15,7 +15,7 @@ from gossamer.record.folder import finite
 from gossamer.report.assets import whole_page
 from gossamer.report.charts import png
 from gossamer.report.contents import page_contents
-from gossamer.report.follow import Followed
+from gossamer.report.follow import FollowedRun
 from gossamer.report.moment import moment_of
 from gossamer.report.panels import ranking, small_charts
 from gossamer.report.runs import RunData, loss_curves, read_runs, summary_row
@@ -99,8 +99,8 @@ def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
     return {name: png(figure) for name, figure in figures.items()}
 
 
-def _followed(label: str, folder: Path) -> Followed:
-    run = Followed(label, Path(folder).resolve())
+def _followed(label: str, folder: Path) -> FollowedRun:
+    run = FollowedRun(label, Path(folder).resolve())
     run.look(time.monotonic() + 600)
     return run
 
@@ -112,7 +112,7 @@ def _ends(run: RunData) -> dict[str, Any]:
     }
 
 
-def _moments(runs: Sequence[Followed]) -> list[dict[int, Any]]:
+def _moments(runs: Sequence[FollowedRun]) -> list[dict[int, Any]]:
     """By run the rounds that can be drawn: its first and its last ones, as many as there is room for."""
     room = _MOST_NUMBERS // max(1, len(runs))
     found: list[dict[int, Any]] = []

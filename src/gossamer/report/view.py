@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, links_of
 from gossamer.record.branches import described, read_branches
-from gossamer.report.follow import Followed
+from gossamer.report.follow import FollowedRun
 from gossamer.report.thinning import spread_out, thinned
 
 __all__ = ["run_view", "standings"]
@@ -30,7 +30,7 @@ _SILENT_S = 10.0
 _NOT_FIGURES = ("round", "step", "tokens", "time_s")
 
 
-def run_view(run: Followed, now_s: float, priced: Mapping[str, NDArray[np.float64]] | None = None) -> dict[str, Any]:
+def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.float64]] | None = None) -> dict[str, Any]:
     """What a page shows of a run.
 
     Args:
@@ -68,7 +68,7 @@ def run_view(run: Followed, now_s: float, priced: Mapping[str, NDArray[np.float6
 class _Axes:
     """What a run had spent after each of its rounds."""
 
-    def __init__(self, run: Followed, priced: Mapping[str, NDArray[np.float64]]) -> None:
+    def __init__(self, run: FollowedRun, priced: Mapping[str, NDArray[np.float64]]) -> None:
         assert run.file is not None
         self._parts, workers = run.parts, run.file.workers
         sums = np.nansum(run.sent.values(), axis=1) if run.sent.rows else np.zeros(0)
@@ -123,7 +123,7 @@ def _along(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.floa
     return [math.nan if r > last else float(x) for r, x in zip(rounds, found, strict=True)]
 
 
-def _evals(run: Followed, axes: _Axes) -> dict[str, Any]:
+def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     """The validations of the mean model; where there are none, the mean of the workers' own."""
     lines, figures = run.evaluations.lines(), {}
     if lines:
@@ -151,7 +151,7 @@ def _is_figure(key: str, value: object) -> bool:
     )
 
 
-def _training(run: Followed, axes: _Axes, losses: NDArray[np.float64]) -> dict[str, Any]:
+def _training(run: FollowedRun, axes: _Axes, losses: NDArray[np.float64]) -> dict[str, Any]:
     """The mean training loss of the workers."""
     known = np.isfinite(losses).any(axis=1) if len(losses) else np.zeros(0, bool)
     rounds = run.losses.rounds()[known]
@@ -160,7 +160,7 @@ def _training(run: Followed, axes: _Axes, losses: NDArray[np.float64]) -> dict[s
     return {"x": axes.at([int(rounds[k]) for k in kept]), "y": {"loss": [_rounded(means[k]) for k in kept]}}
 
 
-def _by_worker(run: Followed, losses: NDArray[np.float64]) -> dict[str, Any]:
+def _by_worker(run: FollowedRun, losses: NDArray[np.float64]) -> dict[str, Any]:
     """The training loss of each worker."""
     count, workers = losses.shape if len(losses) else (0, run.losses.columns)
     kept = spread_out(count, max(8, min(_MOST_POINTS, _MOST_CELLS // workers)))
@@ -169,7 +169,7 @@ def _by_worker(run: Followed, losses: NDArray[np.float64]) -> dict[str, Any]:
     return {"round": [int(rounds[k]) + 1 for k in kept], "losses": rows}
 
 
-def _spent(run: Followed) -> dict[str, Any]:
+def _spent(run: FollowedRun) -> dict[str, Any]:
     """By clock the seconds of each worker, and the longest waits of a worker for a peer."""
     found = {}
     for name, seconds in run.spent_s.items():
@@ -181,7 +181,7 @@ def _spent(run: Followed) -> dict[str, Any]:
     return found
 
 
-def _happenings(run: Followed) -> list[tuple[int, str]]:
+def _happenings(run: FollowedRun) -> list[tuple[int, str]]:
     """What happened, and who computes much longer than the others."""
     found = list(run.happenings)
     if not (run.folder / "branches.json").is_symlink():
@@ -200,11 +200,11 @@ def _happenings(run: Followed) -> list[tuple[int, str]]:
     return sorted(found, key=lambda one: one[0])
 
 
-def _simulated(run: Followed) -> bool:
+def _simulated(run: FollowedRun) -> bool:
     return "metrics.jsonl" in run.tails and not any(name.startswith("metrics-0") for name in run.tails)
 
 
-def standings(run: Followed, now_s: float) -> list[str]:
+def standings(run: FollowedRun, now_s: float) -> list[str]:
     """What the files tell of each worker, in one word.
 
     training: its files grow. silent: they have not for 10 s, or five of its rounds if that is longer. gone: the others have gone
@@ -230,7 +230,7 @@ def standings(run: Followed, now_s: float) -> list[str]:
     return words
 
 
-def _round_s(run: Followed) -> float:
+def _round_s(run: FollowedRun) -> float:
     """How long a round takes, by the measured clock; 0 where it is not known."""
     grid = run.clock.get(None)
     if grid is None or not grid.rows:
@@ -239,7 +239,7 @@ def _round_s(run: Followed) -> float:
     return float(end_s[-1]) / (int(rounds[-1]) + 1) if len(rounds) else 0.0
 
 
-def _state(run: Followed, words: Sequence[str]) -> str:
+def _state(run: FollowedRun, words: Sequence[str]) -> str:
     assert run.file is not None
     scored = any(line["round"] + 1 >= run.file.rounds for line in run.evaluations.lines()[-1:])
     if scored or ("finished" in words and "training" not in words):

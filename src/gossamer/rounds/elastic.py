@@ -91,8 +91,8 @@ ELASTIC = (
         "constant batch and deaths",
         lambda f: f.constant_batch and not f.elastic,
         lambda f: (
-            "data.constant_batch is true and run.elastic is false, so that a run ends when a worker dies and nobody can take its "
-            "batches over; set run.elastic = true, or remove data.constant_batch"
+            f"data.constant_batch is true and run.elastic is {str(f.elastic).lower()}, so that a run ends when a worker "
+            "dies and nobody can take its batches over; set run.elastic = true, or remove data.constant_batch"
         ),
     ),
     Pairing(

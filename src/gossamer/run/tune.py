@@ -152,9 +152,14 @@ def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contende
     Raises: ConfigError for what is no such file.
     """
     if "tune" not in document:
-        raise ConfigError("the file has no [tune] table; write one with budget_tokens and lr = [5e-4, 1e-3, 2e-3]")
+        raise ConfigError(
+            f"the file has the keys {', '.join(document)} and no [tune] table; write one with budget_tokens and "
+            "lr = [5e-4, 1e-3, 2e-3]"
+        )
     if "sweep" in document:
-        raise ConfigError("the file has [sweep] and [tune], but gossamer tune has a grid of its own; remove [sweep]")
+        raise ConfigError(
+            f"the file has [sweep] over {', '.join(document['sweep'])}, but gossamer tune has a grid of its own; remove [sweep]"
+        )
     base, rows = laid_out(document, scale=scale)
     found = [_contender(document["tune"], base, row) for row in rows]
     places = [folder_name(one.row.label) for one in found]
