@@ -18,7 +18,7 @@ from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.run.config import RunConfig
-from gossamer.run.staged import StagedModel
+from gossamer.run.staged import InStages, StagedModel, computing
 from gossamer.run.task import Task, buffers_of, moved
 
 __all__ = ["LocalPhase", "Replica", "joined", "must_start_alike"]
@@ -61,19 +61,24 @@ class Replica:
     It satisfies `gossamer.clock.Learner`. What is evaluated, saved and published is `evaluated`: `x` itself, or the average
     of an optimizer that keeps one.
 
-    Args: `buffer` is memory for `x`; its own when None.
+    Args:
+        buffer: memory for `x`; its own when None.
+        cut: makes of a model the stages that this process has, where `x` and all else shall be of these alone.
     """
 
     def __init__(
-        self, index: int, config: RunConfig, task: Task, device: torch.device, buffer: Tensor | None = None
-    ) -> None:
+        self, index: int, config: RunConfig, task: Task, device: torch.device, buffer: Tensor | None = None,
+        cut: Callable[[Llama], InStages] | None = None,
+    ) -> None:  # fmt: skip
         self.index, self.config, self.task, self.device = index, config, task, device
-        self.model = task.model().to(device)
-        self.staged: StagedModel | None = None
+        self.model = task.model()
+        self.staged: InStages | None = None
         """The stages of a model that is cut, which share its parameters."""
         if config.pipeline.stages > 1:
             assert isinstance(self.model, Llama)  # `must_fit` refuses others
-            self.staged = StagedModel(self.model, config)
+            self.staged = cut(self.model) if cut else StagedModel(self.model.to(device), config)
+            self.model = self.staged.model
+        self.model.to(device)
         self.buffers = buffers_of(self.model)
         """Its own, as the running statistics of batch norm; they are never exchanged."""
         self.layout, self.spans = arrange(layout_of(self.model), *config.fragments)
@@ -151,22 +156,27 @@ class Replica:
     def _backward(self, step: int) -> tuple[float, int]:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=self.gradient is None)
-        total = 0.0
-        accumulate = self.config.data.accumulate
+        losses = self._backward_in_stages(step) if self.staged is not None else self._backward_whole(step)
+        return sum(losses) / len(losses), self.config.step_tokens
+
+    def _backward_whole(self, step: int) -> list[float]:
+        losses, accumulate = list[float](), self.config.data.accumulate
         for micro in range(accumulate):
             number = step * accumulate + micro
             batch = moved(self.task.data.batch(self.index, number), self.device)
-            bf16 = self.config.inner.autocast == "bf16"
-            with self._drawing(number), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                value = self._loss(batch, number)
+            with self._drawing(number), computing(self.config, self.device):
+                value = self.task.loss(self.model, batch)
             (value / accumulate if accumulate > 1 else value).backward()
-            total += value.item()
-        return total / accumulate, self.config.step_tokens
+            losses.append(value.item())
+        return losses
 
-    def _loss(self, batch: Any, number: int) -> Tensor:
-        if self.staged is None:
-            return self.task.loss(self.model, batch)
-        return self.staged.loss(batch, cast(Corpus, self.task.data).samples(self.index, number))
+    def _backward_in_stages(self, step: int) -> list[float]:
+        assert self.staged is not None
+        data, accumulate = cast(Corpus, self.task.data), self.config.data.accumulate
+        numbers = range(step * accumulate, (step + 1) * accumulate)
+        return self.staged.backward(
+            [(moved(data.batch(self.index, k), self.device), data.samples(self.index, k)) for k in numbers]
+        )
 
     def _drawing(self, batch: int) -> contextlib.AbstractContextManager[None]:
         """The random numbers of a forward pass, each worker's and each batch's own; backward draws none.
