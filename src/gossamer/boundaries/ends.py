@@ -12,6 +12,7 @@ from gossamer.transport.pipe import LENGTH_BYTES
 
 __all__ = ["BoundaryEnd", "through"]
 
+
 class BoundaryEnd:
     """The sender or the receiver of one direction, or both of them in one process, as they remember the same.
 

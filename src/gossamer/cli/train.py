@@ -130,7 +130,7 @@ def _result(config: "RunConfig", folder: Path, local: int | None, served: Server
     lines = read_metrics(folder)
     found = {line["worker"]: line["loss"] for line in lines if line["kind"] == "validation" and "worker" in line}
     if local is None:
-        me = served.worker if config.server is not None else int(os.environ.get("RANK", "-1"))
+        me = served.worker if config.server is not None else int(os.environ.get("RANK", "-1")) // config.pipeline.stages
         found = {worker: loss for worker, loss in found.items() if me in (worker, -1)}
     scored = [line["loss"] for line in lines if line["kind"] == "eval"]
     return {
@@ -181,7 +181,7 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
 
         must_not_resume(folder, resume=resume)
         return _start_asynchronous(folder, n, words)
-    return run_local(n, main, words)
+    return run_local(n, main, words, parts=config.pipeline.stages)
 
 
 def _start_elastic(config: "RunConfig", folder: Path, n: int, words: list[str]) -> int:

@@ -54,6 +54,8 @@ class Facts(NamedTuple):
     """As in `run.elastic`."""
     stages: int = 1
     """As in `pipeline.stages`."""
+    hashes: bool = False
+    """As in `record.hash`."""
     reduction: str = "ordered"
     fragments: int = 1
     """Of a server, as in `events.fragments`; those of rounds are the schedule's."""

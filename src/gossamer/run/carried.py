@@ -32,7 +32,14 @@ class Side(Protocol):
 class Schedule(Protocol):
     """What we use of a schedule of torch."""
 
-    def step(self, *args: Any, target: Any = None, losses: list[Any] | None = None, return_outputs: bool = True, **kwargs: Any):
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ):
         """Passes all micro-batches forward and backward through the stages of this process."""
         ...
 

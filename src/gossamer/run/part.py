@@ -82,8 +82,8 @@ class _Side:
             return self._into.decode(payload, self._like, self._samples[micro])
         except ValueError as error:
             raise TransportError(
-                f"stage {self._other} of this worker sent a payload that cannot be decoded ({error}); start all processes with the "
-                "same run file and gossamer version"
+                f"stage {self._other} of this worker sent a payload that cannot be decoded ({error}); start all processes with "
+                "the same run file and gossamer version"
             ) from None
 
 
@@ -180,19 +180,14 @@ class Part:
         parts = self._pipe.parts
         return [told[k % parts][skipped + k // parts].float() for k in range(self._pieces)]
 
-    def exchanged(self) -> None:
-        """The gradients are others than `backward` has left, so that `clip` asks for their norms again."""
-        self._squares = None
-
-    def clip(self, max_norm: float) -> None:
+    def clip(self, max_norm: float, *, again: bool = False) -> None:
         """See `gossamer.run.staged.InStages`."""
-        if self._squares is None:
+        if again or self._squares is None:
             own = torch.tensor([float(squared_norm(stage)) for stage in self._stages.values()], dtype=torch.float64)
             self._squares = self._in_order(self._pipe.gather(own), 0)
         total = sum(self._squares[1:], self._squares[0]).sqrt().to(self._device)
         for stage in self._stages.values():
             torch.nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, total)
-        self._squares = None
 
     def end_round(self, operations: Sequence[Sequence[Operation]]) -> list[list[Operation]]:
         """Adds up what the processes of the worker have sent in a round; all of them call it, with their own operations.
@@ -202,7 +197,9 @@ class Part:
         for b, ends in self.boundaries.items():
             self._sent[b] = torch.tensor([end.take_sent() for end in ends])
         flat = [size for some in operations for one in some for _, size in (*one.sends, *one.receives)]
-        total = torch.stack(self._pipe.gather(torch.cat((self._sent.flatten(), torch.tensor(flat, dtype=torch.int64))))).sum(0)
+        total = torch.stack(
+            self._pipe.gather(torch.cat((self._sent.flatten(), torch.tensor(flat, dtype=torch.int64))))
+        ).sum(0)
         self._sent_by_all = total[: self._sent.numel()].view_as(self._sent)
         sizes = iter(total[self._sent.numel() :].tolist())
 
@@ -237,7 +234,9 @@ class Part:
                         losses[number] = F.cross_entropy(h.float().flatten(0, 1), batch[:, 1:].flatten()).item()
                     else:
                         payload = h.contiguous().view(-1).view(torch.uint8)
-                        self._pipe.send(Stream("validation", k), (k + 1) % self._pipe.parts, payload, length_first=False)
+                        self._pipe.send(
+                            Stream("validation", k), (k + 1) % self._pipe.parts, payload, length_first=False
+                        )
         self._pipe.flush()
         told = self._pipe.gather(torch.tensor(losses, dtype=torch.float64))
         return math.fsum(told[(self._pieces - 1) % self._pipe.parts].tolist()) / len(batches)

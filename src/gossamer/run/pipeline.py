@@ -49,8 +49,8 @@ class PipelineConfig:
             )
         if (self.chunks > 1) != (self.schedule == "interleaved"):
             raise ConfigError(
-                f"pipeline.chunks is {self.chunks} and pipeline.schedule is '{self.schedule}', but with 'interleaved' each process "
-                "has several pieces, and with others one; set pipeline.chunks to 2 or more for 'interleaved', and to 1 for others"
+                f"pipeline.chunks is {self.chunks} and pipeline.schedule is '{self.schedule}', but with 'interleaved' each "
+                "process has several pieces, and with others one; set pipeline.chunks to 2 or more for 'interleaved', and to 1 for others"
             )
         if self.cuts is not None and len(self.cuts) != self.pieces - 1:
             chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
@@ -92,8 +92,8 @@ def cuts_of(pipeline: PipelineConfig, model: ModelConfig) -> tuple[int, ...]:
         return model.bottleneck.cuts or ()
     if pipeline.chunks > 1 and pipeline.pieces > model.shape.layers:
         raise ConfigError(
-            f"pipeline.stages is {pipeline.stages} and pipeline.chunks is {pipeline.chunks}, which makes {pipeline.pieces} pieces, "
-            f"and the model has {model.shape.layers} layers, but each needs one; take fewer stages or chunks"
+            f"pipeline.stages is {pipeline.stages} and pipeline.chunks is {pipeline.chunks}, which makes {pipeline.pieces} "
+            f"pieces, and the model has {model.shape.layers} layers, but each needs one; take fewer stages or chunks"
         )
     return minimax([1.0] * model.shape.layers, [1.0] * pipeline.pieces)
 

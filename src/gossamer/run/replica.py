@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -148,6 +148,19 @@ class Replica:
         if self.gradient is not None:
             self._step(round, self.local_steps - 1)
 
+    @contextlib.contextmanager
+    def holding_evaluated(self) -> Iterator[None]:
+        """In here the parameters are those that are evaluated."""
+        if self.averaged is None:
+            yield
+            return
+        own = self.x.clone()
+        self.x.copy_(self.evaluated)
+        try:
+            yield
+        finally:
+            self.x.copy_(own)
+
     def recompute(self) -> None:
         """After an outer step, an optimizer that averages recomputes the parameters from its average and iterate."""
         if isinstance(self.optimizer, GPA) and self.gradient is None:
@@ -197,7 +210,7 @@ class Replica:
             if self.staged is None:
                 clip_gradients(list(self.model.parameters()), self.config.inner.clip)
             else:
-                self.staged.clip(self.config.inner.clip)
+                self.staged.clip(self.config.inner.clip, again=self.gradient is not None)
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:

@@ -169,6 +169,7 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
         server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
         averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, reduction=run.reduction,
         eval_js=run.eval_js, elastic=run.elastic, stages=config.pipeline.stages,
+        hashes=config.record.hash,
         fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,
         absences=len(events.absences), clock=events.network, networks=config.network,
     )  # fmt: skip

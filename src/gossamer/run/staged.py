@@ -22,7 +22,16 @@ from gossamer.run.config import RunConfig
 from gossamer.run.document import DIRECTIONS
 from gossamer.run.pipeline import boundary_of, cuts_of
 
-__all__ = ["InStages", "MicroBatch", "StagedModel", "boundary_ends", "computing", "must_hold", "spans_of", "squared_norm"]
+__all__ = [
+    "InStages",
+    "MicroBatch",
+    "StagedModel",
+    "boundary_ends",
+    "computing",
+    "must_hold",
+    "spans_of",
+    "squared_norm",
+]
 
 MicroBatch = tuple[Tensor, Sequence[int]]
 """Tokens, int64 `[B, S + 1]`, and the numbers of these B samples."""
@@ -38,8 +47,11 @@ class InStages(Protocol):
         """Adds up the gradients of the mean loss over micro-batches, in their order; returns the loss of each."""
         ...
 
-    def clip(self, max_norm: float) -> None:
-        """Shortens the gradients to this norm, which is the root of the sum over stages, in their order, of squared norms."""
+    def clip(self, max_norm: float, *, again: bool = False) -> None:
+        """Shortens the gradients to this norm, which is the root of the sum over stages, in their order, of squared norms.
+
+        Args: `again` says that the gradients are others than `backward` has left.
+        """
         ...
 
     def sent_bytes(self) -> list[list[int]]:
@@ -120,7 +132,7 @@ class StagedModel:
             losses.append(value.item())
         return losses
 
-    def clip(self, max_norm: float) -> None:
+    def clip(self, max_norm: float, *, again: bool = False) -> None:
         """See `InStages`."""
         squares = [squared_norm(stage) for stage in self.stages]
         total = sum(squares[1:], squares[0]).sqrt()

@@ -104,7 +104,7 @@ class Pipe:
         made = dist.new_group(
             ranks, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True, group_desc="stages"
         )
-        assert made is not None
+        assert isinstance(made, dist.ProcessGroup)
         self.group = made
         self._receivers: dict[Stream, _Receiver] = {}
         self._sending: list[tuple[int, dist.Work, Tensor]] = []
