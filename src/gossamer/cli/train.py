@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.cli.output import PLAIN, Output, print_json
-from gossamer.cli.run_file import AUTO, File, Overrides, imported_parts, resume_hint, run_and_folder
+from gossamer.cli.run_file import AUTO, NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _NO_SERVER = ServerOptions()
 
 
 def command(
-    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
+    file: File = None, /, *, changes: Changes = NO_CHANGES, out: Path | None = None, resume: Path | None = None,
     local: int | None = None, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
     served: ServerOptions = _NO_SERVER, output: Output = PLAIN,
 ) -> int:  # fmt: skip
@@ -52,7 +52,8 @@ def command(
         out: run folder (default: runs/NAME)
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
-        local: start this many worker processes on this machine; an elastic run may start with fewer than its workers
+        local: start this many workers on this machine, each a process, or several with --stages; an elastic run may start with
+            fewer than its workers
         join: take a free slot of the elastic run (run.elastic) of the worker at this address; auto: of one whose run folder is
             here
     """
@@ -61,7 +62,7 @@ def command(
     from gossamer.run.parts import own_parts
     from gossamer.run.settle import settle
 
-    config, folder, resumed = run_and_folder(file, overrides, out, resume)
+    config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
     settle(config, imported_parts(config) if tells else own_parts(config), real=True)  # before processes are started
@@ -73,7 +74,7 @@ def command(
     hint = resume_hint(folder) if config.kind in ("rounds", "server") else nullcontext()
     with hint, output.silenced():
         if local is not None:
-            sets = [word for one in overrides for word in ("--set", one)]
+            sets = [word for one in changes.words for word in ("--set", one)]
             words = (
                 ["train", "--resume", str(folder)] if resumed is True else ["train", str(file), "--out", str(folder)]
             )

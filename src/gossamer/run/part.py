@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gossamer.boundaries.ends import BoundaryEnd
-from gossamer.errors import CheckpointError, TransportError
-from gossamer.layout import Layout
+from gossamer.errors import TransportError
 from gossamer.models.llama import Llama
 from gossamer.models.sizes import crossing
 from gossamer.models.stages import Held, Stage
@@ -26,30 +25,7 @@ from gossamer.run.config import RunConfig
 from gossamer.run.staged import MicroBatch, boundary_ends, computing, must_hold, spans_of, squared_norm
 from gossamer.transport.pipe import Pipe, Stream
 
-__all__ = ["Part", "held_spans", "whole_of"]
-
-
-def held_spans(config: RunConfig, part: int) -> list[tuple[int, int]]:
-    """The layers that one process of a worker has: those of a stage, or of every stages-th piece of it."""
-    return spans_of(config)[part :: config.pipeline.stages]
-
-
-def whole_of(vectors: Sequence[Tensor], parts: Sequence[Layout], layout: Layout) -> Tensor:
-    """The parameters `[P]` of a model from those of its parts, each with its layout.
-
-    Raises: CheckpointError when a part has not the parameters it should have.
-    """
-    whole, places = torch.empty(layout.numel), {leaf.name: leaf for leaf in layout.leaves}
-    for x, part in zip(vectors, parts, strict=True):
-        if x.shape != (part.numel,):
-            raise CheckpointError(
-                f"a stage of the checkpoint has parameters of shape {[*x.shape]} and should have [{part.numel}]; use the run "
-                "file that wrote it"
-            )
-        for leaf in part.leaves:
-            place = places[leaf.name]
-            whole[place.start : place.stop] = x[leaf.start : leaf.stop]
-    return whole
+__all__ = ["Part"]
 
 
 class _Side:

@@ -50,7 +50,7 @@ class PipelineConfig:
         if (self.chunks > 1) != (self.schedule == "interleaved"):
             raise ConfigError(
                 f"pipeline.chunks is {self.chunks} and pipeline.schedule is '{self.schedule}', but with 'interleaved' each "
-                "process has several pieces, and with others one; set pipeline.chunks to 2 or more for 'interleaved', and to 1 for others"
+                "process has several pieces, and with others one; set pipeline.chunks to 2 or more for 'interleaved' alone"
             )
         if self.cuts is not None and len(self.cuts) != self.pieces - 1:
             chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""

@@ -24,6 +24,7 @@ from gossamer.record.progress import Progress, say
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.method import Method
+from gossamer.run.assemble import must_be_whole
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, mean_of, publish
 from gossamer.run.history import Resume, history
@@ -153,6 +154,7 @@ def _restore(workers: Sequence[Worker], config: RunConfig, folder: Path, *, auto
 
     Raises: CheckpointError, ConfigError.
     """
+    must_be_whole(config, folder)
     store, past = folder / "checkpoints", history(config, folder)
     newest = past.newest(
         folder, checkpoint.owned(store, config.owners, past.lineage), auto=auto, owners=config.owners,

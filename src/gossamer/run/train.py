@@ -22,6 +22,7 @@ from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.progress import quieted, say
 from gossamer.record.stages import stage_log
 from gossamer.rounds.method import Method
+from gossamer.run.assemble import must_have_stages, stage_store
 from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import History, Resume, history
@@ -175,11 +176,6 @@ def checkpoints_of(folder: Path, member: Member) -> Path:
     return stage_store(folder, member.part) if member.parts > 1 else folder / "checkpoints"
 
 
-def stage_store(folder: Path, stage: int) -> Path:
-    """The checkpoints of one stage of all workers in a run folder."""
-    return folder / "checkpoints" / f"stage-{stage}"
-
-
 def _validator(config: RunConfig, replica: Replica, part: Part | None) -> Callable[[], Mapping[str, Any]]:
     """What finds the validation loss of this worker."""
     if part is None:
@@ -202,6 +198,7 @@ def _agreed_round(
     Args: `found` is what each worker finds on its own and all must have in common.
     Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
     """
+    must_have_stages(config, folder)
     store, me = checkpoints_of(folder, member), member.worker
     owned = [] if past is None else checkpoint.rounds(store, me, past.lineage)
     common, timeout_s = f"{digest(config)} {found}", config.run.timeout_s
