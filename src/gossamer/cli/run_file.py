@@ -43,7 +43,7 @@ class Changes:
 
     overrides: Overrides = ()
     stages: int | None = None
-    """cut each worker into so many stages, processes of their own in train: short for --set pipeline.stages=N"""
+    """cut each worker into so many stages: short for --set pipeline.stages=N"""
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -61,11 +61,14 @@ class Stage(Held):
         self.rotary = nn.Buffer(whole.rotary, persistent=False)
         self.subspace, self._in_subspace = whole.subspace, in_subspace(whole.config)
 
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Its part of `Llama.forward`, operation by operation."""
+    def forward(self, x: Tensor, tokens: Tensor, *, full: bool = False) -> Tensor:
+        """Its part of `Llama.forward`, operation by operation.
+
+        Args: `full` lets hidden states cross as they are, `[B, S, D]`, also where a subspace has fewer numbers.
+        """
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(tokens)
-        if self.subspace is not None:
+        if self.subspace is not None and (self.first == 0 or not full):
             x = self.subspace.widen(x, tokens)
         cos, sin = self.rotary[:, : tokens.shape[1]].to(x.dtype)
         for name, layer in self.model.layers.items():
@@ -78,7 +81,7 @@ class Stage(Held):
             return self.lm_head(self.model.norm(x))
         if (name := str(self.last)) in self.model.cuts:
             return narrow(x, cast(nn.ModuleDict, self.model.cuts[name])["encoder"])
-        if self.subspace is not None:
+        if self.subspace is not None and not full:
             x = self.subspace.narrow(x, tokens)
         return x.to(torch.promote_types(x.dtype, torch.float32))  # the next stage must know what it receives
 

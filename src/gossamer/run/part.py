@@ -222,11 +222,13 @@ class Part:
         tokens = x = batch[:, :-1]
         if k > 0:
             stream, other = Stream("validation", k - 1), (k - 1) % self._pipe.parts
-            shape = (*tokens.shape, crossing(self._config.model, stage.first))
+            model = self._config.model
+            width = crossing(model, stage.first) if stage.subspace is None else model.shape.hidden_size
+            shape = (*tokens.shape, width)
             self._pipe.expect(stream, other, [4 * math.prod(shape)], 4 * math.prod(shape))
             x = self._pipe.receive(stream, other).view(torch.float32).view(shape).to(self._device)
         with computing(self._config, self._device):
-            return stage(x, tokens)
+            return stage(x, tokens, full=True)
 
     def state(self) -> list[list[dict[str, Any]]]:
         """See `gossamer.run.staged.InStages`."""
