@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from commands import run
 from gossamer.boundaries import aqsgd, tahquant
 from gossamer.boundaries.ends import BoundaryEnd
 from gossamer.cli import main
-from gossamer.errors import CheckpointError
+from gossamer.errors import CheckpointError, TrainingError
 from gossamer.models import ModelConfig, build_model
 from gossamer.models.stages import Held
 from gossamer.optimizers import Joined
@@ -40,7 +41,7 @@ from gossamer.transport.member import Member
 from tiny import document, tiny
 
 TIMEOUT_S = 60
-TWO = {"workers": 2, "pipeline__stages": 2, "data__accumulate": 4, "run__steps": 8, "run__timeout_s": TIMEOUT_S}
+TWO = {"workers": 2, "pipeline__stages": 2, "data__accumulate": 4, "run__steps": 4, "run__timeout_s": TIMEOUT_S}
 CASES = {
     "dense, gpipe": {**TWO, "record__export": True},
     "tahquant and intk, 1f1b, clipped": {
@@ -49,7 +50,7 @@ CASES = {
     },
     "aqsgd, resumed": {
         **TWO, "pipeline__forward": "aqsgd", "pipeline__backward": {"name": "intk", "bits": 8}, "data__windows": 5,
-        "pipeline__schedule": "1f1b",
+        "pipeline__schedule": "1f1b", "run__steps": 8,
     },
     "interleaved, tahquant and cast": {
         **TWO, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "model__layers": 4, "inner__clip": 0.5,
@@ -72,6 +73,12 @@ CASES = {
 }  # fmt: skip
 
 
+DIVERGING = {
+    "workers": 1, "pipeline__stages": 4, "model__layers": 4, "data__accumulate": 4, "rule": {"name": "diloco"},
+    "topology": {"name": "complete"}, "inner__lr": 1e15, "inner__warmup_steps": 0,
+}  # fmt: skip
+
+
 def train_pipelines(argv):
     """One of four processes, which train every case, one after the other."""
     cases = json.loads(Path(argv[0]).read_text())
@@ -83,7 +90,10 @@ def train_pipelines(argv):
                 first.rank, config.workers, torch.device("cpu"), PrefixStore(f"{folder}{turn}", first.store),
                 config.pipeline.stages,
             )  # fmt: skip
-            train_member(config, root, member, resume=turn > 0)
+            try:
+                train_member(config, root, member, resume=turn > 0)
+            except TrainingError as error:
+                (root / f"said-{member.part}").write_text(str(error))
             dist.barrier()
             if turn == 0 and resumed and member.part:  # the newest round that all have is the one before
                 checkpoint.rewind(stage_store(root, member.part), config.rounds - 1, member.worker)
@@ -97,11 +107,17 @@ def trained(tmp_path_factory, forks):
     """Every case, trained by processes and by the simulator."""
     root = tmp_path_factory.mktemp("stages")
     plan = [[str(root / "real" / name), document(**case), "resumed" in name] for name, case in CASES.items()]
+    plan.append([str(root / "diverging"), document(**DIVERGING), False])
     (root / "cases.json").write_text(json.dumps(plan))
     assert run_local(2, train_pipelines, [str(root / "cases.json")], parts=2) == 0
     for name, case in CASES.items():
         simulate(tiny(**case), root / "simulated" / name)
     return root
+
+
+def test_when_a_loss_is_not_finite_all_stages_end_with_the_same_sentence(trained):
+    said = [(trained / "diverging" / f"said-{part}").read_text() for part in range(4)]
+    assert len({*said}) == 1 and re.match("the loss of worker 0 became (nan|inf) at its inner step", said[0])
 
 
 def parameters(config, folder):
@@ -204,7 +220,7 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
     assert sorted(line[:5] for line in said) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
     assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in said)
     code, output = run("train", "--resume", tmp_path / "run", "--local", 2)
-    assert code == 0 and "[0.0] round 4 of 4" in output and "[0.1] round" not in output, output
+    assert code == 0 and "[0.0] round 2 of 2" in output and "[0.1] round" not in output, output
     simulate(config, tmp_path / "simulated")
     assert all(map(torch.equal, parameters(config, tmp_path / "run"), parameters(config, tmp_path / "simulated")))
 

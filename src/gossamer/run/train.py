@@ -86,7 +86,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     """
     parts = own_parts(config)
     m, _, warnings = in_rounds(config, parts, real=True)
-    for sentence in warnings:
+    for sentence in warnings if member.part == 0 else ():
         log.warning(sentence)
     task = task_of(config, parts)
     # The settled step is found by every worker on its own, as its text and the user's code are.
@@ -135,7 +135,7 @@ def _train_rounds(
     open_: contextlib.ExitStack,
 ) -> None:  # fmt: skip
     """Trains from round `newest` to the end, and records it, with files that `open_` closes."""
-    store, line, run = checkpoints_of(folder, member), Lineage(digest(config)), config.run
+    store, line, run = _checkpoints_of(folder, member), Lineage(digest(config)), config.run
     worker, transport, stopwatch, part, pipe = made
     replica = worker.replica
     if past is not None and newest is not None:
@@ -171,7 +171,7 @@ def _train_rounds(
     transport.close()
 
 
-def checkpoints_of(folder: Path, member: Member) -> Path:
+def _checkpoints_of(folder: Path, member: Member) -> Path:
     """Where this process keeps its checkpoints: each stage of a worker has a folder of its own."""
     return stage_store(folder, member.part) if member.parts > 1 else folder / "checkpoints"
 
@@ -199,7 +199,7 @@ def _agreed_round(
     Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
     """
     must_have_stages(config, folder)
-    store, me = checkpoints_of(folder, member), member.worker
+    store, me = _checkpoints_of(folder, member), member.worker
     owned = [] if past is None else checkpoint.rounds(store, me, past.lineage)
     common, timeout_s = f"{digest(config)} {found}", config.run.timeout_s
     settings = short_settings({**decisive(config), **found})

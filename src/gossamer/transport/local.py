@@ -177,6 +177,7 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         process = context.Process(
             target=_enter,
+            name=prefix.strip("[] "),
             args=(
                 work,
                 [*argv],
@@ -266,7 +267,7 @@ def _end(workers: Sequence[BaseProcess], grace_s: float = 2.0) -> None:
     """Ends the workers that still run, by their process ids: first terminate, then kill."""
     running = [worker for worker in workers if worker.exitcode is None]
     for worker in running:
-        log.warning("ending worker %d (process %d), which has not ended by itself", workers.index(worker), worker.pid)
+        log.warning("ending worker %s (process %d), which has not ended by itself", worker.name, worker.pid)
         worker.terminate()
     deadline = time.monotonic() + grace_s
     for worker in running:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gossamer.errors import PeerError, TransportError
+from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.rng import key
 from gossamer.transport.backend import block, hang_up
 from gossamer.transport.board import THREADS
@@ -101,9 +101,15 @@ class Pipe:
         self._member, self._timeout_s = member, timeout_s
         self._patience = Patience(member, timeout_s)
         ranks = [self._rank(part) for part in range(self.parts)]
-        made = dist.new_group(
-            ranks, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True, group_desc="stages"
-        )
+        try:
+            made = dist.new_group(
+                ranks, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True, group_desc="stages"
+            )
+        except RuntimeError as error:
+            raise TransportError(
+                f"{member.name(member.rank)} could not connect to the other {self.parts - 1} of its worker "
+                f"({first_line(error)}); look at their logs, and check GLOO_SOCKET_IFNAME"
+            ) from error
         assert isinstance(made, dist.ProcessGroup)
         self.group = made
         self._receivers: dict[Stream, _Receiver] = {}
