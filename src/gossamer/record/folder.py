@@ -5,6 +5,7 @@ run.toml              the resolved configuration
 metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run
 trace[-003].jsonl     see `gossamer.record.trace`
 seconds[-003].jsonl   see `gossamer.record.seconds`
+stages-003-1.jsonl    see `gossamer.record.stages`
 machines[-003].jsonl  see `gossamer.record.machines`
 tensorboard/          TensorBoard events
 ```

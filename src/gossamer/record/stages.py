@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from gossamer.errors import ConfigError
 from gossamer.record.files import LineWriter, atomic_write, make_folder, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
 
@@ -38,11 +39,18 @@ class _StageLog(LineWriter):
 
 
 def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: int | None) -> _StageLog:
-    """The log of one process; a run that goes on drops the lines of this round and later ones."""
+    """The log of one process; a run that goes on drops the lines of this round and later ones.
+
+    Raises: ConfigError when a new run would mix with an old one.
+    """
     make_folder(folder)
     path = folder / f"stages{worker_suffix(worker, part, parts)}.jsonl"
     if path.exists():
-        kept = [line for _, line in json_lines(path) if line.get("round", 0) < (resume_round or 0)]
+        if resume_round is None:
+            raise ConfigError(
+                f"the run folder {folder} already holds {path.name}; name a new folder, or resume that run"
+            )
+        kept = [line for _, line in json_lines(path) if line.get("round", 0) < resume_round]
         atomic_write(path, "".join(map(json_line, kept)).encode())
     return _StageLog(path)
 

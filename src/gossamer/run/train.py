@@ -18,6 +18,7 @@ from gossamer.errors import GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
+from gossamer.record.files import atomic_write, make_folder
 from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.progress import quieted, say
 from gossamer.record.stages import stage_log
@@ -143,6 +144,11 @@ def _train_rounds(
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, run.timeout_s / 4))
     if member.part:
         record: RunFolder | Unrecorded = Unrecorded()
+        if (
+            newest is not None or not (folder / "run.toml").exists()
+        ):  # its machine may have no other process of the worker
+            make_folder(folder)
+            atomic_write(folder / "run.toml", dump(config).encode())
     else:
         record = open_.enter_context(RunFolder(
             folder, dump(config), config.record, worker=worker.index, resume_round=newest,
