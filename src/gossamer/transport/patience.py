@@ -20,7 +20,7 @@ class Patience:
     def __init__(self, member: Member, timeout_s: float) -> None:
         self._member, self._timeout_s = member, timeout_s
         self._beat_s = min(1.0, timeout_s / 8)
-        self._board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, timeout_s / 4))
+        self.board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, timeout_s / 4))
 
     def wait(self, round: int, missing: Callable[[float], Sequence[int]]) -> None:
         """Returns once nobody is missing.
@@ -35,27 +35,27 @@ class Patience:
         while ranks := missing(min(self._beat_s, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise self._late(round, ranks, before or {})
-            self._board.waits_for(ranks)
+            self.board.waits_for(ranks)
             noted = True
-            if (standing := self._board.failure()) is not None:
+            if (standing := self.board.failure()) is not None:
                 raise PeerError(self._sentence(standing))
             if before is None and time.monotonic() >= deadline - 3 * self._beat_s:
-                before = self._board.look(ranks)
+                before = self.board.look(ranks)
         if noted:
-            self._board.waits_for(())
+            self.board.waits_for(())
 
     def failed(self, round: int, rank: int, cause: Literal["closed", "silent", "foreign", "changed"]) -> PeerError:
         """What to raise when a process of this rank has failed; the first failure of the run counts."""
-        return PeerError(self._sentence(self._board.claim(Failure(rank, round, self._member.rank, cause))))
+        return PeerError(self._sentence(self.board.claim(Failure(rank, round, self._member.rank, cause))))
 
     def _late(self, round: int, ranks: Sequence[int], before: Mapping[int, Note]) -> PeerError:
         """What to raise when the deadline has passed."""
-        chain = blame(self._member.rank, ranks, before, self._board.look(ranks))
+        chain = blame(self._member.rank, ranks, before, self.board.look(ranks))
         mine = Failure(chain[-1], round, self._member.rank, "silent")
-        standing = self._board.claim(mine)
+        standing = self.board.claim(mine)
         return PeerError(self._sentence(standing, chain if standing == mine else []))
 
     def _sentence(self, failure: Failure, chain: Sequence[int] = ()) -> str:
         text = sentence(failure, self._member.rank, self._timeout_s, chain, self._member.name)
         lost = "; the launcher's store does not answer either, so another may have failed before it"
-        return f"{text}{lost}" if self._board.gone else text
+        return f"{text}{lost}" if self.board.gone else text
