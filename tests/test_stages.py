@@ -21,7 +21,7 @@ from gossamer.boundaries.ends import BoundaryEnd
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.models import ModelConfig, build_model
-from gossamer.models.stages import Held
+from gossamer.models.stages import OwnLayers
 from gossamer.optimizers import Joined
 from gossamer.optimizers.inner import InnerConfig, build_optimizer
 from gossamer.record import checkpoint
@@ -271,7 +271,8 @@ def test_the_lengths_of_payloads_to_come_are_known_before_they_come_also_of_a_sa
 def test_muon_takes_every_hidden_matrix_of_a_stage_whether_or_not_the_output_head_is_on_it():
     whole = build_model(ModelConfig(size="0.2m"), 256, 16, seed=0)
     shares = [
-        build_optimizer(InnerConfig(optimizer="muon"), Held(whole, spans)) for spans in ([(0, 1)], [(1, 2)], [(2, 3)])
+        build_optimizer(InnerConfig(optimizer="muon"), OwnLayers(whole, spans))
+        for spans in ([(0, 1)], [(1, 2)], [(2, 3)])
     ]
     matrices = [p for share in shares for group in share.param_groups if "ns_steps" in group for p in group["params"]]
     joined = build_optimizer(InnerConfig(optimizer="muon"), whole)

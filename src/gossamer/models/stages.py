@@ -12,7 +12,7 @@ from gossamer.models.bottleneck import narrow, widen
 from gossamer.models.llama import Decoder, Llama
 from gossamer.models.sizes import in_subspace
 
-__all__ = ["Held", "Stage", "cutting_faults", "minimax", "stages_of"]
+__all__ = ["OwnLayers", "Stage", "cutting_faults", "minimax", "stages_of"]
 
 
 class _Part(nn.Module):
@@ -31,7 +31,7 @@ class _Part(nn.Module):
                 self.cuts[name] = nn.ModuleDict({half: getattr(cut, half) for half in halves})
 
 
-class Held(nn.Module):
+class OwnLayers(nn.Module):
     """What one process has of a Llama: the parameters of some spans of its layers, which it shares under the same names.
 
     Args: `spans` are the first layer of each and the one after its last.
@@ -47,7 +47,7 @@ class Held(nn.Module):
         return self.lm_head
 
 
-class Stage(Held):
+class Stage(OwnLayers):
     """Layers `first` to `last - 1` of a Llama, whose parameters it shares under the same names.
 
     The first stage takes int64 tokens `[B, S]`, all others what crosses `[B, S, w]` and the tokens again, which a stage reads

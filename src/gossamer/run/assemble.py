@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.errors import CheckpointError
 from gossamer.layout import Layout, layout_of
 from gossamer.models.llama import Llama
-from gossamer.models.stages import Held
+from gossamer.models.stages import OwnLayers
 from gossamer.record import checkpoint
 from gossamer.run.config import RunConfig
 from gossamer.run.staged import spans_of
@@ -60,7 +60,7 @@ def assembled(
     if len(states) == 1:
         return states[0]
     model = cast(Llama, task.model())
-    parts = [layout_of(Held(model, held_spans(config, part))) for part in range(len(stores))]
+    parts = [layout_of(OwnLayers(model, held_spans(config, part))) for part in range(len(stores))]
     return {**states[0], "x": whole_of([state["x"] for state in states], parts, layout_of(model))}
 
 

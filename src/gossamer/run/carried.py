@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 
-__all__ = ["CarriedStage", "Schedule", "Side", "schedule_of"]
+__all__ = ["CarriedStage", "Side", "TorchSchedule", "schedule_of"]
 
 
 class Side(Protocol):
@@ -29,7 +29,7 @@ class Side(Protocol):
         ...
 
 
-class Schedule(Protocol):
+class TorchSchedule(Protocol):
     """What we use of a schedule of torch."""
 
     def step(
@@ -99,7 +99,7 @@ class CarriedStage(PipelineStage):
 
 def schedule_of(
     name: str, stages: Sequence[CarriedStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
-) -> Schedule:  # fmt: skip
+) -> TorchSchedule:  # fmt: skip
     """The schedule of this name for the stages of this process; gradients of the micro-batches' losses are added up as they are.
 
     Source: GPipe, arXiv 1811.06965; 1F1B and interleaved stages, arXiv 2104.04473, section 2.2.

@@ -17,15 +17,15 @@ from gossamer.boundaries.ends import BoundaryEnd
 from gossamer.errors import TransportError
 from gossamer.models.llama import Llama
 from gossamer.models.sizes import crossing
-from gossamer.models.stages import Held, Stage
+from gossamer.models.stages import OwnLayers, Stage
 from gossamer.record.stages import StageSeconds
 from gossamer.record.trace import Operation
 from gossamer.run.carried import CarriedStage, schedule_of
 from gossamer.run.config import RunConfig
 from gossamer.run.staged import MicroBatch, boundary_ends, computing, must_hold, spans_of, squared_norm
-from gossamer.transport.pipe import Pipe, Stream
+from gossamer.transport.pipe import Flow, Pipe
 
-__all__ = ["Part"]
+__all__ = ["OwnStages"]
 
 
 class _Side:
@@ -37,7 +37,7 @@ class _Side:
         self._pipe, self._other, self._like = pipe, other, like
         self._out, self._into = ends if sends else ends[::-1]
         names = ("forward", "backward") if sends else ("backward", "forward")
-        self._leaving, self._coming = (Stream(name, boundary) for name in names)
+        self._leaving, self._coming = (Flow(name, boundary) for name in names)
         self._samples: Sequence[Sequence[int]] = ()
 
     def begin(self, samples: Sequence[Sequence[int]]) -> None:
@@ -75,7 +75,7 @@ class _Computing(nn.Module):
             return self.stage(x, tokens)
 
 
-class Part:
+class OwnStages:
     """The stages of a model that this process has, as `gossamer.run.staged.InStages`.
 
     Args: `whole` is a model with the initial parameters, of which those of other stages are free afterwards.
@@ -88,7 +88,7 @@ class Part:
         spans = spans_of(config)
         self._places = range(pipe.part, len(spans), pipe.parts)
         self._pieces = len(spans)
-        self.model: nn.Module = Held(whole, [spans[k] for k in self._places]).to(device)
+        self.model: nn.Module = OwnLayers(whole, [spans[k] for k in self._places]).to(device)
         self._stages = {k: Stage(whole, *spans[k]).to(device) for k in self._places}
         self.boundaries = {
             b: boundary_ends(config, spans[b + 1][0])
@@ -210,9 +210,7 @@ class Part:
                         losses[number] = F.cross_entropy(h.float().flatten(0, 1), batch[:, 1:].flatten()).item()
                     else:
                         payload = h.contiguous().view(-1).view(torch.uint8)
-                        self._pipe.send(
-                            Stream("validation", k), (k + 1) % self._pipe.parts, payload, length_first=False
-                        )
+                        self._pipe.send(Flow("validation", k), (k + 1) % self._pipe.parts, payload, length_first=False)
         self._pipe.flush()
         told = self._pipe.gather(torch.tensor(losses, dtype=torch.float64))
         return math.fsum(told[(self._pieces - 1) % self._pipe.parts].tolist()) / len(batches)
@@ -221,7 +219,7 @@ class Part:
         """The output of one piece of the model for a batch, whose input comes from the piece before it."""
         tokens = x = batch[:, :-1]
         if k > 0:
-            stream, other = Stream("validation", k - 1), (k - 1) % self._pipe.parts
+            stream, other = Flow("validation", k - 1), (k - 1) % self._pipe.parts
             model = self._config.model
             width = crossing(model, stage.first) if stage.subspace is None else model.shape.hidden_size
             shape = (*tokens.shape, width)

@@ -28,7 +28,7 @@ from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
-from gossamer.run.part import Part
+from gossamer.run.part import OwnStages
 from gossamer.run.parts import own_parts
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
@@ -114,7 +114,7 @@ class _Made(NamedTuple):
     worker: Worker
     transport: GroupTransport
     stopwatch: Stopwatch
-    part: Part | None
+    part: OwnStages | None
     """Its stages, where a worker has several processes."""
     pipe: Pipe | None
 
@@ -124,10 +124,10 @@ def _made(
 ) -> _Made:  # fmt: skip
     run = config.run
     transport = GroupTransport(member, run=int(digest(config), 16), timeout_s=run.timeout_s)
-    cut = None if pipe is None else lambda whole: Part(whole, config, pipe, member.device)
+    cut = None if pipe is None else lambda whole: OwnStages(whole, config, pipe, member.device)
     replica = Replica(member.worker, config, task, member.device, cut=cut)
     reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
-    part = replica.staged if isinstance(replica.staged, Part) else None
+    part = replica.staged if isinstance(replica.staged, OwnStages) else None
     return _Made(Worker(replica, m, transport, reduce), transport, stopwatch, part, pipe)
 
 
@@ -182,7 +182,7 @@ def _checkpoints_of(folder: Path, member: Member) -> Path:
     return stage_store(folder, member.part) if member.parts > 1 else folder / "checkpoints"
 
 
-def _validator(config: RunConfig, replica: Replica, part: Part | None) -> Callable[[], Mapping[str, Any]]:
+def _validator(config: RunConfig, replica: Replica, part: OwnStages | None) -> Callable[[], Mapping[str, Any]]:
     """What finds the validation loss of this worker."""
     if part is None:
         probe = Probe(config, replica.task, replica.device)

@@ -23,13 +23,13 @@ from gossamer.transport.board import THREADS
 from gossamer.transport.member import Member
 from gossamer.transport.patience import Patience
 
-__all__ = ["LENGTH_BYTES", "Pipe", "Stream"]
+__all__ = ["LENGTH_BYTES", "Flow", "Pipe"]
 
 LENGTH_BYTES = 8
 """Of the length before a payload whose size only the sender knows."""
 
 
-class Stream(NamedTuple):
+class Flow(NamedTuple):
     """Messages in one direction between two processes of a worker; each end names the same."""
 
     name: str
@@ -39,7 +39,7 @@ class Stream(NamedTuple):
 class _Receiver:
     """The thread that receives one stream. It is in torch only while a message is announced."""
 
-    def __init__(self, stream: Stream, part: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, stream: Flow, part: int, group: dist.ProcessGroup) -> None:
         self._stream, self._part, self._group = stream, part, group
         self._announced: SimpleQueue[tuple[int | None, int] | None] = SimpleQueue()
         self.came: SimpleQueue[Tensor | Exception] = SimpleQueue()
@@ -79,7 +79,7 @@ class _Receiver:
         return buffer
 
 
-def _tag(stream: Stream, size: int | None = None) -> int:
+def _tag(stream: Flow, size: int | None = None) -> int:
     """The tag of a payload, which its size is part of: gloo ends a process that receives more than it has room for."""
     return key(0, "pipe", *stream, -1 if size is None else size) >> 33
 
@@ -112,16 +112,16 @@ class Pipe:
             ) from error
         assert isinstance(made, dist.ProcessGroup)
         self.group = made
-        self._receivers: dict[Stream, _Receiver] = {}
+        self._receivers: dict[Flow, _Receiver] = {}
         self._sending: list[tuple[int, dist.Work, Tensor]] = []
 
-    def expect(self, stream: Stream, part: int, sizes: Sequence[int | None], most_bytes: int) -> None:
+    def expect(self, stream: Flow, part: int, sizes: Sequence[int | None], most_bytes: int) -> None:
         """Announces the next messages of another part, by their lengths; see `send`."""
         if stream not in self._receivers:
             self._receivers[stream] = _Receiver(stream, part, self.group)
         self._receivers[stream].announce(sizes, most_bytes)
 
-    def send(self, stream: Stream, part: int, payload: Tensor, *, length_first: bool) -> None:
+    def send(self, stream: Flow, part: int, payload: Tensor, *, length_first: bool) -> None:
         """Starts sending flat bytes; they must stay unchanged until `flush`."""
         payload = payload.cpu()
         messages = [(payload, _tag(stream, payload.numel()))]
@@ -135,7 +135,7 @@ class Pipe:
             assert work is not None
             self._sending.append((part, work, tensor))
 
-    def receive(self, stream: Stream, part: int) -> Tensor:
+    def receive(self, stream: Flow, part: int) -> Tensor:
         """Waits for the next of the messages that were announced."""
         came, began_s = self._receivers[stream].came, time.perf_counter()
         found: list[Tensor | Exception] = []
@@ -173,9 +173,9 @@ class Pipe:
         own = numbers.cpu().contiguous().view(torch.uint8)
         others = [part for part in range(self.parts) if part != self.part]
         for part in others:
-            self.expect(Stream("gather", part), part, [own.numel()], own.numel())
-            self.send(Stream("gather", self.part), part, own, length_first=False)
-        all_of_them = {part: self.receive(Stream("gather", part), part).view(numbers.dtype) for part in others}
+            self.expect(Flow("gather", part), part, [own.numel()], own.numel())
+            self.send(Flow("gather", self.part), part, own, length_first=False)
+        all_of_them = {part: self.receive(Flow("gather", part), part).view(numbers.dtype) for part in others}
         self.flush()
         return [all_of_them.get(part, numbers.cpu()) for part in range(self.parts)]
 
