@@ -137,7 +137,7 @@ def test_both_ends_of_aqsgd_remember_the_same_and_come_closer_with_every_visit()
     sender, receiver = BoundaryEnd(aqsgd(), SHAPE), BoundaryEnd(aqsgd(), SHAPE)
     h, errors = hidden(), list[float]()
     for _ in range(5):
-        length = receiver.payload_bytes([7, 3, 9])
+        (length,) = receiver.payload_bytes([[7, 3, 9]])
         payload = sender.encode(h, [7, 3, 9])
         assert payload.numel() == length
         arrived = receiver.decode(payload, h, [7, 3, 9])

@@ -120,7 +120,19 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(rule=diloco(), topology=complete(4), codec=topk(), reduction="all_reduce"),
         ["'all_reduce'", "'diloco'", "'topk'"],
     ),
-    "pipeline and real processes": (Facts(stages=2, driver="train"), ["pipeline.stages is 2", "gossamer simulate"]),
+    "pipeline and adapting steps": (
+        Facts(stages=2, driver="train", adapt=True),
+        ["pipeline.stages is 2", "run.adapt is True"],
+    ),
+    "pipeline and all-reduce": (Facts(stages=2, driver="train", reduction="all_reduce"), ["'all_reduce'", "'ordered'"]),
+    "pipeline and an optimizer of yours": (
+        Facts(stages=2, driver="train", optimizer="mine:one"),
+        ["'mine:one'", "'muon'"],
+    ),
+    "pipeline and hashes": (
+        Facts(stages=2, driver="train", hashes=True),
+        ["pipeline.stages is 2", "record.hash is true"],
+    ),
     "pipeline and asynchronous": (GOSSIP._replace(stages=2), ["pipeline.stages is 2", "'gasloc'", "no waiting"]),
     "pipeline and elastic": (Facts(stages=2, elastic=True), ["pipeline.stages is 2", "run.elastic is true"]),
     "pipeline and rule": (Facts(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),
@@ -130,6 +142,15 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "batched and rule": (
         Facts(batched=8, rule=RULES["data_parallel"](), topology=complete(4)),
         ["run.batched is 8", "'data_parallel'"],
+    ),
+    "pipeline of some workers": (
+        Facts(stages=2, driver="train", partly=True),
+        ["pipeline.stages is 2", "pipeline.workers"],
+    ),
+    "pipeline and projection": (Facts(stages=2, driver="train", linear=True), ["pipeline.stages is 2", "'projection'"]),
+    "pipeline and tiles": (
+        Facts(stages=2, driver="train", rule=diloco(), topology=complete(4), codec=CODECS["topk2bit"]()),
+        ["pipeline.stages is 2", "'topk2bit'"],
     ),
     "pipeline and schedule": (Facts(stages=2, schedule=Schedule(fragments=2)), ["pipeline.stages is 2", "fragments=2"]),
     "elastic and decisions of all": (

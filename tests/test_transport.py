@@ -763,7 +763,7 @@ def send_nonsense(member: Member, kind: str, round: int) -> str:
     except PeerError as error:
         return f"PeerError: {error}"
     except TransportError as error:
-        failure = transport._board.failure()
+        failure = transport._patience.board.failure()
         return f"TransportError: {error}; {failure and failure.cause}"
     return "nothing was refused"
 

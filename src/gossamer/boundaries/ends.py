@@ -8,11 +8,9 @@ from torch import Tensor
 
 from gossamer.boundaries.contract import Boundary, in_pieces, join
 from gossamer.errors import CheckpointError
+from gossamer.transport.pipe import LENGTH_BYTES
 
 __all__ = ["BoundaryEnd", "through"]
-
-LENGTH_BYTES = 8
-"""The length before a payload whose size follows from its content."""
 
 
 class BoundaryEnd:
@@ -24,22 +22,30 @@ class BoundaryEnd:
 
     def __init__(self, codec: Boundary, shape: tuple[int, int, int]) -> None:
         self.codec, self.shape = codec, shape
+        _, S, D = shape
+        self._first_bytes = 4 * S * D
+        self._change_bytes = codec.encode(torch.zeros(1, S, D)).numel() if codec.remembers else 0
         self.memory: dict[int, Tensor] = {}
         """What the receiver has of each sample since its last visit, `[S, D]`."""
         self.sent_bytes = 0
-        """Of all payloads so far, with the lengths before them."""
+        """Of all payloads since `take_sent`, with the lengths before them."""
+
+    @property
+    def length_first(self) -> bool:
+        """Whether only the sender knows the length of a payload."""
+        return not (self.codec.fixed or self.codec.remembers)
 
     def encode(self, h: Tensor, samples: Sequence[int]) -> Tensor:
         """The payload of the activations (or gradients) `[B, S, D]` of these samples."""
         payload = self._encode(h, samples) if self.codec.remembers else self.codec.encode(h)
-        self.sent_bytes += payload.numel() + (0 if self.codec.fixed or self.codec.remembers else LENGTH_BYTES)
+        self.sent_bytes += payload.numel() + (LENGTH_BYTES if self.length_first else 0)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, samples: Sequence[int]) -> Tensor:
         """What the receiver trains on. Raises: ValueError when the payload does not fit."""
         if not self.codec.remembers:
             return self.codec.decode(payload, like)
-        parts = in_pieces(payload, *(self._part_bytes(sample) for sample in samples))
+        parts = in_pieces(payload, *self._sample_bytes(samples, {*self.memory}))
         one = torch.empty(1, *self.shape[1:], device=like.device)
         for sample, part in zip(samples, parts, strict=True):
             self._take(sample, part, one)
@@ -52,17 +58,25 @@ class BoundaryEnd:
         self.encode(h, samples)
         return torch.stack([self.memory[sample] for sample in samples]).to(h.dtype)
 
-    def payload_bytes(self, samples: Sequence[int]) -> int | None:
-        """The length of the payload for these samples; None where only the sender knows it."""
-        if self.codec.remembers:
-            return sum(map(self._part_bytes, samples))
-        return self.codec.most_bytes(self.shape) if self.codec.fixed else None
+    def take_sent(self) -> int:
+        """The bytes of all payloads since the last call."""
+        sent, self.sent_bytes = self.sent_bytes, 0
+        return sent
 
-    def _part_bytes(self, sample: int) -> int:
-        """The bytes for one sample of a codec that remembers."""
-        _, S, D = self.shape
-        like = torch.zeros(1, S, D)
-        return self.codec.encode(like).numel() if sample in self.memory else 4 * S * D
+    def payload_bytes(self, batches: Sequence[Sequence[int]]) -> list[int | None]:
+        """The length of each payload to come, for these micro-batches; None where only the sender knows it."""
+        if self.codec.remembers:
+            seen = {*self.memory}
+            return [sum(self._sample_bytes(samples, seen)) for samples in batches]
+        return [self.codec.most_bytes(self.shape) if self.codec.fixed else None] * len(batches)
+
+    def _sample_bytes(self, samples: Sequence[int], seen: set[int]) -> list[int]:
+        """The bytes for each sample of a codec that remembers, after those in `seen`, which gets these too."""
+        sizes: list[int] = []
+        for sample in samples:
+            sizes.append(self._change_bytes if sample in seen else self._first_bytes)
+            seen.add(sample)
+        return sizes
 
     def _encode(self, h: Tensor, samples: Sequence[int]) -> Tensor:
         parts: list[Tensor] = []
@@ -103,7 +117,8 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, there: BoundaryEnd, back: BoundaryEnd, samples: Sequence[int]) -> Tensor:
         ctx.back, ctx.samples = back, samples
-        return there.cross(h.detach(), samples)
+        with torch.autocast(h.device.type, enabled=False):  # codecs compute in fp32, as those of two processes do
+            return there.cross(h.detach(), samples)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -4,7 +4,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gossamer.cli.output import Json, print_json
-from gossamer.cli.run_file import File, Overrides
+from gossamer.cli.run_file import NO_CHANGES, Changes, File
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "lines"]
 
 
-def command(file: File = None, /, *, overrides: Overrides = (), json: Json = False) -> int:
+def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json = False) -> int:
     """Shows what each run of a file will do and keep in memory, or every reason why it cannot start; trains nothing.
 
     With --json the runs of an experiment file are a list.
@@ -23,7 +23,7 @@ def command(file: File = None, /, *, overrides: Overrides = (), json: Json = Fal
 
     if file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file such as configs/gasloc.toml")
-    results, wrong = checked(load(file, settings([*overrides])))
+    results, wrong = checked(load(file, settings([*changes.words])))
     for sentence in wrong:
         print(f"gossamer: {sentence}", file=sys.stderr)
     if wrong:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from gossamer.run.history import Resume
     from gossamer.run.parts import Parts
 
-__all__ = ["AUTO", "File", "Overrides", "imported_parts", "resume_hint", "run_and_folder", "whole_numbers"]
+__all__ = [
+    "AUTO",
+    "NO_CHANGES",
+    "Changes",
+    "File",
+    "Overrides",
+    "imported_parts",
+    "resume_hint",
+    "run_and_folder",
+    "whole_numbers",
+]
 
 AUTO = "auto"
 """In place of a run folder: the run in its own folder, from its newest checkpoint, or from the start where it has none."""
@@ -23,6 +34,24 @@ Overrides = Annotated[
     tuple[str, ...],
     Parameter(name="--set", metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5; may be repeated"),
 ]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What the words of a command change in a run file."""
+
+    overrides: Overrides = ()
+    stages: int | None = None
+    """cut each worker into so many stages: short for --set pipeline.stages=N"""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All of them, as --set takes them."""
+        return (*self.overrides, *(() if self.stages is None else (f"pipeline.stages={self.stages}",)))
+
+
+NO_CHANGES = Changes()
 
 
 def run_and_folder(
@@ -72,7 +101,7 @@ def resume_hint(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if any(folder.glob("checkpoints/round-*/*.json")):
+        if any(folder.glob("checkpoints/**/round-*/*.json")):
             raise KeyboardInterrupt(f"stopped; resume with --resume {folder}") from None
         raise
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.cli.report import publish, show
-from gossamer.cli.run_file import File, Overrides, imported_parts, resume_hint, run_and_folder
+from gossamer.cli.run_file import NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
 from gossamer.cli.watch import WATCHABLE, Watchable
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ __all__ = ["command", "train_here"]
 
 
 def command(
-    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
+    file: File = None, /, *, changes: Changes = NO_CHANGES, out: Path | None = None, resume: Path | None = None,
     replay: Path | None = None, output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
     """Trains all workers of a run in this process, and writes its report.
@@ -25,7 +25,7 @@ def command(
         resume: continue this run folder from its newest sound checkpoint, with --set for what changes; auto: continue or start
         replay: compute the real run in this folder again from its record: one with a server, elastic, or that waits for nobody
     """
-    config, folder, resumed = run_and_folder(file, overrides, out, resume)
+    config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     with output.silenced(), resume_hint(folder), output.watching(folder):
         if replay is not None:
             from gossamer.run.async_replay import replay_asynchronous

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.cli.output import print_json
-from gossamer.cli.run_file import AUTO, File, Overrides, imported_parts, resume_hint, run_and_folder
+from gossamer.cli.run_file import AUTO, NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError
 
@@ -47,7 +47,7 @@ _NO_SERVER = ServerOptions()
 
 
 def command(
-    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, resume: Path | None = None,
+    file: File = None, /, *, changes: Changes = NO_CHANGES, out: Path | None = None, resume: Path | None = None,
     local: int | None = None, join: Annotated[str | None, Parameter(metavar="HOST:PORT")] = None,
     served: ServerOptions = _NO_SERVER, output: Watchable = WATCHABLE,
 ) -> int:  # fmt: skip
@@ -57,8 +57,8 @@ def command(
         out: run folder (default: runs/NAME)
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
-        local: start this many worker processes on this machine; a run that goes on without the dead may start with fewer than
-            its workers
+        local: start this many workers on this machine, each a process, or several with --stages; a run that goes on without the
+            dead may start with fewer than its workers
         join: take a free slot in the run of the worker at this address, which is elastic (run.elastic), in pairs or without
             waiting; auto: of one whose run folder is here
     """
@@ -67,7 +67,7 @@ def command(
     from gossamer.run.parts import own_parts
     from gossamer.run.settle import settle
 
-    config, folder, resumed = run_and_folder(file, overrides, out, resume)
+    config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
     tells = multiprocessing.parent_process() is None and os.environ.get("RANK", "0") == "0"
     settle(config, imported_parts(config) if tells else own_parts(config), real=True)  # before processes are started
@@ -78,7 +78,7 @@ def command(
     code = 0
     with resume_hint(folder), output.silenced(), output.watching(folder) if tells else nullcontext():
         if local is not None:
-            sets = [word for one in overrides for word in ("--set", one)]
+            sets = [word for one in changes.words for word in ("--set", one)]
             words = (
                 ["train", "--resume", str(folder)] if resumed is True else ["train", str(file), "--out", str(folder)]
             )
@@ -135,7 +135,7 @@ def _result(config: "RunConfig", folder: Path, local: int | None, served: Server
     lines = read_metrics(folder)
     found = {line["worker"]: line["loss"] for line in lines if line["kind"] == "validation" and "worker" in line}
     if local is None:
-        me = served.worker if config.server is not None else int(os.environ.get("RANK", "-1"))
+        me = served.worker if config.server is not None else int(os.environ.get("RANK", "-1")) // config.pipeline.stages
         found = {worker: loss for worker, loss in found.items() if me in (worker, -1)}
     scored = [line["loss"] for line in lines if line["kind"] == "eval"]
     return {
@@ -185,7 +185,7 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         return _start_elastic(config, folder, n, words)
     if config.kind in ("pair", "no waiting"):
         return _start_asynchronous(folder, n, words)
-    return run_local(n, main, words)
+    return run_local(n, main, words, parts=config.pipeline.stages)
 
 
 def _places(config: "RunConfig") -> list[int | None]:

@@ -5,6 +5,9 @@ All code specific to Llama is here; the rest of Gossamer trains any `nn.Module` 
 Legend of shapes: B sequences, S tokens of a sequence, V vocabulary, D hidden size, H heads of size D/H.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -181,7 +184,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int, seed: int) -
         return Llama(config, vocab_size, seq_len)
 
 
-def loss(model: nn.Module, batch: Tensor) -> Tensor:
+def loss(model: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
     """Mean cross-entropy of each next token, in nats: `-1/(B S) Σ log softmax(logits)[target]`, with logits in fp32.
 
     In training a model with experts adds its balance loss (`model.experts.balance`).
@@ -193,7 +196,7 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return value if balance is None else value + balance
 
 
-def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
+def logits_of(model: Callable[[Tensor], Any], batch: Tensor) -> Tensor:
     """The fp32 logits `[B, S, V]` of each next token, for int64 `[B, S + 1]`, of which the last column is a target only."""
     output = model(batch[:, :-1])
     return getattr(output, "logits", output).float()  # models of `transformers` return them in an object

@@ -1,9 +1,10 @@
 """A Llama cut into the stages of a pipeline: consecutive layers, which other stages reach by hidden states alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from gossamer.errors import ConfigError
@@ -11,45 +12,63 @@ from gossamer.models.bottleneck import narrow, widen
 from gossamer.models.llama import Decoder, Llama
 from gossamer.models.sizes import in_subspace
 
-__all__ = ["Stage", "minimax", "stages_of"]
+__all__ = ["OwnLayers", "Stage", "cutting_faults", "minimax", "stages_of"]
 
 
 class _Part(nn.Module):
-    """What a stage has of a Decoder, under the same names."""
+    """What some spans of layers have of a Decoder, under the same names."""
 
-    def __init__(self, whole: Decoder, first: int, last: int) -> None:
+    def __init__(self, whole: Decoder, spans: Sequence[tuple[int, int]]) -> None:
         super().__init__()
-        self.embed_tokens = whole.embed_tokens if first == 0 else None
-        self.layers = nn.ModuleDict({str(k): whole.layers[k] for k in range(first, last)})
-        self.norm = whole.norm if last == len(whole.layers) else None
+        self.embed_tokens = whole.embed_tokens if any(first == 0 for first, _ in spans) else None
+        self.layers = nn.ModuleDict({str(k): whole.layers[k] for first, last in spans for k in range(first, last)})
+        self.norm = whole.norm if any(last == len(whole.layers) for _, last in spans) else None
         self.cuts = nn.ModuleDict()
         for name, cut in whole.cuts.items():
-            if first <= (k := int(name)) <= last:
-                halves = [*(["encoder"] if k > first else []), *(["decoder"] if k < last else [])]
+            k = int(name)
+            sends, takes = (any(a < k <= b for a, b in spans), any(a <= k < b for a, b in spans))
+            if halves := [*(["encoder"] if sends else []), *(["decoder"] if takes else [])]:
                 self.cuts[name] = nn.ModuleDict({half: getattr(cut, half) for half in halves})
 
 
-class Stage(nn.Module):
+class OwnLayers(nn.Module):
+    """What one process has of a Llama: the parameters of some spans of its layers, which it shares under the same names.
+
+    Args: `spans` are the first layer of each and the one after its last.
+    """
+
+    def __init__(self, whole: Llama, spans: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.model = _Part(whole.model, spans)
+        self.lm_head = whole.lm_head if self.model.norm is not None else None
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output head, for optimizers that treat it otherwise; None where another process has it."""
+        return self.lm_head
+
+
+class Stage(OwnLayers):
     """Layers `first` to `last - 1` of a Llama, whose parameters it shares under the same names.
 
     The first stage takes int64 tokens `[B, S]`, all others what crosses `[B, S, w]` and the tokens again, which a stage reads
-    from the data; the last returns logits `[B, S, V]`, all others what crosses: hidden states, or a bottleneck's few
-    numbers.
+    from the data; the last returns logits `[B, S, V]`, all others what crosses, in fp32 at least: hidden states, or a
+    bottleneck's few numbers.
     """
 
     def __init__(self, whole: Llama, first: int, last: int) -> None:
-        super().__init__()
+        super().__init__(whole, [(first, last)])
         self.first, self.last = first, last
-        self.model = _Part(whole.model, first, last)
-        self.lm_head = whole.lm_head if self.model.norm is not None else None
         self.rotary = nn.Buffer(whole.rotary, persistent=False)
         self.subspace, self._in_subspace = whole.subspace, in_subspace(whole.config)
 
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Its part of `Llama.forward`, operation by operation."""
+    def forward(self, x: Tensor, tokens: Tensor, *, full: bool = False) -> Tensor:
+        """Its part of `Llama.forward`, operation by operation.
+
+        Args: `full` lets hidden states cross as they are, `[B, S, D]`, also where a subspace has fewer numbers.
+        """
         if self.model.embed_tokens is not None:
             x = self.model.embed_tokens(tokens)
-        if self.subspace is not None:
+        if self.subspace is not None and (self.first == 0 or not full):
             x = self.subspace.widen(x, tokens)
         cos, sin = self.rotary[:, : tokens.shape[1]].to(x.dtype)
         for name, layer in self.model.layers.items():
@@ -62,7 +81,23 @@ class Stage(nn.Module):
             return self.lm_head(self.model.norm(x))
         if (name := str(self.last)) in self.model.cuts:
             return narrow(x, cast(nn.ModuleDict, self.model.cuts[name])["encoder"])
-        return x if self.subspace is None else self.subspace.narrow(x, tokens)
+        if self.subspace is not None and not full:
+            x = self.subspace.narrow(x, tokens)
+        return x.to(torch.promote_types(x.dtype, torch.float32))  # the next stage must know what it receives
+
+
+def cutting_faults(cuts: Sequence[int], layers: int, *, tied: bool) -> Iterator[tuple[str, str, str]]:
+    """The settings with which a model of so many layers cannot be cut: each with its value, and why not."""
+    if cuts and tied:
+        yield (
+            "model.tie_embeddings", "true",
+            "the embedding is on the first stage and the output head on the last; set it to false",
+        )  # fmt: skip
+    if any(a >= b for a, b in pairwise([0, *cuts, layers])):
+        yield (
+            "pipeline.cuts", f"{[*cuts]}",
+            f"the model has {layers} layers and every stage needs one; take increasing numbers from 1 to {layers - 1}",
+        )  # fmt: skip
 
 
 def stages_of(model: Llama, cuts: Sequence[int]) -> list[Stage]:
@@ -76,17 +111,9 @@ def stages_of(model: Llama, cuts: Sequence[int]) -> list[Stage]:
     [2, 1]
     """
     layers = len(model.model.layers)
+    for key, value, why in cutting_faults(cuts, layers, tied=model.config.tie_embeddings):
+        raise ConfigError(f"{key} is {value}, but {why}")
     places = [0, *cuts, layers]
-    if any(a >= b for a, b in pairwise(places)):
-        raise ConfigError(
-            f"the pipeline is cut before layers {[*cuts]} of {layers}, but each stage needs a layer; take increasing numbers "
-            f"from 1 to {layers - 1}"
-        )
-    if cuts and model.config.tie_embeddings:
-        raise ConfigError(
-            f"model.tie_embeddings is true, and with cuts before layers {[*cuts]} the embedding is on the first stage and the "
-            "output head on the last; set it to false"
-        )
     return [Stage(model, a, b) for a, b in pairwise(places)]
 
 

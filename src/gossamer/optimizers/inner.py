@@ -172,7 +172,8 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     outer = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     named = getattr(model, "get_output_embeddings", None)
-    outer += [named()] if named is not None else linear[-1:]
+    head = linear[-1:] if named is None else [named()]
+    outer += [module for module in head if module is not None]  # another stage may have it
     ends = {id(p) for module in outer for p in module.parameters()}
     return [p for p in model.parameters() if p.requires_grad and p.ndim == 2 and id(p) not in ends]
 

@@ -5,6 +5,7 @@ run.toml              the resolved configuration
 metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run
 trace[-003].jsonl     see `gossamer.record.trace`
 seconds[-003].jsonl   see `gossamer.record.seconds`
+stages-003-1.jsonl    see `gossamer.record.stages`
 machines[-003].jsonl  see `gossamer.record.machines`
 tensorboard/          TensorBoard events
 ```
@@ -43,7 +44,7 @@ from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
 from gossamer.record.trace import Entry, line_of
 from gossamer.schema import RECORD, Records, settings
 
-__all__ = ["RecordConfig", "RunFolder", "finite", "metrics_line", "read_metrics", "run_file"]
+__all__ = ["RecordConfig", "RunFolder", "Unrecorded", "finite", "metrics_line", "read_metrics", "run_file"]
 
 
 @settings("record")
@@ -250,6 +251,19 @@ class RunFolder:
         if self._config.tensorboard:
             self._tensorboard = _tensorboard(self.path / "tensorboard", self.worker, next_step)
         self._metrics, self._trace = Appender(self._metrics_path), Appender(self._trace_path)
+
+
+class Unrecorded:
+    """What a process has in place of a `RunFolder` when another process of its worker records what the worker does."""
+
+    def log(self, kind: str, **fields: Any) -> None:
+        """Writes nothing."""
+
+    def log_trace(self, entry: Entry) -> None:
+        """Writes nothing."""
+
+    def log_seconds(self, seconds: RoundSeconds) -> None:
+        """Writes nothing."""
 
 
 def metrics_line(kind: str, **fields: Any) -> str:

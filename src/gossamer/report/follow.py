@@ -1,8 +1,8 @@
 """A run folder, followed while it grows: what a page needs of it, in bounded memory.
 
 `FollowedRun.look` reads what was appended since the last look, and nothing twice. What was cut or replaced (a run that was
-resumed goes back to a checkpoint) is read again from the start. A spoilt line costs itself and is named; the rest is shown. It only
-reads, and follows no link out of the folder.
+resumed goes back to a checkpoint) is read again from the start. A spoilt line costs itself and is named; the rest is shown.
+It only reads, and follows no link out of the folder.
 """
 
 import math

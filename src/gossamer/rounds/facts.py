@@ -56,6 +56,12 @@ class Facts(NamedTuple):
     """As in `run.ghost_rounds`."""
     stages: int = 1
     """As in `pipeline.stages`."""
+    partly: bool = False
+    """Whether `pipeline.workers` leaves some replicas whole."""
+    linear: bool = False
+    """Whether a boundary codec is linear."""
+    hashes: bool = False
+    """As in `record.hash`."""
     batched: int = 1
     """As in `run.batched`."""
     holders: tuple[frozenset[int], ...] = ()

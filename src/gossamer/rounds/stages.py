@@ -1,5 +1,6 @@
 """What a pipeline replica cannot be combined with: rows for the table."""
 
+from gossamer.code import is_code
 from gossamer.codecs import Codec
 from gossamer.rounds.facts import Pairing
 
@@ -13,11 +14,59 @@ def _by_tensor(codec: Codec) -> bool:
 
 STAGES = (
     Pairing(
-        "pipeline and real processes",
-        lambda f: f.stages > 1 and f.driver == "train",
+        "pipeline and adapting steps",
+        lambda f: f.stages > 1 and f.driver == "train" and f.adapt is not False,
         lambda f: (
-            f"pipeline.stages is {f.stages}, and gossamer train runs whole replicas; use gossamer simulate, which computes "
-            "what a pipeline of processes would"
+            f"pipeline.stages is {f.stages} and run.adapt is {f.adapt}, but each process of a worker would measure its own "
+            "seconds; set run.adapt to false"
+        ),
+    ),
+    Pairing(
+        "pipeline and all-reduce",
+        lambda f: f.stages > 1 and f.driver == "train" and f.reduction == "all_reduce",
+        lambda f: (
+            f"pipeline.stages is {f.stages} and run.reduction is 'all_reduce', which sums over all processes, and each stage "
+            "exchanges with the same stage of its peers; use 'ordered'"
+        ),
+    ),
+    Pairing(
+        "pipeline and an optimizer of yours",
+        lambda f: f.stages > 1 and f.driver == "train" and is_code(f.optimizer),
+        lambda f: (
+            f"pipeline.stages is {f.stages} and inner.optimizer is '{f.optimizer}', which each process would make for its own "
+            "layers alone; use one of Gossamer's, such as 'adamw' or 'muon'"
+        ),
+    ),
+    Pairing(
+        "pipeline of some workers",
+        lambda f: f.stages > 1 and f.driver == "train" and f.partly,
+        lambda f: (
+            f"pipeline.stages is {f.stages} and pipeline.workers leaves some replicas whole, but all workers of gossamer "
+            "train have as many processes; remove pipeline.workers, or use gossamer simulate"
+        ),
+    ),
+    Pairing(
+        "pipeline and projection",
+        lambda f: f.stages > 1 and f.driver == "train" and f.linear,
+        lambda f: (
+            f"pipeline.stages is {f.stages} with the boundary codec 'projection', for which stages share what it loses of the "
+            "embeddings, and processes do not; use another such as 'tahquant', or gossamer simulate"
+        ),
+    ),
+    Pairing(
+        "pipeline and tiles",
+        lambda f: f.stages > 1 and f.driver == "train" and not f.codec.exact and f.codec.blockwise != 1,
+        lambda f: (
+            f"pipeline.stages is {f.stages}, and codec '{f.codec.name}' compresses tensor by tensor, which is tried in "
+            "simulations alone; use 'exact', 'bf16' or 'fp16', or gossamer simulate"
+        ),
+    ),
+    Pairing(
+        "pipeline and hashes",
+        lambda f: f.stages > 1 and f.driver == "train" and f.hashes,
+        lambda f: (
+            f"pipeline.stages is {f.stages} and record.hash is true, but a hash is of a whole worker, which no process has; set "
+            "it to false"
         ),
     ),
     Pairing(

@@ -21,6 +21,7 @@ from gossamer.record.files import Appender, atomic_write
 from gossamer.record.folder import metrics_line, read_metrics
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.mean_model import mean_of
+from gossamer.run.assemble import assembled, stores_of
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
 from gossamer.run.held import held_by, to_score
@@ -276,9 +277,9 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> Eva
     finished, owners = (
         _whole if config.kind == "server" or not (config.run.elastic or config.event_driven) else _most
     )(config, folder, key, round)
-    states = [checkpoint.load(folder / "checkpoints", finished, owner, key) for owner in owners]
+    task, stores = task_of(config, parts), stores_of(config, folder)
+    states = [assembled(config, task, stores, finished, owner, key) for owner in owners]
     buffers = [state.get("buffers", ()) for state in states]
-    task = task_of(config, parts)
     vectors = [
         state["x"] if task.holding is None else task.holding.alone(owner, state["x"])
         for owner, state in zip(owners, states, strict=True)
@@ -314,8 +315,8 @@ def _most(
 
 def _whole(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None) -> tuple[int, Sequence[int]]:
     """The newest round of which all checkpoints are here, or the requested one, and its owners. Raises CheckpointError."""
-    store, owners = folder / "checkpoints", config.owners
-    owned = checkpoint.owned(store, owners, key)
+    stores, owners = stores_of(config, folder), config.owners
+    store, owned = stores[0], [owned for store in stores for owned in checkpoint.owned(store, owners, key)]
     whole = checkpoint.common(owned)
     if round is not None and whole and round not in whole:
         raise CheckpointError(
@@ -330,8 +331,9 @@ def _whole(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int 
         )
     if not whole:
         whose = f"all {config.workers} workers" if config.server is None else "the server"
+        whose = f"all stages of {whose}" if len(stores) > 1 else whose
         raise CheckpointError(
-            f"'{folder}' has no round with checkpoints of {whose} (owned: {dict(zip(owners, owned, strict=True))}); "
+            f"'{folder}' has no round with checkpoints of {whose} (owned: {owned}); "
             "bring the checkpoint folders of all machines together, or train past the first checkpoint"
         )
     return whole[-1] if round is None else round, owners

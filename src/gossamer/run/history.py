@@ -55,7 +55,7 @@ class History(NamedTuple):
 
     def newest(
         self, folder: Path, owned: Sequence[Sequence[int]], faults: Callable[[int], Sequence[str | None]], *, auto: bool,
-        owners: Sequence[int], speaks: bool = True,
+        owners: Sequence[int], speaks: bool = True, store: Path | None = None,
     ) -> int:  # fmt: skip
         """The round to go on from: the newest sound one of which all have a checkpoint; 0 to start.
 
@@ -65,9 +65,10 @@ class History(NamedTuple):
             auto: whether the run may start where there is none.
             owners: those whose checkpoints should be in this folder.
             speaks: whether this process says which rounds are skipped.
+            store: where these checkpoints are, if not in those of the folder.
         Raises: CheckpointError when there is none, ConfigError when the run would end before it.
         """
-        store = folder / "checkpoints"
+        store = store or folder / "checkpoints"
         newest, skipped = checkpoint.newest_sound(checkpoint.common(owned), faults)
         for round, why in skipped.items():
             if speaks:

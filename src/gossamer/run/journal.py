@@ -12,7 +12,7 @@ from gossamer.finite import GO_ON
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
-from gossamer.record.folder import RunFolder
+from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.progress import Progress
 from gossamer.record.trace import Entry
 from gossamer.run.config import RunConfig
@@ -49,8 +49,8 @@ class Journal:
     """
 
     def __init__(
-        self, config: RunConfig, record: Callable[[], RunFolder], validate: Callable[[], Mapping[str, Any]], save: Save,
-        progress: Progress | None = None, *, kind: str = "eval",
+        self, config: RunConfig, record: Callable[[], RunFolder | Unrecorded], validate: Callable[[], Mapping[str, Any]],
+        save: Save, progress: Progress | None = None, *, kind: str = "eval",
     ) -> None:  # fmt: skip
         self.config, self._record = config, record
         self._validate, self._save, self._progress, self._kind = validate, save, progress, kind
@@ -58,7 +58,7 @@ class Journal:
         """Of the last validation; NaN before the first."""
 
     @property
-    def record(self) -> RunFolder:
+    def record(self) -> RunFolder | Unrecorded:
         """Where it writes now."""
         return self._record()
 
@@ -107,7 +107,7 @@ class Journal:
             self._progress.update(config.name, finished, **shown)
 
 
-def log_phase(record: RunFolder, events: EventWriter, round: int, phase: Phase, steps: int) -> None:
+def log_phase(record: RunFolder | Unrecorded, events: EventWriter, round: int, phase: Phase, steps: int) -> None:
     """Writes a local phase of so many inner steps into metrics and events, in a round of the run."""
     report, done = phase.report, phase.number + 1
     events.write(

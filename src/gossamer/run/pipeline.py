@@ -9,9 +9,9 @@ from gossamer.boundaries import BOUNDARIES, Boundary
 from gossamer.code import is_code
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError
-from gossamer.fields import AtLeastOne, AtLeastZero
+from gossamer.fields import AtLeastOne, AtLeastZero, OneOf
 from gossamer.models.sizes import ModelConfig, crossing
-from gossamer.models.stages import minimax
+from gossamer.models.stages import cutting_faults, minimax
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS
 from gossamer.schema import settings
@@ -31,13 +31,35 @@ class PipelineConfig:
     """How activations are compressed."""
     backward: Annotated[Choice, NamedIn("boundary")] = Choice("dense")
     """How their gradients are compressed."""
+    schedule: Annotated[str, OneOf(("1f1b", "gpipe", "interleaved"))] = "gpipe"
+    """The order in which processes pass micro-batches forward and backward; the bits are the same in any."""
+    chunks: AtLeastOne = 1
+    """Pieces of each stage with the schedule interleaved: the layers are cut into stages times chunks, of which each process
+    has every stages-th. 1 with the other schedules."""
     workers: Annotated[tuple[AtLeastZero, ...], Field(min_length=1)] | None = None
     """The workers whose replicas are cut, by their numbers; None cuts all. The others train whole replicas."""
 
+    @property
+    def pieces(self) -> int:
+        """Into how many parts of consecutive layers the model is cut."""
+        return self.stages * self.chunks
+
     def __post_init__(self) -> None:
-        if self.cuts is not None and len(self.cuts) != self.stages - 1:
+        if self.stages == 1 and self.schedule != "gpipe":
             raise ConfigError(
-                f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages; give {self.stages - 1} cuts, or remove pipeline.cuts"
+                f"pipeline.schedule is '{self.schedule}' and pipeline.stages is 1, which has nothing to schedule; set "
+                "pipeline.stages to 2 or more"
+            )
+        if (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise ConfigError(
+                f"pipeline.chunks is {self.chunks} and pipeline.schedule is '{self.schedule}', but with 'interleaved' each "
+                "process has several pieces, and with others one; set pipeline.chunks to 2 or more for 'interleaved' alone"
+            )
+        if self.cuts is not None and len(self.cuts) != self.pieces - 1:
+            chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+            raise ConfigError(
+                f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or remove "
+                "pipeline.cuts"
             )
         for direction in DIRECTIONS:
             if is_code(getattr(self, direction).name):
@@ -73,9 +95,14 @@ def cuts_of(pipeline: PipelineConfig, model: ModelConfig) -> tuple[int, ...]:
     """
     if pipeline.cuts is not None:
         return pipeline.cuts
-    if model.bottleneck is not None and len(model.bottleneck.cuts or ()) == pipeline.stages - 1:
+    if model.bottleneck is not None and len(model.bottleneck.cuts or ()) == pipeline.pieces - 1:
         return model.bottleneck.cuts or ()
-    return minimax([1.0] * model.shape.layers, [1.0] * pipeline.stages)
+    if pipeline.chunks > 1 and pipeline.pieces > model.shape.layers:
+        raise ConfigError(
+            f"pipeline.stages is {pipeline.stages} and pipeline.chunks is {pipeline.chunks}, which makes {pipeline.pieces} "
+            f"pieces, and the model has {model.shape.layers} layers, but each needs one; take fewer stages or chunks"
+        )
+    return minimax([1.0] * model.shape.layers, [1.0] * pipeline.pieces)
 
 
 def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int) -> None:
@@ -103,22 +130,18 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, wor
         raise ConfigError(
             f"{said} and model.dropout is {model.dropout}, whose random numbers would depend on the cuts; set it to 0"
         )
-    if model.tie_embeddings:
-        raise ConfigError(
-            f"{said} and model.tie_embeddings is true, but the embedding is on the first stage and the output head on the "
-            "last; set it to false"
-        )
-    layers = model.shape.layers
     cuts = cuts_of(pipeline, model)
-    if cuts[-1] >= layers or [*cuts] != sorted({*cuts}):
-        raise ConfigError(
-            f"pipeline.cuts is {[*cuts]}, but the model has {layers} layers and every stage needs one; take "
-            f"increasing numbers from 1 to {layers - 1}"
-        )
+    for key, value, why in cutting_faults(cuts, model.shape.layers, tied=model.tie_embeddings):
+        raise ConfigError(f"{said} and {key} is {value}, but {why}")
     if data.accumulate < stages:
         raise ConfigError(
             f"{said} and data.accumulate is {data.accumulate}: with fewer micro-batches than stages some stage is always idle; "
             f"set data.accumulate to {stages} or more"
+        )
+    if pipeline.schedule == "interleaved" and data.accumulate % stages:
+        raise ConfigError(
+            f"{said} with pipeline.schedule 'interleaved', whose micro-batches go through the stages in groups of so many, and "
+            f"data.accumulate is {data.accumulate}; set it to a multiple of {stages}"
         )
     _must_cross(pipeline, model, data, cuts)
 

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +20,7 @@ from gossamer.optimizers import GPA
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.run.config import RunConfig
 from gossamer.run.layouts import arranged
-from gossamer.run.staged import StagedModel
+from gossamer.run.staged import InStages, StagedModel, computing
 from gossamer.run.task import Task, buffers_of, moved
 
 __all__ = ["LocalPhase", "Replica", "joined", "must_be_finite", "must_start_alike"]
@@ -73,22 +73,26 @@ class Replica:
     It satisfies `gossamer.clock.Learner`. What is evaluated, saved and published is `evaluated`: `x` itself, or the average
     of an optimizer that keeps one.
 
-    Args: `buffer` is memory for `x`; its own when None.
+    Args:
+        buffer: memory for `x`; its own when None.
+        cut: makes of a model the stages that this process has, where `x` and all else shall be of these alone.
     """
 
     def __init__(
-        self, index: int, config: RunConfig, task: Task, device: torch.device, buffer: Tensor | None = None
-    ) -> None:
+        self, index: int, config: RunConfig, task: Task, device: torch.device, buffer: Tensor | None = None,
+        cut: Callable[[Llama], InStages] | None = None,
+    ) -> None:  # fmt: skip
         self.index, self.config, self.task, self.device = index, config, task, device
         self.model = task.model()
         if task.holding is not None:
             keep_experts(self.model, task.holding.holders.resident(index))
-        self.model.to(device)
-        self.staged: StagedModel | None = None
+        self.staged: InStages | None = None
         """The stages of a model that is cut, which share its parameters."""
         if config.pipeline.cuts_replica(index):
             assert isinstance(self.model, Llama)  # `must_fit` refuses others
-            self.staged = StagedModel(self.model, config)
+            self.staged = cut(self.model) if cut else StagedModel(self.model.to(device), config)
+            self.model = self.staged.model
+        self.model.to(device)
         self.buffers = buffers_of(self.model)
         """Its own, as the running statistics of batch norm; they are never exchanged."""
         self.layout, self.spans = arranged(layout_of(self.model), config)
@@ -166,6 +170,19 @@ class Replica:
         if self.gradient is not None:
             self._step(round, self.local_steps - 1)
 
+    @contextlib.contextmanager
+    def holding_evaluated(self) -> Iterator[None]:
+        """In here the parameters are those that are evaluated."""
+        if self.averaged is None:
+            yield
+            return
+        own = self.x.clone()
+        self.x.copy_(self.evaluated)
+        try:
+            yield
+        finally:
+            self.x.copy_(own)
+
     def recompute(self) -> None:
         """After an outer step, an optimizer that averages recomputes the parameters from its average and iterate."""
         if isinstance(self.optimizer, GPA) and self.gradient is None:
@@ -175,22 +192,32 @@ class Replica:
         """The mean loss over these slots, at these inner steps, and its tokens; leaves the mean gradient."""
         self.model.train()
         self.optimizer.zero_grad(set_to_none=self.gradient is None)
-        total, bf16 = 0.0, self.config.inner.autocast == "bf16"
-        accumulate = self.config.data.accumulate
+        if self.staged is None:
+            losses = self._backward_whole(places)
+        else:
+            (step,) = places.values()  # a worker in stages trains on its own slot alone
+            losses = self._backward_in_stages(step)
+        return sum(losses) / len(losses), len(places) * self.config.step_tokens
+
+    def _backward_whole(self, places: Mapping[int, int]) -> list[float]:
+        losses, accumulate = list[float](), self.config.data.accumulate
         passes = accumulate * len(places)
         for slot, step in places.items():
             for number in range(step * accumulate, (step + 1) * accumulate):
                 batch = moved(self.task.data.batch(slot, number), self.device)
-                with self._drawing(slot, number), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
-                    value = self._loss(batch, number)
+                with self._drawing(slot, number), computing(self.config, self.device):
+                    value = self.task.loss(self.model, batch)
                 (value / passes if passes > 1 else value).backward()
-                total += value.item()
-        return total / passes, len(places) * self.config.step_tokens
+                losses.append(value.item())
+        return losses
 
-    def _loss(self, batch: Any, number: int) -> Tensor:
-        if self.staged is None:
-            return self.task.loss(self.model, batch)
-        return self.staged.loss(batch, cast(Corpus, self.task.data).samples(self.index, number))
+    def _backward_in_stages(self, step: int) -> list[float]:
+        assert self.staged is not None
+        data, accumulate = cast(Corpus, self.task.data), self.config.data.accumulate
+        numbers = range(step * accumulate, (step + 1) * accumulate)
+        return self.staged.backward(
+            [(moved(data.batch(self.index, k), self.device), data.samples(self.index, k)) for k in numbers]
+        )
 
     def _drawing(self, slot: int, batch: int) -> contextlib.AbstractContextManager[None]:
         """The random numbers of a forward pass, each slot's and each batch's own; backward draws none.
@@ -211,7 +238,7 @@ class Replica:
             if self.staged is None:
                 clip_gradients(list(self.model.parameters()), self.config.inner.clip)
             else:
-                self.staged.clip(self.config.inner.clip)
+                self.staged.clip(self.config.inner.clip, again=self.gradient is not None)
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
 
     `step_s` is that of a whole replica on one machine. A stage takes the share of it that its matrices have of all
     parameters, over its speed; a third of it forward, two thirds backward (`gossamer.network.pipeline`). Payloads count with the
-    most bytes that they can have.
+    most bytes that they can have. The schedule interleaved has no such model: the seconds that were recorded count.
 
     Args: `layout` is that of the whole model.
     Raises: ConfigError when the network gives the speeds of another number of stages.
@@ -30,6 +30,9 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
     pipeline, data, links = config.pipeline, config.data, network.stages or StageLinks()
     if pipeline.stages == 1 or network.step_s is None:
         return network
+    schedule = pipeline.schedule
+    if schedule != "gpipe" and schedule != "1f1b":
+        return replace(network, step_s=None)
     speeds = links.speeds or (1.0,) * pipeline.stages
     if len(speeds) != pipeline.stages:
         raise ConfigError(
@@ -49,7 +52,7 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
         micro_s = [step_s / data.accumulate * share / speed for share, speed in zip(shares, speeds, strict=True)]
         there, back = payloads
         forward_s, backward_s = [s / 3 for s in micro_s], [2 * s / 3 for s in micro_s]
-        return pipeline_step(forward_s, backward_s, there, back, data.accumulate, links, "gpipe").seconds
+        return pipeline_step(forward_s, backward_s, there, back, data.accumulate, links, schedule).seconds
 
     times = np.asarray(network.step_s, float)
     return replace(network, step_s=tuple(map(seconds, times)) if times.ndim else seconds(float(times)))

@@ -4,16 +4,18 @@ Each boundary compresses what crosses it, in both directions, as the ends of two
 runs, and what pipelines of processes are compared with.
 """
 
+import contextlib
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
 from gossamer.boundaries.ends import BoundaryEnd, through
 from gossamer.errors import CheckpointError
 from gossamer.models.llama import Llama
+from gossamer.models.llama import loss as next_token_loss
 from gossamer.models.sizes import crossing
 from gossamer.models.stages import stages_of
 from gossamer.run.config import RunConfig
@@ -21,25 +23,99 @@ from gossamer.run.document import DIRECTIONS
 from gossamer.run.pipeline import boundary_of, cuts_of
 from gossamer.tree import nbytes
 
-__all__ = ["StagedModel"]
+__all__ = [
+    "InStages",
+    "MicroBatch",
+    "StagedModel",
+    "boundary_ends",
+    "computing",
+    "must_hold",
+    "spans_of",
+    "squared_norm",
+]
+
+MicroBatch = tuple[Tensor, Sequence[int]]
+"""Tokens, int64 `[B, S + 1]`, and the numbers of these B samples."""
+
+
+class InStages(Protocol):
+    """What a replica needs of a model that is cut into stages, of which this process holds all or some."""
+
+    model: nn.Module
+    """The parameters that this process holds, under the names of the whole model."""
+
+    def begin(self) -> None:
+        """A local phase begins."""
+        ...
+
+    def backward(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Adds up the gradients of the mean loss over micro-batches, in their order; returns the loss of each."""
+        ...
+
+    def clip(self, max_norm: float, *, again: bool = False) -> None:
+        """Shortens the gradients to this norm, which is the root of the sum over stages, in their order, of squared norms.
+
+        Args: `again` says that the gradients are others than `backward` has left.
+        """
+        ...
+
+    def sent_bytes(self) -> list[list[int]]:
+        """The bytes that crossed each boundary since the last call, forward and backward."""
+        ...
+
+    def state(self) -> Any:
+        """What a checkpoint holds of the boundaries."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Restores a saved state. Raises CheckpointError when it does not fit."""
+        ...
+
+
+def spans_of(config: RunConfig) -> list[tuple[int, int]]:
+    """The first layer of each stage, and the one after its last."""
+    return [*pairwise([0, *cuts_of(config.pipeline, config.model), config.model.shape.layers])]
+
+
+def boundary_ends(config: RunConfig, layer: int) -> tuple[BoundaryEnd, BoundaryEnd]:
+    """The forward and the backward direction of the boundary before this layer."""
+    shape = (config.data.batch_size, config.data.seq_len, crossing(config.model, layer))
+    there, back = (BoundaryEnd(boundary_of(getattr(config.pipeline, direction)), shape) for direction in DIRECTIONS)
+    return there, back
+
+
+def computing(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """In here a forward pass has the precision of the run."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.inner.autocast == "bf16")
+
+
+def squared_norm(stage: nn.Module) -> Tensor:
+    """Of the gradient of a stage, a scalar."""
+    return torch.nn.utils.get_total_norm([p.grad for p in stage.parameters() if p.grad is not None]).square()
+
+
+def must_hold(boundaries: int, state: Sequence[Any] | None) -> None:
+    """Raises CheckpointError unless a saved state has the two directions of so many boundaries."""
+    if not isinstance(state, list) or [len(ends) for ends in state] != [2] * boundaries:
+        raise CheckpointError(
+            f"the checkpoint does not hold {boundaries} boundaries of a pipeline; use the run file that wrote it, or remove the "
+            "checkpoint"
+        )
 
 
 class StagedModel:
-    """The stages of a model, which share its parameters, and the boundaries between them.
+    """The stages of a model, which share its parameters, and the boundaries between them; see `InStages`.
 
     Cost: none beyond the model, but for codecs that remember.
     """
 
     def __init__(self, model: Llama, config: RunConfig) -> None:
+        self.model: nn.Module = model
+        self._config = config
         self.stages = stages_of(model, cuts_of(config.pipeline, config.model))
-        tokens = (config.data.batch_size, config.data.seq_len)
-        codecs = [boundary_of(getattr(config.pipeline, direction)) for direction in DIRECTIONS]
-        self.boundaries = [
-            tuple(BoundaryEnd(codec, (*tokens, crossing(config.model, stage.first))) for codec in codecs)
-            for stage in self.stages[1:]
-        ]
+        self.boundaries = [boundary_ends(config, stage.first) for stage in self.stages[1:]]
         """The forward and the backward direction of each, in order of the stages."""
-        self._table, self._linear = model.model.embed_tokens.weight, codecs[0].linear
+        self._table, self._linear = model.model.embed_tokens.weight, self.boundaries[0][0].codec.linear
         self._rest: Tensor | None = None
 
     def begin(self) -> None:
@@ -53,41 +129,49 @@ class StagedModel:
 
     def loss(self, batch: Tensor, samples: Sequence[int]) -> Tensor:
         """The mean cross-entropy of a micro-batch, int64 `[B, S + 1]`, of these samples; see `gossamer.models.llama.loss`."""
-        tokens = batch[:, :-1]
-        h = self.stages[0](tokens, tokens)
-        known = None if self._rest is None else self._rest[tokens]
-        for stage, (there, back) in zip(self.stages[1:], self.boundaries, strict=True):
-            h = through(h, there, back, samples) if known is None else through(h - known, there, back, samples) + known
-            h = stage(h, tokens)
-        return F.cross_entropy(h.float().flatten(0, 1), batch[:, 1:].flatten())
 
-    def clip(self, max_norm: float) -> None:
-        """Shortens the gradients to this norm, which is the root of the sum over stages, in their order, of squared norms."""
-        parts = [[p for p in stage.parameters() if p.grad is not None] for stage in self.stages]
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
-        total = sum((norm.square() for norm in norms[1:]), norms[0].square()).sqrt()
-        for part in parts:
-            torch.nn.utils.clip_grads_with_norm_(part, max_norm, total)
+        def logits(tokens: Tensor) -> Tensor:
+            h = self.stages[0](tokens, tokens)
+            known = None if self._rest is None else self._rest[tokens]
+            for stage, (there, back) in zip(self.stages[1:], self.boundaries, strict=True):
+                h = (
+                    through(h, there, back, samples)
+                    if known is None
+                    else through(h - known, there, back, samples) + known
+                )
+                h = stage(h, tokens)
+            return h
+
+        return next_token_loss(logits, batch)
+
+    def backward(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """See `InStages`."""
+        losses: list[float] = []
+        for batch, samples in batches:
+            with computing(self._config, batch.device):
+                value = self.loss(batch, samples)
+            (value / len(batches) if len(batches) > 1 else value).backward()
+            losses.append(value.item())
+        return losses
+
+    def clip(self, max_norm: float, *, again: bool = False) -> None:
+        """See `InStages`."""
+        squares = [squared_norm(stage) for stage in self.stages]
+        total = sum(squares[1:], squares[0]).sqrt()
+        for stage in self.stages:
+            torch.nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, total)
 
     def sent_bytes(self) -> list[list[int]]:
-        """The bytes that crossed each boundary since the last call, forward and backward."""
-        taken = [[end.sent_bytes for end in ends] for ends in self.boundaries]
-        for ends in self.boundaries:
-            for end in ends:
-                end.sent_bytes = 0
-        return taken
+        """See `InStages`."""
+        return [[end.take_sent() for end in ends] for ends in self.boundaries]
 
     def state(self) -> list[list[dict[str, Any]]]:
-        """What a checkpoint holds of the boundaries."""
+        """See `InStages`."""
         return [[end.state() for end in ends] for ends in self.boundaries]
 
     def restore(self, state: Any) -> None:
-        """Restores a saved state. Raises CheckpointError when it does not fit."""
-        if not isinstance(state, list) or [len(ends) for ends in state] != [2] * len(self.boundaries):
-            raise CheckpointError(
-                f"the checkpoint does not hold {len(self.boundaries)} boundaries of a pipeline; use the run file that wrote "
-                "it, or remove the checkpoint"
-            )
+        """See `InStages`."""
+        must_hold(len(self.boundaries), state)
         for ends, saved in zip(self.boundaries, state, strict=True):
             for end, one in zip(ends, saved, strict=True):
                 end.restore(one)

@@ -26,6 +26,7 @@ from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.method import Method
 from gossamer.rounds.together import Together
 from gossamer.run.alignment import Alignment
+from gossamer.run.assemble import must_be_whole
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
 from gossamer.run.history import Resume, history
@@ -171,6 +172,7 @@ def _restore(workers: Sequence[Worker], config: RunConfig, folder: Path, *, auto
 
     Raises: CheckpointError, ConfigError.
     """
+    must_be_whole(config, folder)
     store, past = folder / "checkpoints", history(config, folder)
     newest = past.newest(
         folder, checkpoint.owned(store, config.owners, past.lineage), auto=auto, owners=config.owners,

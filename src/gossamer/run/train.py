@@ -4,12 +4,13 @@ Each process records its own part of the run (`metrics-003.jsonl`, `trace-003.js
 such as the mean model, is computed afterwards by `gossamer evaluate`.
 """
 
+import contextlib
 import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -17,17 +18,22 @@ from gossamer.errors import GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
-from gossamer.record.folder import RunFolder
-from gossamer.record.progress import say
+from gossamer.record.files import atomic_write, make_folder
+from gossamer.record.folder import RunFolder, Unrecorded
+from gossamer.record.progress import quieted, say
+from gossamer.record.stages import stage_log
+from gossamer.rounds.method import Method
+from gossamer.run.assemble import must_have_stages, stage_store
 from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
+from gossamer.run.part import OwnStages
 from gossamer.run.parts import own_parts
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.settle import in_rounds
-from gossamer.run.task import found_by_each, task_of
+from gossamer.run.task import Task, found_by_each, moved, task_of
 from gossamer.run.worker import RoundReport, Worker
 from gossamer.topologies import Topology
 from gossamer.transport import Delivery, Reduce
@@ -36,6 +42,7 @@ from gossamer.transport.board import Board
 from gossamer.transport.group import GroupTransport, all_reduce
 from gossamer.transport.launch import agree, join, leave
 from gossamer.transport.member import Member
+from gossamer.transport.pipe import Pipe
 
 __all__ = ["end_round", "train", "train_member", "train_round"]
 
@@ -51,7 +58,10 @@ def train(config: RunConfig, folder: Path, *, resume: Resume = False) -> None:
     Raises: ConfigError, DataError, CheckpointError; PeerError naming the worker that failed first; TrainingError.
     """
     run = config.run
-    member = join(config.workers, backend=run.backend, device=run.device, threads=run.threads, timeout_s=run.timeout_s)
+    member = join(
+        config.workers, parts=config.pipeline.stages, backend=run.backend, device=run.device, threads=run.threads,
+        timeout_s=run.timeout_s,
+    )  # fmt: skip
     failed: GossamerError | OSError | None = None
     try:
         train_member(config, folder, member, resume=resume)
@@ -77,7 +87,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     """
     parts = own_parts(config)
     m, _, warnings = in_rounds(config, parts, real=True)
-    for sentence in warnings:
+    for sentence in warnings if member.part == 0 else ():
         log.warning(sentence)
     task = task_of(config, parts)
     # The settled step is found by every worker on its own, as its text and the user's code are.
@@ -86,40 +96,104 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     newest = _agreed_round(config, folder, member, found, past, auto=resume == "auto")
     if newest == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
-        if member.worker == 0:
+        if member.rank == 0:
             say(checkpoint.ended(folder, config.rounds))
         return
-    run, store, line = config.run, folder / "checkpoints", Lineage(digest(config))
-    transport = GroupTransport(member, run=int(line.digest, 16), timeout_s=run.timeout_s)
-    stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
-    replica = Replica(member.worker, config, task, member.device)
-    worker = Worker(
-        replica, m, transport, _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
-    )
+    with contextlib.ExitStack() as open_:
+        pipe = Pipe(member, config.run.timeout_s) if member.parts > 1 else None
+        if pipe is not None:
+            open_.callback(pipe.close)
+        open_.enter_context(quieted(member.part > 0))  # a worker speaks once
+        stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
+        _train_rounds(config, folder, member, _made(config, task, m, member, pipe, stopwatch), past, newest, open_)
+
+
+class _Made(NamedTuple):
+    """What this process trains with."""
+
+    worker: Worker
+    transport: GroupTransport
+    stopwatch: Stopwatch
+    part: OwnStages | None
+    """Its stages, where a worker has several processes."""
+    pipe: Pipe | None
+
+
+def _made(
+    config: RunConfig, task: Task, m: Method, member: Member, pipe: Pipe | None, stopwatch: Stopwatch
+) -> _Made:  # fmt: skip
+    run = config.run
+    transport = GroupTransport(member, run=int(digest(config), 16), timeout_s=run.timeout_s)
+    cut = None if pipe is None else lambda whole: OwnStages(whole, config, pipe, member.device)
+    replica = Replica(member.worker, config, task, member.device, cut=cut)
+    reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
+    part = replica.staged if isinstance(replica.staged, OwnStages) else None
+    return _Made(Worker(replica, m, transport, reduce), transport, stopwatch, part, pipe)
+
+
+def _train_rounds(
+    config: RunConfig, folder: Path, member: Member, made: _Made, past: History | None, newest: int | None,
+    open_: contextlib.ExitStack,
+) -> None:  # fmt: skip
+    """Trains from round `newest` to the end, and records it, with files that `open_` closes."""
+    store, line, run = _checkpoints_of(folder, member), Lineage(digest(config)), config.run
+    worker, transport, stopwatch, part, pipe = made
+    replica = worker.replica
     if past is not None and newest is not None:
-        line = _restore(worker, past, folder, newest)
-    board = Board(member.entries, worker.index, member.workers, patience_s=min(2.0, run.timeout_s / 4))
-    with RunFolder(
-        folder, dump(config), config.record, worker=worker.index, resume_round=newest,
-        traced_per_round=m.sends_per_round,
-    ) as record:  # fmt: skip
-        probe = Probe(config, task, member.device)
-        save = _saver(store, line, worker, board, newest or 0)
-        journal = Journal(
-            config, lambda: record, lambda: {"loss": probe.loss(replica.scored, replica.buffers)}, save, kind="validation"
-        )  # fmt: skip
-        stopwatch.start()
-        for round in range(newest or 0, config.rounds):
-            report = train_round(worker, round, config)
-            deliveries = transport.deliveries()
-            stopwatch.phase(report.whole.compute_s)
-            stopwatch.waited(transport.waits(), deliveries)
-            journal.enter(worker, round, report)
-            if worker.pacer is not None and round + 1 < config.rounds:
-                _adapt(worker, report, deliveries, board, m.topology)
-            end_round(journal, replica, round + 1, report.whole)
-            record.log_seconds(stopwatch.round(round))
+        line = _restore(worker, past, store, folder, newest)
+    board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, run.timeout_s / 4))
+    if member.part:
+        record: RunFolder | Unrecorded = Unrecorded()
+        if (
+            newest is not None or not (folder / "run.toml").exists()
+        ):  # its machine may have no other process of the worker
+            make_folder(folder)
+            atomic_write(folder / "run.toml", dump(config).encode())
+    else:
+        record = open_.enter_context(RunFolder(
+            folder, dump(config), config.record, worker=worker.index, resume_round=newest,
+            traced_per_round=worker.loop.method.sends_per_round,
+        ))  # fmt: skip
+    stages = part and open_.enter_context(stage_log(folder, worker.index, member.part, member.parts, newest))
+    save = _saver(store, line, worker, board, newest or 0)
+    journal = Journal(config, lambda: record, _validator(config, replica, part), save, kind="validation")
+    stopwatch.start()
+    for round in range(newest or 0, config.rounds):
+        if pipe is not None:
+            pipe.round = round
+        report = train_round(worker, round, config)
+        if part is not None and stages is not None:
+            sent = sum(size for some in report.operations for one in some for _, size in one.sends)
+            report = report._replace(operations=part.end_round(report.operations))
+            stages.log(part.seconds(round, worker.index, sent))
+        deliveries = transport.deliveries()
+        stopwatch.phase(report.whole.compute_s)
+        stopwatch.waited(transport.waits(), deliveries)
+        journal.enter(worker, round, report)
+        if worker.pacer is not None and round + 1 < config.rounds:
+            _adapt(worker, report, deliveries, board, worker.loop.method.topology)
+        end_round(journal, replica, round + 1, report.whole)
+        record.log_seconds(stopwatch.round(round))
     transport.close()
+
+
+def _checkpoints_of(folder: Path, member: Member) -> Path:
+    """Where this process keeps its checkpoints: each stage of a worker has a folder of its own."""
+    return stage_store(folder, member.part) if member.parts > 1 else folder / "checkpoints"
+
+
+def _validator(config: RunConfig, replica: Replica, part: OwnStages | None) -> Callable[[], Mapping[str, Any]]:
+    """What finds the validation loss of this worker."""
+    if part is None:
+        probe = Probe(config, replica.task, replica.device)
+        return lambda: {"loss": probe.loss(replica.scored, replica.buffers)}
+    batches = [moved(batch, replica.device) for batch in replica.task.data.validation(config.run.eval_batches)]
+
+    def validate() -> Mapping[str, Any]:
+        with replica.holding_evaluated():
+            return {"loss": part.validate(batches)}
+
+    return validate
 
 
 def _agreed_round(
@@ -130,7 +204,8 @@ def _agreed_round(
     Args: `found` is what each worker finds on its own and all must have in common.
     Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
     """
-    store, me = folder / "checkpoints", member.worker
+    must_have_stages(config, folder)
+    store, me = _checkpoints_of(folder, member), member.worker
     owned = [] if past is None else checkpoint.rounds(store, me, past.lineage)
     common, timeout_s = f"{digest(config)} {found}", config.run.timeout_s
     settings = short_settings({**decisive(config), **found})
@@ -141,12 +216,11 @@ def _agreed_round(
     def faults(round: int) -> list[str | None]:
         return agree(member, common, checkpoint.fault(store, round, me, past.lineage), timeout_s=timeout_s)
 
-    return past.newest(folder, facts, faults, auto=auto, owners=[me], speaks=me == 0)
+    return past.newest(folder, facts, faults, auto=auto, owners=[me], speaks=member.rank == 0, store=store)
 
 
-def _restore(worker: Worker, past: History, folder: Path, round: int) -> Lineage:
+def _restore(worker: Worker, past: History, store: Path, folder: Path, round: int) -> Lineage:
     """Restores a worker from its checkpoint of this round, zero being the start; returns whose checkpoints count from now on."""
-    store = folder / "checkpoints"
     if round:
         worker.restore(checkpoint.load(store, round, worker.index, past.lineage))
     checkpoint.rewind(store, round, worker.index)

@@ -48,12 +48,15 @@ class Failure(NamedTuple):
     cause: Literal["closed", "silent", "foreign", "changed"]
 
 
-def sentence(failure: Failure, worker: int, timeout_s: float, chain: Sequence[int] = ()) -> str:
+def sentence(
+    failure: Failure, worker: int, timeout_s: float, chain: Sequence[int] = (), name: Callable[[int], str] = "worker {}".format
+) -> str:  # fmt: skip
     """What `worker` says of a failure.
 
     Args:
         timeout_s: how long it waits.
         chain: of waits from one of its peers to the worker that failed.
+        name: what each is called.
 
     >>> sentence(Failure(2, 7, 0, "changed"), worker=1, timeout_s=30.0)  # doctest: +ELLIPSIS
     'worker 2 sent a payload that changed in transit in round 7, as worker 0 reported; a network card or memory is faulty: ...'
@@ -73,10 +76,10 @@ def sentence(failure: Failure, worker: int, timeout_s: float, chain: Sequence[in
             "a network card or memory is faulty: test both machines, then resume",
         ),
     }[failure.cause]
-    waits = [f"{i} waits for {j}" for i, j in pairwise([worker, *chain])]
+    waits = [f"{i} waits for {j}" for i, j in pairwise(name(i).removeprefix("worker ") for i in [worker, *chain])]
     via = f" ({', '.join(waits)})" if len(waits) > 1 else ""
-    by = "" if failure.reporter == worker else f", as worker {failure.reporter} reported"
-    return f"worker {failure.culprit} {what} in round {failure.round}{via}{by}; {do}"
+    by = "" if failure.reporter == worker else f", as {name(failure.reporter)} reported"
+    return f"{name(failure.culprit)} {what} in round {failure.round}{via}{by}; {do}"
 
 
 def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], after: Mapping[int, Note]) -> list[int]:
@@ -104,7 +107,7 @@ def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], aft
 
 
 class Board:
-    """Access of one worker to the notices of all; no method raises or takes longer than `patience_s`."""
+    """Access of one worker, or of one process of it, to the notices of all; nothing raises or takes longer than `patience_s`."""
 
     def __init__(self, entries: Entries, worker: int, n: int, patience_s: float) -> None:
         self.worker = worker

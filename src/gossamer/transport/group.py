@@ -38,8 +38,9 @@ from torch import Tensor
 from gossamer.errors import PeerError, TransportError, first_line
 from gossamer.transport import Delivery, Reduce, Ticket, Wait, wire
 from gossamer.transport.backend import backend_of, block, hold, poll
-from gossamer.transport.board import THREADS, Board, Failure, Note, blame, sentence
+from gossamer.transport.board import THREADS
 from gossamer.transport.member import Member
+from gossamer.transport.patience import Patience
 
 __all__ = ["ByteCount", "GroupTransport", "all_reduce"]
 
@@ -148,15 +149,13 @@ class GroupTransport:
         self.received = ByteCount()
         self._member = member
         self._run = run
-        self._timeout_s = timeout_s
-        self._beat_s = min(1.0, timeout_s / 8)
         self._checksum = checksum
         self._group = group
         self._batched = backend_of(group) == "nccl"
         self._finish = poll if self._batched else block
         self._device = member.device
         self._carrier = self._device if self._batched else torch.device("cpu")
-        self._board = Board(member.entries, self.worker, member.workers, patience_s=min(2.0, timeout_s / 4))
+        self._patience = Patience(member, timeout_s)
         self._memory = _Memory()
         self._exchanges: dict[Ticket, _Exchange] = {}
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits
@@ -209,20 +208,7 @@ class GroupTransport:
         """
         exchange, start_s = self._exchange(ticket), time.perf_counter()
         self._launch(exchange)
-        deadline = time.monotonic() + self._timeout_s
-        before: dict[int, Note] | None = None
-        noted = False
-        while missing := self._missing(exchange, deadline):
-            if time.monotonic() >= deadline:
-                raise self._late(ticket, missing, before or {})
-            self._board.waits_for(missing)
-            noted = True
-            if (standing := self._board.failure()) is not None:
-                raise PeerError(self._sentence(standing))
-            if before is None and time.monotonic() >= deadline - 3 * self._beat_s:
-                before = self._board.look(missing)
-        if noted:
-            self._board.waits_for(())
+        self._patience.wait(ticket.round, lambda seconds: self._missing(exchange, seconds))
         self.ready(ticket)
         self._waits.append(Wait(ticket, start_s, time.perf_counter()))
 
@@ -341,35 +327,21 @@ class GroupTransport:
                 exchange.failure = min(peer for _, peer in transfers), error
             self._news.notify_all()
 
-    def _missing(self, exchange: _Exchange, deadline: float) -> list[int]:
-        """Waits at most a beat, and returns the peers that the exchange still waits for; none once it is done or has failed."""
+    def _missing(self, exchange: _Exchange, seconds: float) -> list[int]:
+        """Waits at most so long, and returns the ranks that the exchange still waits for; none once it is done or has failed."""
         with self._news:
-            beat = min(self._beat_s, max(0.0, deadline - time.monotonic()))
-            if self._news.wait_for(lambda: not exchange.pending or exchange.failure is not None, beat):
+            if self._news.wait_for(lambda: not exchange.pending or exchange.failure is not None, seconds):
                 return []
             receives = sorted(peer for way, peer in exchange.pending if way == "from")
-            return receives or sorted(peer for _, peer in exchange.pending)
+            return [*map(self._member.rank_of, receives or sorted(peer for _, peer in exchange.pending))]
 
     def _broken(self, ticket: Ticket, peer: int, error: Exception) -> TransportError:
         """What to raise after a transfer with `peer` failed."""
+        cause = "closed"
         if isinstance(error, TransportError):
             cause = "changed" if isinstance(error, _ChangedError) else "foreign"
-            self._board.claim(Failure(peer, ticket.round, self.worker, cause))
-            return error
-        standing = self._board.claim(Failure(peer, ticket.round, self.worker, "closed"))
-        return PeerError(self._sentence(standing))
-
-    def _late(self, ticket: Ticket, missing: list[int], before: dict[int, Note]) -> PeerError:
-        """What to raise when the deadline has passed."""
-        chain = blame(self.worker, missing, before, self._board.look(missing))
-        mine = Failure(chain[-1], ticket.round, self.worker, "silent")
-        standing = self._board.claim(mine)
-        return PeerError(self._sentence(standing, chain if standing == mine else []))
-
-    def _sentence(self, failure: Failure, chain: Sequence[int] = ()) -> str:
-        text = sentence(failure, self.worker, self._timeout_s, chain)
-        lost = "; the launcher's store does not answer either, so another may have failed before it"
-        return f"{text}{lost}" if self._board.gone else text
+        named = self._patience.failed(ticket.round, self._member.rank_of(peer), cause)
+        return error if isinstance(error, TransportError) else named
 
 
 def all_reduce(timeout_s: float, group: dist.ProcessGroup | None = None) -> Reduce:

@@ -34,8 +34,10 @@ Work = Callable[[Sequence[str]], int]
 log = logging.getLogger("gossamer")
 
 
-def run_local(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0) -> int:
+def run_local(n: int, work: Work, argv: Sequence[str], *, parts: int = 1, grace_s: float = 10.0) -> int:
     """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
+
+    Workers of several parts are as many processes each, and their lines begin with the numbers of both, such as `[3.1]`.
 
     The store lives here, so it outlives every worker, and its entries carry the code of a secret that only they get. When a
     worker fails, those that wait for others to start learn it from the store, and all have `grace_s` to end by themselves. So a
@@ -47,8 +49,13 @@ def run_local(n: int, work: Work, argv: Sequence[str], *, grace_s: float = 10.0)
         argv: its arguments, such as `["train", "run.toml"]`.
     Returns: the exit code of the worker that failed first (128 + k if signal k ended it), else 0.
     """
-    with _workers(n, work, argv, b"") as (workers, entries):
-        return _outcome(workers, grace_s, lambda worker, code: report_fallen(entries, worker, code))
+    with _workers(n * parts, work, argv, b"", parts) as (workers, entries):
+        return _outcome(workers, grace_s, lambda rank, code: report_fallen(entries, _name(rank, parts), code))
+
+
+def _name(rank: int, parts: int) -> str:
+    """The number of a worker, and behind a dot that of its part where it has several."""
+    return str(rank) if parts == 1 else f"{rank // parts}.{rank % parts}"
 
 
 def run_elastic(
@@ -66,7 +73,7 @@ def run_elastic(
     with _workers(n, work, argv, secret) as (workers, entries):
 
         def report(worker: int, code: int) -> None:
-            report_fallen(entries, worker, code)
+            report_fallen(entries, str(worker), code)
             fell(worker, code)
 
         try:
@@ -82,7 +89,7 @@ def run_elastic(
 
 @contextlib.contextmanager
 def _workers(
-    n: int, work: Work, argv: Sequence[str], secret: bytes
+    n: int, work: Work, argv: Sequence[str], secret: bytes, parts: int = 1
 ) -> Iterator[tuple[list[BaseProcess], Entries]]:  # fmt: skip
     """The workers of a run, started, and the entries of their store, which lives here."""
     secret = environment_secret() or secret or new_secret().encode()
@@ -96,7 +103,9 @@ def _workers(
         "GLOO_SOCKET_IFNAME": loopback(),
     }
     with _children(n, work, secret) as start:
-        workers = [start(argv, f"[{i}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(n)]
+        workers = [
+            start(argv, f"[{_name(i, parts)}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(n)
+        ]
         yield workers, Entries(shared_part(store), secret)
 
 
@@ -186,6 +195,7 @@ def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseP
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         process = context.Process(
             target=_enter,
+            name=prefix.strip("[] "),
             args=(
                 work,
                 [*argv],
@@ -275,7 +285,7 @@ def _end(workers: Sequence[BaseProcess], grace_s: float = 2.0) -> None:
     """Ends the workers that still run, by their process ids: first terminate, then kill."""
     running = [worker for worker in workers if worker.exitcode is None]
     for worker in running:
-        log.warning("ending worker %d (process %d), which has not ended by itself", workers.index(worker), worker.pid)
+        log.warning("ending worker %s (process %d), which has not ended by itself", worker.name, worker.pid)
         worker.terminate()
     deadline = time.monotonic() + grace_s
     for worker in running:

@@ -11,7 +11,7 @@ __all__ = ["Member"]
 
 
 class Member(NamedTuple):
-    """This process as a part of one worker of a run; a worker has one part today.
+    """This process as a part of one worker of a run; only a worker in stages has several.
 
     Rules, topologies, codecs and run folders know workers. Only process groups know ranks, and a rank is computed here and
     nowhere else. Part p of a worker exchanges messages with part p of its peers.
@@ -47,6 +47,19 @@ class Member(NamedTuple):
     def rank_of(self, worker: int) -> int:
         """The rank of the process of that worker that holds the same part."""
         return worker * self.parts + self.part
+
+    def name(self, rank: int) -> str:
+        """What the process of a rank is called.
+
+        >>> import torch
+        >>> from torch.distributed import HashStore
+        >>> Member.at(0, 4, torch.device("cpu"), HashStore()).name(3)
+        'worker 3'
+        >>> Member.at(0, 4, torch.device("cpu"), HashStore(), parts=2).name(3)
+        'stage 1 of worker 1'
+        """
+        worker, part = divmod(rank, self.parts)
+        return f"worker {worker}" if self.parts == 1 else f"stage {part} of worker {worker}"
 
     @classmethod
     def at(

@@ -123,7 +123,7 @@ class Entries(NamedTuple):
             )
 
 
-def report_fallen(entries: Entries, worker: int, exit_code: int) -> None:
+def report_fallen(entries: Entries, worker: str, exit_code: int) -> None:
     """Tells workers that still wait for others to start that a worker has ended."""
     entries.set(FALLEN, f"{worker} {exit_code}")
 

@@ -1,0 +1,62 @@
+"""What each stage of a worker did: one line for each process and round of a run whose workers have several.
+
+`stages-003-1.jsonl` has those of stage 1 of worker 3:
+
+* `{"round":r,"worker":i,"stage":s,"compute_s":a,"wait_s":b,"forward_bytes":c,"backward_bytes":d,"outer_bytes":e}`
+
+A stage computes, codecs included, or waits for another stage; activations, and gradients of them, that it has sent are counted
+with the lengths before them; the outer bytes are what it has sent to its peers.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from gossamer.errors import ConfigError
+from gossamer.record.files import LineWriter, atomic_write, make_folder, worker_suffix
+from gossamer.record.jsonl import json_line, json_lines
+
+__all__ = ["StageSeconds", "read_stages", "stage_log"]
+
+
+class StageSeconds(NamedTuple):
+    """One process in one round."""
+
+    round: int
+    worker: int
+    stage: int
+    compute_s: float
+    wait_s: float
+    forward_bytes: int
+    backward_bytes: int
+    outer_bytes: int
+
+
+class _StageLog(LineWriter):
+    def log(self, seconds: StageSeconds) -> None:
+        """Appends a line."""
+        self._file.write(json_line(seconds._asdict()))
+
+
+def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: int | None) -> _StageLog:
+    """The log of one process; a run that goes on drops the lines of this round and later ones.
+
+    Raises: ConfigError when a new run would mix with an old one.
+    """
+    make_folder(folder)
+    path = folder / f"stages{worker_suffix(worker, part, parts)}.jsonl"
+    if path.exists():
+        if resume_round is None:
+            raise ConfigError(
+                f"the run folder {folder} already holds {path.name}; name a new folder, or resume that run"
+            )
+        kept = [line for _, line in json_lines(path) if line.get("round", 0) < resume_round]
+        atomic_write(path, "".join(map(json_line, kept)).encode())
+    return _StageLog(path)
+
+
+def read_stages(folder: Path) -> Iterator[StageSeconds]:
+    """The lines of all processes of a run. Raises DataError for a line that is no JSON object."""
+    for path in sorted(folder.glob("stages-*.jsonl")):
+        for _, line in json_lines(path):
+            yield StageSeconds(**{name: line[name] for name in StageSeconds._fields})

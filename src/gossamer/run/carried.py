@@ -1,0 +1,112 @@
+"""The stage of torch's pipelines, with payloads of ours in place of its tensors.
+
+Everything of `torch.distributed.pipelining` that is not public is used here and nowhere else: six methods that its schedules
+call to send and to receive, the two caches they read, and the two methods by which stages vote on how to find shapes, which
+ours are told. A test notices when one of them is gone.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
+
+__all__ = ["CarriedStage", "Side", "TorchSchedule", "schedule_of"]
+
+
+class Side(Protocol):
+    """One stage's side of a boundary."""
+
+    def send(self, micro: int, h: Tensor) -> None:
+        """Starts sending the activations, or gradients, of a micro-batch to the other side."""
+        ...
+
+    def receive(self, micro: int) -> Tensor:
+        """Waits for those of the other side."""
+        ...
+
+
+class TorchSchedule(Protocol):
+    """What we use of a schedule of torch."""
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        **kwargs: Any,
+    ):
+        """Passes all micro-batches forward and backward through the stages of this process."""
+        ...
+
+
+class CarriedStage(PipelineStage):
+    """A stage between two sides; None at an end of the pipeline.
+
+    Sending starts at once and never blocks, and receiving blocks where the received is needed, so there is nothing left for
+    the schedule to start, to batch or to wait for.
+    """
+
+    def __init__(
+        self, module: nn.Module, place: tuple[int, int], device: torch.device, group: dist.ProcessGroup,
+        shapes: tuple[Tensor, Tensor], sides: tuple[Side | None, Side | None],
+    ) -> None:  # fmt: skip
+        super().__init__(module, *place, device, *shapes, group=group)
+        self._before, self._after = sides
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends the activations."""
+        if self._after is not None:
+            (h,), _ = self.fwd_cache[fwd_chunk_id]
+            self._after.send(fwd_chunk_id, h.detach())
+        return []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Nothing: `_retrieve_recv_activations` receives."""
+        return []
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        assert self._before is not None
+        return (self._before.receive(fwd_chunk_id).requires_grad_(),)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends the gradients of what was received."""
+        gradients = self.bwd_cache.pop(bwd_chunk_id)
+        if self._before is not None:
+            (gradient,) = gradients
+            assert gradient is not None
+            self._before.send(bwd_chunk_id, gradient)
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Nothing: `_retrieve_recv_grads` receives."""
+        return []
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor, ...]:
+        assert self._after is not None
+        return (self._after.receive(bwd_chunk_id),)
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+
+def schedule_of(
+    name: str, stages: Sequence[CarriedStage], micro_batches: int, loss: Callable[[Tensor, Tensor], Tensor]
+) -> TorchSchedule:  # fmt: skip
+    """The schedule of this name for the stages of this process; gradients of the micro-batches' losses are added up as they are.
+
+    Source: GPipe, arXiv 1811.06965; 1F1B and interleaved stages, arXiv 2104.04473, section 2.2.
+    """
+    logging.getLogger(schedules.__name__).setLevel(logging.CRITICAL)  # it prints all its plan beside an error
+    if name == "interleaved":
+        return ScheduleInterleaved1F1B([*stages], micro_batches, loss, scale_grads=False)
+    (stage,) = stages
+    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name]
+    return kind(stage, micro_batches, loss, scale_grads=False)

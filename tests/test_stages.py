@@ -1,0 +1,281 @@
+"""Pipelines of real processes: each stage of a worker its own, and the bits of the simulator's virtual pipeline."""
+
+import contextlib
+import inspect
+import io
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from commands import run
+from gossamer.boundaries import aqsgd, tahquant
+from gossamer.boundaries.ends import BoundaryEnd
+from gossamer.cli import main
+from gossamer.errors import CheckpointError, TrainingError
+from gossamer.models import ModelConfig, build_model
+from gossamer.models.stages import OwnLayers
+from gossamer.optimizers import Joined
+from gossamer.optimizers.inner import InnerConfig, build_optimizer
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.record.stages import read_stages
+from gossamer.record.trace import read_trace
+from gossamer.run.assemble import assembled, stage_store, stores_of
+from gossamer.run.carried import CarriedStage
+from gossamer.run.config import digest, dump, parse
+from gossamer.run.evaluate import evaluate
+from gossamer.run.simulate import simulate
+from gossamer.run.task import task_of
+from gossamer.run.train import train_member
+from gossamer.transport.launch import join, leave
+from gossamer.transport.local import run_local
+from gossamer.transport.member import Member
+from tiny import document, tiny
+
+TIMEOUT_S = 60
+TWO = {"workers": 2, "pipeline__stages": 2, "data__accumulate": 4, "run__steps": 4, "run__timeout_s": TIMEOUT_S}
+CASES = {
+    "dense, gpipe": {**TWO, "record__export": True},
+    "tahquant and intk, 1f1b, clipped": {
+        **TWO, "pipeline__schedule": "1f1b", "pipeline__forward": "tahquant", "pipeline__backward": "intk", "inner__clip": 0.5,
+        "inner__optimizer": "muon", "data__accumulate": 3,
+    },
+    "aqsgd, resumed": {
+        **TWO, "pipeline__forward": "aqsgd", "pipeline__backward": {"name": "intk", "bits": 8}, "data__windows": 5,
+        "pipeline__schedule": "1f1b", "run__steps": 8,
+    },
+    "interleaved, tahquant and cast": {
+        **TWO, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "model__layers": 4, "inner__clip": 0.5,
+        "pipeline__forward": "tahquant", "pipeline__backward": "cast", "rule": {"name": "diloco"},
+        "topology": {"name": "complete"},
+    },
+    "four stages of one worker": {
+        "workers": 1, "pipeline__stages": 4, "model__layers": 4, "data__accumulate": 5, "pipeline__forward": "cast",
+        "pipeline__backward": "intk", "run__steps": 4, "pipeline__schedule": "1f1b", "inner__clip": 0.5,
+        "rule": {"name": "diloco"}, "topology": {"name": "complete"},
+    },
+    "gradients, clipped": {
+        **TWO, "rule": {"name": "data_parallel"}, "topology": {"name": "complete"}, "run__local_steps": 1, "run__steps": 2,
+        "inner__clip": 0.05, "pipeline__forward": "cast",
+    },
+    "an average, a bottleneck in bf16": {
+        **TWO, "inner__averaging": "gpa", "inner__autocast": "bf16", "run__steps": 4, "codec": {"name": "bf16"},
+        "model__bottleneck": {"name": "subspace", "width": 8}, "pipeline__forward": "cast",
+    },
+}  # fmt: skip
+
+
+DIVERGING = {
+    "workers": 1, "pipeline__stages": 4, "model__layers": 4, "data__accumulate": 4, "rule": {"name": "diloco"},
+    "topology": {"name": "complete"}, "inner__lr": 1e15, "inner__warmup_steps": 0,
+}  # fmt: skip
+
+
+def train_pipelines(argv):
+    """One of four processes, which train every case, one after the other."""
+    cases = json.loads(Path(argv[0]).read_text())
+    first = join(4, backend="gloo", device="cpu", threads=1, timeout_s=TIMEOUT_S)
+    for folder, made, resumed in cases:
+        config, root = parse(made), Path(folder)
+        for turn in range(1 + resumed):
+            member = Member.at(
+                first.rank, config.workers, torch.device("cpu"), PrefixStore(f"{folder}{turn}", first.store),
+                config.pipeline.stages,
+            )  # fmt: skip
+            try:
+                train_member(config, root, member, resume=turn > 0)
+            except TrainingError as error:
+                (root / f"said-{member.part}").write_text(str(error))
+            dist.barrier()
+            if turn == 0 and resumed and member.part:  # the newest round that all have is the one before
+                checkpoint.rewind(stage_store(root, member.part), config.rounds - 1, member.worker)
+            dist.barrier()
+    leave()
+    return 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, forks):
+    """Every case, trained by processes and by the simulator."""
+    root = tmp_path_factory.mktemp("stages")
+    plan = [[str(root / "real" / name), document(**case), "resumed" in name] for name, case in CASES.items()]
+    plan.append([str(root / "diverging"), document(**DIVERGING), False])
+    (root / "cases.json").write_text(json.dumps(plan))
+    assert run_local(2, train_pipelines, [str(root / "cases.json")], parts=2) == 0
+    for name, case in CASES.items():
+        simulate(tiny(**case), root / "simulated" / name)
+    return root
+
+
+def test_when_a_loss_is_not_finite_all_stages_end_with_the_same_sentence(trained):
+    said = [(trained / "diverging" / f"said-{part}").read_text() for part in range(4)]
+    assert len({*said}) == 1 and re.match("the loss of worker 0 became (nan|inf) at its inner step", said[0])
+
+
+def parameters(config, folder):
+    """Those of each worker after the last round."""
+    task, line = task_of(config), checkpoint.Lineage(digest(config))
+    return [
+        assembled(config, task, stores_of(config, folder), config.rounds, w, line)["x"] for w in range(config.workers)
+    ]
+
+
+def lines_of(folder, kind, *names):
+    return {
+        (line["round"], line["worker"]): [line[name] for name in names]
+        for line in read_metrics(folder)
+        if line["kind"] == kind
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(trained, name):
+    config, real, simulated = tiny(**CASES[name]), trained / "real" / name, trained / "simulated" / name
+    assert len(stores_of(config, real)) == config.pipeline.stages and len(stores_of(config, simulated)) == 1
+    assert all(map(torch.equal, parameters(config, real), parameters(config, simulated)))
+    own = lines_of(real, "train", "loss", "lr", "tokens", "boundary_bytes")
+    assert own == lines_of(simulated, "train", "loss", "lr", "tokens", "boundary_bytes") and own
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_validation_through_the_stages_is_that_of_the_whole_model_and_leaves_the_memories_of_codecs_alone(
+    trained, name
+):
+    found = lines_of(trained / "real" / name, "validation", "loss")
+    scored = {
+        (line["round"], worker): [loss]
+        for line in read_metrics(trained / "simulated" / name)
+        if line["kind"] == "eval"
+        for worker, loss in enumerate(line["worker_losses"])
+    }
+    assert found == scored and found
+
+
+def test_the_trace_has_the_messages_of_a_worker_once_and_a_line_of_each_stage_says_what_it_did(trained):
+    name = "dense, gpipe"
+    config, real = tiny(**CASES[name]), trained / "real" / name
+    for ours, theirs in zip(read_trace(real).messages, read_trace(trained / "simulated" / name).messages, strict=True):
+        assert (ours == theirs).all()
+    lines = [*read_stages(real)]
+    assert sorted((one.round, one.worker, one.stage) for one in lines) == [
+        (r, w, s) for r in range(config.rounds) for w in range(2) for s in range(2)
+    ]
+    crossed = 2 * 4 * 4 * 2 * 16 * 64  # steps of a round, micro-batches, bytes of an element, B, S, D
+    assert {(one.stage, one.forward_bytes, one.backward_bytes) for one in lines} == {(0, crossed, 0), (1, 0, crossed)}
+    assert all(one.compute_s > 0 and one.wait_s > 0 and one.outer_bytes > 0 for one in lines)
+
+
+def test_evaluate_puts_each_worker_together_from_its_stages(trained):
+    name = "dense, gpipe"
+    found = evaluate(trained / "real" / name)
+    scored = [line for line in read_metrics(trained / "simulated" / name) if line["kind"] == "eval"][-1]
+    assert (found.result.loss, [*found.result.worker_losses]) == (scored["loss"], scored["worker_losses"])
+    model = "model/model.safetensors"
+    assert (trained / "real" / name / model).read_bytes() == (trained / "simulated" / name / model).read_bytes()
+
+
+def test_a_driver_refuses_the_checkpoints_of_the_other(trained):
+    name = "dense, gpipe"
+    with pytest.raises(CheckpointError, match=r"are of single stages, .*; resume with gossamer train$"):
+        simulate(tiny(**CASES[name]), trained / "real" / name, resume=True)
+    config = tiny(**CASES[name], name="other")
+    member = Member.at(0, 2, torch.device("cpu"), dist.HashStore(), 2)
+    with pytest.raises(CheckpointError, match=r"are of whole workers, .*; resume with gossamer simulate$"):
+        train_member(config, trained / "simulated" / name, member, resume="auto")
+
+
+def train_to_its_end(argv):
+    """`gossamer train`, in which stage 1 of worker 0 is killed when it has saved its first checkpoint."""
+
+    def save(store, finished, *state, real=checkpoint.save, **lineage):
+        real(store, finished, *state, **lineage)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if os.environ["RANK"] == "1":
+        checkpoint.save = save
+    return main(argv)
+
+
+def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path, forks):
+    config, errors = tiny(**CASES["dense, gpipe"]), io.StringIO()
+    (tmp_path / "run.toml").write_text(dump(config))
+    with contextlib.redirect_stderr(errors):
+        code = run_local(
+            2,
+            train_to_its_end,
+            ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")],
+            parts=2,
+            grace_s=30,
+        )
+    said = [line for line in errors.getvalue().splitlines() if "closed its connection" in line]
+    assert code == 128 + signal.SIGKILL
+    assert sorted(line[:5] for line in said) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
+    assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in said)
+    code, output = run("train", "--resume", tmp_path / "run", "--local", 2)
+    assert code == 0 and "[0.0] round 2 of 2" in output and "[0.1] round" not in output, output
+    simulate(config, tmp_path / "simulated")
+    assert all(map(torch.equal, parameters(config, tmp_path / "run"), parameters(config, tmp_path / "simulated")))
+
+
+def test_stages_as_a_word_of_a_command_cut_the_workers_of_a_file(tmp_path):
+    (tmp_path / "run.toml").write_text(dump(tiny(data__accumulate=4)))
+    code, output = run(
+        "simulate", tmp_path / "run.toml", "--stages", 2, "--out", tmp_path / "run", "--set", "run.steps=2"
+    )
+    assert code == 0, output
+    assert all(len(line["boundary_bytes"]) == 1 for line in read_metrics(tmp_path / "run") if line["kind"] == "train")
+    code, output = run("check", tmp_path / "run.toml", "--stages", 5)
+    assert code == 2 and "pipeline.stages is 5 and the model has 3 layers" in output
+    code, output = run("train", tmp_path / "run.toml", "--stages", 2, "--local", 6)
+    assert code == 2 and "--local 6 but the run file has workers = 3" in output
+
+
+def test_what_is_private_in_the_pipelines_of_torch_is_as_it_was():
+    ours = {name for name, one in vars(CarriedStage).items() if inspect.isfunction(one)} - {"__init__"}
+    assert len(ours) == 8
+    for name in ours:
+        assert [*inspect.signature(getattr(CarriedStage, name)).parameters] == [
+            *inspect.signature(getattr(PipelineStage, name)).parameters
+        ], f"torch has changed {name}, which gossamer.run.carried replaces"
+    stage = inspect.getsource(inspect.getmodule(PipelineStage))
+    for text in (
+        "self.fwd_cache[fwd_chunk_id] = (\n            output_tuple,",
+        "self.bwd_cache[bwd_chunk_id] = grads_input",
+    ):
+        assert text in stage, "torch has changed a cache that gossamer.run.carried reads"
+    for kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
+        assert "scale_grads" in inspect.signature(kind).parameters
+
+
+@pytest.mark.parametrize("forward", [tahquant, aqsgd])
+def test_the_lengths_of_payloads_to_come_are_known_before_they_come_also_of_a_sample_that_comes_twice(forward):
+    shape = (2, 16, 64)
+    sender, receiver = BoundaryEnd(forward(), shape), BoundaryEnd(forward(), shape)
+    batches = [[3, 4], [4, 4], [5, 5], [3, 6]]
+    sizes = receiver.payload_bytes(batches)
+    payloads = [sender.encode(torch.randn(shape), samples) for samples in batches]
+    assert sizes == [None if sender.length_first else payload.numel() for payload in payloads]
+    for payload, samples in zip(payloads, batches, strict=True):
+        receiver.decode(payload, torch.empty(shape), samples)
+    assert all(torch.equal(sender.memory[sample], receiver.memory[sample]) for sample in sender.memory)
+
+
+def test_muon_takes_every_hidden_matrix_of_a_stage_whether_or_not_the_output_head_is_on_it():
+    whole = build_model(ModelConfig(size="0.2m"), 256, 16, seed=0)
+    shares = [
+        build_optimizer(InnerConfig(optimizer="muon"), OwnLayers(whole, spans))
+        for spans in ([(0, 1)], [(1, 2)], [(2, 3)])
+    ]
+    matrices = [p for share in shares for group in share.param_groups if "ns_steps" in group for p in group["params"]]
+    joined = build_optimizer(InnerConfig(optimizer="muon"), whole)
+    assert isinstance(joined, Joined)
+    every = [p for group in joined.param_groups if "ns_steps" in group for p in group["params"]]
+    assert {*map(id, matrices)} == {*map(id, every)} and len(matrices) == len(every) == 21
