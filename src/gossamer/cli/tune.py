@@ -84,7 +84,7 @@ def _lines(one: "Tuned") -> list[str]:
     where = f"at the edge of {' and of '.join(ends[edge] for edge in found.edges)}, as the budget ended"
     return [
         f"{contender.row.label}: lr {contender.lr(found.best):g}{outer}, loss {loss:.4f}, "
-        f"{where if found.edges else 'an interior optimum'} ({spent}, {len(one.losses)} settings)"
+        f"{where if found.edges else 'an interior optimum'} ({spent}, {len(one.losses)} trials)"
     ]
 
 

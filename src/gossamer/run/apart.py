@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Hashable, Sequence
@@ -114,14 +115,13 @@ def _result_of(one: _Running) -> RunEnd:
 
 def _work(result: Connection, config: RunConfig, folder: Path, lane: int, lanes: int) -> None:
     """A process that trains one run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which kills what is under way
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, _share(sorted(os.sched_getaffinity(0)), lane, lanes))
     try:
         result.send(_trained(config, folder))
     except GossamerError as error:
         result.send(error)
-    except KeyboardInterrupt:  # the parent was stopped as well, and says so
-        sys.exit(130)
 
 
 def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
