@@ -149,7 +149,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     ),
     "pipeline and projection": (Facts(stages=2, driver="train", linear=True), ["pipeline.stages is 2", "'projection'"]),
     "pipeline and tiles": (
-        Facts(stages=2, driver="train", rule=diloco(), topology=complete(4), codec=CODECS["topk2bit"]()),
+        Facts(stages=2, driver="train", rule=diloco(), topology=complete(4), codec=topk2bit()),
         ["pipeline.stages is 2", "'topk2bit'"],
     ),
     "pipeline and schedule": (Facts(stages=2, schedule=Schedule(fragments=2)), ["pipeline.stages is 2", "fragments=2"]),

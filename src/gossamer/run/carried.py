@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, schedules
 
-__all__ = ["CarriedStage", "Side", "TorchSchedule", "schedule_of"]
+__all__ = ["CarriedStage", "Carrier", "TorchSchedule", "schedule_of"]
 
 
-class Side(Protocol):
+class Carrier(Protocol):
     """One stage's side of a boundary."""
 
     def send(self, micro: int, h: Tensor) -> None:
@@ -53,7 +53,7 @@ class CarriedStage(PipelineStage):
 
     def __init__(
         self, module: nn.Module, place: tuple[int, int], device: torch.device, group: dist.ProcessGroup,
-        shapes: tuple[Tensor, Tensor], sides: tuple[Side | None, Side | None],
+        shapes: tuple[Tensor, Tensor], sides: tuple[Carrier | None, Carrier | None],
     ) -> None:  # fmt: skip
         super().__init__(module, *place, device, *shapes, group=group)
         self._before, self._after = sides

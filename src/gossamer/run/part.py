@@ -47,12 +47,12 @@ class _Side:
         self._pipe.expect(self._coming, self._other, self._into.payload_bytes(samples), most_bytes)
 
     def send(self, micro: int, h: Tensor) -> None:
-        """See `gossamer.run.carried.Side`."""
+        """See `gossamer.run.carried.Carrier`."""
         payload = self._out.encode(h, self._samples[micro])
         self._pipe.send(self._leaving, self._other, payload, length_first=self._out.length_first)
 
     def receive(self, micro: int) -> Tensor:
-        """See `gossamer.run.carried.Side`. Raises TransportError for a payload that does not fit."""
+        """See `gossamer.run.carried.Carrier`. Raises TransportError for a payload that does not fit."""
         payload = self._pipe.receive(self._coming, self._other).to(self._like.device)
         try:
             return self._into.decode(payload, self._like, self._samples[micro])
