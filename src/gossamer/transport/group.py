@@ -40,7 +40,7 @@ from gossamer.transport import Delivery, Reduce, Ticket, Wait, wire
 from gossamer.transport.backend import backend_of, block, hold, poll
 from gossamer.transport.board import THREADS
 from gossamer.transport.member import Member
-from gossamer.transport.waiting import Waiting
+from gossamer.transport.waiting import PeerWait
 
 __all__ = ["ByteCount", "GroupTransport", "all_reduce"]
 
@@ -155,7 +155,7 @@ class GroupTransport:
         self._finish = poll if self._batched else block
         self._device = member.device
         self._carrier = self._device if self._batched else torch.device("cpu")
-        self._patience = Waiting(member, timeout_s)
+        self._patience = PeerWait(member, timeout_s)
         self._memory = _Memory()
         self._exchanges: dict[Ticket, _Exchange] = {}
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits

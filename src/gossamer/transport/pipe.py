@@ -21,7 +21,7 @@ from gossamer.rng import key
 from gossamer.transport.backend import block, hang_up
 from gossamer.transport.board import THREADS
 from gossamer.transport.member import Member
-from gossamer.transport.waiting import Waiting
+from gossamer.transport.waiting import PeerWait
 
 __all__ = ["LENGTH_BYTES", "Flow", "Pipe"]
 
@@ -99,7 +99,7 @@ class Pipe:
         self.waited_s = 0.0
         """How long this process has waited for others."""
         self._member, self._timeout_s = member, timeout_s
-        self._patience = Waiting(member, timeout_s)
+        self._patience = PeerWait(member, timeout_s)
         ranks = [self._rank(part) for part in range(self.parts)]
         try:
             made = dist.new_group(

@@ -8,10 +8,10 @@ from gossamer.errors import PeerError
 from gossamer.transport.board import Board, Failure, Note, blame, sentence
 from gossamer.transport.member import Member
 
-__all__ = ["Waiting"]
+__all__ = ["PeerWait"]
 
 
-class Waiting:
+class PeerWait:
     """Waits of this process, during which it tells all others, by the notice board, whom it waits for.
 
     Args: `timeout_s` is the longest.
