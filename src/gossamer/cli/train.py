@@ -57,7 +57,7 @@ def command(
         out: run folder (default: runs/NAME)
         resume: continue this run folder from the newest round of which all workers have sound checkpoints, with --set for what
             changes; auto: continue the run in its folder (--out), or start it there
-        local: start this many workers on this machine, each a process, or several with --stages; a run that goes on without the
+        local: start this many workers on this machine, each as many processes as it has stages; a run that goes on without the
             dead may start with fewer than its workers
         join: take a free slot in the run of the worker at this address, which is elastic (run.elastic), in pairs or without
             waiting; auto: of one whose run folder is here
