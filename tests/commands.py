@@ -50,7 +50,7 @@ def _forked(path: object, args: Sequence[object], passfds: Sequence[int]) -> int
         os._exit(0)
 
 
-def _enter(work: Work, words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
+def _enter(work: Work | None, words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
     multiprocessing.util.spawnv_passfds = _forked
     os.environ.update(environment)
     os.chdir(folder)
@@ -58,13 +58,13 @@ def _enter(work: Work, words: list[str], folder: str, environment: dict[str, str
     os.dup2(out.fileno(), 2)
     out.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.exit(work(words))
+    sys.exit((work or main)(words))
 
 
 class Command:
     """`gossamer WORDS` (or other `work`), started; its output and its errors come as the lines of one stream."""
 
-    def __init__(self, *words: object, work: Work = main, **environment: str) -> None:
+    def __init__(self, *words: object, work: Work | None = None, **environment: str) -> None:
         import_early()
         source, sink = CONTEXT.Pipe(duplex=False)
         self._process = CONTEXT.Process(target=_enter, args=(work, [*map(str, words)], os.getcwd(), environment, sink))

@@ -1,6 +1,6 @@
 """`gossamer` with a worker whose gradient is infinite where its loss does not see it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,11 +18,11 @@ UNSEEN = 255
 @contextmanager
 def poison(at_step: int) -> Iterator[None]:
     """From this inner step on, the gradient of one worker is infinite in one element of an embedding row that no batch has."""
-    clean: Callable[[Replica, int], tuple[float, int]] = Replica._backward
+    clean: Callable[[Replica, Mapping[int, int]], tuple[float, int]] = Replica._backward
 
-    def backward(self: Replica, step: int) -> tuple[float, int]:
-        found = clean(self, step)
-        if self.index == WORKER and step >= at_step:
+    def backward(self: Replica, places: Mapping[int, int]) -> tuple[float, int]:
+        found = clean(self, places)
+        if self.index == WORKER and self.steps_taken >= at_step:
             gradient = self.model.get_parameter("model.embed_tokens.weight").grad
             assert gradient is not None
             gradient[UNSEEN, 0] = torch.inf

@@ -61,6 +61,10 @@ def churn(root, **settings):
     while not checkpoint.rounds(real / "checkpoints", 1) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(pids["1"], signal.SIGKILL)
+    left = max(checkpoint.rounds(real / "checkpoints", 1))
+    # The others go on without it, so that its own state is too old for the newcomer.
+    while max(checkpoint.rounds(real / "checkpoints", 0), default=0) < left + 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
     newcomer = Command("train", root / "run.toml", "--out", real, "--join", "auto")
     code, said = newcomer.finish()
     ended, output = launcher.finish()

@@ -83,7 +83,7 @@ def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_w
     ]
     rest = Command("train", "--resume", folder, "--local", 2, *sets)
     assert eventually(
-        lambda: standings(folder) == ["alive", "alive", "gone"] and min(rounds_of(folder, 0) or [0]) >= 6, 100
+        lambda: standings(folder) == ["alive", "alive", "gone"] and min(rounds_of(folder, 0) or [0]) >= 6, 200
     )
     newcomer = Command("train", folder / "run.toml", "--out", folder, "--join", "auto")
     assert eventually(lambda: standings(folder) == ["alive"] * 3 and max(rounds_of(folder, 2)) > 6, 100)

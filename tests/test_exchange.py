@@ -315,7 +315,7 @@ CALLERS = {  # who calls which functions of rules and codecs; those that wrap an
         "rounds.recursion",
         "testing.functions",
     ),
-    r"codec\.(encode|decode)": ("boundaries", "codecs"),
+    r"codec\.(encode|decode)": ("boundaries", "codecs", "run.staged"),  # that of what a linear boundary loses
 }
 
 

@@ -59,6 +59,8 @@ class FollowedRun:
         """Bytes, by entry of the trace; for a run without one, by round."""
         self.trained_lines = self.traced_lines = 0
         self.evaluations = KeptLines()
+        self.aligned: dict[int, dict[str, Any]] = {}
+        """By round, how far local phases agreed, where that is recorded."""
         self.clock: dict[str | None, Grid] = {}
         """When each round ended on each network; None stands for measured seconds."""
         self.spent_s: dict[str | None, np.ndarray] = {}
@@ -216,6 +218,8 @@ class FollowedRun:
             self._behind(worker, round + 1)
         elif line["kind"] == "validation" and worker is not None:
             self.validations.put(max(0, round), worker, _number(line.get("loss")))
+        elif line["kind"] == "alignment":
+            self.aligned[round] = {key: _number(line.get(key)) for key in ("alignment", "persistence")}
         elif line["kind"] == "eval" and worker is None:
             self.evaluations.add(line)
 

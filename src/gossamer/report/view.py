@@ -134,6 +134,9 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
         if any(own):
             figures["worst worker"] = [max((x for x in some if not math.isnan(x)), default=math.nan) for some in own]
         rounds = [line["round"] for line in lines]
+        if run.aligned:
+            for key in ("alignment", "persistence"):
+                figures[key] = [_plain(run.aligned.get(r, {}).get(key)) for r in rounds]
     else:
         rounds_, values = run.validations.rounds(), run.validations.values()
         known = np.isfinite(values).any(axis=1) if len(values) else np.zeros(0, bool)
