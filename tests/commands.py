@@ -1,19 +1,17 @@
 """`gossamer` as tests run it: to its end in this process, or in one of its own, which can be watched, stopped and killed.
 
-Starting Python and importing torch takes far longer than what most tests train, so processes are forks (`import_early`), as is
-what their own workers are forks of.
+Starting Python and importing torch takes far longer than what most tests train, so processes are forks (`import_early`).
 """
 
 import contextlib
 import io
 import multiprocessing
-import multiprocessing.util
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 from gossamer.cli import main
@@ -32,26 +30,7 @@ def run(*words: object) -> tuple[int, str]:
     return code, output.getvalue()
 
 
-def _forked(path: object, args: Sequence[object], passfds: Sequence[int]) -> int:
-    """Starts a fork server as `multiprocessing.util.spawnv_passfds` does, without a new Python: all is imported here."""
-    program = str(args[-1])
-    assert program.startswith("from multiprocessing.forkserver import main;"), program
-    if pid := os.fork():
-        return pid
-    try:
-        for fd in map(int, os.listdir("/proc/self/fd")):
-            if (
-                fd > 2 and fd not in passfds
-            ):  # above all the end of a pipe by which a fork server knows that it is needed
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-        exec(program, {})
-    finally:
-        os._exit(0)
-
-
 def _enter(work: Work | None, words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
-    multiprocessing.util.spawnv_passfds = _forked
     os.environ.update(environment)
     os.chdir(folder)
     os.dup2(out.fileno(), 1)

@@ -76,13 +76,17 @@ def together(config, folder, places):
     assert not any(side.is_alive() for side in sides)
 
 
-def assert_replayed(real, config, folder):
+def assert_replayed(real, config, folder, lost=0):
+    """Whether a replay has the bits of a run; of so many local phases a server may have died before it had them.
+
+    Their worker has recorded them, and they were trained again.
+    """
     replay_server(config, folder, real)
     n = config.workers
     assert same(saved(real, config, n), saved(folder, config, n))
     ours, theirs = losses(real), losses(folder)
     assert ours[0] == theirs[0] and ours[0]
-    assert ours[1].items() <= theirs[1].items() and len(ours[1]) > 0
+    assert len(ours[1].items() - theirs[1].items()) <= lost < len(ours[1])
 
 
 def test_two_regions_over_sockets_share_all_steps_and_replay_to_the_last_bit(tmp_path):
@@ -235,4 +239,4 @@ def test_a_worker_a_region_and_the_global_server_are_killed_and_come_back_and_th
         numbers == [*range(len(numbers))] for numbers in phases
     )  # what was lost was trained again, and counts once
     assert sum(map(len, phases)) == 4 * 36
-    assert_replayed(real, config, tmp_path / "replay")
+    assert_replayed(real, config, tmp_path / "replay", lost=4)
