@@ -513,7 +513,7 @@ def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_
     told = next(line for line in launcher.lines() if "resume it with" in line)
     server = Command(*shlex.split(told[told.index("gossamer train") :])[1:])
     code, output = launcher.finish()
-    assert code == 0, output
+    assert code == 0, output + server.finish(5)[1]
     assert "Traceback" not in output and output.count("trains this phase again") >= 3
     code, said = server.finish()
     assert code == 0, said

@@ -16,8 +16,9 @@ it absorbed after its snapshot, is trained again and counts once.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,11 +32,12 @@ from gossamer.record import checkpoint
 from gossamer.record.progress import say
 from gossamer.run.config import RunConfig
 from gossamer.run.evaluate import Probe
+from gossamer.run.global_session import GlobalSession
 from gossamer.run.history import Resume, history
 from gossamer.run.hub import Conversation, Credentials, Hub, Manner, listener_at
 from gossamer.run.parts import Parts, own_parts
 from gossamer.run.serve_protocol import OWNED, run_key, run_settings, settled_server, use_threads
-from gossamer.run.server_session import Pushed, Reply, open_session
+from gossamer.run.server_session import Pushed, Reply, ServerSession, open_session
 from gossamer.run.settle import WithServer
 from gossamer.run.task import Task, task_of
 from gossamer.transport import Turn
@@ -43,9 +45,11 @@ from gossamer.transport.secret import SECRET_FILE, environment_secret, folder_se
 from gossamer.transport.stream import PUSH, START, Stream
 from gossamer.tree import leaves, refill
 
-__all__ = ["first_round", "member_of", "serve", "with_workers"]
+__all__ = ["member_of", "serve", "serve_with", "with_workers"]
 
 log = logging.getLogger("gossamer")
+
+S = TypeVar("S", ServerSession, GlobalSession)
 
 
 def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
@@ -58,17 +62,32 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
     Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`.
     Cost: the rule's state; one message and one starting point per worker in flight.
     """
+
+    def manner(session: ServerSession, settled: WithServer, probe: Probe) -> Manner:
+        return with_workers(probe, config, settled.codec, range(config.workers))
+
+    serve_with(config, folder, (host, port), open_session, manner, resume=resume)
+
+
+def serve_with(
+    config: RunConfig, folder: Path, at: tuple[str, int], opened: Callable[..., AbstractContextManager[S]],
+    manner: Callable[[S, WithServer, Probe], Manner], *, resume: Resume,
+) -> None:  # fmt: skip
+    """Serves at this address, until the session is over that `opened` gives for the run, its settings, folder, probe and start.
+
+    Args: `manner` is how its peers are talked with.
+    Raises: as `serve`.
+    """
     use_threads(config)
     parts = own_parts(config)
     settled = settled_server(config, parts)
     task = task_of(config, parts)
-    probe, start = Probe(config, task, torch.device("cpu")), first_round(config, folder, resume)
+    probe, start = Probe(config, task, torch.device("cpu")), _first_round(config, folder, resume)
     if start == config.rounds:
         return
     member = member_of(config, settled, task, parts, folder, config.workers, make=True)
-    with open_session(config, settled, folder, probe, start) as session, listener_at(host, port) as listener:
-        manner = with_workers(probe, config, settled.codec, range(config.workers))
-        hub = Hub(listener, member, manner, config.run.timeout_s)
+    with opened(config, settled, folder, probe, start) as session, listener_at(*at) as listener:
+        hub = Hub(listener, member, manner(session, settled, probe), config.run.timeout_s)
         try:
             hub.open()
             hub.run(session, session.records.now_s)
@@ -76,7 +95,7 @@ def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resu
             hub.close()
 
 
-def first_round(config: RunConfig, folder: Path, resume: Resume) -> int | None:
+def _first_round(config: RunConfig, folder: Path, resume: Resume) -> int | None:
     """The rounds that are over where a server begins; None for a new run, and that of the end is said."""
     if not resume:
         return None

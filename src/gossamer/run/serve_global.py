@@ -8,18 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gossamer.run.config import RunConfig
-from gossamer.run.evaluate import Probe
 from gossamer.run.global_session import GlobalReply, GlobalSession, LetterHeard, open_global
 from gossamer.run.history import Resume
-from gossamer.run.hub import Conversation, Hub, Manner, listener_at
-from gossamer.run.parts import own_parts
+from gossamer.run.hub import Conversation, Manner
 from gossamer.run.region_protocol import Answer, RegionLetter, read_letter, read_report
-from gossamer.run.serve import first_round, member_of
-from gossamer.run.serve_protocol import settled_server, use_threads
-from gossamer.run.task import task_of
+from gossamer.run.serve import serve_with
 
 __all__ = ["serve_regions"]
 
@@ -31,30 +25,13 @@ def serve_regions(config: RunConfig, folder: Path, host: str, port: int, *, resu
     Raises: ConfigError, CheckpointError; PeerError when no region is left and none comes within `run.timeout_s`.
     Cost: the state of the global rule; one report and one model per region in flight.
     """
-    use_threads(config)
-    parts = own_parts(config)
-    settled = settled_server(config, parts)
-    task = task_of(config, parts)
-    probe, start = Probe(config, task, torch.device("cpu")), first_round(config, folder, resume)
-    if start == config.rounds:
-        return
-    member = member_of(config, settled, task, parts, folder, config.workers, make=True)
-    with open_global(config, settled, folder, probe, start) as session, listener_at(host, port) as listener:
-        hub = Hub(listener, member, _with_regions(session), config.run.timeout_s)
-        try:
-            hub.open()
-            hub.run(session, session.records.now_s)
-        finally:
-            hub.close()
+    serve_with(config, folder, (host, port), open_global, lambda session, *_: _with_regions(session), resume=resume)
 
 
 def _with_regions(session: GlobalSession) -> Manner:
     """How regions are talked with: each letter has an answer."""
-    first, spans, members = (
-        session.config.workers + 1,
-        session.core.spans,
-        [len(one.members) for one in session.regions],
-    )
+    first, spans = session.config.workers + 1, session.core.spans
+    members = [len(one.members) for one in session.regions]
 
     def talk(connection: Conversation[GlobalReply], heard: Callable[[Any], None], now: Callable[[], float]) -> None:
         stream, number, letter = connection.stream, 0, RegionLetter(-1, 0, 0, False, ())
