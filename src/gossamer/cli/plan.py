@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gossamer.network.links import Network
     from gossamer.network.plan import Candidate, RunPlan
     from gossamer.run.planned import Priced
+    from gossamer.run.planned_stages import StagePlan
 
 __all__ = ["PlanOptions", "command"]
 
@@ -50,6 +51,10 @@ class PlanOptions:
     """utilisation to reach (default: 0.9)"""
     method: Annotated[str | None, Parameter(metavar="NAME")] = None
     """price this method only, and take it; without, data parallelism, DiLoCo or GASLoC is taken"""
+    memory_bytes: float | None = None
+    """memory of a process, without activations: a model that takes more is cut into stages"""
+    boundary: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
+    """boundary codec to try between stages; may be repeated (default: dense, cast, intk and tahquant)"""
     out: Path | None = None
     """write a run file with the chosen settings"""
     adapt: bool = False
@@ -67,6 +72,7 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
     from gossamer.network.links import read_network
     from gossamer.network.plan import PlanSettings, plan
     from gossamer.run.planned import best_of, price_recipes
+    from gossamer.run.planned_stages import plan_in_stages
 
     options = options or PlanOptions()
     if options.out is not None and options.out.exists():
@@ -77,7 +83,11 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
         codecs=_bits_per_parameter(options, model, step["vocab_size"]), target=options.target, step_s=options.step_s,
         peak_flops=options.peak_flops, mfu=options.mfu,
     )  # fmt: skip
-    made = plan(links, model, settings)
+    boundaries = _boundaries(options)
+    cut = None
+    if options.memory_bytes is not None:
+        cut = plan_in_stages(links, model, settings, options.memory_bytes, boundaries)
+    made = plan(links, model, settings) if cut is None else cut.made
     priced = price_recipes(made, options.method)
     chosen = made.best if options.method is None else best_of(made, priced, options.method)
     text = None if options.out is None else _run_file(made, chosen, options, options.out)
@@ -86,9 +96,16 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
             {
                 "parameters": made.parameters, "workers": len(chosen.local_steps), "chosen": chosen,
                 "candidates": [*made.candidates, *priced.candidates], "unpriced": priced.unpriced, "run_file": options.out,
+                "stages": None if cut is None else {
+                    "replica_bytes": cut.replica_bytes, "chosen": cut.chosen, "tried": cut.tried, "refused": cut.refused,
+                },
             }
         )  # fmt: skip
     else:
+        if cut is not None:
+            _print_cut(cut, settings.target)
+        elif options.memory_bytes is not None:
+            print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
         _print(made, priced, chosen)
     if options.out is not None and text is not None:
         from gossamer.record.files import writing
@@ -120,6 +137,39 @@ def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Networ
             "--peak-flops, or probe again with --set model.size=SIZE"
         )
     return replace(network, step_s=None, step_of=None), model, step
+
+
+def _boundaries(options: PlanOptions) -> tuple[str, ...]:
+    """The boundary codecs to try. Raises ConfigError for one that a plan does not know."""
+    from gossamer.run.planned_stages import BOUNDARY_PAIRS
+
+    if options.boundary and options.memory_bytes is None:
+        raise ConfigError(
+            f"--boundary got {', '.join(options.boundary)} and --memory-bytes nothing, so nothing is cut; give --memory-bytes"
+        )
+    for name in options.boundary:
+        if name not in BOUNDARY_PAIRS:
+            raise ConfigError(choose("boundary codec", name, BOUNDARY_PAIRS) + "; correct the name")
+    return options.boundary
+
+
+def _print_cut(cut: "StagePlan", target: float) -> None:
+    """Prints the ways to cut a replica, and which is taken."""
+    chosen = cut.chosen
+    print(
+        f"a replica takes {cut.replica_bytes / 1e9:.4g} GB without activations; in {chosen.stages} stages, cut before the layers "
+        f"{', '.join(map(str, chosen.cuts))}, a process takes {chosen.stage_bytes / 1e9:.4g} GB at most"
+    )
+    rows = [
+        (f"{one.forward}, {one.backward} back", str(one.micro_batches), f"{one.step_s:.4g}", f"{one.unhindered:.1%}")
+        for one in cut.tried
+    ]
+    print_table(("boundary codec", "micro-batches", "s/step", "speed left"), rows, bold=cut.tried.index(chosen))
+    for name, why in cut.refused.items():
+        print(f"refused: {name}: {why}")
+    some = f"whose links leave {target:.0%} of the speed"
+    why = f"the mildest {some}" if chosen.unhindered >= target else f"the fastest, as there is none {some}"
+    print(f"boundary codec: {chosen.forward} ({why})\n")
 
 
 def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate") -> None:

@@ -8,7 +8,8 @@ learns a little less from each. Hence the choice: the fewest local steps that ke
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
@@ -33,6 +34,7 @@ __all__ = [
     "plan",
     "plan_rows",
     "run_toml",
+    "stepped",
 ]
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
@@ -135,6 +137,8 @@ class RunPlan(NamedTuple):
     model: ModelConfig
     parameters: int
     options: PlanSettings
+    replica: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """Further keys of the run file, in tables, where a replica is cut into stages."""
 
 
 def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSettings()) -> RunPlan:
@@ -160,8 +164,7 @@ def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSetti
             f"a plan for {n} workers was asked for but it needs from 2 to {_LIMIT_WORKERS}; choose another number"
         )
     parameters = parameter_count(model, options.vocab_size)
-    if network.step_s is None:
-        network = replace(network, step_s=_step_s(parameters, options))
+    network = stepped(network, parameters, options)
     candidates = [_priced(sketch, network, parameters, options) for sketch in _sketches(n, options)]
     enough = [candidate for candidate in candidates if candidate.utilisation >= options.target]
     # `min` takes the first of equals, and candidates are in the order of their methods and codecs.
@@ -169,15 +172,18 @@ def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSetti
     return RunPlan(tuple(candidates), best, network, model, parameters, options)
 
 
-def _step_s(parameters: int, options: PlanSettings) -> float:
+def stepped(network: Network, parameters: int, options: PlanSettings) -> Network:
+    """The network with the seconds of an inner step. Raises ConfigError when nothing gives them."""
+    if network.step_s is not None:
+        return network
     if options.peak_flops is not None:
-        return step_seconds(parameters, options.step_tokens, options.peak_flops, options.mfu)
+        return replace(network, step_s=step_seconds(parameters, options.step_tokens, options.peak_flops, options.mfu))
     if options.step_s is None:
         raise ConfigError(
             f"the seconds of an inner step are {options.step_s} and the network gives no step_s; give --step-s or "
             "--peak-flops, or step_s in the network file"
         )
-    return options.step_s
+    return replace(network, step_s=options.step_s)
 
 
 class _Sketch(NamedTuple):
@@ -291,6 +297,8 @@ def run_toml(
         },
         "network": {"planned": to_options(plan.network)},
     }
+    for table, keys in plan.replica.items():
+        document[table] = {**document.get(table, {}), **keys}
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, {chosen.utilisation:.1%} of it computing.\n"

@@ -118,7 +118,7 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, steps: int = 300
 def _document(method: str, local_steps: int, made: RunPlan, rounds: int) -> dict[str, Any]:
     """The run file of a method."""
     options = made.options
-    return {
+    document: dict[str, Any] = {
         "method": method,
         "workers": len(made.best.local_steps),
         "seed": options.seed,
@@ -127,6 +127,9 @@ def _document(method: str, local_steps: int, made: RunPlan, rounds: int) -> dict
         "run": {"steps": rounds * local_steps, "local_steps": local_steps},
         "network": {"planned": to_options(made.network)},
     }
+    for table, keys in made.replica.items():
+        document[table] = {**document.get(table, {}), **keys}
+    return document
 
 
 def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> Candidate:

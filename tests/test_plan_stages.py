@@ -1,0 +1,131 @@
+"""Plans of models that do not fit a process: stages, what crosses them, and the method, together."""
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gossamer.cli import main
+from gossamer.errors import ConfigError
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import Network
+from gossamer.network.pipeline import StageLinks
+from gossamer.network.plan import PlanSettings
+from gossamer.run.check import examine
+from gossamer.run.config import parse
+from gossamer.run.planned_stages import BOUNDARY_PAIRS, StagePlan, plan_in_stages
+from gossamer.run.settle import faults
+
+MODEL = ModelConfig(size="1m")
+FAST = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.4, stages=StageLinks(bandwidth_bps=1e9))
+SETTINGS = PlanSettings(workers=4, local_steps=[15, 30], batch_size=8)
+WHOLE = 20e6
+"""Less than what a replica takes, and more than half of it."""
+
+
+def cut(memory_bytes: float, network: Network = FAST) -> StagePlan:
+    made = plan_in_stages(network, MODEL, SETTINGS, memory_bytes)
+    assert made is not None
+    return made
+
+
+def test_a_replica_that_fits_stays_whole_and_others_are_cut_into_the_fewest_stages_that_fit() -> None:
+    needed = cut(WHOLE).replica_bytes
+    assert plan_in_stages(FAST, MODEL, SETTINGS, needed) is None
+    just = plan_in_stages(FAST, MODEL, SETTINGS, needed - 1)
+    assert just is not None and just.chosen.stages == 2
+    for memory in (0.6 * needed, 0.4 * needed, 0.3 * needed):
+        chosen = cut(memory).chosen
+        assert chosen.stage_bytes <= memory and len(chosen.cuts) == chosen.stages - 1
+        assert chosen.stages >= needed / memory
+        assert SETTINGS.batch_size % chosen.micro_batches == 0 and chosen.micro_batches >= chosen.stages
+    config = parse({"method": "diloco", "workers": 4, "model": {"size": "1m"}})
+    assert needed == examine(config).worker_bytes, "of the planned methods DiLoCo keeps most"
+
+
+def test_the_mildest_codec_is_taken_that_keeps_the_stages_computing_and_else_the_fastest() -> None:
+    names = {}
+    for bandwidth in (1e9, 40e6, 8e6, 1e4):
+        made = cut(WHOLE, replace(FAST, stages=StageLinks(bandwidth_bps=bandwidth)))
+        assert [one.forward for one in made.tried] == [*BOUNDARY_PAIRS]
+        assert [one.step_s for one in made.tried] == sorted((one.step_s for one in made.tried), reverse=True)
+        names[bandwidth] = made.chosen.forward
+        if (left := made.chosen.unhindered) < SETTINGS.target:
+            assert left == max(one.unhindered for one in made.tried)
+        else:
+            assert all(one.unhindered < SETTINGS.target for one in made.tried[: made.tried.index(made.chosen)])
+    assert names[1e9] == "dense" and names[1e4] == "tahquant"
+    assert {names[40e6], names[8e6]} - {"dense", "tahquant"}, "one between"
+
+
+def test_faster_stages_have_more_layers_and_the_number_of_speeds_is_that_of_stages() -> None:
+    uneven = replace(FAST, stages=StageLinks(bandwidth_bps=1e9, speeds=(3.0, 1.0)))
+    assert cut(WHOLE).chosen.cuts == (2,) == cut(WHOLE, uneven).chosen.cuts, "more layers would not fit"
+    assert cut(26e6).chosen.cuts == (2,) and cut(26e6, uneven).chosen.cuts == (3,)
+
+
+def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.toml").write_text(
+        "uplink_bps = 1e8\ndownlink_bps = 1e8\nstep_s = 0.4\n[stages]\nbandwidth_bps = 2e7\nlatency_s = 0.01\n"
+    )
+    words = [
+        "plan",
+        tmp_path / "net.toml",
+        "--model",
+        "1m",
+        "--workers",
+        4,
+        "--memory-bytes",
+        WHOLE,
+        "--local-steps",
+        30,
+    ]
+    for method in ("gasloc", "local_sgd"):
+        out = tmp_path / f"{method}.toml"
+        assert main([*map(str, words), "--method", method, "--json", "--out", str(out)]) == 0
+        found = json.loads(capsys.readouterr().out)
+        config = parse(tomllib.loads(out.read_text()))
+        assert not faults(config) and config.pipeline.stages == found["stages"]["chosen"]["stages"] == 2
+        assert config.pipeline.forward.name == found["stages"]["chosen"]["forward"] != "dense"
+        (network,) = examine(config).networks
+        assert network.round_s == pytest.approx(found["chosen"]["round_s"], rel=1e-3)
+    assert "pipeline.stages is 2" in found["unpriced"].get("local_sgd", "pipeline.stages is 2")
+    assert main([*map(str, words)]) == 0
+    said = capsys.readouterr().out
+    assert "in 2 stages, cut before the layers 2, a process takes" in said and "boundary codec: " in said
+    assert "no price: sgp: pipeline.stages is 2" in said
+    assert main([*map(str, words[:-3]), "1e9"]) == 0
+    assert "a replica fits a process of 1 GB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--memory-bytes", "1e5"], "the model does not fit 4 of them"),
+        (["--memory-bytes", "0"], "memory_bytes is 0"),
+        (["--memory-bytes", "nan"], "memory_bytes is nan"),
+        (["--memory-bytes", "20e6", "--batch-size", "1"], "raise --batch-size to 2 or more"),
+        (["--memory-bytes", "20e6", "--boundary", "tahquaint"], "did you mean 'tahquant'"),
+        (["--memory-bytes", "20e6", "--codec", "topk"], "'topk'"),
+        (["--boundary", "cast"], "give --memory-bytes"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_one_sentence(
+    words: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "net.toml").write_text("uplink_bps = 1e9\ndownlink_bps = 1e9\nstep_s = 1.0\n")
+    assert main(["plan", str(tmp_path / "net.toml"), "--model", "1m", "--workers", "4", *words]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and part in told, told
+
+
+def test_a_boundary_codec_that_does_not_fit_the_model_is_told_and_one_at_least_must() -> None:
+    odd = ModelConfig(size="1m", hidden_size=120, heads=4)
+    made = plan_in_stages(FAST, odd, SETTINGS, 25e6)
+    assert made is not None and made.refused.keys() <= {"intk", "tahquant"} and made.refused
+    with pytest.raises(ConfigError, match="no boundary codec fits"):
+        plan_in_stages(FAST, odd, SETTINGS, 25e6, boundaries=["tahquant"])
