@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gossamer.errors import ConfigError
 from gossamer.report.figures import Figure, table
 from gossamer.report.paired import effect, holm, trend
-from gossamer.report.reach import PointResult
+from gossamer.report.results import PointResult
 
 numbers = st.lists(st.integers(-1000, 1000), min_size=2, max_size=9, unique=True).map(lambda s: [k / 1000 for k in s])
 

@@ -1,5 +1,6 @@
 """`gossamer tune`: successive halving as a function of losses, and its runs, which resume to the same choice."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +170,8 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
     code, said = run("tune", file, "--out", out, "--jobs", 1)
     assert code == 0 and "GASLoC: lr " in said and "gossip: lr " in said, said
     outcomes, tuned, page = ((out / name).read_text() for name in ("outcomes.jsonl", "tuned.toml", "tune.md"))
+    for line in map(json.loads, outcomes.splitlines()):
+        assert line["seed"] == 0 and {*line["origin"]} == {"digest", "commit", "versions", "seconds"}
     assert run("tune", file, "--out", out)[0] == 2, "what is there is kept unless --resume is given"
     lines = outcomes.splitlines(keepends=True)
     (out / "outcomes.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # a killed process left a part of a line

@@ -20,6 +20,7 @@ from gossamer.fields import AtLeastOne, Words
 from gossamer.options import options_of
 from gossamer.record.files import LineWriter, atomic_write, make_folder
 from gossamer.record.jsonl import json_line, records
+from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
 from gossamer.run.apart import Apart, RunEnd
 from gossamer.run.config import RunConfig, digest, parse
@@ -81,7 +82,7 @@ class RunOutcome(TypedDict):
     loss: float | None
     """None if it diverged or was refused."""
     error: str
-    seconds: float
+    origin: Origin
 
 
 class Contender(NamedTuple):
@@ -252,6 +253,7 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
     known = {one["run"]: one for _, one in records(file, _OUTCOMES)} if file.exists() else {}
     searches = {contender.row.label: _Method(contender, known) for contender in methods}
     make_folder(out)
+    origin("", None)  # asks which commit this is before the first run
     atomic_write(file, "".join(map(json_line, known.values())).encode())  # without what a killed process left of a line
     with _Outcomes(file) as kept, Apart(jobs) as apart:
         while True:
@@ -281,7 +283,7 @@ class _Outcomes(LineWriter):
         outer = "" if outcome["outer"] is None else " outer {:g}, {:g},".format(*outcome["outer"])
         say(
             f"{outcome['method']}: lr {outcome['lr']:g},{outer} {outcome['tokens']:,} tokens, seed {outcome['seed']}: {loss} "
-            f"({outcome['seconds']:.0f} s)"
+            f"({outcome['origin']['seconds']:.0f} s)"
         )
 
 
@@ -289,9 +291,9 @@ _OUTCOMES = Records[RunOutcome](RunOutcome)
 
 
 def _outcome(contender: Contender, trial: Trial, seed: int, ended: RunEnd) -> RunOutcome:
-    outer = trial.setting.outer
+    outer, config = trial.setting.outer, contender.run(trial, seed)
     return {
-        "run": _key(contender.run(trial, seed)),
+        "run": _key(config),
         "method": contender.row.label,
         "lr": contender.lr(trial.setting),
         "outer": None if outer is None else [*outer],
@@ -300,7 +302,7 @@ def _outcome(contender: Contender, trial: Trial, seed: int, ended: RunEnd) -> Ru
         "tokens": contender.tokens(trial.rung),
         "loss": ended.loss,
         "error": ended.error,
-        "seconds": ended.seconds,
+        "origin": origin(digest(config), ended.seconds),
     }
 
 
