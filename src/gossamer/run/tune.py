@@ -29,7 +29,7 @@ from gossamer.run.experiment import Variant, folder_name, laid_out
 from gossamer.run.halving import Found, GridPoint, OuterPair, Search, Space, Trial, search
 from gossamer.schema import RECORD, Records, build, settings
 
-__all__ = ["Contender", "RunOutcome", "TuneConfig", "Tuned", "contenders", "tune", "tuned_file"]
+__all__ = ["Contender", "RunOutcome", "TuneConfig", "Tuned", "contenders", "searched", "tune", "tuned_file"]
 
 _Above = Annotated[float, Field(gt=0)]
 _Pair = tuple[_Above, Annotated[float, Field(ge=0, lt=1)]]
@@ -142,7 +142,8 @@ class Tuned(NamedTuple):
     """What tuning a method found."""
 
     contender: Contender
-    found: Found
+    found: Found | None
+    """None while its search has not ended."""
     losses: Mapping[Trial, Sequence[float]]
     """Of each seed; NaN where a run diverged. In the order of the trials."""
 
@@ -273,6 +274,27 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
     ]
 
 
+def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
+    """How far the search of each method has come with the runs of `outcomes.jsonl`; trains nothing.
+
+    A run is recognised by its method, setting, rung and seed, whatever else has changed in its file since.
+    Raises: DataError for a line that is no outcome.
+    """
+    lines = [one for _, one in records(outcomes, _OUTCOMES)]
+    found = []
+    for contender in methods:
+        known = dict[str, RunOutcome]()
+        for line in lines:
+            if line["method"] == contender.row.label:
+                outer = None if line["outer"] is None else (line["outer"][0], line["outer"][1])
+                setting = GridPoint(round(math.log2(line["lr"] / contender.asked.lr[0])), outer)
+                known[_key(contender.run(Trial(setting, line["rung"]), line["seed"]))] = line
+        method = _Method(contender, known)
+        method.ready()
+        found.append(Tuned(contender, method.found, method.losses))
+    return found
+
+
 class _Outcomes(LineWriter):
     """Writes `outcomes.jsonl`, and says how it goes."""
 
@@ -316,7 +338,7 @@ def tuned_file(document: Mapping[str, Any], tuned: Sequence[Tuned], source: str,
     rows = [
         {"label": one.contender.row.label, **one.contender.row.settings, **one.contender.chosen(one.found.best)}
         for one in tuned
-        if one.found.best is not None
+        if one.found is not None and one.found.best is not None
     ]
     extra = {"figure": document["figure"]} if "figure" in document else {}
     head = f"# The methods of {source} at the settings that `gossamer tune` chose for each, with the same budget for all.\n"
