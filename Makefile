@@ -42,9 +42,10 @@ survival: .venv/.installed  ## goodput under failures, replaced workers, elastic
 methods: .venv/.installed  ## write docs/methods.md from the code
 	$(BIN)/gossamer list --markdown > docs/methods.md
 
-results: .venv/.installed  ## write the results that are computed, not measured: docs/results/utilisation.md and goodput.md with their figures
+results: .venv/.installed  ## write what is computed (docs/results/utilisation.md, goodput.md), and pages and numbers from committed outcomes
 	$(BIN)/python benchmarks/utilisation.py
 	$(BIN)/python benchmarks/goodput.py
+	$(BIN)/python docs/fill.py
 
 docs: .venv/.installed  ## build the site strictly into site/
 	$(BIN)/python docs/generate.py build/docs

@@ -27,7 +27,16 @@ HOW_TO = [
 ]  # fmt: skip
 """The order of the first pages; the others of the folder follow them."""
 _DECISIONS = "Each page has the context of a decision, what was decided, the evidence and the consequences."
+_REGISTERED = (
+    "Outcomes of what is [registered](../registered.md), as they come; `make results` writes these pages from them."
+)
 _PAPER = "Tables and figures of the experiments that [Evidence](../../evidence.md) examines."
+
+
+EXPERIMENTS = [
+    ("results/evidence", "The registered experiments", _REGISTERED),
+    ("results/paper", "The paper's experiments", _PAPER),
+]
 
 
 def write(folder: Path) -> None:
@@ -56,7 +65,9 @@ def _made() -> Iterator[tuple[str, str]]:
     yield "reference/command-line.md", command_line.page()
     yield "reference/python.md", python_names.page()
     yield "adr/index.md", _list_of("adr", "Decisions", _DECISIONS)
-    yield "results/paper/index.md", _list_of("results/paper", "The paper's experiments", _PAPER)
+    for folder, title, about in EXPERIMENTS:
+        if _in_folder(folder):
+            yield f"{folder}/index.md", _list_of(folder, title, about)
     for name in ("CHANGELOG", "CONTRIBUTING"):
         text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
         text = re.sub(r"\]\(docs/", "](", text)  # from the root to this folder
@@ -65,7 +76,7 @@ def _made() -> Iterator[tuple[str, str]]:
 
 def _relinked(text: str) -> str:
     """Lets a link to a folder lead to its first page, and one to a page of the root to its copy."""
-    text = re.sub(r"\]\(((?:[./]|\w)*(?:results/paper|adr))/?\)", r"](\1/index.md)", text)
+    text = re.sub(r"\]\(((?:[./]|\w)*(?:results/(?:paper|evidence)|adr))/?\)", r"](\1/index.md)", text)
     return re.sub(r"\]\(((?:\.\./)*)(CHANGELOG|CONTRIBUTING)\.md", lambda at: f"]({at[1]}{at[2].lower()}.md", text)
 
 
@@ -78,7 +89,11 @@ def _lists() -> dict[str, list[Any]]:
         "{methods}": [{methods.GROUPS[group]: [f"methods/{name}.md" for name in names]} for group, names in groups],
         "{results}": [
             *_in_folder("results"),
-            {"The paper's experiments": ["results/paper/index.md", *_in_folder("results/paper")]},
+            *(
+                {title: [f"{folder}/index.md", *pages]}
+                for folder, title, _ in EXPERIMENTS
+                if (pages := _in_folder(folder))
+            ),
         ],
         "{decisions}": _in_folder("adr"),
     }

@@ -8,7 +8,8 @@ import pytest
 
 from gossamer.models.sizes import parameter_count
 from gossamer.report.figures import draw_figure, table
-from gossamer.report.reach import PointResult, reach
+from gossamer.report.reach import reach
+from gossamer.report.results import PointResult
 from gossamer.report.table import summary_rows
 from gossamer.run.config import RunConfig
 from gossamer.run.document import load

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from gossamer.errors import ConfigError
-from gossamer.report.figures import Figure, draw_figure, lines, table
-from gossamer.report.reach import PointResult, reach
+from gossamer.report.figures import Figure, draw_figure, table
+from gossamer.report.reach import reach
+from gossamer.report.results import PointResult, result_lines
 
 
 def outcome(method: str, loss: float | None, seed: int = 0, **at: object) -> PointResult:
@@ -95,7 +96,7 @@ def test_equal_outcomes_give_equal_bytes(wanted: Figure):
 
 def test_the_lines_hold_all_that_the_figure_is_made_of():
     runs = [timed("a", (1.0, 2.0), (2.0, math.nan)), timed("b", (1.0, 1.5))]
-    read = [json.loads(line) for line in lines(runs).splitlines()]
+    read = [json.loads(line) for line in result_lines(runs).splitlines()]
     assert [one["row"]["loss_at_s"] for one in read] == [{"wan": [[1.0, 2.0], [2.0, None]]}, {"wan": [[1.0, 1.5]]}]
 
 

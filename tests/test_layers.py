@@ -93,6 +93,7 @@ LIGHT = [  # work without torch
     "report.web",
     "report.figures",
     "report.reach",
+    "report.results",
     "cli",
     "cli.status",
     "cli.watch",

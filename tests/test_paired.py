@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gossamer.errors import ConfigError
 from gossamer.report.figures import Figure, table
 from gossamer.report.paired import effect, holm, trend
-from gossamer.report.reach import PointResult
+from gossamer.report.results import PointResult
 
 numbers = st.lists(st.integers(-1000, 1000), min_size=2, max_size=9, unique=True).map(lambda s: [k / 1000 for k in s])
 
@@ -66,7 +66,7 @@ def test_a_sweep_shows_every_difference_its_interval_and_the_tests_that_the_file
     asked = Figure(x="run.local_steps", against="DiLoCo", margin=0.05, side="above", trend="rising")
     losses, one, two, four, page = table(swept(0.01), asked).split("\n\n")
     assert losses.splitlines()[0] == "| local steps | 1 | 2 | 4 |"
-    heads = "| each seed | mean, 95 % interval | in % | p (above, Holm) | p (within ±0.05) |"
+    heads = "| each seed | mean, 95 % interval | in % | p (above, Holm) | p (within ±0.05) | verdict |"
     assert one.splitlines()[0] == f"| loss above DiLoCo's, local steps 1 {heads}"
     assert one.splitlines()[2].startswith("| GASLoC | +0.0200, +0.0220, +0.0180 | +0.0200 ± 0.0050 | +0.95 | 0.00")
     assert two.splitlines()[3].startswith("| gossip | +0.0500, +0.0540, +0.0460 | +0.0500 ± ")

@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
+from generators import experiments
+from gossamer.report.results import PointResult, result_lines
 from gossamer.run.document import load
 from gossamer.run.experiment import points
+from tiny import document
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,6 +80,52 @@ def test_an_experiment_has_an_outcome_for_each_of_its_runs_and_seeds(file: Path)
     asked = [(run.method, dict(run.at), run.seed) for run in points(load(file), seeds=seeds)]
     assert [(one["method"], one["at"], one["seed"]) for one in outcomes] == asked
     assert seeds == ([0] if file.stem.endswith("_lr") else [0, 1, 2])
+
+
+@pytest.mark.parametrize("file", experiments.outcome_files(), ids=lambda file: file.stem)
+def test_the_page_of_an_experiment_is_what_its_outcomes_say(file: Path) -> None:
+    assert file.with_suffix(".md").read_text(encoding="utf-8") == experiments.page(file), "run make results"
+    if "figure" in load(experiments.config_of(file)[0]):
+        assert b"</svg>" in file.with_suffix(".svg").read_bytes()
+
+
+def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments, "ROOT", tmp_path)
+    config = tmp_path / "configs" / "evidence" / "gap-at-h.toml"
+    outcomes = tmp_path / "docs" / "results" / "evidence" / "gap-at-h-twice.jsonl"
+    for path in (config, outcomes):
+        path.parent.mkdir(parents=True)
+    rows = [{"label": name} for name in ("DiLoCo", "GASLoC")]
+    scale = {"twice": {"run.steps": 8}}
+    asked = {"target": "DiLoCo", "paired": True, "margin": 0.5}
+    text = tomli_w.dumps(document(workers=2, run__steps=4, variant=rows, scale=scale, figure=asked))
+    config.write_text(f"# What a gap\n# costs.\n#\n#     gossamer compare\n{text}", encoding="utf-8")
+
+    def ended(method: str, seed: int) -> PointResult:
+        loss = 2.0 + 0.01 * seed + (0.1 + 0.001 * seed) * (method == "GASLoC")
+        row = {"loss": loss, "loss_at_s": {}, "loss_at_bytes": [(5.0, loss)], "loss_at_round": [(2, loss)]}
+        return PointResult(
+            method,
+            {},
+            seed,
+            row,
+            {"digest": "d", "commit": "0123456789ab+", "versions": {"torch": "2"}, "seconds": 36.0},
+        )
+
+    written = [ended(*place) for place in (("GASLoC", 1), ("DiLoCo", 0), ("GASLoC", 0), ("DiLoCo", 1), ("DiLoCo", 2))]
+    outcomes.write_text(result_lines(written), encoding="utf-8")
+    title, about, command, said, *tables, picture = experiments.page(outcomes).split("\n\n")
+    assert (title, about) == ("# gap-at-h-twice", "What a gap costs.")
+    assert command == "    gossamer compare configs/evidence/gap-at-h.toml --scale twice --seeds 0,1,2"
+    assert said == "5 of 6 runs; commit 012345678+; torch 2; 0.05 hours of training."
+    assert tables[0].startswith("| loss above DiLoCo's, at its sent bytes | each seed |") and len(tables) == 2
+    assert "| GASLoC | +0.1000, +0.1010 | +0.1005 ± 0.0064 | +5.01 |" in tables[0]
+    assert tables[0].endswith("| higher, equivalent |") and picture == "![gap-at-h-twice](gap-at-h-twice.svg)\n"
+    assert (experiments.drawn(outcomes) or b"").endswith(b"</svg>\n")
+    with pytest.raises(FileNotFoundError, match="other"):
+        experiments.config_of(outcomes.with_name("other.jsonl"))
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)

@@ -1,5 +1,6 @@
 """`gossamer tune`: successive halving as a function of losses, and its runs, which resume to the same choice."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import run
+from gossamer.cli.tune import tuned_page
 from gossamer.errors import ConfigError
 from gossamer.run.document import load
 from gossamer.run.experiment import points
 from gossamer.run.halving import Found, GridPoint, Space, Trial, needed_tokens, search
-from gossamer.run.tune import contenders
+from gossamer.run.tune import contenders, searched
 from tiny import document
 
 Loss = Callable[[Trial], float]
@@ -169,9 +171,15 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
     code, said = run("tune", file, "--out", out, "--jobs", 1)
     assert code == 0 and "GASLoC: lr " in said and "gossip: lr " in said, said
     outcomes, tuned, page = ((out / name).read_text() for name in ("outcomes.jsonl", "tuned.toml", "tune.md"))
+    for line in map(json.loads, outcomes.splitlines()):
+        assert line["seed"] == 0 and {*line["origin"]} == {"digest", "commit", "versions", "seconds"}
+    drawn = searched(contenders(load(file)), out / "outcomes.jsonl")
+    assert page == f"# Tuned with one budget\n\n{tuned_page(drawn)}", "from the outcomes alone"
     assert run("tune", file, "--out", out)[0] == 2, "what is there is kept unless --resume is given"
     lines = outcomes.splitlines(keepends=True)
     (out / "outcomes.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # a killed process left a part of a line
+    (unfinished, *_) = searched(contenders(load(file)), out / "outcomes.jsonl")
+    assert unfinished.found is None and "GASLoC: the search has not ended" in tuned_page([unfinished])
     code, again = run("tune", file, "--out", out, "--jobs", 2, "--resume")
     assert code == 0 and again.count("tokens, seed 0: loss") == len(lines) - 4, again
     assert (out / "outcomes.jsonl").read_text().startswith("".join(lines[:4]))

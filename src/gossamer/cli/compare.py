@@ -2,21 +2,21 @@
 
 import logging
 import shlex
-import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.cli.report import publish, show
 from gossamer.cli.run_file import File, Overrides, imported_parts, whole_numbers
-from gossamer.cli.simulate import train_here
 from gossamer.cli.watch import WATCHABLE, Watchable
-from gossamer.errors import ConfigError, MissingPackageError, TrainingError
+from gossamer.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
     from gossamer.report.figures import Figure
-    from gossamer.report.reach import PointResult
+    from gossamer.report.results import PointResult
+    from gossamer.run.apart import RunEnd
     from gossamer.run.experiment import Point
 
 __all__ = ["command"]
@@ -26,7 +26,7 @@ log = logging.getLogger("gossamer")
 
 def command(
     file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, seeds: str = "", scale: str = "",
-    resume: bool = False, output: Watchable = WATCHABLE,
+    jobs: int = 1, resume: bool = False, output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
     """Simulates every variant of an experiment file, and writes their table, report and figure.
 
@@ -34,13 +34,17 @@ def command(
         out: folder of all runs (default: runs/ and the name of the file)
         seeds: run every variant with each of these seeds, such as 0,1,2
         scale: take the sizes of the file's [scale.NAME]
+        jobs: runs at a time, each in a process of its own (default: one, in this process)
         resume: keep the finished runs, and train the others
     """
     if file is None:
         raise ConfigError(
             "no experiment file was given (got none, need one); name a TOML file such as configs/demo.toml"
         )
-    from gossamer.report.reach import PointResult
+    if jobs < 1:
+        raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")
+    from gossamer.report.results import PointResult
+    from gossamer.run.comparison import train_all
     from gossamer.run.document import load, settings
     from gossamer.run.experiment import figure, points
     from gossamer.run.settle import settle
@@ -57,10 +61,15 @@ def command(
         settle(run.config, parts)
     try:
         with output.silenced(), output.watching(out):
-            _train_all(runs, folders, resume=resume)
+            origins = train_all(
+                runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=resume, told=partial(_say_end, jobs=jobs)
+            )
         page = out / "report.html"
         rows = publish(folders, page, runs[0].config.network, _words(file, out, seeds, scale))
-        outcomes = [PointResult(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
+        outcomes = [
+            PointResult(run.method, run.at, run.seed, row, origins[run.label])
+            for run, row in zip(runs, rows, strict=True)
+        ]
         drawn, numbers = _write_figure(outcomes, asked, out)
         show(folders, rows, page, json=output.json, figure=drawn, numbers=numbers)
     except KeyboardInterrupt:
@@ -93,20 +102,14 @@ def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, P
     return folders
 
 
-def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: bool) -> None:
-    """Trains run after run; with `resume` only unfinished runs, which start again."""
-    from gossamer.run.finished import is_finished
+def _say_end(run: "Point", ended: "RunEnd", *, jobs: int) -> None:
+    """Says that a run has ended, unless its own progress did."""
+    from gossamer.record.progress import say
 
-    for run in runs:
-        folder = folders[run.label]
-        if resume and is_finished(run.config, folder):
-            continue
-        if (folder / "run.toml").exists():
-            shutil.rmtree(folder)
-        try:
-            train_here(run.config, folder)
-        except TrainingError as error:  # a diverging setting is a result of the comparison, and the others still run
-            print(f"gossamer: {run.label}: {error}", file=sys.stderr)
+    if ended.error:  # a diverging setting is a result of the comparison, and the others still run
+        print(f"gossamer: {run.label}: {ended.error}", file=sys.stderr)
+    elif jobs > 1 and ended.loss is not None:
+        say(f"{run.label}: loss {ended.loss:.4f} ({ended.seconds:.0f} s)")
 
 
 def _write_figure(
@@ -114,9 +117,10 @@ def _write_figure(
 ) -> tuple[Path | None, Path | None]:
     """Writes the outcomes, and the figure that the experiment asks for with its numbers; returns the files of these two."""
     from gossamer.record.files import atomic_write
-    from gossamer.report.figures import draw_figure, lines, table
+    from gossamer.report.figures import draw_figure, table
+    from gossamer.report.results import result_lines
 
-    atomic_write(out / "outcomes.jsonl", lines(outcomes).encode())
+    atomic_write(out / "outcomes.jsonl", result_lines(outcomes).encode())
     if asked is None:
         return None, None
     drawn, numbers = out / "figure.svg", out / "figure.md"

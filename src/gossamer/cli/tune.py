@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from gossamer.run.halving import GridPoint
     from gossamer.run.tune import Tuned
 
-__all__ = ["command"]
+__all__ = ["command", "tuned_page"]
 
 
 def command(
@@ -54,7 +54,7 @@ def command(
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped; the same command with --resume keeps the finished runs") from None
     page, chosen = out / "tune.md", out / "tuned.toml"
-    atomic_write(page, _page(found).encode())
+    atomic_write(page, f"# Tuned with one budget\n\n{tuned_page(found)}".encode())
     atomic_write(chosen, tuned_file(document, found, file.name, scale=scale).encode())
     if output.json:
         print_json({"report": page, "file": chosen, "methods": [_plain(one) for one in found]})
@@ -74,6 +74,8 @@ def _loss(losses: Sequence[float]) -> float:
 def _lines(one: "Tuned") -> list[str]:
     """What was chosen for a method, in sentences."""
     found, contender = one.found, one.contender
+    if found is None:
+        return [f"{contender.row.label}: the search has not ended"]
     spent = f"{found.spent:,} of {contender.asked.budget_tokens:,} tokens"
     if found.best is None:
         return [f"{contender.row.label}: no run of full length has a finite loss ({spent}); lower tune.lr"]
@@ -88,11 +90,11 @@ def _lines(one: "Tuned") -> list[str]:
     ]
 
 
-def _page(found: "Sequence[Tuned]") -> str:
+def tuned_page(found: "Sequence[Tuned]") -> str:
     """All that was tried for each method, as Markdown."""
     from gossamer.report.table import DASH, markdown_lines
 
-    parts = ["# Tuned with one budget\n"]
+    parts = list[str]()
     for one in found:
         contender = one.contender
         heads = ["lr", *(["(η, γ)"] if contender.table else []), "steps", "tokens of a run", "loss", "each seed"]
@@ -110,6 +112,7 @@ def _page(found: "Sequence[Tuned]") -> str:
 
 def _plain(one: "Tuned") -> dict[str, Any]:
     found, contender = one.found, one.contender
+    assert found is not None  # all searches have ended
     chosen = {} if found.best is None else contender.chosen(found.best)
     tried = [
         {

@@ -12,15 +12,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from gossamer.errors import ConfigError, choose, require
-from gossamer.record.folder import finite
-from gossamer.record.jsonl import json_line
 from gossamer.report.charts import drawing, line_style, plain_axes, svg
 from gossamer.report.paired import Side, Slope, effect_cells, effect_heads, p_text, trend
-from gossamer.report.reach import ROUNDS, SENT, PointResult, curves_of, paired_table, reach
+from gossamer.report.reach import ROUNDS, SENT, curves_of, paired_table, reach
+from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.schema import settings
 
-__all__ = ["Figure", "draw_figure", "lines", "swept", "table"]
+__all__ = ["Figure", "draw_figure", "swept", "table"]
 
 
 @settings("figure")
@@ -118,11 +117,6 @@ def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
     paint = _draw_reach if figure.target else _draw_maps if figure.y else _draw_curves
     with drawing():
         return svg(paint(results, figure))
-
-
-def lines(results: Iterable[PointResult]) -> str:
-    """One line of JSON for each run, with everything that the figure shows."""
-    return "".join(json_line(finite({**run._asdict(), "row": dict(run.row)})) for run in results)
 
 
 _BySeed = dict[tuple[str, Any], dict[int, float]]

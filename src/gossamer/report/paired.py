@@ -15,6 +15,7 @@ __all__ = ["Effect", "Side", "Slope", "effect", "effect_cells", "effect_heads", 
 
 Side = Literal["below", "above"]
 Slope = Literal["rising", "falling"]
+_LEVEL = 0.05  # of every test
 
 
 class Effect(NamedTuple):
@@ -30,6 +31,8 @@ class Effect(NamedTuple):
     """p-value of the test that the mean is not on the side that was stated."""
     equivalent: float | None
     """p-value of the test that the mean is outside of the margin: the larger of two one-sided tests."""
+    apart: float | None
+    """Two-sided p-value of the test that the mean is 0."""
 
 
 def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None, side: Side | None = None) -> Effect:
@@ -45,14 +48,14 @@ def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None,
 
     >>> found = effect([(-0.02, 2.0), (-0.03, 2.0), (-0.01, 2.0)], margin=0.05, side="below")
     >>> [round(number, 4) for number in found[1:]]
-    [-0.02, 0.0248, -1.0, 0.0371, 0.0175]
+    [-0.02, 0.0248, -1.0, 0.0371, 0.0175, 0.0742]
     """
     t = require("scipy.stats", "plots", "paired statistics").t
     differences, n = tuple(difference for difference, _ in pairs), len(pairs)
     mean, loss = statistics.fmean(differences), statistics.fmean(loss for _, loss in pairs)
     percent = 100 * mean / loss if loss else None
     if n < 2:
-        return Effect(differences, mean, None, percent, None, None)
+        return Effect(differences, mean, None, percent, None, None, None)
     error = statistics.stdev(differences) / math.sqrt(n)
 
     def below(bound: float) -> float:
@@ -67,7 +70,7 @@ def effect(pairs: Sequence[tuple[float, float]], *, margin: float | None = None,
     return Effect(
         differences, mean, float(t.ppf(0.975, n - 1)) * error, percent,
         None if side is None else below(0.0) if side == "below" else above(0.0),
-        None if margin is None else max(below(margin), above(-margin)),
+        None if margin is None else max(below(margin), above(-margin)), min(1.0, 2 * min(below(0.0), above(0.0))),
     )  # fmt: skip
 
 
@@ -113,20 +116,25 @@ def effect_heads(margin: float | None, side: Side | None) -> list[str]:
     """The headings of `effect_cells`."""
     heads = ["each seed", "mean, 95 % interval", "in %"]
     heads += [] if side is None else [f"p ({side}, Holm)"]
-    return heads + ([] if margin is None else [f"p (within ±{margin:g})"])
+    return heads + ([] if margin is None else [f"p (within ±{margin:g})", "verdict"])
 
 
 def effect_cells(
     found: Sequence[Sequence[tuple[float, float] | None]], margin: float | None, side: Side | None
 ) -> list[list[str]]:
-    """A line of cells for each arm, from its pairs of each seed as `effect` takes them; None for a seed without a difference."""
+    """A line of cells for each arm, from its pairs of each seed as `effect` takes them; None for a seed without a difference.
+
+    With a margin the last cell is a verdict, at 5 %: "lower" or "higher" if the mean differs from 0 after Holm's correction over
+    the arms, "equivalent" if it is surely within the margin, "open" if neither.
+    """
     effects = [
         effect(known, margin=margin, side=side) if (known := [pair for pair in arm if pair is not None]) else None
         for arm in found
     ]
     adjusted = holm([None if one is None else one.one_sided for one in effects])
+    apart = holm([None if one is None else one.apart for one in effects])
     lines = []
-    for arm, one, p in zip(found, effects, adjusted, strict=True):
+    for arm, one, p, p_apart in zip(found, effects, adjusted, apart, strict=True):
         cells = [", ".join(DASH if pair is None else f"{pair[0]:+.4f}" for pair in arm)]
         if one is None:
             cells += [DASH, DASH]
@@ -134,9 +142,16 @@ def effect_cells(
             cells += [f"{one.mean:+.4f}" + ("" if one.half is None else f" ± {one.half:.4f}")]
             cells += [DASH if one.percent is None else f"{one.percent:+.2f}"]
         cells += [] if side is None else [p_text(p)]
-        cells += [] if margin is None else [p_text(None if one is None else one.equivalent)]
+        cells += [] if margin is None else [p_text(None if one is None else one.equivalent), _verdict(one, p_apart)]
         lines.append(cells)
     return lines
+
+
+def _verdict(one: Effect | None, p_apart: float | None) -> str:
+    if one is None or one.equivalent is None or p_apart is None:
+        return DASH
+    words = ["lower" if one.mean < 0 else "higher"] if p_apart < _LEVEL else []
+    return ", ".join(words + ["equivalent"] * (one.equivalent < _LEVEL)) or "open"
 
 
 def p_text(p: float | None) -> str:

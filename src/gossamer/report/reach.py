@@ -1,27 +1,17 @@
 """The runs of an experiment against one of its variants, seed by seed, at equal sent bytes, rounds and time."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from gossamer.errors import ConfigError, choose
 from gossamer.report.paired import Side, effect_cells, effect_heads
+from gossamer.report.results import PointResult
 from gossamer.report.table import markdown_lines
 
-__all__ = ["ROUNDS", "SENT", "PointResult", "Reach", "curves_of", "paired_table", "reach"]
+__all__ = ["ROUNDS", "SENT", "Reach", "curves_of", "paired_table", "reach"]
 
 SENT, ROUNDS = "sent bytes", "rounds"
 """In place of a network's name: runs are compared by what they sent, or round by round."""
-
-
-class PointResult(NamedTuple):
-    """The result of one run of an experiment."""
-
-    method: str
-    at: Mapping[str, Any]
-    """The swept keys and their values."""
-    seed: int
-    row: Mapping[str, Any]
-    """Of `gossamer.report.table.summary_rows`."""
 
 
 class Reach(NamedTuple):

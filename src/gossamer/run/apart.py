@@ -43,11 +43,13 @@ class _Running(NamedTuple):
 class Apart:
     """Trains runs, so many at a time; those under way are killed when it is left.
 
-    Args: with one job, a run takes place in this process, as `ended` is called.
+    Args:
+        jobs: with one, a run takes place in this process, as `ended` is called.
+        shown: whether a run of this process shows its progress and its warnings.
     """
 
-    def __init__(self, jobs: int) -> None:
-        self._jobs = jobs
+    def __init__(self, jobs: int, *, shown: bool = False) -> None:
+        self._jobs, self._shown = jobs, shown
         self._waiting: list[tuple[Hashable, RunConfig, Path]] = []
         self._running: list[_Running] = []
         self._context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -80,7 +82,7 @@ class Apart:
         """Waits until a run has ended, or several. Raises GossamerError as `simulate` does, but for a run that diverges."""
         if self._jobs == 1:
             key, config, folder = self._waiting.pop(0)
-            return [(key, _trained(config, folder))]
+            return [(key, _trained(config, folder, shown=self._shown))]
         while self._waiting and len(self._running) < self._jobs:
             self._start(*self._waiting.pop(0))
         done = {*wait([one.result for one in self._running])}
@@ -129,15 +131,16 @@ def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
     return cores[lane::lanes] or [cores[lane % len(cores)]]
 
 
-def _trained(config: RunConfig, folder: Path) -> RunEnd:
+def _trained(config: RunConfig, folder: Path, *, shown: bool = False) -> RunEnd:
     """Trains a run from its start."""
     if folder.exists():
         shutil.rmtree(folder)
     log, began = logging.getLogger("gossamer"), time.perf_counter()
     level = log.level
-    log.setLevel(logging.ERROR)  # the same warnings for every run
+    if not shown:
+        log.setLevel(logging.ERROR)  # the same warnings for every run
     try:
-        loss = simulate(config, folder).loss
+        loss = simulate(config, folder, progress=shown).loss
     except (TrainingError, PairingError) as error:
         return RunEnd(None, str(error), round(time.perf_counter() - began, 3))
     finally:

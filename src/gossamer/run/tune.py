@@ -20,6 +20,7 @@ from gossamer.fields import AtLeastOne, Words
 from gossamer.options import options_of
 from gossamer.record.files import LineWriter, atomic_write, make_folder
 from gossamer.record.jsonl import json_line, records
+from gossamer.record.origin import Origin, origin
 from gossamer.record.progress import say
 from gossamer.run.apart import Apart, RunEnd
 from gossamer.run.config import RunConfig, digest, parse
@@ -28,7 +29,7 @@ from gossamer.run.experiment import Variant, folder_name, laid_out
 from gossamer.run.halving import Found, GridPoint, OuterPair, Search, Space, Trial, search
 from gossamer.schema import RECORD, Records, build, settings
 
-__all__ = ["Contender", "RunOutcome", "TuneConfig", "Tuned", "contenders", "tune", "tuned_file"]
+__all__ = ["Contender", "RunOutcome", "TuneConfig", "Tuned", "contenders", "searched", "tune", "tuned_file"]
 
 _Above = Annotated[float, Field(gt=0)]
 _Pair = tuple[_Above, Annotated[float, Field(ge=0, lt=1)]]
@@ -81,7 +82,7 @@ class RunOutcome(TypedDict):
     loss: float | None
     """None if it diverged or was refused."""
     error: str
-    seconds: float
+    origin: Origin
 
 
 class Contender(NamedTuple):
@@ -124,7 +125,8 @@ class Contender(NamedTuple):
     def run(self, trial: Trial, seed: int) -> RunConfig:
         """One run of a trial, which records its losses and neither models nor checkpoints."""
         lean = {
-            "run.eval_every": 0, "run.checkpoint_every": 0, "record.export": False, "record.keep_checkpoints": False,
+            "run.eval_every": 0, "run.eval_workers": False, "run.checkpoint_every": 0, "record.export": False,
+            "record.keep_checkpoints": False,
         }  # fmt: skip
         name = f"{self.row.label} {self.said(trial.setting)} rung={trial.rung} seed={seed}"
         config = parse(with_settings(self.document, {**self.chosen(trial.setting), **lean, "seed": seed, "name": name}))
@@ -140,7 +142,8 @@ class Tuned(NamedTuple):
     """What tuning a method found."""
 
     contender: Contender
-    found: Found
+    found: Found | None
+    """None while its search has not ended."""
     losses: Mapping[Trial, Sequence[float]]
     """Of each seed; NaN where a run diverged. In the order of the trials."""
 
@@ -251,6 +254,7 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
     known = {one["run"]: one for _, one in records(file, _OUTCOMES)} if file.exists() else {}
     searches = {contender.row.label: _Method(contender, known) for contender in methods}
     make_folder(out)
+    origin("", None)  # asks which commit this is before the first run
     atomic_write(file, "".join(map(json_line, known.values())).encode())  # without what a killed process left of a line
     with _Outcomes(file) as kept, Apart(jobs) as apart:
         while True:
@@ -270,6 +274,27 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
     ]
 
 
+def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
+    """How far the search of each method has come with the runs of `outcomes.jsonl`; trains nothing.
+
+    A run is recognised by its method, setting, rung and seed, whatever else has changed in its file since.
+    Raises: DataError for a line that is no outcome.
+    """
+    lines = [one for _, one in records(outcomes, _OUTCOMES)]
+    found = []
+    for contender in methods:
+        known = dict[str, RunOutcome]()
+        for line in lines:
+            if line["method"] == contender.row.label:
+                outer = None if line["outer"] is None else (line["outer"][0], line["outer"][1])
+                setting = GridPoint(round(math.log2(line["lr"] / contender.asked.lr[0])), outer)
+                known[_key(contender.run(Trial(setting, line["rung"]), line["seed"]))] = line
+        method = _Method(contender, known)
+        method.ready()
+        found.append(Tuned(contender, method.found, method.losses))
+    return found
+
+
 class _Outcomes(LineWriter):
     """Writes `outcomes.jsonl`, and says how it goes."""
 
@@ -280,7 +305,7 @@ class _Outcomes(LineWriter):
         outer = "" if outcome["outer"] is None else " outer {:g}, {:g},".format(*outcome["outer"])
         say(
             f"{outcome['method']}: lr {outcome['lr']:g},{outer} {outcome['tokens']:,} tokens, seed {outcome['seed']}: {loss} "
-            f"({outcome['seconds']:.0f} s)"
+            f"({outcome['origin']['seconds']:.0f} s)"
         )
 
 
@@ -288,9 +313,9 @@ _OUTCOMES = Records[RunOutcome](RunOutcome)
 
 
 def _outcome(contender: Contender, trial: Trial, seed: int, ended: RunEnd) -> RunOutcome:
-    outer = trial.setting.outer
+    outer, config = trial.setting.outer, contender.run(trial, seed)
     return {
-        "run": _key(contender.run(trial, seed)),
+        "run": _key(config),
         "method": contender.row.label,
         "lr": contender.lr(trial.setting),
         "outer": None if outer is None else [*outer],
@@ -299,7 +324,7 @@ def _outcome(contender: Contender, trial: Trial, seed: int, ended: RunEnd) -> Ru
         "tokens": contender.tokens(trial.rung),
         "loss": ended.loss,
         "error": ended.error,
-        "seconds": ended.seconds,
+        "origin": origin(digest(config), ended.seconds),
     }
 
 
@@ -313,7 +338,7 @@ def tuned_file(document: Mapping[str, Any], tuned: Sequence[Tuned], source: str,
     rows = [
         {"label": one.contender.row.label, **one.contender.row.settings, **one.contender.chosen(one.found.best)}
         for one in tuned
-        if one.found.best is not None
+        if one.found is not None and one.found.best is not None
     ]
     extra = {"figure": document["figure"]} if "figure" in document else {}
     head = f"# The methods of {source} at the settings that `gossamer tune` chose for each, with the same budget for all.\n"

@@ -1,0 +1,23 @@
+"""Writes into the pages what committed outcomes say: the pages of experiments, and every number that names its source.
+
+make results
+"""
+
+import logging
+
+from generators import experiments
+
+__all__ = ["write"]
+
+
+def write() -> None:
+    """Writes all of it."""
+    for outcomes in experiments.outcome_files():
+        outcomes.with_suffix(".md").write_text(experiments.page(outcomes), encoding="utf-8")
+        if (picture := experiments.drawn(outcomes)) is not None:
+            outcomes.with_suffix(".svg").write_bytes(picture)
+
+
+if __name__ == "__main__":
+    logging.getLogger("gossamer").setLevel(logging.ERROR)  # a warning about an unstable pairing is none about a page
+    write()

@@ -1,0 +1,103 @@
+"""The pages of experiments: a table and a figure from a config and the outcomes of its runs, without training.
+
+The outcomes of `configs/FOLDER/NAME.toml` are `docs/results/FOLDER/NAME.jsonl`, and those of one of its sizes `NAME-SCALE.jsonl`.
+"""
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gossamer.cli.tune import tuned_page
+from gossamer.record.jsonl import json_lines
+from gossamer.report.figures import draw_figure, table
+from gossamer.report.results import PointResult, read_results
+from gossamer.report.table import markdown_table
+from gossamer.run.document import load
+from gossamer.run.experiment import figure, points
+from gossamer.run.tune import contenders, searched
+
+__all__ = ["FOLDERS", "ROOT", "config_of", "drawn", "outcome_files", "page"]
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("paper", "evidence")
+_HOUR = 3600
+
+
+def outcome_files() -> list[Path]:
+    """The committed outcomes that get a page of their own."""
+    return [file for folder in FOLDERS for file in sorted((ROOT / "docs" / "results" / folder).glob("*.jsonl"))]
+
+
+def config_of(outcomes: Path) -> tuple[Path, str]:
+    """The experiment file of some outcomes, and its size: the longest name that fits is the file's, the rest the size."""
+    folder, words = ROOT / "configs" / outcomes.parent.name, outcomes.stem.split("-")
+    for many in range(len(words), 0, -1):
+        if (file := folder / f"{'-'.join(words[:many])}.toml").exists():
+            return file, "-".join(words[many:])
+    raise FileNotFoundError(
+        f"{outcomes} has no experiment file {folder / outcomes.stem}.toml; add it, or rename the outcomes"
+    )
+
+
+def page(outcomes: Path) -> str:
+    """What the runs of an experiment have found, as Markdown; of those that have ended."""
+    file, scale = config_of(outcomes)
+    document = load(file)
+    lines = [line for _, line in json_lines(outcomes)]
+    verb = "tune" if "tune" in document else "compare"
+    seeds = sorted({line["seed"] for line in lines})
+    words = ["gossamer", verb, str(file.relative_to(ROOT)), *(["--scale", scale] if scale else [])]
+    words += ["--seeds", ",".join(map(str, seeds))] if verb == "compare" and seeds != [document.get("seed", 0)] else []
+    parts = [f"# {outcomes.stem}", _about(file), f"    {' '.join(words)}"]
+    if verb == "tune":
+        parts += [_said(lines, None), tuned_page(searched(contenders(document, scale=scale), outcomes))]
+    else:
+        found, asked = _in_order(outcomes, document, seeds, scale), figure(document)
+        parts.append(_said(lines, len(points(document, seeds=seeds, scale=scale))))
+        parts.append(markdown_table([one.row for one in found]) if asked is None else table(found, asked))
+        parts += [] if asked is None else [f"![{outcomes.stem}]({outcomes.stem}.svg)\n"]
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
+
+
+def drawn(outcomes: Path) -> bytes | None:
+    """The figure of an experiment, if its file asks for one."""
+    file, scale = config_of(outcomes)
+    document = load(file)
+    if "tune" in document or (asked := figure(document)) is None:
+        return None
+    seeds = sorted({one.seed for one in read_results(outcomes)})
+    return draw_figure(_in_order(outcomes, document, seeds, scale), asked)
+
+
+def _in_order(outcomes: Path, document: Any, seeds: Sequence[int], scale: str) -> list[PointResult]:
+    """The runs that have ended, in the order of the file, whichever ended first."""
+    ended = {_place(one): one for one in read_results(outcomes)}
+    places = [_place(run) for run in points(document, seeds=seeds, scale=scale)]
+    return [ended[place] for place in places if place in ended]
+
+
+def _place(run: Any) -> tuple[str, str, int]:
+    return run.method, json.dumps(run.at, sort_keys=True), run.seed
+
+
+def _about(file: Path) -> str:
+    """What an experiment file says of itself before its command."""
+    comments = itertools.takewhile(lambda line: line.startswith("# "), file.read_text(encoding="utf-8").splitlines())
+    return " ".join(line.removeprefix("# ") for line in comments)
+
+
+def _said(lines: Sequence[Any], asked: int | None) -> str:
+    """How many runs have ended, and by what they were computed."""
+    of = f" of {asked}" if asked is not None and asked != len(lines) else ""
+    said = [f"{len(lines)}{of} runs"]
+    origins = [line["origin"] for line in lines if line.get("origin")]
+    if origins:
+        commits = dict.fromkeys(
+            one["commit"][:9] + "+" * one["commit"].endswith("+") for one in origins if one["commit"]
+        )
+        said += [f"commit {', '.join(commits)}"] if commits else []
+        said.append(f"torch {', '.join(dict.fromkeys(one['versions']['torch'] for one in origins))}")
+        said.append(f"{sum(one['seconds'] or 0 for one in origins) / _HOUR:.2f} hours of training")
+    return "; ".join(said) + "."

@@ -1,0 +1,58 @@
+"""Where a number comes from: what a line about a run that has ended says besides its result and its seed."""
+
+import functools
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+import gossamer
+from gossamer.schema import RECORD
+
+__all__ = ["Origin", "origin"]
+
+
+@with_config(RECORD)
+class Origin(TypedDict):
+    """By what a run was computed, and how long it took."""
+
+    digest: str
+    """Of the settings that decide its numbers."""
+    commit: str
+    """Of the checkout that the package ran from, with a "+" if its code was changed since; empty for an installed package."""
+    versions: dict[str, str]
+    """Of Python, gossamer and torch."""
+    seconds: float | None
+    """From its start to its end; None if nobody was there to see it end."""
+
+
+def origin(digest: str, seconds: float | None) -> Origin:
+    """The origin of a run that this process or a child of it has trained."""
+    return {"digest": digest, "commit": _commit(), "versions": dict(_versions()), "seconds": seconds}
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "gossamer": gossamer.__version__, "torch": metadata.version("torch")}
+
+
+@functools.cache
+def _commit() -> str:
+    """Asked once, as early as possible: the code that runs is the one that was there then."""
+    package = Path(gossamer.__file__).parent
+    root = package.parents[1]
+    if not (root / ".git").exists():  # an installed package may stand in somebody else's repository
+        return ""
+    found = _git(root, "rev-parse", "HEAD")
+    return found + ("+" if found and _git(root, "status", "--porcelain", "--", str(package)) else "")
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

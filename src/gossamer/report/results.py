@@ -1,0 +1,68 @@
+"""The runs of an experiment that have ended, as `outcomes.jsonl` keeps them, a line each."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, NotRequired
+
+from pydantic import with_config
+from typing_extensions import TypedDict
+
+from gossamer.record.folder import finite
+from gossamer.record.jsonl import json_line, records
+from gossamer.record.origin import Origin
+from gossamer.schema import RECORD, Records
+
+__all__ = ["PointResult", "read_results", "result_lines"]
+
+
+class PointResult(NamedTuple):
+    """The result of one run of an experiment."""
+
+    method: str
+    at: Mapping[str, Any]
+    """The swept keys and their values."""
+    seed: int
+    row: Mapping[str, Any]
+    """Of `gossamer.report.table.summary_rows`."""
+    origin: Origin | None = None
+    """By what it was computed; None if that was not recorded."""
+
+
+@with_config(RECORD)
+class _Line(TypedDict):
+    method: str
+    at: dict[str, Any]
+    seed: int
+    row: dict[str, Any]
+    origin: NotRequired[Origin | None]
+
+
+_LINES = Records[_Line](_Line)
+_CURVES = ("loss_at_round", "loss_at_bytes")
+
+
+def result_lines(results: Iterable[PointResult]) -> str:
+    """One line of JSON for each run, with everything that the figure shows; a number that is not finite becomes null."""
+    return "".join(
+        json_line(
+            finite({**{key: value for key, value in run._asdict().items() if value is not None}, "row": {**run.row}})
+        )
+        for run in results
+    )
+
+
+def read_results(file: Path) -> list[PointResult]:
+    """The runs that a file of such lines has. Raises: DataError for a line that is none."""
+    return [_result(line) for _, line in records(file, _LINES)]
+
+
+def _result(line: _Line) -> PointResult:
+    row = line["row"]
+    row |= {key: _with_gaps(row[key]) for key in _CURVES if key in row}
+    row["loss_at_s"] = {name: _with_gaps(curve) for name, curve in row.get("loss_at_s", {}).items()}
+    return PointResult(line["method"], line["at"], line["seed"], row, line.get("origin"))
+
+
+def _with_gaps(curve: Iterable[tuple[float, float | None]]) -> list[tuple[float, float]]:
+    return [(x, math.nan if y is None else y) for x, y in curve]

@@ -1,0 +1,68 @@
+"""Training the runs of a comparison, several at a time, each with a line in `outcomes.jsonl` as soon as it has ended."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from gossamer.record.files import LineWriter, atomic_write, make_folder
+from gossamer.record.origin import Origin, origin
+from gossamer.report.results import PointResult, read_results, result_lines
+from gossamer.report.table import summary_rows
+from gossamer.run.apart import Apart, RunEnd
+from gossamer.run.config import digest
+from gossamer.run.experiment import Point
+from gossamer.run.finished import is_finished
+
+__all__ = ["train_all"]
+
+
+def train_all(
+    runs: Sequence[Point], folders: Mapping[str, Path], file: Path, *, jobs: int = 1, resume: bool = False,
+    told: Callable[[Point, RunEnd], None],
+) -> dict[str, Origin | None]:  # fmt: skip
+    """Trains the runs of an experiment into their folders, by label; one that diverges is a result, and the others still run.
+
+    Args:
+        file: gets a line of each run that has ended, in the order of their ends.
+        jobs: runs at a time, each in a process of its own with its share of the cores; one runs here and shows its progress.
+        resume: keep the finished runs; the others start again.
+        told: is called for each run that ends.
+    Returns: what each run was computed by; None of a finished run without a line.
+    Raises: ConfigError when a finished run had other settings, DataError for a line that is none.
+    """
+    known = {_place(one): one for one in read_results(file)} if resume and file.exists() else {}
+    kept, origins = list[PointResult](), dict[str, Origin | None]()
+    for run in runs if resume else ():
+        if is_finished(run.config, folders[run.label]):
+            origins[run.label], line = None, known.get(_place(run))
+            if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
+                origins[run.label] = line.origin
+                kept.append(line)
+    waiting = {run.label: run for run in runs if run.label not in origins}
+    origin("", None)  # asks which commit this is before the first run
+    make_folder(file.parent)
+    atomic_write(file, result_lines(kept).encode())
+    with _Lines(file) as written, Apart(jobs, shown=True) as apart:
+        for label, run in waiting.items():
+            apart.add(label, run.config, folders[label])
+        while apart.busy:
+            for label, ended in apart.ended():
+                run = waiting[label]
+                origins[label] = found = origin(digest(run.config), ended.seconds)
+                (row,) = summary_rows({label: folders[label]}, runs[0].config.network)
+                written.write(PointResult(run.method, run.at, run.seed, row, found))
+                told(run, ended)
+    return origins
+
+
+class _Lines(LineWriter):
+    """Writes `outcomes.jsonl`."""
+
+    def write(self, result: PointResult) -> None:
+        """Appends one line."""
+        self._file.write(result_lines([result]))
+
+
+def _place(run: Point | PointResult) -> tuple[str, str, int]:
+    """Where a run stands in its experiment."""
+    return run.method, json.dumps(run.at, sort_keys=True), run.seed

@@ -1,0 +1,90 @@
+"""The outcomes of a comparison: a line for each run as it ends, which says by what it was computed and survives a stop."""
+
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gossamer
+from gossamer.errors import DataError
+from gossamer.record import origin as origins
+from gossamer.report.results import PointResult, read_results, result_lines
+from gossamer.run.apart import RunEnd
+from gossamer.run.comparison import train_all
+from gossamer.run.config import digest
+from gossamer.run.experiment import Point, folder_name, points
+from tiny import document
+
+CHECKOUT = Path(gossamer.__file__).parents[2]
+
+
+def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_goes_on_with_several_at_a_time(
+    tmp_path: Path,
+) -> None:
+    rows = [{"label": "pairs"}, {"label": "wild", "inner": {"optimizer": "sgd", "lr": 1e18, "warmup_steps": 0}}]
+    runs = points(document(workers=2, run__steps=4, variant=rows), seeds=[3, 4])
+    folders, file = {run.label: tmp_path / folder_name(run.label) for run in runs}, tmp_path / "outcomes.jsonl"
+    ended: list[str] = []
+
+    def stopped(run: Point, end: RunEnd) -> None:
+        ended.append(run.label)
+        assert (end.loss is None) == run.label.startswith("wild") == bool(end.error)
+        if len(ended) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_all(runs, folders, file, told=stopped)
+    before = file.read_text()
+    assert [(one.method, one.seed) for one in read_results(file)] == [("pairs", 3), ("pairs", 4), ("wild", 3)]
+    file.write_text(before + before.splitlines()[0][:40])  # what a killed process leaves
+    again: list[str] = []
+    found = train_all(runs, folders, file, jobs=2, resume=True, told=lambda run, end: again.append(run.label))
+    assert sorted(again) == ["wild seed=3", "wild seed=4"], "runs that diverged have no last validation"
+    after = file.read_text().splitlines()
+    assert after[:2] == before.splitlines()[:2] and len(after) == 4
+    for run in runs:
+        here = found[run.label]
+        assert here is not None and here["digest"] == digest(run.config) and (here["seconds"] or 0) > 0
+        assert here["versions"]["gossamer"] == gossamer.__version__ and here["versions"].keys() == {
+            "python",
+            "gossamer",
+            "torch",
+        }
+
+
+def test_the_commit_is_that_of_the_checkout_and_that_of_an_installed_package_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = origins.origin("", None)["commit"]
+    if (CHECKOUT / ".git").exists():
+        head = subprocess.run(["git", "-C", CHECKOUT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        assert at.removesuffix("+") == head.stdout.strip()
+    else:
+        assert at == ""
+    installed = tmp_path / "lib" / "site-packages" / "gossamer" / "__init__.py"
+    monkeypatch.setattr(gossamer, "__file__", str(installed))
+    origins._commit.cache_clear()
+    assert origins.origin("", None)["commit"] == ""
+    origins._commit.cache_clear()
+
+
+def result(**row: Any) -> PointResult:
+    return PointResult("a", {"rule": {"lr": 0.5}}, 2, {"method": "a", "loss": None, "loss_at_s": {}, **row}, None)
+
+
+def test_outcomes_are_read_as_they_were_written_and_a_loss_that_was_not_finite_is_a_gap(tmp_path: Path) -> None:
+    whole = result(loss=2.5, loss_at_s={"wan": [[1.0, 2.0]]}, loss_at_round=[[1, 2.0]])._replace(
+        origin=origins.origin("d", 1.5)
+    )
+    file = tmp_path / "outcomes.jsonl"
+    file.write_text(result_lines([whole, result(loss=math.nan, loss_at_s={"wan": [[1.0, math.nan]]})]))
+    first, second = read_results(file)
+    assert first._replace(row=None) == whole._replace(row=None)
+    assert first.row["loss_at_s"] == {"wan": [(1.0, 2.0)]} and first.row["loss_at_round"] == [(1, 2.0)]
+    ((x, y),) = second.row["loss_at_s"]["wan"]
+    assert (x, second.row["loss"]) == (1.0, None) and math.isnan(y)
+    file.write_text('{"method":"a"}\n')
+    with pytest.raises(DataError, match=r"outcomes\.jsonl:1"):
+        read_results(file)
