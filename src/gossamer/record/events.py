@@ -13,7 +13,7 @@ while the r-th part of the run was under way; a round is as many inner steps of 
 * `{"event":"leave","worker":i,"time_s":t}`, also "return".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -141,7 +141,7 @@ class EventWriter(LineWriter):
     ) -> None:  # fmt: skip
         make_folder(folder)
         self.path = folder / f"events{suffix}.jsonl"
-        kept = []
+        kept: Sequence[Mapping[str, Any]] = []
         if resume_round is not None and self.path.exists():
             kept = self._keep(lambda line: line["round"] < resume_round and not void(line))
         super().__init__(self.path)
@@ -158,7 +158,7 @@ class EventWriter(LineWriter):
         self._keep(lambda line: not void(line))
         self._file = Appender(self.path)
 
-    def _keep(self, keeps: Callable[[Mapping[str, Any]], bool]) -> list[Mapping[str, Any]]:
+    def _keep(self, keeps: Callable[[Mapping[str, Any]], bool]) -> Sequence[Mapping[str, Any]]:
         kept = [line for _, line in records(self.path, _EVENTS) if keeps(line)]
         atomic_write(self.path, "".join(map(json_line, kept)).encode())
         return kept
