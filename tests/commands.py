@@ -4,13 +4,16 @@ Starting Python and importing torch takes far longer than what most tests train,
 """
 
 import contextlib
+import faulthandler
 import io
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
@@ -31,12 +34,15 @@ def run(*words: object) -> tuple[int, str]:
 
 
 def _enter(work: Work | None, words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
+    os.environ.clear()  # that of the fork server, which had what the first test that needed one had set
     os.environ.update(environment)
     os.chdir(folder)
     os.dup2(out.fileno(), 1)
     os.dup2(out.fileno(), 2)
     out.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()  # where it hangs, it tells by SIGABRT
+    sys.modules["__main__"] = types.ModuleType("__main__")  # else each process that it starts imports pytest
     sys.exit((work or main)(words))
 
 
@@ -46,7 +52,8 @@ class Command:
     def __init__(self, *words: object, work: Work | None = None, **environment: str) -> None:
         import_early()
         source, sink = CONTEXT.Pipe(duplex=False)
-        self._process = CONTEXT.Process(target=_enter, args=(work, [*map(str, words)], os.getcwd(), environment, sink))
+        mine = (work, [*map(str, words)], os.getcwd(), {**os.environ, **environment}, sink)
+        self._process = CONTEXT.Process(target=_enter, args=mine)
         self._process.start()
         sink.close()
         self._lines = open(os.dup(source.fileno()), errors="replace")  # noqa: SIM115
@@ -62,10 +69,13 @@ class Command:
             yield line
 
     def finish(self, timeout_s: float = 250.0) -> tuple[int, str]:
-        """Exit code and output, once it has ended; it is killed if it has not within `timeout_s`."""
+        """Exit code and output, once it has ended; if it has not within `timeout_s` it is killed, and says where it was."""
         reader = threading.Thread(target=lambda: [*self.lines()])
         reader.start()
         self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            os.kill(self.pid, signal.SIGABRT)
+            self._process.join(10)
         self._process.kill()
         self._process.join()
         reader.join()  # the workers hold the stream too, and end with their launcher

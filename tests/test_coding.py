@@ -21,6 +21,7 @@ from gossamer.rules import (
     gossip,
     local_sgd,
     noloco,
+    restarted,
     sgp,
     sparseloco,
 )
@@ -45,7 +46,7 @@ def test_workers_that_agree_and_stand_still_stay(name):
             assert share is None or f"up to {share:.2%} of their norm" in sentence
 
 
-@pytest.mark.parametrize("rule", [gossip(), gasloc(), noloco()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [gossip(), gasloc(), noloco(), restarted(gasloc())], ids=lambda rule: rule.name)
 @pytest.mark.parametrize(
     "codec", [int8(), int8(rounding="stochastic"), bf16()], ids=lambda codec: f"{codec.name}-{codec.draws}"
 )

@@ -25,6 +25,7 @@ from gossamer.rules import (
     gossip,
     local_sgd,
     relaysum,
+    restarted,
     sgp,
     sparseloco,
 )
@@ -221,6 +222,7 @@ def test_check_rule_names_the_first_promise_that_is_broken(name):
         relaysum(),
         data_parallel(),
         sparseloco(lr=0.5),
+        restarted(gasloc()),
     ],
     ids=lambda rule: rule.name,
 )

@@ -151,6 +151,7 @@ def import_early() -> None:
     """
     if sys.platform == "linux":
         work = [
+            "gossamer.cli.train",
             "gossamer.run.train",
             "gossamer.run.elastic",
             "gossamer.run.async_train",

@@ -13,7 +13,7 @@ while the r-th part of the run was under way; a round is as many inner steps of 
 * `{"event":"leave","worker":i,"time_s":t}`, also "return".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import DataError
-from gossamer.record.files import LineWriter, atomic_write, make_folder
+from gossamer.record.files import Appender, LineWriter, atomic_write, make_folder
 from gossamer.record.jsonl import json_line, records
 from gossamer.schema import RECORD, Records
 
@@ -141,11 +141,9 @@ class EventWriter(LineWriter):
     ) -> None:  # fmt: skip
         make_folder(folder)
         self.path = folder / f"events{suffix}.jsonl"
-        kept = []
+        kept: Sequence[Mapping[str, Any]] = []
         if resume_round is not None and self.path.exists():
-            lines = (line for _, line in records(self.path, _EVENTS))
-            kept = [line for line in lines if line["round"] < resume_round and not void(line)]
-            atomic_write(self.path, "".join(map(json_line, kept)).encode())
+            kept = self._keep(lambda line: line["round"] < resume_round and not void(line))
         super().__init__(self.path)
         if not any(line["event"] == "start" for line in kept):
             self.write(-1, "start", network=network, workers=workers)
@@ -153,6 +151,17 @@ class EventWriter(LineWriter):
     def write(self, round: int, event: str, **fields: Any) -> None:
         """Appends one event; `fields` are plain JSON values."""
         self._file.write(json_line({"round": round, "event": event, **fields}))
+
+    def drop(self, void: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Removes these lines."""
+        self._file.close()
+        self._keep(lambda line: not void(line))
+        self._file = Appender(self.path)
+
+    def _keep(self, keeps: Callable[[Mapping[str, Any]], bool]) -> Sequence[Mapping[str, Any]]:
+        kept = [line for _, line in records(self.path, _EVENTS) if keeps(line)]
+        atomic_write(self.path, "".join(map(json_line, kept)).encode())
+        return kept
 
 
 def event_files(run_folder: Path) -> list[Path]:

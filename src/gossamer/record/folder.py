@@ -87,6 +87,8 @@ class _Metric(_Line):
     kind: str
 
 
+_LATER = 2**31
+"""Above each round."""
 _LINES, _METRICS = Records[_Line](_Line), Records[_Metric](_Metric)
 
 
@@ -182,6 +184,12 @@ class RunFolder:
             self._chart(
                 entry.round // self._traced_per_round, {f"sent_bytes/worker{worker_suffix(entry.worker)}": sent}
             )
+
+    def drop(self, void: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Removes these lines of metrics; what dashboards show of them stays."""
+        self._metrics.close()
+        _cut(self._metrics_path, _LATER, void)
+        self._metrics = Appender(self._metrics_path)
 
     def show_exchanges(self, *, alive: int, made: int, missed: int, unsure: int) -> None:
         """Shows Prometheus, if it looks, how many took part in a round and what became of the exchanges of this worker."""

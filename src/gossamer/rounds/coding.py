@@ -8,7 +8,7 @@ workers that agree.
 from gossamer.codecs import Codec
 from gossamer.codecs.error import relative_error
 from gossamer.rounds.facts import Facts
-from gossamer.rules.contract import sends_parameters
+from gossamer.rules.contract import amplification, sends_parameters
 
 __all__ = [
     "LIMIT",
@@ -61,15 +61,10 @@ def change(f: Facts) -> float | None:
     """By how much of their norm an exchange may change parameters although the workers agree; None where codecs do no harm.
 
     ε max(1, α (1 + γ)) for a codec of relative error ε on Gaussian numbers, and gossip with step α and momentum γ.
-    Momentum that remembers drifts alone has no part in it.
     """
     if not _carries_parameters(f):
         return None
-    gain = 1.0
-    if f.kind != "pair" and f.rule.consensus is not None:
-        alpha, gamma, site = f.rule.consensus
-        gain = alpha * (1 + gamma if site in ("pre", "post") else 1.0)
-    return _error(f.codec) * max(1.0, gain)
+    return _error(f.codec) * (1.0 if f.kind == "pair" else amplification(f.rule))
 
 
 def warning(f: Facts) -> str | None:

@@ -22,6 +22,7 @@ __all__ = [
     "Needs",
     "OuterSGD",
     "Rule",
+    "amplification",
     "inside",
     "sends_parameters",
 ]
@@ -129,6 +130,8 @@ class Rule(NamedTuple):
     consensus: Consensus | None = None
     """How its disagreement evolves without drift and with exact messages; None where the replicas are always equal, or where
     no such recursion describes it."""
+    amplifies: float = 1.0
+    """By how much more than a mean one exchange changes `x` by what was heard, where no consensus tells; see `amplification`."""
     identical: bool = False
     """Whether workers that receive from everyone are bitwise equal after every round."""
     unsent: Callable[[Tree], Tensor] | None = None
@@ -174,6 +177,17 @@ class Rule(NamedTuple):
 def inside(access: Callable[[Any], Tensor] | None) -> Callable[[Any], Tensor] | None:
     """What reads a tensor of a rule's state, for a wrapper that keeps this state as its `inner`; None where there is none."""
     return None if access is None else lambda s: access(s.inner)
+
+
+def amplification(rule: Rule) -> float:
+    """By how much one exchange may amplify an error in what is heard: α (1 + γ) of gossip whose momentum remembers parameters.
+
+    Momentum that remembers drifts alone has no part in it.
+    """
+    if rule.consensus is None:
+        return rule.amplifies
+    alpha, gamma, site = rule.consensus
+    return max(1.0, alpha * (1 + gamma if site in ("pre", "post") else 1.0))
 
 
 def sends_parameters(rule: Rule) -> bool:

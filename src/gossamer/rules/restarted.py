@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gossamer.errors import ConfigError
 from gossamer.options import Count, Decay, Given, Positive, factory, wrapper
-from gossamer.rules.contract import Context, Rule
+from gossamer.rules.contract import Context, Rule, amplification
 from gossamer.rules.diloco import diloco
 from gossamer.tree import Tree
 
@@ -45,7 +45,7 @@ def restarted(rule: Given[Rule], every: Count = 3) -> Rule:
         x, s = rule.recv(x, s, told, heard, ctx)
         return (x, reset(x, s)) if (ctx.round + 1) % every == 0 else (x, s)
 
-    return rule._replace(recv=recv, n1_limit="outer optimizer", consensus=None)
+    return rule._replace(recv=recv, n1_limit="outer optimizer", consensus=None, amplifies=amplification(rule))
 
 
 @factory

@@ -327,9 +327,12 @@ class Hub:
 
 
 def listener_at(host: str, port: int) -> socket.socket:
-    """The socket to listen on: the one a launcher has made, or a new one. Raises TransportError when there is none."""
-    if LISTENER in os.environ:
-        return socket.socket(fileno=int(os.environ[LISTENER]))
+    """The socket to listen on: the one a launcher has made, or a new one. Raises TransportError when there is none.
+
+    That of a launcher is taken once: processes that are started later do not have it, and must not look for it.
+    """
+    if (inherited := os.environ.pop(LISTENER, None)) is not None:
+        return socket.socket(fileno=int(inherited))
     try:
         return socket.create_server((host, port))
     except OSError as error:

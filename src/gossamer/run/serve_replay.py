@@ -1,7 +1,10 @@
 """Computes the run of a real server again, in one process from the record of arrivals, with the same bits.
 
 The server's decisions follow from its inputs and their times, which `gossamer.record.arrivals` keeps, and a worker's numbers from
-the starting points it got and the checkpoint it restored. A phase whose push never arrived left no trace in any of them.
+the starting points it got and the checkpoint it restored. A phase whose push never arrived left no trace in any of them. One
+that a server absorbed and lost when it died is computed, as others saw what it did, and leaves the record of the replay when its
+worker joins again, as it leaves the worker's own: otherwise it would be there twice, and readers that go by rounds would take
+either.
 
 With servers of regions each has a record, and none follows from clocks of others: an answer needs the letter that it answers,
 and a letter what its region knew. So each record is read as far as what it needs is there.
@@ -288,7 +291,11 @@ class _Replay:
                 continue
             if reply.terms.checkpoint != item.checkpoint:
                 raise self._impossible(item, f"no worker can restore round {item.checkpoint} then")
-            self._workers[worker].join(reply.send.starts, reply.terms)
+            served, records = self._workers[worker], self.session.records
+            served.join(reply.send.starts, reply.terms)
+            if reply.terms.again:  # what a server had absorbed and lost when it died, as the worker itself drops it
+                records.record.drop(served.uncounted(reply.terms))
+                records.events.drop(served.uncounted(reply.terms))
 
     def _impossible(self, item: ServerInput, rule: str) -> DataError:
         what = f"'{item.event}' of worker {item.worker}, phase {item.phase}, fragment {item.fragment}"

@@ -6,7 +6,7 @@ server's starting points and its own last checkpoint. The server's record of arr
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +98,18 @@ class ServedWorker:
         phase = Phase(start_s, end_s, self.index, trained.number, trained.report)
         log_phase(record, events, trained.round, phase, self.learner.local_steps)
 
+    def uncounted(self, terms: Terms) -> Callable[[Mapping[str, Any]], bool]:
+        """Whether a line is of a phase of this worker that its server does not know, which is trained again."""
+        steps = terms.phases * self.learner.local_steps
+
+        def void(line: Mapping[str, Any]) -> bool:
+            of_phase = line.get("event") == "phase" and line["number"] >= terms.phases
+            return line.get("worker") == self.index and (
+                of_phase or (line.get("kind") == "train" and line["step"] > steps)
+            )
+
+        return void
+
     def receive(self, trained: Trained, starts: Mapping[int, StartingPoint], terms: Terms) -> range:
         """Continues from the reply to the push of a phase, and saves what is due; returns the rounds that are over since."""
         self._worker.receive(starts)
@@ -164,11 +176,7 @@ def _take_part(
         checkpoint.rewind(folder / "checkpoints", 0, worker)
     if past is not None:
         past.go_on(folder, min(terms.cut_round, terms.round))
-
-    def void(line: Mapping[str, Any]) -> bool:
-        """Whether this is of a phase that the server does not know, which is trained again."""
-        steps = terms.phases * served.learner.local_steps
-        return line.get("number", -1) >= terms.phases or (line.get("kind") == "train" and line["step"] > steps)
+    void = served.uncounted(terms)
 
     with (
         RunFolder(folder, dump(config), config.record, worker=worker, resume_round=cut, void=void) as record,

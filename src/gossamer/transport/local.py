@@ -26,7 +26,7 @@ from gossamer.transport.store import Entries, hosted_store, report_fallen, share
 __all__ = ["LISTENER", "loopback", "run_elastic", "run_local", "run_served"]
 
 LISTENER = "GOSSAMER_LISTENER"
-"""The environment variable with the file descriptor of the listening socket that a server inherits."""
+"""The environment variable with the file descriptor of the listening socket that a server inherits, and takes once."""
 
 Work = Callable[[Sequence[str]], int]
 """What a process does: from its arguments to its exit code; a function of a module, as processes find it by name."""
