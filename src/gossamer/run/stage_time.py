@@ -16,7 +16,7 @@ from gossamer.run.config import RunConfig
 from gossamer.run.document import DIRECTIONS
 from gossamer.run.pipeline import boundary_of, cuts_of
 
-__all__ = ["in_stages"]
+__all__ = ["in_stages", "shares_of"]
 
 
 def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
@@ -45,7 +45,7 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
         boundary = boundary_of(getattr(pipeline, direction))
         length = 0 if boundary.fixed or boundary.remembers else LENGTH_BYTES
         payloads.append([boundary.most_bytes((*shape, crossing(config.model, cut))) + length for cut in cuts])
-    shares = _shares(layout, cuts)
+    shares = shares_of(layout, cuts)
 
     def seconds(step_s: float) -> float:
         micro_s = [step_s / data.accumulate * share / speeds[k % pipeline.stages] for k, share in enumerate(shares)]
@@ -60,7 +60,7 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
     return replace(network, step_s=tuple(map(seconds, times)) if times.ndim else seconds(float(times)))
 
 
-def _shares(layout: Layout, cuts: tuple[int, ...]) -> list[float]:
+def shares_of(layout: Layout, cuts: tuple[int, ...]) -> list[float]:
     """The share of each piece in the work of an inner step; an embedding is looked up and costs nothing."""
     work = [0] * (len(cuts) + 1)
     for leaf in layout.leaves:
