@@ -57,7 +57,8 @@ CASES = {
     "interleaved, tahquant and cast": {
         **TWO, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "model__layers": 4, "inner__clip": 0.5,
         "pipeline__forward": "tahquant", "pipeline__backward": "cast", "rule": {"name": "diloco"},
-        "topology": {"name": "complete"},
+        "topology": {"name": "complete"}, "codec": {"name": "int4", "rounding": "stochastic"},
+        "model__bottleneck": {"name": "resbm", "width": 64, "cuts": [1, 2, 3]},
     },
     "four stages of one worker": {
         "workers": 1, "pipeline__stages": 4, "model__layers": 4, "data__accumulate": 5, "pipeline__forward": "cast",
@@ -70,7 +71,8 @@ CASES = {
     },
     "stages that are laid otherwise": {
         **TWO, "model__layers": 4, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "pipeline__forward": "aqsgd",
-        "data__windows": 5, "inner__optimizer": "muon", "inner__averaging": "schedule_free",
+        "data__windows": 5, "inner__optimizer": "muon", "inner__averaging": "schedule_free", "rule": {"name": "sparseloco"},
+        "codec": {"name": "topk2bit", "k": 16}, "topology": {"name": "complete"},
     },
     "more stages than a simulation had": {
         "workers": 1, "pipeline__stages": 2, "model__layers": 4, "data__accumulate": 4, "run__steps": 4,

@@ -7,16 +7,18 @@ from pydantic import Field
 
 from gossamer.boundaries import BOUNDARIES, Boundary
 from gossamer.code import is_code
+from gossamer.codecs import Codec
+from gossamer.codecs.by_part import by_part
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError
 from gossamer.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
 from gossamer.models.sizes import ModelConfig, crossing
-from gossamer.models.stages import cutting_faults, minimax
+from gossamer.models.stages import cutting_faults, minimax, piece_of
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS
 from gossamer.schema import settings
 
-__all__ = ["PipelineConfig", "boundary_of", "cuts_of", "must_fit"]
+__all__ = ["PipelineConfig", "boundary_of", "by_stage", "cuts_of", "must_fit"]
 
 _Speed = Annotated[float, Field(gt=0)]
 
@@ -117,6 +119,14 @@ def cuts_of(pipeline: PipelineConfig, model: ModelConfig) -> tuple[int, ...]:
             f"pieces, and the model has {model.shape.layers} layers, but each needs one; take fewer stages or chunks"
         )
     return minimax([1.0] * model.shape.layers, (pipeline.speeds or (1.0,) * pipeline.stages) * pipeline.chunks)
+
+
+def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig) -> Codec:
+    """The codec with which the stages of a worker send what each of them has, as processes that have one stage alone do."""
+    if pipeline.stages == 1 or codec.exact or codec.blockwise == 1:
+        return codec
+    cuts = cuts_of(pipeline, model)
+    return by_part(codec, lambda name: piece_of(name, cuts) % pipeline.stages)
 
 
 def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int) -> None:
