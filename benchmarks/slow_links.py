@@ -216,10 +216,15 @@ def network_of(setting: Setting, share: float, way: str) -> Network:
     return Network(uplink_bps=up_bps, downlink_bps=down_bps, step_s=setting.pace_s)
 
 
+def namespaces(setting: Setting, share: float, way: str) -> contextlib.AbstractContextManager[list[str]]:
+    """A namespace for each worker."""
+    return limited(*rates_bps(setting, share, way))
+
+
 @contextlib.contextmanager
-def namespaces(setting: Setting, share: float, way: str) -> Iterator[list[str]]:
-    """A namespace for each worker, connected by a bridge in one more; all are removed at the end, with their devices."""
-    names = [f"gossamer-{os.getpid()}-{place}" for place in (*range(setting.workers), "hub")]
+def limited(ups_bps: Sequence[float], downs_bps: Sequence[float]) -> Iterator[list[str]]:
+    """Namespaces with links of these rates to a bridge in one more; all are removed at the end, with their devices."""
+    names = [f"gossamer-{os.getpid()}-{place}" for place in (*range(len(ups_bps)), "hub")]
     *workers, hub = names
     made: list[str] = []
     try:
@@ -229,7 +234,7 @@ def namespaces(setting: Setting, share: float, way: str) -> Iterator[list[str]]:
             sh("ip", "-n", name, "link", "set", "lo", "up")
         sh("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
         sh("ip", "-n", hub, "link", "set", "bridge0", "up")
-        for i, (name, up_bps, down_bps) in enumerate(zip(workers, *rates_bps(setting, share, way), strict=True)):
+        for i, (name, up_bps, down_bps) in enumerate(zip(workers, ups_bps, downs_bps, strict=True)):
             port = f"port{i}"
             sh("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
             sh("ip", "-n", hub, "link", "set", port, "master", "bridge0", "up")

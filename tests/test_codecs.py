@@ -15,6 +15,7 @@ from gossamer.codecs import (
     bf16,
     both_ways,
     cocktail,
+    codec_of,
     dct_topk,
     fitted,
     fp4,
@@ -28,6 +29,7 @@ from gossamer.codecs import (
     topk2bit,
 )
 from gossamer.codecs.blocks import SLAB
+from gossamer.codecs.by_part import by_part
 from gossamer.codecs.cut import tiles
 from gossamer.codecs.dct import dct
 from gossamer.codecs.packing import lookup, num_bytes, pack_codes, pack_indices, unpack_codes, unpack_indices
@@ -739,3 +741,28 @@ def test_a_codec_says_all_its_options_and_those_of_its_way_back(name: str) -> No
     assert make_codec(name, **given).options == given
     back = both_ways(bf16(), make_codec(name, **given))
     assert back.options == {} and back.back is not None and back.back.options == given
+
+
+@pytest.mark.parametrize("name", ["int4", "topk2bit", "dct_topk", "randomk", "int8_statistical"])
+def test_a_part_alone_is_coded_to_the_bytes_that_it_has_in_a_vector_that_is_coded_by_parts(name):
+    def laid(shapes):
+        ends = [0, *itertools.accumulate(math.prod(shape) for _, shape in shapes)]
+        return Layout(
+            tuple(Leaf(*one, a, b) for one, (a, b) in zip(shapes, itertools.pairwise(ends), strict=True)), ends[-1]
+        )
+
+    layout = laid([("a.0", (40, 70)), ("b.0", (33,)), ("a.1", (64, 64)), ("b.1", (17, 9)), ("a.2", (5,))])
+    plain = codec_of({"name": name, "rounding": "stochastic"} if name == "int4" else name)
+    codec, x = by_part(plain, lambda leaf: "ab".index(leaf[0])), gaussian(layout.numel, 3)
+    whole = fitted(codec, layout)
+    payload = whole.encode(x, 7)
+    arrived = whole.decode(payload, x)
+    for part, sent in zip("ab", payload, strict=True):
+        mine = [leaf for leaf in layout.leaves if leaf.name[0] == part]
+        own, theirs = (torch.cat([vector[leaf.start : leaf.stop] for leaf in mine]) for vector in (x, arrived))
+        alone = fitted(codec, laid([(leaf.name, leaf.shape) for leaf in mine]))
+        (found,) = alone.encode(own, 7)
+        assert all(map(torch.equal, leaves(found), leaves(sent)))
+        assert torch.equal(alone.decode((found,), own), theirs)
+    alike = torch.equal(arrived, through(fitted(plain, layout), x, 7))
+    assert alike == (name == "topk2bit")  # which codes tensor by tensor

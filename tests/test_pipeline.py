@@ -23,6 +23,7 @@ from gossamer.models.sizes import BottleneckConfig, tensors
 from gossamer.models.stages import minimax, stages_of
 from gossamer.record import checkpoint
 from gossamer.run.config import digest, dump, parse
+from gossamer.run.pipeline import cuts_of
 from gossamer.run.replica import Replica
 from gossamer.run.settle import faults
 from gossamer.run.task import task_of
@@ -128,7 +129,7 @@ def test_a_pipeline_that_is_resumed_has_the_bits_of_one_that_never_stopped(overr
             checkpoint.load(tmp_path / name / "checkpoints", 4, i, digest(config)) for name in ("whole", "parts")
         )
         assert torch.equal(one["x"], other["x"])
-        assert all(map(torch.equal, one["boundaries"][0][0]["messages"], other["boundaries"][0][0]["messages"]))
+        assert all(map(torch.equal, one["boundaries"][1][0]["messages"], other["boundaries"][1][0]["messages"]))
 
 
 def test_fixed_windows_come_again_in_every_epoch_in_another_order():
@@ -242,6 +243,14 @@ def test_the_slowest_stage_of_minimax_is_as_fast_as_that_of_any_other_split(cost
     assert slowest(minimax(costs, speeds)) == pytest.approx(min(map(slowest, every)))
 
 
+def test_stages_have_layers_by_their_speeds():
+    config = tiny(pipeline__stages=2, data__accumulate=4, pipeline__speeds=[1.0, 2.0])
+    assert cuts_of(config.pipeline, config.model) == (1,)
+    pieces = {"pipeline__schedule": "interleaved", "pipeline__chunks": 2, "model__layers": 8}
+    config = tiny(pipeline__stages=2, data__accumulate=4, pipeline__speeds=[3.0, 1.0], **pieces)
+    assert cuts_of(config.pipeline, config.model) == (3, 4, 7)
+
+
 def test_minimax_keeps_to_the_layers_that_fit_a_stage():
     assert minimax([1.0] * 6, [10.0, 1.0]) == (5,)
     assert minimax([1.0] * 6, [10.0, 1.0], [4, 4]) == (4,)
@@ -258,6 +267,10 @@ BAD = {
     "aqsgd backward": ({**CUT, "data__windows": 8, "pipeline__backward": "aqsgd"}, "gradients do not settle"),
     "a boundary without stages": ({"pipeline__forward": "cast"}, "pipeline.stages is 1, which has no boundary"),
     "cuts": ({**CUT, "pipeline__cuts": [1, 2]}, "pipeline.cuts is [1, 2] for 2 stages; give 1 cuts"),
+    "speeds": ({**CUT, "pipeline__speeds": [1.0]}, "pipeline.speeds is [1.0] for 2 stages and no"),
+    "speeds and cuts": (
+        {**CUT, "pipeline__speeds": [1.0, 2.0], "pipeline__cuts": [1]}, "and pipeline.cuts = [1]; give the speed of each stage",
+    ),
     "a cut beyond": ({**CUT, "pipeline__cuts": [3]}, "pipeline.cuts is [3], but the model has 3 layers"),
     "tied": ({**CUT, "model__tie_embeddings": True}, "model.tie_embeddings is true"),
     "dropout": ({**CUT, "model__dropout": 0.1}, "model.dropout is 0.1"),

@@ -6,11 +6,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, from_toml, to_toml
-from gossamer.network.pipeline import StageLinks, order_of, pipeline_step
+from gossamer.network.pipeline import Pass, StageLinks, order_of, pipeline_step
 from gossamer.run.layouts import layout_for
 from gossamer.run.stage_time import in_stages
 from tiny import tiny
@@ -26,7 +27,36 @@ def test_each_stage_passes_each_micro_batch_forward_before_backward_and_both_in_
         order = order_of(schedule, stage, stages, micro)
         for forward in (True, False):
             assert [one.micro_batch for one in order if one.forward == forward] == [*range(micro)]
-        assert all(order.index((True, k)) < order.index((False, k)) for k in range(micro))
+        assert all(order.index(Pass(True, k)) < order.index(Pass(False, k)) for k in range(micro))
+
+
+@pytest.mark.parametrize(("stages", "micro", "chunks"), [(2, 4, 2), (3, 6, 2), (4, 8, 3), (2, 6, 4)])
+def test_interleaved_stages_compute_in_the_order_of_torch(stages, micro, chunks):
+    class Torchs(ScheduleInterleaved1F1B):
+        def __init__(self):
+            self.pp_group_size, self.n_local_stages, self._n_microbatches = stages, chunks, micro
+            self.number_of_rounds = max(1, micro // stages)
+            self.microbatches_per_round = micro // self.number_of_rounds
+
+    for stage in range(stages):
+        theirs = [one for one in Torchs()._calculate_single_rank_operations(stage) if one is not None]
+        ours = order_of("interleaved", stage, stages, micro, chunks)
+        assert [(one.chunk * stages + stage, one.forward, one.micro_batch) for one in ours] == [
+            (one.stage_index, one.computation_type.name == "FORWARD", one.microbatch_index) for one in theirs
+        ]
+
+
+@given(stages=st.integers(1, 4), groups=st.integers(1, 4), chunks=st.integers(1, 3))
+def test_over_links_that_cost_nothing_interleaved_stages_idle_for_one_pass_through_a_piece_of_each_other_stage(
+    stages, groups, chunks
+):
+    pieces, micro = stages * chunks, stages * groups
+    nothing = [0] * (pieces - 1)
+    step = pipeline_step(
+        [1.0] * pieces, [2.0] * pieces, nothing, nothing, micro, StageLinks(), "interleaved", chunks
+    )  # fmt: skip
+    assert step.seconds == pytest.approx(3 * (micro * chunks + stages - 1))
+    assert step.compute_s == pytest.approx([3 * micro * chunks] * stages)
 
 
 def test_1f1b_holds_no_more_activations_than_there_are_stages_to_come():
@@ -82,7 +112,19 @@ def test_a_serialised_link_reproduces_published_steps_of_eight_stages(micro, tok
     assert step.seconds == pytest.approx(measured_s, rel=0.02)  # which computed a little besides
 
 
+def test_a_run_with_interleaved_stages_is_priced_by_its_schedule():
+    links = StageLinks(bandwidth_bps=1e12, speeds=(1.0, 0.5))
+    network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=6.0, stages=links)
+    both = {"model__layers": 4, "data__accumulate": 4, "workers": 2, "pipeline__stages": 2}
+    plain = in_stages(network, tiny(**both, pipeline__schedule="1f1b"), LAYOUT).step_s
+    pieces = in_stages(network, tiny(**both, pipeline__schedule="interleaved", pipeline__chunks=2), LAYOUT).step_s
+    assert isinstance(plain, float) and isinstance(pieces, float) and 0.7 * plain < pieces < plain
+
+
 def test_numbers_that_do_not_fit_are_refused():
+    for micro, chunks, schedule in ((4, 3, "interleaved"), (5, 2, "interleaved"), (4, 2, "gpipe")):
+        with pytest.raises(ConfigError, match=f"4 pieces and {micro} micro-batches was given {chunks} chunks"):
+            pipeline_step([1] * 4, [1] * 4, [1] * 3, [1] * 3, micro, StageLinks(), schedule, chunks)
     with pytest.raises(ConfigError, match="2 and 2 stages, 2 and 1 boundaries"):
         pipeline_step([1, 1], [1, 1], [1, 1], [1], 4, StageLinks())
 

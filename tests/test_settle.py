@@ -136,7 +136,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "pipeline and asynchronous": (GOSSIP._replace(stages=2), ["pipeline.stages is 2", "'gasloc'", "no waiting"]),
     "pipeline and elastic": (Facts(stages=2, elastic=True), ["pipeline.stages is 2", "run.elastic is true"]),
     "pipeline and rule": (Facts(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),
-    "pipeline and codec": (Facts(stages=2, rule=diloco(), topology=complete(4), codec=int8()), ["'int8'", "'bf16'"]),
+    "pipeline and codec": (
+        Facts(stages=2, rule=diloco(), topology=complete(4), codec=both_ways(int8(), int8())),
+        ["'int8'", "codec.back"],
+    ),
     "batched and real processes": (Facts(batched=8, driver="train"), ["run.batched is 8", "gossamer train"]),
     "batched and asynchronous": (GOSSIP._replace(batched=8), ["run.batched is 8", "'gasloc'", "no waiting"]),
     "batched and rule": (
@@ -148,10 +151,6 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         ["pipeline.stages is 2", "pipeline.workers"],
     ),
     "pipeline and projection": (Facts(stages=2, driver="train", linear=True), ["pipeline.stages is 2", "'projection'"]),
-    "pipeline and tiles": (
-        Facts(stages=2, driver="train", rule=diloco(), topology=complete(4), codec=topk2bit()),
-        ["pipeline.stages is 2", "'topk2bit'"],
-    ),
     "pipeline and schedule": (Facts(stages=2, schedule=Schedule(fragments=2)), ["pipeline.stages is 2", "fragments=2"]),
     "elastic and decisions of all": (
         Facts(

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from commands import run
 from gossamer.boundaries import aqsgd, tahquant
 from gossamer.boundaries.ends import BoundaryEnd
 from gossamer.cli import main
-from gossamer.errors import CheckpointError, TrainingError
+from gossamer.errors import TrainingError
 from gossamer.models import ModelConfig, build_model
 from gossamer.models.stages import OwnLayers
 from gossamer.optimizers import Joined
@@ -28,11 +29,12 @@ from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.stages import read_stages
 from gossamer.record.trace import read_trace
-from gossamer.run.assemble import assembled, stage_store, stores_of
+from gossamer.run.assemble import WHOLE, Store, joined_state, partition_of, state_of_part
 from gossamer.run.carried import CarriedStage
 from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
 from gossamer.run.simulate import simulate
+from gossamer.run.staged import StagedModel
 from gossamer.run.task import task_of
 from gossamer.run.train import train_member
 from gossamer.transport.launch import join, leave
@@ -55,7 +57,8 @@ CASES = {
     "interleaved, tahquant and cast": {
         **TWO, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "model__layers": 4, "inner__clip": 0.5,
         "pipeline__forward": "tahquant", "pipeline__backward": "cast", "rule": {"name": "diloco"},
-        "topology": {"name": "complete"},
+        "topology": {"name": "complete"}, "codec": {"name": "int4", "rounding": "stochastic"},
+        "model__bottleneck": {"name": "resbm", "width": 64, "cuts": [1, 2, 3]},
     },
     "four stages of one worker": {
         "workers": 1, "pipeline__stages": 4, "model__layers": 4, "data__accumulate": 5, "pipeline__forward": "cast",
@@ -66,12 +69,30 @@ CASES = {
         **TWO, "rule": {"name": "data_parallel"}, "topology": {"name": "complete"}, "run__local_steps": 1, "run__steps": 2,
         "inner__clip": 0.05, "pipeline__forward": "cast",
     },
+    "stages that are laid otherwise": {
+        **TWO, "model__layers": 4, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "pipeline__forward": "aqsgd",
+        "data__windows": 5, "inner__optimizer": "muon", "inner__averaging": "schedule_free", "rule": {"name": "sparseloco"},
+        "codec": {"name": "topk2bit", "k": 16}, "topology": {"name": "complete"},
+    },
+    "more stages than a simulation had": {
+        "workers": 1, "pipeline__stages": 2, "model__layers": 4, "data__accumulate": 4, "run__steps": 4,
+        "pipeline__forward": "aqsgd", "data__windows": 5, "rule": {"name": "diloco"}, "topology": {"name": "complete"},
+    },
     "an average, a bottleneck in bf16": {
         **TWO, "inner__averaging": "gpa", "inner__autocast": "bf16", "run__steps": 4, "codec": {"name": "bf16"},
         "model__bottleneck": {"name": "subspace", "width": 8}, "pipeline__forward": "cast",
     },
 }  # fmt: skip
 
+LATER = {
+    "aqsgd, resumed": {},
+    "stages that are laid otherwise": {
+        "pipeline__schedule": "1f1b", "pipeline__chunks": 1, "pipeline__cuts": [3], "pipeline__backward": "intk",
+    },
+    "more stages than a simulation had": {"pipeline__stages": 4},
+}  # fmt: skip
+"""What is set when the last round is trained again."""
+LAST = {name: {**case, **LATER.get(name, {})} for name, case in CASES.items()}
 
 DIVERGING = {
     "workers": 1, "pipeline__stages": 4, "model__layers": 4, "data__accumulate": 4, "rule": {"name": "diloco"},
@@ -83,20 +104,23 @@ def train_pipelines(argv):
     """One of four processes, which train every case, one after the other."""
     cases = json.loads(Path(argv[0]).read_text())
     first = join(4, backend="gloo", device="cpu", threads=1, timeout_s=TIMEOUT_S)
-    for folder, made, resumed in cases:
-        config, root = parse(made), Path(folder)
-        for turn in range(1 + resumed):
+    for folder, turns in cases:
+        root = Path(folder)
+        for turn, made in enumerate(turns):
+            config = parse(made)
+            resume = turn > 0 or (root / "run.toml").exists()
             member = Member.at(
                 first.rank, config.workers, torch.device("cpu"), PrefixStore(f"{folder}{turn}", first.store),
                 config.pipeline.stages,
             )  # fmt: skip
             try:
-                train_member(config, root, member, resume=turn > 0)
+                train_member(config, root, member, resume=resume)
             except TrainingError as error:
                 (root / f"said-{member.part}").write_text(str(error))
             dist.barrier()
-            if turn == 0 and resumed and member.part:  # the newest round that all have is the one before
-                checkpoint.rewind(stage_store(root, member.part), config.rounds - 1, member.worker)
+            if turn + 1 < len(turns) and member.part:  # the newest round that all have is the one before
+                store = Store(config, root, partition_of(config), member.part)
+                checkpoint.rewind(store.path, config.rounds - 1, member.worker)
             dist.barrier()
     leave()
     return 0
@@ -106,12 +130,19 @@ def train_pipelines(argv):
 def trained(tmp_path_factory, forks):
     """Every case, trained by processes and by the simulator."""
     root = tmp_path_factory.mktemp("stages")
-    plan = [[str(root / "real" / name), document(**case), "resumed" in name] for name, case in CASES.items()]
-    plan.append([str(root / "diverging"), document(**DIVERGING), False])
+    plan = [(str(root / "diverging"), [document(**DIVERGING)])]
+    for name, case in CASES.items():
+        turns = [document(**case), document(**LAST[name])] if name in LATER else [document(**case)]
+        if tiny(**case).pipeline.stages * case["workers"] < 4:
+            simulate(tiny(**case), root / "real" / name, until=tiny(**case).rounds - 1)
+            turns = turns[1:]
+        plan.append((str(root / "real" / name), turns))
     (root / "cases.json").write_text(json.dumps(plan))
     assert run_local(2, train_pipelines, [str(root / "cases.json")], parts=2) == 0
     for name, case in CASES.items():
-        simulate(tiny(**case), root / "simulated" / name)
+        if LATER.get(name):
+            simulate(tiny(**case), root / "simulated" / name, until=tiny(**case).rounds - 1)
+        simulate(tiny(**LAST[name]), root / "simulated" / name, resume=bool(LATER.get(name)))
     return root
 
 
@@ -123,9 +154,7 @@ def test_when_a_loss_is_not_finite_all_stages_end_with_the_same_sentence(trained
 def parameters(config, folder):
     """Those of each worker after the last round."""
     task, line = task_of(config), checkpoint.Lineage(digest(config))
-    return [
-        assembled(config, task, stores_of(config, folder), config.rounds, w, line)["x"] for w in range(config.workers)
-    ]
+    return [Store(config, folder).load(task, config.rounds, w, line)["x"] for w in range(config.workers)]
 
 
 def lines_of(folder, kind, *names):
@@ -138,8 +167,9 @@ def lines_of(folder, kind, *names):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(trained, name):
-    config, real, simulated = tiny(**CASES[name]), trained / "real" / name, trained / "simulated" / name
-    assert len(stores_of(config, real)) == config.pipeline.stages and len(stores_of(config, simulated)) == 1
+    config, real, simulated = tiny(**LAST[name]), trained / "real" / name, trained / "simulated" / name
+    assert len([*(real / "checkpoints").glob("stage-*")]) == config.pipeline.stages
+    assert not [*(real / "checkpoints").glob("round-*")] and not [*(simulated / "checkpoints").glob("stage-*")]
     assert all(map(torch.equal, parameters(config, real), parameters(config, simulated)))
     own = lines_of(real, "train", "loss", "lr", "tokens", "boundary_bytes")
     assert own == lines_of(simulated, "train", "loss", "lr", "tokens", "boundary_bytes") and own
@@ -182,14 +212,64 @@ def test_evaluate_puts_each_worker_together_from_its_stages(trained):
     assert (trained / "real" / name / model).read_bytes() == (trained / "simulated" / name / model).read_bytes()
 
 
-def test_a_driver_refuses_the_checkpoints_of_the_other(trained):
-    name = "dense, gpipe"
-    with pytest.raises(CheckpointError, match=r"are of single stages, .*; resume with gossamer train$"):
-        simulate(tiny(**CASES[name]), trained / "real" / name, resume=True)
-    config = tiny(**CASES[name], name="other")
-    member = Member.at(0, 2, torch.device("cpu"), dist.HashStore(), 2)
-    with pytest.raises(CheckpointError, match=r"are of whole workers, .*; resume with gossamer simulate$"):
-        train_member(config, trained / "simulated" / name, member, resume="auto")
+def test_a_simulation_goes_on_from_what_stages_have_saved(trained, tmp_path):
+    name = "aqsgd, resumed"
+    longer = tiny(**{**CASES[name], "run__steps": 12, "pipeline__cuts": [2]})
+    for kind in ("real", "simulated"):
+        shutil.copytree(trained / kind / name, tmp_path / kind)
+        simulate(longer, tmp_path / kind, resume=True)
+        assert not [*(tmp_path / kind / "checkpoints").glob("stage-*")]
+    assert all(map(torch.equal, parameters(longer, tmp_path / "real"), parameters(longer, tmp_path / "simulated")))
+
+
+INNER = {
+    "adamw": {}, "sgd": {"inner__optimizer": "sgd"}, "accum_adamw": {"inner__optimizer": "accum_adamw"},
+    "muon, gpa": {"inner__optimizer": "muon", "inner__averaging": "gpa"},
+    "spectral_muon, schedule_free": {"inner__optimizer": "spectral_muon", "inner__averaging": "schedule_free"},
+    "a rule that remembers": {"rule": {"name": "gasloc", "momentum": 0.9}},
+}  # fmt: skip
+
+
+def alike(one, other):
+    """Whether two states are the same, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_state_that_is_cut_into_stages_and_joined_is_what_it_was(name, tmp_path):
+    config = tiny(**{**TWO, "model__layers": 4, "run__steps": 2, **INNER[name]})
+    simulate(config, tmp_path / "run")
+    task, line = task_of(config), checkpoint.Lineage(digest(config))
+    whole = Store(config, tmp_path / "run").load(task, 1, 1, line)
+    whole["under_way"] = [{"round": 0, "fragment": 0, "sent": [whole["x"] * 2]}]
+    model = task.model()
+    for cut in ({}, {"pipeline__cuts": [3]}, {"pipeline__schedule": "interleaved", "pipeline__chunks": 2}):
+        there = partition_of(tiny(**{**TWO, "model__layers": 4, **cut}))
+        parts = [state_of_part(config, model, there, part, whole) for part in range(2)]
+        assert sum(part["x"].numel() for part in parts) == whole["x"].numel() and alike(whole["data"], parts[0]["data"])
+        assert all(one["x"].numel() == one["under_way"][0]["sent"][0].numel() for one in parts)
+        assert alike(joined_state(config, model, there, parts), whole)
+    assert alike(joined_state(config, model, WHOLE, [whole]), whole)
+
+
+@pytest.mark.parametrize("cuts", [[1], [3], [1, 2, 3]])
+def test_any_split_gives_the_same_gradient_in_double_precision(cuts):
+    def gradients(**more):
+        config = tiny(workers=1, model__layers=4, data__accumulate=4, **more)
+        task = task_of(config)
+        replica = StagedModel(task.model().double(), config)
+        replica.backward([(task.data.batch(0, k), [2 * k, 2 * k + 1]) for k in range(4)])
+        return [p.grad for p in replica.model.parameters()]
+
+    one = gradients(pipeline__stages=2)
+    other = gradients(pipeline__stages=len(cuts) + 1, pipeline__cuts=cuts)
+    assert all((a - b).abs().max() <= 1e-12 for a, b in zip(one, other, strict=True))
 
 
 def train_to_its_end(argv):

@@ -97,8 +97,10 @@ class BoundaryEnd:
         return {"samples": [*self.memory], "messages": [*self.memory.values()]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restores a saved state. Raises CheckpointError when it does not fit."""
-        samples, messages = state.get("samples"), state.get("messages")
+        """Restores a saved state; a codec that remembers nothing ignores it. Raises CheckpointError when it does not fit."""
+        if not self.codec.remembers:
+            return
+        samples, messages = state.get("samples", []), state.get("messages", [])
         if (
             not isinstance(samples, list) or not isinstance(messages, list) or len(samples) != len(messages)
             or not all(isinstance(one, int) for one in samples)

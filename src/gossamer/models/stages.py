@@ -12,7 +12,7 @@ from gossamer.models.bottleneck import narrow, widen
 from gossamer.models.llama import Decoder, Llama
 from gossamer.models.sizes import in_subspace
 
-__all__ = ["OwnLayers", "Stage", "cutting_faults", "minimax", "stages_of"]
+__all__ = ["OwnLayers", "Stage", "cutting_faults", "minimax", "piece_of", "stages_of"]
 
 
 class _Part(nn.Module):
@@ -98,6 +98,20 @@ def cutting_faults(cuts: Sequence[int], layers: int, *, tied: bool) -> Iterator[
             "pipeline.cuts", f"{[*cuts]}",
             f"the model has {layers} layers and every stage needs one; take increasing numbers from 1 to {layers - 1}",
         )  # fmt: skip
+
+
+def piece_of(name: str, cuts: Sequence[int]) -> int:
+    """The piece of a Llama cut before these layers that the parameter with a name is in; see `OwnLayers`.
+
+    >>> [piece_of(f"model.{name}", [2, 4]) for name in ("embed_tokens.weight", "layers.2.w", "cuts.2.encoder.w", "norm.weight")]
+    [0, 1, 0, 2]
+    """
+    words = name.split(".")
+    if words[1] == "cuts":  # what narrows is at the end of a piece, what widens at the beginning of the next
+        return sum(cut < int(words[2]) + (words[3] != "encoder") for cut in cuts)
+    if words[1] == "layers":
+        return sum(cut <= int(words[2]) for cut in cuts)
+    return 0 if words[1] == "embed_tokens" else len(cuts)
 
 
 def stages_of(model: Llama, cuts: Sequence[int]) -> list[Stage]:

@@ -7,9 +7,8 @@ from gossamer.rounds.facts import Pairing
 __all__ = ["STAGES"]
 
 
-def _by_tensor(codec: Codec) -> bool:
-    """Whether it compresses tensor by tensor, so that stages with whole tensors compress their parts to the same bits."""
-    return codec.fit is not None and not codec.draws and codec.back is None
+def _elementwise(codec: Codec) -> bool:
+    return codec.exact or codec.blockwise == 1
 
 
 STAGES = (
@@ -54,14 +53,6 @@ STAGES = (
         ),
     ),
     Pairing(
-        "pipeline and tiles",
-        lambda f: f.stages > 1 and f.driver == "train" and not f.codec.exact and f.codec.blockwise != 1,
-        lambda f: (
-            f"pipeline.stages is {f.stages}, and codec '{f.codec.name}' compresses tensor by tensor, which is tried in "
-            "simulations alone; use 'exact', 'bf16' or 'fp16', or gossamer simulate"
-        ),
-    ),
-    Pairing(
         "pipeline and hashes",
         lambda f: f.stages > 1 and f.driver == "train" and f.hashes,
         lambda f: (
@@ -95,10 +86,12 @@ STAGES = (
     ),
     Pairing(
         "pipeline and codec",
-        lambda f: f.stages > 1 and not (f.codec.exact or f.codec.blockwise == 1 or _by_tensor(f.codec)),
         lambda f: (
-            f"pipeline.stages is {f.stages}, and codec '{f.codec.name}' compresses blocks that would lie across two stages; use "
-            "'exact', 'bf16', 'fp16' or 'topk2bit', in tiles and without a codec_back"
+            f.stages > 1 and f.codec.back is not None and not (_elementwise(f.codec) and _elementwise(f.codec.back))
+        ),
+        lambda f: (
+            f"pipeline.stages is {f.stages}, and codec '{f.codec.name}' has a back leg, for chunks whose owners sum them, and "
+            "chunks of a stage are others than those of a whole worker; remove codec.back"
         ),
     ),
     Pairing(

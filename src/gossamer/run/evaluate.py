@@ -21,7 +21,7 @@ from gossamer.record.files import Appender, atomic_write
 from gossamer.record.folder import metrics_line, read_metrics
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.mean_model import mean_of
-from gossamer.run.assemble import assembled, stores_of
+from gossamer.run.assemble import Store
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import load_run
 from gossamer.run.held import held_by, to_score
@@ -280,8 +280,8 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> Eva
     finished, owners = (
         _whole if config.kind == "server" or not (config.run.elastic or config.event_driven) else _most
     )(config, folder, key, round)
-    task, stores = task_of(config, parts), stores_of(config, folder)
-    states = [assembled(config, task, stores, finished, owner, key) for owner in owners]
+    task, store = task_of(config, parts), Store(config, folder)
+    states = [store.load(task, finished, owner, key) for owner in owners]
     buffers = [state.get("buffers", ()) for state in states]
     vectors = [
         state["x"] if task.holding is None else task.holding.alone(owner, state["x"])
@@ -318,8 +318,8 @@ def _most(
 
 def _whole(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None) -> tuple[int, Sequence[int]]:
     """The newest round of which all checkpoints are here, or the requested one, and its owners. Raises CheckpointError."""
-    stores, owners = stores_of(config, folder), config.owners
-    store, owned = stores[0], [owned for store in stores for owned in checkpoint.owned(store, owners, key)]
+    store, owners = folder / "checkpoints", config.owners
+    owned = Store(config, folder).rounds(owners, key)
     whole = checkpoint.common(owned)
     if round is not None and whole and round not in whole:
         raise CheckpointError(
@@ -334,7 +334,7 @@ def _whole(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int 
         )
     if not whole:
         whose = f"all {config.workers} workers" if config.server is None else "the server"
-        whose = f"all stages of {whose}" if len(stores) > 1 else whose
+        whose = f"all stages of {whose}" if any(store.glob("stage-*")) else whose
         raise CheckpointError(
             f"'{folder}' has no round with checkpoints of {whose} (owned: {owned}); "
             "bring the checkpoint folders of all machines together, or train past the first checkpoint"

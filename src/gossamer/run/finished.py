@@ -5,7 +5,7 @@ from pathlib import Path
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.run.assemble import stores_of
+from gossamer.run.assemble import Store
 from gossamer.run.config import RunConfig, digest, parse
 from gossamer.run.document import load, load_run
 from gossamer.run.history import lineage
@@ -15,9 +15,7 @@ __all__ = ["is_finished", "must_be_record_of", "rounds_in_common"]
 
 def rounds_in_common(config: RunConfig, folder: Path) -> int | None:
     """The newest round of this run that all owners have checkpoints of here; None without one."""
-    line = lineage(config, folder)
-    owned = [one for store in stores_of(config, folder) for one in checkpoint.owned(store, config.owners, line)]
-    return checkpoint.newest_common(owned)
+    return checkpoint.newest_common(Store(config, folder).rounds(config.owners, lineage(config, folder)))
 
 
 def must_be_record_of(config: RunConfig, recorded: Path) -> None:

@@ -22,7 +22,15 @@ from gossamer.record.stages import StageSeconds
 from gossamer.record.trace import Operation
 from gossamer.run.carried import CarriedStage, schedule_of
 from gossamer.run.config import RunConfig
-from gossamer.run.staged import MicroBatch, boundary_ends, computing, must_hold, spans_of, squared_norm
+from gossamer.run.staged import (
+    MicroBatch,
+    boundaries_state,
+    boundary_ends,
+    computing,
+    restore_boundaries,
+    spans_of,
+    squared_norm,
+)
 from gossamer.transport.pipe import Flow, Pipe
 
 __all__ = ["OwnStages"]
@@ -95,6 +103,7 @@ class OwnStages:
             for b in range(self._pieces - 1) if b in self._places or b + 1 in self._places
         }  # fmt: skip
         """The forward and the backward direction of each boundary of these stages."""
+        self._by_layer = {spans[b + 1][0]: ends for b, ends in self.boundaries.items()}
         self._sides: list[_Side] = []
         carried = [self._carried(k, whole) for k in self._places]
         self._accumulate = config.data.accumulate
@@ -231,13 +240,10 @@ class OwnStages:
         with computing(self._config, self._device):
             return stage(x, tokens, full=True)
 
-    def state(self) -> list[list[dict[str, Any]]]:
+    def state(self) -> dict[int, list[dict[str, Any]]]:
         """See `gossamer.run.staged.InStages`."""
-        return [[end.state() for end in ends] for ends in self.boundaries.values()]
+        return boundaries_state(self._by_layer)
 
     def restore(self, state: Any) -> None:
         """See `gossamer.run.staged.InStages`."""
-        must_hold(len(self.boundaries), state)
-        for ends, saved in zip(self.boundaries.values(), state, strict=True):
-            for end, one in zip(ends, saved, strict=True):
-                end.restore(one)
+        restore_boundaries(self._by_layer, state)

@@ -7,33 +7,39 @@ from pydantic import Field
 
 from gossamer.boundaries import BOUNDARIES, Boundary
 from gossamer.code import is_code
+from gossamer.codecs import Codec
+from gossamer.codecs.by_part import by_part
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError
-from gossamer.fields import AtLeastOne, AtLeastZero, OneOf
+from gossamer.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
 from gossamer.models.sizes import ModelConfig, crossing
-from gossamer.models.stages import cutting_faults, minimax
+from gossamer.models.stages import cutting_faults, minimax, piece_of
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS
 from gossamer.schema import settings
 
-__all__ = ["PipelineConfig", "boundary_of", "cuts_of", "must_fit"]
+__all__ = ["PipelineConfig", "boundary_of", "by_stage", "cuts_of", "must_fit"]
+
+_Speed = Annotated[float, Field(gt=0)]
 
 
 @settings("pipeline")
 class PipelineConfig:
     """The stages of a replica, and what crosses between two of them. Micro-batches are the passes of `data.accumulate`."""
 
-    stages: AtLeastOne = 1
+    stages: Annotated[AtLeastOne, Changeable()] = 1
     """Parts of consecutive layers; 1 is a whole replica."""
-    cuts: Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] | None = None
-    """The layers before which it is cut, one fewer than stages; None gives every stage about as many layers."""
-    forward: Annotated[Choice, NamedIn("boundary")] = Choice("dense")
+    cuts: Annotated[Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] | None, Changeable()] = None
+    """The layers before which it is cut, one fewer than stages; None gives every stage about as many layers, or by speeds."""
+    speeds: Annotated[Annotated[tuple[_Speed, ...], Field(min_length=1)] | None, Changeable()] = None
+    """How fast each stage computes, in any unit: without cuts, the slowest stage is as fast as possible. None for equal ones."""
+    forward: Annotated[Choice, NamedIn("boundary"), Changeable()] = Choice("dense")
     """How activations are compressed."""
-    backward: Annotated[Choice, NamedIn("boundary")] = Choice("dense")
+    backward: Annotated[Choice, NamedIn("boundary"), Changeable()] = Choice("dense")
     """How their gradients are compressed."""
-    schedule: Annotated[str, OneOf(("1f1b", "gpipe", "interleaved"))] = "gpipe"
+    schedule: Annotated[str, OneOf(("1f1b", "gpipe", "interleaved")), Changeable()] = "gpipe"
     """The order in which processes pass micro-batches forward and backward; the bits are the same in any."""
-    chunks: AtLeastOne = 1
+    chunks: Annotated[AtLeastOne, Changeable()] = 1
     """Pieces of each stage with the schedule interleaved: the layers are cut into stages times chunks, of which each process
     has every stages-th. 1 with the other schedules."""
     workers: Annotated[tuple[AtLeastZero, ...], Field(min_length=1)] | None = None
@@ -60,6 +66,12 @@ class PipelineConfig:
             raise ConfigError(
                 f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or remove "
                 "pipeline.cuts"
+            )
+        if self.speeds is not None and (len(self.speeds) != self.stages or self.cuts is not None):
+            cuts = "no pipeline.cuts" if self.cuts is None else f"pipeline.cuts = {[*self.cuts]}"
+            raise ConfigError(
+                f"pipeline.speeds is {[*self.speeds]} for {self.stages} stages and {cuts}; give the speed of each stage or the "
+                "cuts, not both"
             )
         for direction in DIRECTIONS:
             if is_code(getattr(self, direction).name):
@@ -89,20 +101,32 @@ def boundary_of(choice: Choice) -> Boundary:
 
 
 def cuts_of(pipeline: PipelineConfig, model: ModelConfig) -> tuple[int, ...]:
-    """The layers before which a model is cut: the given ones, those of its bottlenecks if they are as many, or evenly.
+    """The layers before which a model is cut: the given ones, those of its bottlenecks if they are as many, or by speeds.
 
     Raises: ConfigError when there are more stages than layers.
     """
     if pipeline.cuts is not None:
         return pipeline.cuts
-    if model.bottleneck is not None and len(model.bottleneck.cuts or ()) == pipeline.pieces - 1:
+    if (
+        pipeline.speeds is None
+        and model.bottleneck is not None
+        and len(model.bottleneck.cuts or ()) == pipeline.pieces - 1
+    ):
         return model.bottleneck.cuts or ()
     if pipeline.chunks > 1 and pipeline.pieces > model.shape.layers:
         raise ConfigError(
             f"pipeline.stages is {pipeline.stages} and pipeline.chunks is {pipeline.chunks}, which makes {pipeline.pieces} "
             f"pieces, and the model has {model.shape.layers} layers, but each needs one; take fewer stages or chunks"
         )
-    return minimax([1.0] * model.shape.layers, [1.0] * pipeline.pieces)
+    return minimax([1.0] * model.shape.layers, (pipeline.speeds or (1.0,) * pipeline.stages) * pipeline.chunks)
+
+
+def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig) -> Codec:
+    """The codec with which the stages of a worker send what each of them has, as processes that have one stage alone do."""
+    if pipeline.stages == 1 or codec.exact or codec.blockwise == 1:
+        return codec
+    cuts = cuts_of(pipeline, model)
+    return by_part(codec, lambda name: piece_of(name, cuts) % pipeline.stages)
 
 
 def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int) -> None:

@@ -18,7 +18,7 @@ from gossamer.rounds.facts import Facts
 from gossamer.rounds.method import Method, method_of, settled_rule, warnings_of
 from gossamer.run.config import RunConfig
 from gossamer.run.parts import OURS, Parts, make
-from gossamer.run.pipeline import boundary_of
+from gossamer.run.pipeline import boundary_of, by_stage
 from gossamer.topologies import Topology
 
 __all__ = [
@@ -109,7 +109,9 @@ def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Set
     if facts.kind == "rounds":
         for network in () if real else config.network.values():
             links_of(network, config.workers)  # one of other workers is refused before the training, not after it
-        return InRounds(method_of(facts, compile=config.run.compile), facts.pacing_network, warnings_of(facts))
+        m = method_of(facts, compile=config.run.compile)
+        m = m._replace(codec=by_stage(m.codec, config.pipeline, config.model))
+        return InRounds(m, facts.pacing_network, warnings_of(facts))
     name, network, config = _clocked(config, facts)
     absences = _absences(config)
     if config.server is not None:

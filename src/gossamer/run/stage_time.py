@@ -1,6 +1,7 @@
 """The seconds of an inner step of a worker in stages, in place of those of a whole replica."""
 
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 
@@ -8,13 +9,14 @@ from gossamer.boundaries.ends import LENGTH_BYTES
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import crossing
+from gossamer.models.stages import piece_of
 from gossamer.network.links import Network
-from gossamer.network.pipeline import StageLinks, pipeline_step
+from gossamer.network.pipeline import Order, StageLinks, pipeline_step
 from gossamer.run.config import RunConfig
 from gossamer.run.document import DIRECTIONS
 from gossamer.run.pipeline import boundary_of, cuts_of
 
-__all__ = ["in_stages"]
+__all__ = ["in_stages", "shares_of"]
 
 
 def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
@@ -22,7 +24,7 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
 
     `step_s` is that of a whole replica on one machine. A stage takes the share of it that its matrices have of all
     parameters, over its speed; a third of it forward, two thirds backward (`gossamer.network.pipeline`). Payloads count with the
-    most bytes that they can have. The schedule interleaved has no such model: the seconds that were recorded count.
+    most bytes that they can have.
 
     Args: `layout` is that of the whole model.
     Raises: ConfigError when the network gives the speeds of another number of stages.
@@ -30,9 +32,6 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
     pipeline, data, links = config.pipeline, config.data, network.stages or StageLinks()
     if pipeline.stages == 1 or network.step_s is None:
         return network
-    schedule = pipeline.schedule
-    if schedule != "gpipe" and schedule != "1f1b":
-        return replace(network, step_s=None)
     speeds = links.speeds or (1.0,) * pipeline.stages
     if len(speeds) != pipeline.stages:
         raise ConfigError(
@@ -46,24 +45,25 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
         boundary = boundary_of(getattr(pipeline, direction))
         length = 0 if boundary.fixed or boundary.remembers else LENGTH_BYTES
         payloads.append([boundary.most_bytes((*shape, crossing(config.model, cut))) + length for cut in cuts])
-    shares = _shares(layout, config.model.shape.layers, cuts)
+    shares = shares_of(layout, cuts)
 
     def seconds(step_s: float) -> float:
-        micro_s = [step_s / data.accumulate * share / speed for share, speed in zip(shares, speeds, strict=True)]
+        micro_s = [step_s / data.accumulate * share / speeds[k % pipeline.stages] for k, share in enumerate(shares)]
         there, back = payloads
         forward_s, backward_s = [s / 3 for s in micro_s], [2 * s / 3 for s in micro_s]
-        return pipeline_step(forward_s, backward_s, there, back, data.accumulate, links, schedule).seconds
+        schedule = cast(Order, pipeline.schedule)  # its settings allow no other
+        return pipeline_step(
+            forward_s, backward_s, there, back, data.accumulate, links, schedule, pipeline.chunks
+        ).seconds  # fmt: skip
 
     times = np.asarray(network.step_s, float)
     return replace(network, step_s=tuple(map(seconds, times)) if times.ndim else seconds(float(times)))
 
 
-def _shares(layout: Layout, layers: int, cuts: tuple[int, ...]) -> list[float]:
-    """The share of each stage in the work of an inner step; an embedding is looked up and costs nothing."""
+def shares_of(layout: Layout, cuts: tuple[int, ...]) -> list[float]:
+    """The share of each piece in the work of an inner step; an embedding is looked up and costs nothing."""
     work = [0] * (len(cuts) + 1)
     for leaf in layout.leaves:
         if len(leaf.shape) == 2 and not leaf.name.startswith("model.embed_tokens"):
-            words = leaf.name.split(".")
-            layer = int(words[2]) if words[1] in ("layers", "cuts") else layers
-            work[sum(layer >= cut for cut in cuts)] += leaf.stop - leaf.start
+            work[piece_of(leaf.name, cuts)] += leaf.stop - leaf.start
     return [part / sum(work) for part in work]

@@ -5,7 +5,7 @@ runs, and what pipelines of processes are compared with.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -27,9 +27,10 @@ __all__ = [
     "InStages",
     "MicroBatch",
     "StagedModel",
+    "boundaries_state",
     "boundary_ends",
     "computing",
-    "must_hold",
+    "restore_boundaries",
     "spans_of",
     "squared_norm",
 ]
@@ -68,7 +69,7 @@ class InStages(Protocol):
         ...
 
     def restore(self, state: Any) -> None:
-        """Restores a saved state. Raises CheckpointError when it does not fit."""
+        """Restores a saved state, which may be that of other cuts. Raises CheckpointError when it is none."""
         ...
 
 
@@ -94,13 +95,28 @@ def squared_norm(stage: nn.Module) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in stage.parameters() if p.grad is not None]).square()
 
 
-def must_hold(boundaries: int, state: Sequence[Any] | None) -> None:
-    """Raises CheckpointError unless a saved state has the two directions of so many boundaries."""
-    if not isinstance(state, list) or [len(ends) for ends in state] != [2] * boundaries:
+Boundaries = Mapping[int, tuple[BoundaryEnd, BoundaryEnd]]
+"""The forward and the backward direction of each, by the layer that it lies before."""
+
+
+def boundaries_state(boundaries: Boundaries) -> dict[int, list[dict[str, Any]]]:
+    """What a checkpoint holds of the boundaries of a process."""
+    return {layer: [end.state() for end in ends] for layer, ends in boundaries.items()}
+
+
+def restore_boundaries(boundaries: Boundaries, state: Any) -> None:
+    """Restores saved boundaries, which may be those of other cuts: one that was not there yet remembers nothing.
+
+    Raises: CheckpointError when the state is none of boundaries.
+    """
+    if not isinstance(state, dict) or not all(isinstance(ends, list) and len(ends) == 2 for ends in state.values()):
         raise CheckpointError(
-            f"the checkpoint does not hold {boundaries} boundaries of a pipeline; use the run file that wrote it, or remove the "
-            "checkpoint"
+            f"the checkpoint holds {type(state).__name__!r} in place of the boundaries of a pipeline; use the run file that "
+            "wrote it, or remove the checkpoint"
         )
+    for layer, ends in boundaries.items():
+        for end, saved in zip(ends, state.get(layer, ({}, {})), strict=True):
+            end.restore(saved)
 
 
 class StagedModel:
@@ -115,6 +131,7 @@ class StagedModel:
         self.stages = stages_of(model, cuts_of(config.pipeline, config.model))
         self.boundaries = [boundary_ends(config, stage.first) for stage in self.stages[1:]]
         """The forward and the backward direction of each, in order of the stages."""
+        self._by_layer = {stage.first: ends for stage, ends in zip(self.stages[1:], self.boundaries, strict=True)}
         self._table, self._linear = model.model.embed_tokens.weight, self.boundaries[0][0].codec.linear
         self._rest: Tensor | None = None
 
@@ -165,13 +182,10 @@ class StagedModel:
         """See `InStages`."""
         return [[end.take_sent() for end in ends] for ends in self.boundaries]
 
-    def state(self) -> list[list[dict[str, Any]]]:
+    def state(self) -> dict[int, list[dict[str, Any]]]:
         """See `InStages`."""
-        return [[end.state() for end in ends] for ends in self.boundaries]
+        return boundaries_state(self._by_layer)
 
     def restore(self, state: Any) -> None:
         """See `InStages`."""
-        must_hold(len(self.boundaries), state)
-        for ends, saved in zip(self.boundaries, state, strict=True):
-            for end, one in zip(ends, saved, strict=True):
-                end.restore(one)
+        restore_boundaries(self._by_layer, state)

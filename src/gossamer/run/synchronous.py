@@ -26,7 +26,7 @@ from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.method import Method
 from gossamer.rounds.together import Together
 from gossamer.run.alignment import Alignment
-from gossamer.run.assemble import must_be_whole
+from gossamer.run.assemble import Store
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
 from gossamer.run.history import Resume, history
@@ -172,19 +172,23 @@ def _restore(workers: Sequence[Worker], config: RunConfig, folder: Path, *, auto
 
     Raises: CheckpointError, ConfigError.
     """
-    must_be_whole(config, folder)
-    store, past = folder / "checkpoints", history(config, folder)
+    store, past = Store(config, folder), history(config, folder)
+    line, new = past.lineage, Lineage(digest(config))
     newest = past.newest(
-        folder, checkpoint.owned(store, config.owners, past.lineage), auto=auto, owners=config.owners,
-        faults=lambda round: [checkpoint.fault(store, round, owner, past.lineage) for owner in config.owners],
+        folder, store.rounds(config.owners, line), auto=auto, owners=config.owners,
+        faults=lambda round: [store.fault(round, owner, line) for owner in config.owners],
     )  # fmt: skip
     if newest == config.rounds:
         say(checkpoint.ended(folder, newest))
     for worker in workers:
         if newest:
-            worker.restore(checkpoint.load(store, newest, worker.index, past.lineage))
-        checkpoint.rewind(store, newest, worker.index)
-    return newest, past.go_on(folder, newest)
+            worker.restore(store.load(worker.replica.task, newest, worker.index, line))
+            store.take_over(worker.index, newest, worker.state(), line, new)
+        checkpoint.rewind(store.path, newest, worker.index)
+    going_on = past.go_on(folder, newest)
+    for worker in workers:
+        store.forget_others(worker.index)
+    return newest, going_on
 
 
 def _save(workers: Sequence[Worker], folder: Path, finished: int, line: Lineage, each: Each) -> None:

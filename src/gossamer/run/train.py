@@ -23,7 +23,7 @@ from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.progress import quieted, say
 from gossamer.record.stages import stage_log
 from gossamer.rounds.method import Method
-from gossamer.run.assemble import must_have_stages, stage_store
+from gossamer.run.assemble import Store, partition_of
 from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import History, Resume, history
@@ -93,7 +93,8 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     # The settled step is found by every worker on its own, as its text and the user's code are.
     found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, parts)}
     past = history(config, folder) if resume else None
-    newest = _agreed_round(config, folder, member, found, past, auto=resume == "auto")
+    store = Store(config, folder, partition_of(config), member.part)
+    newest = _agreed_round(store, member, found, past, auto=resume == "auto")
     if newest == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
         if member.rank == 0:
@@ -105,7 +106,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
             open_.callback(pipe.close)
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
-        _train_rounds(config, folder, member, _made(config, task, m, member, pipe, stopwatch), past, newest, open_)
+        _train_rounds(store, member, _made(config, task, m, member, pipe, stopwatch), past, newest, open_)
 
 
 class _Made(NamedTuple):
@@ -132,15 +133,14 @@ def _made(
 
 
 def _train_rounds(
-    config: RunConfig, folder: Path, member: Member, made: _Made, past: History | None, newest: int | None,
-    open_: contextlib.ExitStack,
+    store: Store, member: Member, made: _Made, past: History | None, newest: int | None, open_: contextlib.ExitStack
 ) -> None:  # fmt: skip
     """Trains from round `newest` to the end, and records it, with files that `open_` closes."""
-    store, line, run = _checkpoints_of(folder, member), Lineage(digest(config)), config.run
+    config, folder, line, run = store.config, store.folder, Lineage(digest(store.config)), store.config.run
     worker, transport, stopwatch, part, pipe = made
     replica = worker.replica
     if past is not None and newest is not None:
-        line = _restore(worker, past, store, folder, newest)
+        line = _restore(worker, past, store, member, newest)
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, run.timeout_s / 4))
     if member.part:
         record: RunFolder | Unrecorded = Unrecorded()
@@ -155,7 +155,7 @@ def _train_rounds(
             traced_per_round=worker.loop.method.sends_per_round,
         ))  # fmt: skip
     stages = part and open_.enter_context(stage_log(folder, worker.index, member.part, member.parts, newest))
-    save = _saver(store, line, worker, board, newest or 0)
+    save = _saver(store.path, line, worker, board, newest or 0)
     journal = Journal(config, lambda: record, _validator(config, replica, part), save, kind="validation")
     stopwatch.start()
     for round in range(newest or 0, config.rounds):
@@ -177,11 +177,6 @@ def _train_rounds(
     transport.close()
 
 
-def _checkpoints_of(folder: Path, member: Member) -> Path:
-    """Where this process keeps its checkpoints: each stage of a worker has a folder of its own."""
-    return stage_store(folder, member.part) if member.parts > 1 else folder / "checkpoints"
-
-
 def _validator(config: RunConfig, replica: Replica, part: OwnStages | None) -> Callable[[], Mapping[str, Any]]:
     """What finds the validation loss of this worker."""
     if part is None:
@@ -197,16 +192,15 @@ def _validator(config: RunConfig, replica: Replica, part: OwnStages | None) -> C
 
 
 def _agreed_round(
-    config: RunConfig, folder: Path, member: Member, found: Mapping[str, Any], past: History | None, *, auto: bool
+    store: Store, member: Member, found: Mapping[str, Any], past: History | None, *, auto: bool
 ) -> int | None:
     """The round to resume from, as all workers agree with one configuration; None for a run that starts.
 
     Args: `found` is what each worker finds on its own and all must have in common.
     Raises: CheckpointError when there is none to resume from, PeerError when workers differ.
     """
-    must_have_stages(config, folder)
-    store, me = _checkpoints_of(folder, member), member.worker
-    owned = [] if past is None else checkpoint.rounds(store, me, past.lineage)
+    config, me = store.config, member.worker
+    owned = [] if past is None else store.rounds([me], past.lineage)[0]
     common, timeout_s = f"{digest(config)} {found}", config.run.timeout_s
     settings = short_settings({**decisive(config), **found})
     facts = agree(member, common, owned, settings=settings, timeout_s=timeout_s)
@@ -214,17 +208,24 @@ def _agreed_round(
         return None
 
     def faults(round: int) -> list[str | None]:
-        return agree(member, common, checkpoint.fault(store, round, me, past.lineage), timeout_s=timeout_s)
+        return agree(member, common, store.fault(round, me, past.lineage), timeout_s=timeout_s)
 
-    return past.newest(folder, facts, faults, auto=auto, owners=[me], speaks=member.rank == 0, store=store)
+    return past.newest(
+        store.folder, facts, faults, auto=auto, owners=[me], speaks=member.rank == 0, store=store.path
+    )  # fmt: skip
 
 
-def _restore(worker: Worker, past: History, store: Path, folder: Path, round: int) -> Lineage:
+def _restore(worker: Worker, past: History, store: Store, member: Member, round: int) -> Lineage:
     """Restores a worker from its checkpoint of this round, zero being the start; returns whose checkpoints count from now on."""
+    me, line, config = worker.index, past.lineage, store.config
     if round:
-        worker.restore(checkpoint.load(store, round, worker.index, past.lineage))
-    checkpoint.rewind(store, round, worker.index)
-    return past.go_on(folder, round)
+        worker.restore(store.load(worker.replica.task, round, me, line))
+        store.take_over(me, round, worker.state(), line, Lineage(digest(config)))
+    checkpoint.rewind(store.path, round, me)
+    going_on = past.go_on(store.folder, round)
+    agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
+    store.forget_others(me)
+    return going_on
 
 
 def _nothing() -> None:

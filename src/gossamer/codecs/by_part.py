@@ -1,0 +1,76 @@
+"""A codec that encodes the tensors of each part of a vector by themselves."""
+
+from collections.abc import Callable
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from gossamer import rng
+from gossamer.codecs.codec import Codec, fitted
+from gossamer.layout import Layout, Leaf
+from gossamer.tree import Tree
+
+__all__ = ["by_part"]
+
+
+class _Part:
+    """The slices of a vector that one part has, and the codec for them."""
+
+    def __init__(self, number: int, leaves: list[Leaf], codec: Codec) -> None:
+        self.number, own, start = number, list[Leaf](), 0
+        self._slices: list[tuple[int, int]] = []
+        for leaf in leaves:
+            if self._slices and self._slices[-1][1] == leaf.start:
+                self._slices[-1] = (self._slices[-1][0], leaf.stop)
+            else:
+                self._slices.append((leaf.start, leaf.stop))
+            own.append(leaf._replace(start=start, stop=start + leaf.stop - leaf.start))
+            start = own[-1].stop
+        self._numel, self._codec = start, fitted(codec, Layout(tuple(own), start))
+
+    def encode(self, x: Tensor, key: int) -> Tree:
+        own = torch.cat([x[a:b] for a, b in self._slices])
+        return self._codec.encode(own, rng.key(key, self.number, "part"))
+
+    def decode(self, payload: Tree, into: Tensor) -> None:
+        values = self._codec.decode(payload, into.new_empty(self._numel))
+        for (a, b), own in zip(self._slices, values.split([b - a for a, b in self._slices]), strict=True):
+            into[a:b] = own
+
+
+def by_part(codec: Codec, part_of: Callable[[str], int]) -> Codec:
+    """A codec that compresses every part of a vector as a vector of its own: whoever has one part alone sends the same of it.
+
+    x' = the parts of x, each as the codec has it, with a key of its own
+
+    Its claims are those of the codec, except that x cannot be cut anywhere. Blocks begin anew with every part, so it differs
+    from the codec on the whole: the last block of a part is shorter, what is chosen in a block is chosen among other elements,
+    and random draws are others.
+
+    Args:
+        codec: one that is not `exact`, and has no second leg.
+        part_of: the part of the tensor with a name, a number from 0 on.
+    Cost: one copy of x more each way.
+    """
+
+    def fit(layout: Layout) -> Codec:
+        by_number = sorted(layout.leaves, key=lambda leaf: part_of(leaf.name))  # stable: in a part the order stays
+        parts = [_Part(k, [*own], codec) for k, own in groupby(by_number, key=lambda leaf: part_of(leaf.name))]
+
+        def encode(x: Tensor, key: int) -> Tree:
+            if x.numel() != layout.numel:
+                return codec.encode(x, key)
+            return tuple(part.encode(x, key) for part in parts)
+
+        def decode(payload: Tree, like: Tensor) -> Tensor:
+            if like.numel() != layout.numel:
+                return codec.decode(payload, like)
+            x = torch.empty_like(like)
+            for part, own in zip(parts, payload, strict=True):
+                part.decode(own, x)
+            return x
+
+        return codec._replace(encode=encode, decode=decode, blockwise=None, payload_bytes=None, fit=None)
+
+    return codec._replace(blockwise=None, fit=fit)

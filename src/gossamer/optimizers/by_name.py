@@ -1,0 +1,64 @@
+"""The state of an inner optimizer by the names of parameters: optimizers of other parts of the model can go on with it."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from gossamer.optimizers.contract import InnerOptimizer, Joined
+from gossamer.optimizers.gpa import GPA
+
+__all__ = ["NamedState", "for_optimizer", "named_state"]
+
+
+class NamedState(NamedTuple):
+    """What an optimizer knows, whatever groups its parameters are in; of a `Joined` one, each part has its own."""
+
+    parameters: dict[str, tuple[Any, dict[str, Any]]]
+    """The state of each parameter, None before its first step, and the options of its group."""
+    rest: dict[str, Any]
+    """What is of no parameter."""
+    inner: dict[str, "NamedState"]
+    """Of the optimizers inside, by the keys under which the state holds them."""
+
+    def joined(self, other: "NamedState") -> "NamedState":
+        """This and the state of an optimizer of other parameters, of the same kind."""
+        both = {key: self.inner[key].joined(other.inner[key]) for key in self.inner.keys() & other.inner.keys()}
+        inner = {**self.inner, **other.inner, **both}
+        return NamedState({**self.parameters, **other.parameters}, self.rest, inner)
+
+
+def named_state(optimizer: InnerOptimizer, saved: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> NamedState:
+    """A saved state of this optimizer by names. Raises: KeyError, TypeError or ValueError for the state of another."""
+    inside = _inside(optimizer)
+    inner = {key: named_state(one, saved[key], names) for key, one in inside.items()}
+    if isinstance(optimizer, Joined):
+        return NamedState({}, {}, inner)
+    parameters: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for group, of in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        options = {key: value for key, value in of.items() if key != "params"}
+        for p, index in zip(group["params"], of["params"], strict=True):
+            parameters[names[p]] = saved["state"].get(index), options
+    return NamedState(
+        parameters, {k: v for k, v in saved.items() if k not in ("state", "param_groups", *inside)}, inner
+    )
+
+
+def for_optimizer(optimizer: InnerOptimizer, known: NamedState, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """What `load_state_dict` of this optimizer takes, with what is known of its own parameters. Raises: KeyError."""
+    inner = {key: for_optimizer(one, known.inner[key], names) for key, one in _inside(optimizer).items()}
+    if isinstance(optimizer, Joined):
+        return inner
+    groups, state, count = list[dict[str, Any]](), dict[int, Any](), 0
+    for group in optimizer.param_groups:
+        own = [known.parameters[names[p]] for p in group["params"]]
+        groups.append({**own[0][1], "params": [*range(count, count + len(own))]})
+        state |= {count + k: one for k, (one, _) in enumerate(own) if one is not None}
+        count += len(own)
+    return {"state": state, "param_groups": groups, **known.rest, **inner}
+
+
+def _inside(optimizer: InnerOptimizer) -> Mapping[str, InnerOptimizer]:
+    if isinstance(optimizer, Joined):
+        return optimizer.parts
+    return {"base": optimizer.base} if isinstance(optimizer, GPA) else {}
