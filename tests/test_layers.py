@@ -90,6 +90,7 @@ LIGHT = [  # work without torch
     "report.contents",
     "report.assets",
     "report.live",
+    "report.terminal",
     "report.web",
     "report.figures",
     "report.reach",

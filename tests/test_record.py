@@ -6,19 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from gossamer.errors import ConfigError, DataError, DiskError
 from gossamer.record import checkpoint
 from gossamer.record.files import atomic_write
 from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
-from gossamer.record.progress import Progress
 from gossamer.record.seconds import RoundSeconds
 from gossamer.record.trace import Entry, Operation, read_trace
 
@@ -290,36 +287,6 @@ def test_weights_and_biases_continues_a_resumed_run(tmp_path: Path, monkeypatch:
 def test_a_log_without_rounds_between_lines_is_refused() -> None:
     with pytest.raises(ConfigError, match="print_every is 0"):
         RecordConfig(print_every=0)
-
-
-def test_progress_off_a_terminal_is_a_plain_line_every_few_rounds() -> None:
-    out = StringIO()
-    with Progress(25, every=10, console=Console(file=out, force_terminal=False, width=40)) as progress:
-        for done in range(1, 26):
-            progress.update("gasloc [bold]", done, loss=1 / done, val=math.nan)
-    assert out.getvalue().splitlines() == [
-        "gasloc [bold]: round 10 of 25  loss 0.1  val nan",
-        "gasloc [bold]: round 20 of 25  loss 0.05  val nan",
-        "gasloc [bold]: round 25 of 25  loss 0.04  val nan",
-    ]
-
-
-def test_progress_off_a_terminal_has_a_line_for_each_validation_and_is_never_silent_for_long() -> None:
-    out, clock = StringIO(), [0.0]
-    console = Console(file=out, force_terminal=False, width=60)
-    with Progress(100, every=50, console=console, now_s=lambda: clock[0]) as progress:
-        for done in range(1, 9):
-            clock[0] = 10.0 * done
-            progress.update("a", done, val=3.0 if done < 5 else 2.0)
-    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["1", "4", "5", "8"]
-
-
-def test_progress_on_a_terminal_shows_a_bar_for_each_method() -> None:
-    out = StringIO()
-    with Progress(4, console=Console(file=out, force_terminal=True, width=120)) as progress:
-        progress.update("gasloc", 1, loss=2.25)
-        progress.update("diloco", 4, loss=2.125)
-    assert all(part in out.getvalue() for part in ("gasloc", "1/4", "loss 2.25", "diloco", "4/4", "loss 2.125"))
 
 
 def test_a_line_on_disk_is_what_the_schema_says(tmp_path: Path) -> None:

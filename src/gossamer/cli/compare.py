@@ -17,6 +17,7 @@ from gossamer.errors import ConfigError, MissingPackageError, TrainingError
 if TYPE_CHECKING:
     from gossamer.report.figures import Figure
     from gossamer.report.reach import PointResult
+    from gossamer.report.terminal import Terminal
     from gossamer.run.experiment import Point
 
 __all__ = ["command"]
@@ -56,8 +57,8 @@ def command(
         told |= {code.name for code in parts.codes}
         settle(run.config, parts)
     try:
-        with output.silenced(), output.watching(out):
-            _train_all(runs, folders, resume=resume)
+        with output.watching(out), output.showing() as terminal:
+            _train_all(runs, folders, terminal, resume=resume)
         page = out / "report.html"
         rows = publish(folders, page, runs[0].config.network, _words(file, out, seeds, scale))
         outcomes = [PointResult(run.method, run.at, run.seed, row) for run, row in zip(runs, rows, strict=True)]
@@ -93,7 +94,9 @@ def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, P
     return folders
 
 
-def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: bool) -> None:
+def _train_all(
+    runs: "Sequence[Point]", folders: Mapping[str, Path], terminal: "Terminal", *, resume: bool
+) -> None:  # fmt: skip
     """Trains run after run; with `resume` only unfinished runs, which start again."""
     from gossamer.run.finished import is_finished
 
@@ -103,6 +106,7 @@ def _train_all(runs: "Sequence[Point]", folders: Mapping[str, Path], *, resume: 
             continue
         if (folder / "run.toml").exists():
             shutil.rmtree(folder)
+        terminal.follow(run.label, folder, run.config.record.print_every)
         try:
             train_here(run.config, folder)
         except TrainingError as error:  # a diverging setting is a result of the comparison, and the others still run

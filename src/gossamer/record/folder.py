@@ -73,8 +73,8 @@ class RecordConfig:
     """Whether a simulation in rounds measures after each round how far the workers' local phases agree, and how far their mean
     agrees with that of the round before: what outer momentum lives on. It keeps two more copies of all workers' parameters."""
     print_every: AtLeastOne = 10
-    """Rounds between two lines of the log where no terminal shows live progress; a validation has a line too, and so has a round
-    that ends 30 s after the last one."""
+    """Rounds between two lines of the log where no terminal shows a live table; a validation has a line too, and there is one
+    at least every 30 s."""
 
 
 @with_config({**RECORD, "extra": "allow"})
