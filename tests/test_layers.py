@@ -58,6 +58,8 @@ LIGHT = [  # work without torch
     "record.folder",
     "record.outcomes",
     "record.progress",
+    "record.scalars",
+    "record.dashboards",
     "transport.handshake",
     "transport.members",
     "transport.watch",
@@ -113,6 +115,7 @@ LATE = {
     "matplotlib",
     "tensorboard",
     "wandb",
+    "trackio",
     "prometheus_client",
 }  # slow, or optional
 LATE |= {"accelerate", "lightning"}

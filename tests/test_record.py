@@ -249,6 +249,31 @@ def test_tensorboard_gets_the_bytes_and_the_seconds_of_each_worker_over_inner_st
     }  # fmt: skip
 
 
+def test_a_process_that_writes_for_all_workers_shows_their_means_and_the_seconds_it_finds_at_the_end(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunFolder(tmp_path, "", BOARD, traced_per_round=2) as run:
+        for round in range(2):
+            for worker in range(2):
+                run.log("train", round=round, worker=worker, step=15 * round + 15, loss=2.0 + worker - round)
+                for part in range(2):
+                    sends = ((1 - worker, 1000 * (1 + worker)),)
+                    run.log_trace(Entry(2 * round + part, worker, 15, 0.5, (Operation("exchange", 0, sends, ()),)))
+            run.log("eval", round=round, step=15 * round + 15, loss=2.0, disagreement=0.5, worker_losses=[2.0, 4.0])
+        seconds = [RoundSeconds(r, i, "home", 1.0, 0.25, {1 - i: i}, 0.0, 2.0 * r) for i in range(2) for r in range(2)]
+        run.write_seconds(seconds)
+        run.write_seconds(seconds)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert shown["train/loss/mean"] == [(15, 2.5), (30, 1.5)] and shown["sent_bytes/mean"] == [(15, 3000), (30, 3000)]
+    assert shown["sent_bytes/worker-001"] == [(15, 4000), (30, 4000)], "what it sends in a round, in all its parts"
+    assert shown["eval/own_loss/mean"] == [(15, 3), (30, 3)] and shown["eval/disagreement"] == [(15, 0.5), (30, 0.5)]
+    assert shown["seconds/waiting/home/worker-001"] == [(15, 1), (30, 1)]
+    assert shown["seconds/waiting/home/mean"] == [(15, 0.5), (30, 0.5)]
+
+
 def test_each_process_of_a_real_run_has_its_own_tensorboard_folder(tmp_path: Path) -> None:
     for worker in range(2):
         with RunFolder(tmp_path, "", BOARD, worker=worker) as run:
@@ -260,6 +285,7 @@ def test_each_process_of_a_real_run_has_its_own_tensorboard_folder(tmp_path: Pat
     ("module", "config", "remedy"),
     [
         ("wandb", RecordConfig(tensorboard=False, wandb_project="p"), r"gossamer\[wandb\]"),
+        ("trackio", RecordConfig(tensorboard=False, trackio_project="p"), r"gossamer\[trackio\].* remove that key"),
         ("torch.utils.tensorboard", RecordConfig(tensorboard=True), r"gossamer\[tensorboard\].* set it to false"),
     ],
 )
@@ -282,6 +308,22 @@ def test_weights_and_biases_continues_a_resumed_run(tmp_path: Path, monkeypatch:
         run.log("eval", round=1, step=30, loss=2.4)
     assert (tmp_path / "wandb-id.txt").read_text() == first
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}*"))) == 2
+
+
+def test_trackio_gets_the_curves_continues_a_resumed_run_and_leaves_stdout_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "kept"))  # which it reads when it is imported
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    config = RecordConfig(tensorboard=False, trackio_project="p")
+    for round, resume in ((0, None), (1, 1)):
+        with RunFolder(tmp_path / "run", "seed = 1\n", config, worker=3, resume_round=resume) as run:
+            run.log("train", round=round, worker=3, step=15 * round + 15, loss=2.5 - round)
+    assert capsys.readouterr().out == ""
+    assert [(one["step"], one["train/loss/worker-003"]) for one in storage.get_logs("p", "run-003")] == [
+        (15, 2.5),
+        (30, 1.5),
+    ]
 
 
 def test_a_log_without_rounds_between_lines_is_refused() -> None:
