@@ -58,6 +58,8 @@ LIGHT = [  # work without torch
     "record.folder",
     "record.outcomes",
     "record.progress",
+    "record.scalars",
+    "record.dashboards",
     "transport.handshake",
     "transport.members",
     "transport.watch",
@@ -90,6 +92,7 @@ LIGHT = [  # work without torch
     "report.contents",
     "report.assets",
     "report.live",
+    "report.terminal",
     "report.web",
     "report.figures",
     "report.reach",
@@ -113,6 +116,7 @@ LATE = {
     "matplotlib",
     "tensorboard",
     "wandb",
+    "trackio",
     "prometheus_client",
 }  # slow, or optional
 LATE |= {"accelerate", "lightning"}

@@ -6,19 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from gossamer.errors import ConfigError, DataError, DiskError
 from gossamer.record import checkpoint
 from gossamer.record.files import atomic_write
 from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
-from gossamer.record.progress import Progress
 from gossamer.record.seconds import RoundSeconds
 from gossamer.record.trace import Entry, Operation, read_trace
 
@@ -252,6 +249,31 @@ def test_tensorboard_gets_the_bytes_and_the_seconds_of_each_worker_over_inner_st
     }  # fmt: skip
 
 
+def test_a_process_that_writes_for_all_workers_shows_their_means_and_the_seconds_it_finds_at_the_end(
+    tmp_path: Path,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunFolder(tmp_path, "", BOARD, traced_per_round=2) as run:
+        for round in range(2):
+            for worker in range(2):
+                run.log("train", round=round, worker=worker, step=15 * round + 15, loss=2.0 + worker - round)
+                for part in range(2):
+                    sends = ((1 - worker, 1000 * (1 + worker)),)
+                    run.log_trace(Entry(2 * round + part, worker, 15, 0.5, (Operation("exchange", 0, sends, ()),)))
+            run.log("eval", round=round, step=15 * round + 15, loss=2.0, disagreement=0.5, worker_losses=[2.0, 4.0])
+        seconds = [RoundSeconds(r, i, "home", 1.0, 0.25, {1 - i: i}, 0.0, 2.0 * r) for i in range(2) for r in range(2)]
+        run.write_seconds(seconds)
+        run.write_seconds(seconds)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert shown["train/loss/mean"] == [(15, 2.5), (30, 1.5)] and shown["sent_bytes/mean"] == [(15, 3000), (30, 3000)]
+    assert shown["sent_bytes/worker-001"] == [(15, 4000), (30, 4000)], "what it sends in a round, in all its parts"
+    assert shown["eval/own_loss/mean"] == [(15, 3), (30, 3)] and shown["eval/disagreement"] == [(15, 0.5), (30, 0.5)]
+    assert shown["seconds/waiting/home/worker-001"] == [(15, 1), (30, 1)]
+    assert shown["seconds/waiting/home/mean"] == [(15, 0.5), (30, 0.5)]
+
+
 def test_each_process_of_a_real_run_has_its_own_tensorboard_folder(tmp_path: Path) -> None:
     for worker in range(2):
         with RunFolder(tmp_path, "", BOARD, worker=worker) as run:
@@ -263,6 +285,7 @@ def test_each_process_of_a_real_run_has_its_own_tensorboard_folder(tmp_path: Pat
     ("module", "config", "remedy"),
     [
         ("wandb", RecordConfig(tensorboard=False, wandb_project="p"), r"gossamer\[wandb\]"),
+        ("trackio", RecordConfig(tensorboard=False, trackio_project="p"), r"gossamer\[trackio\].* remove that key"),
         ("torch.utils.tensorboard", RecordConfig(tensorboard=True), r"gossamer\[tensorboard\].* set it to false"),
     ],
 )
@@ -287,39 +310,25 @@ def test_weights_and_biases_continues_a_resumed_run(tmp_path: Path, monkeypatch:
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}*"))) == 2
 
 
-def test_a_log_without_rounds_between_lines_is_refused() -> None:
-    with pytest.raises(ConfigError, match="print_every is 0"):
-        RecordConfig(print_every=0)
-
-
-def test_progress_off_a_terminal_is_a_plain_line_every_few_rounds() -> None:
-    out = StringIO()
-    with Progress(25, every=10, console=Console(file=out, force_terminal=False, width=40)) as progress:
-        for done in range(1, 26):
-            progress.update("gasloc [bold]", done, loss=1 / done, val=math.nan)
-    assert out.getvalue().splitlines() == [
-        "gasloc [bold]: round 10 of 25  loss 0.1  val nan",
-        "gasloc [bold]: round 20 of 25  loss 0.05  val nan",
-        "gasloc [bold]: round 25 of 25  loss 0.04  val nan",
+def test_trackio_gets_the_curves_continues_a_resumed_run_and_leaves_stdout_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "kept"))  # which it reads when it is imported
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    config = RecordConfig(tensorboard=False, trackio_project="p")
+    for round, resume in ((0, None), (1, 1)):
+        with RunFolder(tmp_path / "run", "seed = 1\n", config, worker=3, resume_round=resume) as run:
+            run.log("train", round=round, worker=3, step=15 * round + 15, loss=2.5 - round)
+    assert capsys.readouterr().out == ""
+    assert [(one["step"], one["train/loss/worker-003"]) for one in storage.get_logs("p", "run-003")] == [
+        (15, 2.5),
+        (30, 1.5),
     ]
 
 
-def test_progress_off_a_terminal_has_a_line_for_each_validation_and_is_never_silent_for_long() -> None:
-    out, clock = StringIO(), [0.0]
-    console = Console(file=out, force_terminal=False, width=60)
-    with Progress(100, every=50, console=console, now_s=lambda: clock[0]) as progress:
-        for done in range(1, 9):
-            clock[0] = 10.0 * done
-            progress.update("a", done, val=3.0 if done < 5 else 2.0)
-    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["1", "4", "5", "8"]
-
-
-def test_progress_on_a_terminal_shows_a_bar_for_each_method() -> None:
-    out = StringIO()
-    with Progress(4, console=Console(file=out, force_terminal=True, width=120)) as progress:
-        progress.update("gasloc", 1, loss=2.25)
-        progress.update("diloco", 4, loss=2.125)
-    assert all(part in out.getvalue() for part in ("gasloc", "1/4", "loss 2.25", "diloco", "4/4", "loss 2.125"))
+def test_a_log_without_rounds_between_lines_is_refused() -> None:
+    with pytest.raises(ConfigError, match="print_every is 0"):
+        RecordConfig(print_every=0)
 
 
 def test_a_line_on_disk_is_what_the_schema_says(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
     assert sorted(line[:5] for line in said) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
     assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in said)
     code, output = run("train", "--resume", tmp_path / "run", "--local", 2)
-    assert code == 0 and "[0.0] round 2 of 2" in output and "[0.1] round" not in output, output
+    assert code == 0 and output.count(": round 2 of 2  loss") == 1, output
     simulate(config, tmp_path / "simulated")
     assert all(map(torch.equal, parameters(config, tmp_path / "run"), parameters(config, tmp_path / "simulated")))
 

@@ -94,7 +94,7 @@ def test_a_real_run_leaves_what_its_simulation_leaves(finished):
     assert own == simulated
     for ours, theirs in zip(read_trace(root / "real").messages, read_trace(root / "simulated").messages, strict=True):
         assert (ours == theirs).all()
-    assert "[2] round 4 of 4: loss" in output
+    assert output.count("tiny: round 4 of 4  loss") == 1
 
 
 def test_evaluate_forms_the_mean_model_that_the_simulator_scored(finished):

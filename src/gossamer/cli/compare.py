@@ -60,10 +60,14 @@ def command(
         told |= {code.name for code in parts.codes}
         settle(run.config, parts)
     try:
-        with output.silenced(), output.watching(out):
+        with output.watching(out), output.showing() as terminal:
+
+            def follow(run: Point) -> None:
+                terminal.follow(run.label, folders[run.label], run.config.record.print_every)
+
             origins = train_all(
-                runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=resume, told=partial(_say_end, jobs=jobs)
-            )
+                runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=resume, began=follow, told=partial(_say_end, jobs=jobs),
+            )  # fmt: skip
         page = out / "report.html"
         rows = publish(folders, page, runs[0].config.network, _words(file, out, seeds, scale))
         outcomes = [

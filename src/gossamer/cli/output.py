@@ -4,13 +4,16 @@ Results go to stdout, everything else to stderr. With `--json` stdout has one li
 """
 
 import json
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+
+if TYPE_CHECKING:
+    from gossamer.report.terminal import Terminal
 
 __all__ = ["PLAIN", "Json", "Output", "plain", "print_json"]
 
@@ -27,10 +30,23 @@ class Output:
     quiet: Annotated[bool, Parameter(help="print the result only: no progress")] = False
 
     def silenced(self) -> AbstractContextManager[None]:
-        """No progress is printed in here, if that was asked for."""
+        """No progress is printed in here, if that was asked for, or the result is for a program."""
         from gossamer.record.progress import quieted
 
-        return quieted(self.quiet)
+        return quieted(self.silent)
+
+    @property
+    def silent(self) -> bool:
+        """Whether no progress is printed."""
+        return self.quiet or self.json
+
+    @contextmanager
+    def showing(self) -> "Iterator[Terminal]":
+        """In here the terminal shows how those runs go that it is told of, unless progress is not to be printed."""
+        from gossamer.report.terminal import Terminal
+
+        with self.silenced(), Terminal() as terminal:
+            yield terminal
 
 
 PLAIN = Output()

@@ -27,22 +27,29 @@ def command(
     """
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     with output.silenced(), resume_hint(folder), output.watching(folder):
-        if replay is not None:
-            from gossamer.run.async_replay import replay_asynchronous
-            from gossamer.run.replay import replay_elastic
-            from gossamer.run.serve_replay import replay_server
-
-            replays = {"rounds": replay_elastic, "server": replay_server}
-            replays.get(config.kind, replay_asynchronous)(config, folder, replay)
-        else:
+        if replay is None:
             imported_parts(config)
-            train_here(config, folder, resume=resumed)
+        with output.showing() as terminal:
+            terminal.follow(config.name, folder, config.record.print_every)
+            if replay is None:
+                train_here(config, folder, resume=resumed)
+            else:
+                _replay(config, folder, replay)
         page, runs = folder / "report.html", {config.name: folder}
         show(runs, publish(runs, page, config.network, f"gossamer report {folder}"), page, json=output.json)
 
 
 def train_here(config: "RunConfig", folder: Path, *, resume: "Resume" = False) -> None:
-    """Trains all workers in this process, in rounds or over virtual time, and shows progress."""
+    """Trains all workers in this process, in rounds or over virtual time."""
     from gossamer.run.simulate import simulate
 
-    simulate(config, folder, resume=resume, progress=True)
+    simulate(config, folder, resume=resume)
+
+
+def _replay(config: "RunConfig", folder: Path, recorded: Path) -> None:
+    from gossamer.run.async_replay import replay_asynchronous
+    from gossamer.run.replay import replay_elastic
+    from gossamer.run.serve_replay import replay_server
+
+    replays = {"rounds": replay_elastic, "server": replay_server}
+    replays.get(config.kind, replay_asynchronous)(config, folder, recorded)

@@ -1,10 +1,10 @@
 """`gossamer train`: each worker a process of its own."""
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -76,14 +76,19 @@ def command(
 
         os.environ[SECRET] = read_secret(served.secret)
     code = 0
-    with resume_hint(folder), output.silenced(), output.watching(folder) if tells else nullcontext():
+    with resume_hint(folder), contextlib.ExitStack() as open_:
+        open_.enter_context(output.silenced())
+        if tells:
+            open_.enter_context(output.watching(folder))
+        if _shows():
+            open_.enter_context(output.showing()).follow(config.name, folder, config.record.print_every)
         if local is not None:
             sets = [word for one in changes.words for word in ("--set", one)]
             words = (
                 ["train", "--resume", str(folder)] if resumed is True else ["train", str(file), "--out", str(folder)]
             )
             words += ["--resume", resumed] if resumed == AUTO else []
-            words += ["--quiet"] if output.quiet else []
+            words += ["--quiet"] if output.silent else []
             code = _start_workers(config, folder, local, [*words, *sets], resume=resumed)
         else:
             _train_one(config, folder, join, served, resume=resumed)
@@ -94,6 +99,11 @@ def command(
             f"run: {folder}, {config.rounds} rounds of {config.workers} workers; gossamer evaluate {folder} scores it"
         )
     return code
+
+
+def _shows() -> bool:
+    """Whether this process shows how the run goes: our launcher, or the first on this machine of another launcher's."""
+    return multiprocessing.parent_process() is None and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _train_one(

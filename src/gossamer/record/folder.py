@@ -24,8 +24,7 @@ before training has round -1. A number that is not finite is written as null.
 """
 
 import math
-import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -34,8 +33,9 @@ from typing import Annotated, Any
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from gossamer.errors import ConfigError, require
+from gossamer.errors import ConfigError
 from gossamer.fields import AtLeastOne
+from gossamer.record.dashboards import Dashboards
 from gossamer.record.files import Appender, atomic_write, make_folder, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
 from gossamer.record.machines import machine_line, this_machine
@@ -52,9 +52,13 @@ class RecordConfig:
     """What a run writes besides its metrics and its trace."""
 
     tensorboard: bool = False
-    """Whether to write TensorBoard events, with the extra `tensorboard`: losses, bytes and seconds."""
+    """Whether to write TensorBoard events, with the extra `tensorboard`: losses, disagreement, bytes and seconds of each worker,
+    and means over the workers that this process writes for."""
     wandb_project: str | None = None
-    """The Weights & Biases project to log to; nothing leaves the machine when None."""
+    """The Weights & Biases project to log the same curves to; nothing leaves the machine when None or WANDB_MODE=offline."""
+    trackio_project: str | None = None
+    """The trackio project to log the same curves to, with the extra `trackio`. They stay on this machine, unless the environment
+    names a server for trackio."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """The port at which worker 0 serves its figures to Prometheus, with the extra `prometheus`; worker i serves this port + i.
     0 serves nothing."""
@@ -73,8 +77,8 @@ class RecordConfig:
     """Whether a simulation in rounds measures after each round how far the workers' local phases agree, and how far their mean
     agrees with that of the round before: what outer momentum lives on. It keeps two more copies of all workers' parameters."""
     print_every: AtLeastOne = 10
-    """Rounds between two lines of the log where no terminal shows live progress; a validation has a line too, and so has a round
-    that ends 30 s after the last one."""
+    """Rounds between two lines of the log where no terminal shows a live table; a validation has a line too, and there is one
+    at least every 30 s."""
 
 
 @with_config({**RECORD, "extra": "allow"})
@@ -140,11 +144,7 @@ class RunFolder:
         self._metrics: Appender
         self._trace: Appender
         self._seconds: Appender | None = None
-        self._tensorboard: Any = None
-        self._wandb: Any = None
         self._prometheus: Exporter | None = None
-        self._step = 0
-        """Inner steps of the newest line of metrics."""
         self._open(None if resume_round is None else self._cut(resume_round))
         if self._config.hash:
             with closing(Appender(self._machines_path)) as machines:
@@ -170,9 +170,7 @@ class RunFolder:
         self._metrics.write(metrics_line(kind, **fields))
         if self._prometheus is not None:
             self._prometheus.metrics(kind, fields)
-        self._step = fields.get("step", fields["round"])
-        if self._dashboards:
-            self._chart(fields["round"], dict(_scalars(kind, fields)))
+        self._dashboards.metrics(kind, fields)
 
     def log_trace(self, entry: Entry) -> None:
         """Appends what one worker did in one round."""
@@ -180,10 +178,7 @@ class RunFolder:
         sent = sum(size for operation in entry.operations for _, size in operation.sends)
         if self._prometheus is not None:
             self._prometheus.sent(sent)
-        if self._dashboards:
-            self._chart(
-                entry.round // self._traced_per_round, {f"sent_bytes/worker{worker_suffix(entry.worker)}": sent}
-            )
+        self._dashboards.sent(entry.round, entry.worker, sent)
 
     def drop(self, void: Callable[[Mapping[str, Any]], bool]) -> None:
         """Removes these lines of metrics; what dashboards show of them stays."""
@@ -203,26 +198,13 @@ class RunFolder:
         self._seconds.write(seconds_line(seconds))
         if self._prometheus is not None:
             self._prometheus.seconds(seconds)
-        if self._dashboards:
-            suffix = worker_suffix(seconds.worker)
-            kinds = {name: getattr(seconds, f"{name}_s") for name in ("compute", "transfer", "waiting", "other")}
-            self._chart(seconds.round, {f"seconds/{name}/worker{suffix}": value for name, value in kinds.items()})
-
-    @property
-    def _dashboards(self) -> bool:
-        return self._tensorboard is not None or self._wandb is not None
-
-    def _chart(self, round: int, scalars: Mapping[str, float]) -> None:
-        """Continues curves at the inner step of the newest line of metrics, so that all curves have the same axis."""
-        if self._tensorboard is not None:
-            for tag, value in scalars.items():
-                self._tensorboard.add_scalar(tag, value, self._step)
-        if self._wandb is not None:
-            self._wandb.log({**scalars, "round": round, "step": self._step})
+        self._dashboards.seconds(seconds)
 
     def write_seconds(self, seconds: Iterable[RoundSeconds]) -> None:
         """Replaces the record of seconds, of a simulation that finds those of all rounds at its end."""
-        self.write_text(self._seconds_path.name, seconds_lines(seconds))
+        found = list(seconds)
+        self.write_text(self._seconds_path.name, seconds_lines(found))
+        self._dashboards.priced(found)
 
     def _cut(self, round: int) -> int:
         _cut(self._trace_path, round * self._traced_per_round)
@@ -240,12 +222,7 @@ class RunFolder:
         self._trace.close()
         if self._seconds is not None:
             self._seconds.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
-        if self._wandb is not None:
-            self._wandb.finish()
-            self._wandb = None
+        self._dashboards.close()
         if self._prometheus is not None:
             self._prometheus.close()
             self._prometheus = None
@@ -254,10 +231,11 @@ class RunFolder:
         # Dashboards first: they are what can be missing, and no file is left open then.
         if self._config.prometheus_port:
             self._prometheus = Exporter(self._config.prometheus_host, self._config.prometheus_port, self.worker)
-        if self._config.wandb_project is not None:
-            self._wandb = _wandb(self._config.wandb_project, self.path, self.worker, self._run_toml)
-        if self._config.tensorboard:
-            self._tensorboard = _tensorboard(self.path / "tensorboard", self.worker, next_step)
+        self._dashboards = Dashboards(
+            self.path, self.worker, self._run_toml, next_step, tensorboard=self._config.tensorboard,
+            wandb_project=self._config.wandb_project, trackio_project=self._config.trackio_project,
+            traced_per_round=self._traced_per_round,
+        )  # fmt: skip
         self._metrics, self._trace = Appender(self._metrics_path), Appender(self._trace_path)
 
 
@@ -321,41 +299,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: finite(part) for key, part in value.items()}
     return [finite(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def _scalars(kind: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The curves that one line of metrics continues: "eval/loss", "train/loss/worker-003"."""
-    suffix = f"/worker-{fields['worker']:03}" if "worker" in fields else ""
-    for name, value in fields.items():
-        if name not in ("round", "worker", "step") and isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{kind}/{name}{suffix}", value
-
-
-def _tensorboard(folder: Path, worker: int | None, next_step: int | None) -> Any:
-    """A writer of events that makes viewers forget what an interrupted run wrote from `next_step` on."""
-    board = require("torch.utils.tensorboard", "tensorboard", "record.tensorboard = true", "set it to false")
-    # Viewers read one event file per folder, so each process needs its own.
-    return board.SummaryWriter(
-        str(folder if worker is None else folder / f"worker{worker_suffix(worker)}"),
-        purge_step=next_step,
-        flush_secs=30,
-    )
-
-
-def _wandb(project: str, path: Path, worker: int | None, run_toml: str) -> Any:
-    """A Weights & Biases run that a resumed run continues; the workers of a real run form a group."""
-    wandb = require("wandb", "wandb", f"record.wandb_project = '{project}'", "remove that key")
-    suffix = worker_suffix(worker)
-    id_path = path / f"wandb-id{suffix}.txt"
-    run = wandb.init(
-        project=project,
-        group=path.resolve().name,
-        name=path.resolve().name + suffix,
-        id=id_path.read_text().strip() if id_path.exists() else None,
-        resume="allow",
-        dir=str(path),
-        config=tomllib.loads(run_toml),
-    )
-    run.define_metric("*", step_metric="step")
-    atomic_write(id_path, run.id.encode())
-    return run

@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -45,11 +45,11 @@ class Apart:
 
     Args:
         jobs: with one, a run takes place in this process, as `ended` is called.
-        shown: whether a run of this process shows its progress and its warnings.
+        began: is told of a run that begins in this process, by its key, and its warnings are shown.
     """
 
-    def __init__(self, jobs: int, *, shown: bool = False) -> None:
-        self._jobs, self._shown = jobs, shown
+    def __init__(self, jobs: int, *, began: Callable[[Any], None] | None = None) -> None:
+        self._jobs, self._began = jobs, began
         self._waiting: list[tuple[Hashable, RunConfig, Path]] = []
         self._running: list[_Running] = []
         self._context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -82,7 +82,9 @@ class Apart:
         """Waits until a run has ended, or several. Raises GossamerError as `simulate` does, but for a run that diverges."""
         if self._jobs == 1:
             key, config, folder = self._waiting.pop(0)
-            return [(key, _trained(config, folder, shown=self._shown))]
+            if self._began is not None:
+                self._began(key)
+            return [(key, _trained(config, folder, warns=self._began is not None))]
         while self._waiting and len(self._running) < self._jobs:
             self._start(*self._waiting.pop(0))
         done = {*wait([one.result for one in self._running])}
@@ -131,16 +133,16 @@ def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
     return cores[lane::lanes] or [cores[lane % len(cores)]]
 
 
-def _trained(config: RunConfig, folder: Path, *, shown: bool = False) -> RunEnd:
+def _trained(config: RunConfig, folder: Path, *, warns: bool = False) -> RunEnd:
     """Trains a run from its start."""
     if folder.exists():
         shutil.rmtree(folder)
     log, began = logging.getLogger("gossamer"), time.perf_counter()
     level = log.level
-    if not shown:
+    if not warns:
         log.setLevel(logging.ERROR)  # the same warnings for every run
     try:
-        loss = simulate(config, folder, progress=shown).loss
+        loss = simulate(config, folder).loss
     except (TrainingError, PairingError) as error:
         return RunEnd(None, str(error), round(time.perf_counter() - began, 3))
     finally:

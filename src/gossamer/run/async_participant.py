@@ -222,7 +222,7 @@ class AsyncParticipant(ABC, Generic[Core]):
             if reached > round:
                 self.record.log_seconds(self.stopwatch.round(round))
             if due := due_round(self.config, round, reached):
-                end_round(journal, self.replica, due, report, f" after {number} phases")
+                end_round(journal, self.replica, due)
             round = reached
         self._leave(number, round, report, journal)
 
@@ -238,7 +238,7 @@ class AsyncParticipant(ABC, Generic[Core]):
             self.mark(number)
         self.record.log_seconds(self.stopwatch.round(round))
         if why == "finished":
-            end_round(journal, self.replica, finished, report, f" after {number} phases")
+            end_round(journal, self.replica, finished)
         else:
             self._save(finished)
             say(f"worker {self.slot} leaves after {number} local phases, as it was asked to, and has saved its state")

@@ -41,7 +41,6 @@ from gossamer.record.order import (
     read_order,
 )
 from gossamer.record.packed import packed, unpacked
-from gossamer.record.progress import Progress
 from gossamer.run.async_pairs import settled_pair
 from gossamer.run.async_participant import due_round, save_state
 from gossamer.run.async_seat import Core, Source, adopt, content_of, state_of
@@ -67,9 +66,7 @@ Key = tuple[int, ...]
 _NEVER = 1 << 31
 
 
-def replay_asynchronous(
-    config: RunConfig, folder: Path, recorded: Path, *, progress: Progress | None = None
-) -> Result:  # fmt: skip
+def replay_asynchronous(config: RunConfig, folder: Path, recorded: Path) -> Result:
     """Computes the run in the folder `recorded` again and records it in `folder`, as far as its events go.
 
     Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a record that
@@ -96,7 +93,7 @@ def replay_asynchronous(
     settled, task = settle(config, parts, real=True), task_of(config, parts)
     assert isinstance(settled, InPairs | WithoutWaiting)
     began, replay = time.perf_counter(), _Replay(config, settled, folder, task, order)
-    replay.run(progress)
+    replay.run()
     for path in sorted(recorded.glob("order-*.jsonl")):
         shutil.copyfile(path, folder / path.name)
     return Result(replay.loss, replay.tokens, replay.tokens / (time.perf_counter() - began), {HERE: replay.time_s})
@@ -152,7 +149,7 @@ class _Replay:
         self._run = make(config, settled, lambda slot: Replica(slot, settled.config.unpaced(), task, device), order)
         self.tokens, self.time_s, self.loss = 0, 0.0, math.nan
 
-    def run(self, progress: Progress | None) -> None:
+    def run(self) -> None:
         """Takes every event as soon as what it needs is there."""
         config, processes = self._config, self._processes
         with (
@@ -169,8 +166,6 @@ class _Replay:
                         self._run.forget(one.name)
                 if not took:
                     self._stuck()
-                if progress is not None:
-                    progress.update(config.name, min(one.round for one in self._last.values()))
             self._validate()
 
     def _ready(self, one: _Process) -> bool:

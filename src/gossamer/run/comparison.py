@@ -18,15 +18,15 @@ __all__ = ["train_all"]
 
 def train_all(
     runs: Sequence[Point], folders: Mapping[str, Path], file: Path, *, jobs: int = 1, resume: bool = False,
-    told: Callable[[Point, RunEnd], None],
+    began: Callable[[Point], None], told: Callable[[Point, RunEnd], None],
 ) -> dict[str, Origin | None]:  # fmt: skip
     """Trains the runs of an experiment into their folders, by label; one that diverges is a result, and the others still run.
 
     Args:
         file: gets a line of each run that has ended, in the order of their ends.
-        jobs: runs at a time, each in a process of its own with its share of the cores; one runs here and shows its progress.
+        jobs: runs at a time, each in a process of its own with its share of the cores; one runs here.
         resume: keep the finished runs; the others start again.
-        told: is called for each run that ends.
+        began, told: are called for each run that begins here, and for each that ends.
     Returns: what each run was computed by; None of a finished run without a line.
     Raises: ConfigError when a finished run had other settings, DataError for a line that is none.
     """
@@ -42,7 +42,7 @@ def train_all(
     origin("", None)  # asks which commit this is before the first run
     make_folder(file.parent)
     atomic_write(file, result_lines(kept).encode())
-    with _Lines(file) as written, Apart(jobs, shown=True) as apart:
+    with _Lines(file) as written, Apart(jobs, began=lambda label: began(waiting[label])) as apart:
         for label, run in waiting.items():
             apart.add(label, run.config, folders[label])
         while apart.busy:

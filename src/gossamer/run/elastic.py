@@ -243,7 +243,7 @@ class _Participant:
             stopwatch.phase(report.whole.compute_s)
             stopwatch.waited(transport.waits(), transport.deliveries())
             journal.enter(worker, round, report)
-            end_round(journal, replica, finished, report.whole)
+            end_round(journal, replica, finished)
             record.log_seconds(stopwatch.round(round))
             round = self._decided(round)
             if round > finished + config.run.rejoin_rounds and round < config.rounds:

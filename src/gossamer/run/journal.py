@@ -1,4 +1,4 @@
-"""What every driver writes at the end of a round: losses, a validation, a checkpoint and progress, each when it is due."""
+"""What every driver writes at the end of a round: losses, a validation and a checkpoint, each when it is due."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,6 @@ from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder, Unrecorded
-from gossamer.record.progress import Progress
 from gossamer.record.trace import Entry
 from gossamer.run.config import RunConfig
 from gossamer.run.replica import joined
@@ -50,10 +49,10 @@ class Journal:
 
     def __init__(
         self, config: RunConfig, record: Callable[[], RunFolder | Unrecorded], validate: Callable[[], Mapping[str, Any]],
-        save: Save, progress: Progress | None = None, *, kind: str = "eval",
+        save: Save, *, kind: str = "eval",
     ) -> None:  # fmt: skip
         self.config, self._record = config, record
-        self._validate, self._save, self._progress, self._kind = validate, save, progress, kind
+        self._validate, self._save, self._kind = validate, save, kind
         self.loss = math.nan
         """Of the last validation; NaN before the first."""
 
@@ -83,12 +82,10 @@ class Journal:
                 self.record.log_trace(Entry(entry, worker.index, len(part.losses), part.compute_s, tuple(sent)))
                 entry, gathered = entry + 1, []
 
-    def end_round(self, finished: int, losses: Sequence[float], **behind: Any) -> None:
-        """Validates, saves and shows what is due after so many rounds.
+    def end_round(self, finished: int, **behind: Any) -> None:
+        """Validates and saves what is due after so many rounds.
 
-        Args:
-            losses: training losses of the round, for the progress.
-            behind: further fields of a validation line, such as the steps and tokens so far.
+        Args: `behind` are further fields of a validation line, such as the steps and tokens so far.
         Raises: TrainingError when what is saved, or the loss after the last round, is not finite.
         """
         config = self.config
@@ -100,11 +97,6 @@ class Journal:
                 raise TrainingError(f"the run ended with a validation loss of {self.loss}; {GO_ON}")
         if config.due(config.run.checkpoint_every, finished):
             self._save(finished)
-        if self._progress is not None:
-            shown = {"loss": math.fsum(losses) / len(losses)} if losses else {}
-            shown |= {} if math.isnan(self.loss) else {"val": self.loss}
-            shown |= {name: behind[name] for name in ("time_s",) if name in behind}
-            self._progress.update(config.name, finished, **shown)
 
 
 def log_phase(record: RunFolder | Unrecorded, events: EventWriter, round: int, phase: Phase, steps: int) -> None:
@@ -146,7 +138,6 @@ class EventJournal:
     ) -> None:  # fmt: skip
         self._journal, self._log, self._seconds = journal, log, seconds
         self._end = end_round or journal.end_round
-        self._losses: list[float] = []
         self.round = self.steps = 0
         """Rounds that are over and the steps that count for them; set both first for a run that is resumed."""
         self.tokens, self.time_s = 0, 0.0
@@ -190,17 +181,15 @@ class EventJournal:
 
     def _enter_phase(self, event: Phase, steps: int) -> None:
         log_phase(self._journal.record, self._log(), self.round, event, steps)
-        self._losses.append(event.report.loss)
         self.tokens += event.report.tokens
         if self._journal.config.server is None:
             self.steps += steps
 
     def _end_round(self, finished: int) -> None:
         step = finished * self._journal.config.full_steps
-        losses, self._losses = self._losses, []
         for seconds in [] if self._seconds is None else self._seconds.round(finished - 1):
             self._journal.record.log_seconds(seconds)
-        self._end(finished, losses, step=step, tokens=self.tokens, time_s=self.time_s)
+        self._end(finished, step=step, tokens=self.tokens, time_s=self.time_s)
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint at the end of a round."""

@@ -17,7 +17,6 @@ from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
 from gossamer.record.outcomes import read_outcomes
-from gossamer.record.progress import Progress
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.elastic import KEPT
@@ -36,7 +35,7 @@ from gossamer.transport.launch import one_device
 __all__ = ["replay_elastic"]
 
 
-def replay_elastic(config: RunConfig, folder: Path, recorded: Path, *, progress: Progress | None = None) -> Result:
+def replay_elastic(config: RunConfig, folder: Path, recorded: Path) -> Result:
     """Computes the elastic run in the folder `recorded` again and records it in `folder`, as far as its log goes.
 
     Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a log that contradicts
@@ -55,7 +54,7 @@ def replay_elastic(config: RunConfig, folder: Path, recorded: Path, *, progress:
     script = script_of(lives, method, config.rounds, config.seed)
     replay = _Replay(config, folder, parts, method, script)
     began = time.perf_counter()
-    replay.run(progress)
+    replay.run()
     for path in sorted(recorded.glob("outcomes-*.jsonl")):
         shutil.copyfile(path, folder / path.name)
     tokens = replay.tokens()
@@ -77,14 +76,14 @@ class _Replay:
         self.loss = math.nan
         """Of the mean of the workers that were there in the round of the last validation."""
 
-    def run(self, progress: Progress | None) -> None:
+    def run(self) -> None:
         """Trains all rounds of the script, and records them."""
         config, traced = self._config, self._sends_per_round
         with (
             self._lanes.opened(),
             RunFolder(self._folder, dump(config), config.record, traced_per_round=traced) as record,
         ):
-            journal = Journal(config, lambda: record, self._validate, self._save_all, progress)
+            journal = Journal(config, lambda: record, self._validate, self._save_all)
             for round in sorted(self._script.turns):
                 self._advance(round, journal)
             self.loss = self._validate()["loss"] if math.isnan(journal.loss) else journal.loss
@@ -101,8 +100,7 @@ class _Replay:
         if reports:
             overruled = self._script.turns[round].overruled
             self._present = [worker for worker, _ in reports if worker.index not in overruled]
-            losses = [report.whole.loss for _, report in reports]
-            journal.end_round(finished, losses, step=finished * config.full_steps, tokens=self.tokens())
+            journal.end_round(finished, step=finished * config.full_steps, tokens=self.tokens())
         for slot, (ended, behind) in self._script.turns[round].ends.items():
             worker = self._repeat.workers[slot]
             for exchange in worker.loop.pop_rest():

@@ -24,7 +24,6 @@ from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
 from gossamer.record.files import worker_suffix
 from gossamer.record.folder import RunFolder
-from gossamer.record.progress import say
 from gossamer.rng import key as random_key
 from gossamer.run.config import RunConfig, dump
 from gossamer.run.history import History, Resume, history, lineage
@@ -221,8 +220,6 @@ def _train(
         )  # fmt: skip
         if finished or not terms.go:
             record.log_seconds(stopwatch.round(trained.round))
-        if any(config.due(config.run.eval_every, r) for r in finished):
-            say(f"round {finished[-1]} of {config.rounds}: loss {trained.report.loss:.4f} after {number + 1} phases")
 
 
 def _starting_point(stream: Stream, number: int, p: int, span: tuple[int, int]) -> tuple[StartingPoint, Terms]:

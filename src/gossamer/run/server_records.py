@@ -109,7 +109,7 @@ class ServerRecords:
         self.journal.end()
         self._under_way.result()
 
-    def _end_round(self, finished: int, losses: Sequence[float], **behind: Any) -> None:
+    def _end_round(self, finished: int, **behind: Any) -> None:
         """Has the end of a round validated and saved, after that of the one before."""
         run, snapshots = self._config.run, self._snapshots
         assert snapshots is not None
@@ -117,7 +117,7 @@ class ServerRecords:
             return
         self._under_way.result()
         self._ended = _Ended(finished, {**snapshots.state(), "time_s": self.now_s})
-        end = partial(self._journal.end_round, finished, [*losses], **behind)
+        end = partial(self._journal.end_round, finished, **behind)
         if self._aside is None:
             end()
         else:

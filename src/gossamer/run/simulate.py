@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.progress import Progress, say
+from gossamer.record.progress import say
+from gossamer.report.terminal import Terminal
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.evaluate import Result
 from gossamer.run.finished import is_finished
@@ -27,7 +28,7 @@ __all__ = ["simulate"]
 
 def simulate(
     run: str | Path | Mapping[str, Any] | RunConfig | None = None, out: str | Path | None = None, *,
-    resume: Resume = False, until: int | None = None, progress: bool | Progress = False, **given: Unpack[Keywords],
+    resume: Resume = False, until: int | None = None, progress: bool = False, **given: Unpack[Keywords],
 ) -> Simulation:  # fmt: skip
     """Trains all workers of a run in this process, and returns what it recorded.
 
@@ -65,22 +66,22 @@ def simulate(
     """
     config, parts = resolved(run, given)
     folder = Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
-    own = Progress(config.rounds, config.record.print_every) if progress is True else None
-    shown = progress if isinstance(progress, Progress) else own
-    simulation = Simulation(_engine(config, folder, parts, resume=resume, progress=shown), temporary=out is None)
-    with own or nullcontext():
+    with Terminal() if progress else nullcontext() as terminal:
+        if terminal is not None:
+            terminal.follow(config.name, folder, config.record.print_every)
+        simulation = Simulation(_engine(config, folder, parts, resume=resume), temporary=out is None)
         return simulation.go_on(until)
 
 
-def _engine(config: RunConfig, folder: Path, parts: Parts, *, resume: Resume, progress: Progress | None) -> Engine:
+def _engine(config: RunConfig, folder: Path, parts: Parts, *, resume: Resume) -> Engine:
     kept = config.record.keep_checkpoints
     emptied = not kept and not (folder / "checkpoints").exists()
     if resume and emptied and is_finished(config, folder):
         say(checkpoint.ended(folder, config.rounds, kept=kept))
         return _Ended(config, folder, parts)
     if config.event_driven:
-        return Events(config, folder, parts, resume=resume, progress=progress)
-    return Rounds(config, folder, parts, resume=resume, progress=progress)
+        return Events(config, folder, parts, resume=resume)
+    return Rounds(config, folder, parts, resume=resume)
 
 
 class _Ended:

@@ -20,7 +20,7 @@ from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder
-from gossamer.record.progress import Progress, say
+from gossamer.record.progress import say
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.method import Method
@@ -60,7 +60,6 @@ class Rounds:
 
     def __init__(
         self, config: RunConfig, folder: Path, parts: Parts = OURS, *, resume: Resume = False,
-        progress: Progress | None = None,
     ) -> None:  # fmt: skip
         m, self._network, warnings = in_rounds(config, parts)
         for sentence in warnings:
@@ -81,7 +80,7 @@ class Rounds:
         self._probes = Probes(probes, self._lanes.each)
         self._journal = Journal(
             config, lambda: self._record, lambda: self._assessed().figures(),
-            lambda finished: _save(self.workers, folder, finished, line, self._lanes.each), progress,
+            lambda finished: _save(self.workers, folder, finished, line, self._lanes.each),
         )  # fmt: skip
         self._alignment = Alignment() if config.record.alignment else None
         self._before, self._busy_s = _tokens(self.workers), 0.0
@@ -112,8 +111,7 @@ class Rounds:
             self._record.log("alignment", round=round, **self._alignment.figures())
         if self._network is not None and finished < config.rounds:
             _adapt(self._network, workers, round, reports)
-        losses = [report.whole.loss for report in reports]
-        self._journal.end_round(finished, losses, step=finished * config.full_steps, tokens=_tokens(workers))
+        self._journal.end_round(finished, step=finished * config.full_steps, tokens=_tokens(workers))
         self.finished = finished
 
     def result(self) -> Result:

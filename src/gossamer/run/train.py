@@ -30,7 +30,7 @@ from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
 from gossamer.run.part import OwnStages
 from gossamer.run.parts import own_parts
-from gossamer.run.replica import LocalPhase, Replica
+from gossamer.run.replica import Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.settle import in_rounds
 from gossamer.run.task import Task, found_by_each, moved, task_of
@@ -172,7 +172,7 @@ def _train_rounds(
         journal.enter(worker, round, report)
         if worker.pacer is not None and round + 1 < config.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
-        end_round(journal, replica, round + 1, report.whole)
+        end_round(journal, replica, round + 1)
         record.log_seconds(stopwatch.round(round))
     transport.close()
 
@@ -250,21 +250,10 @@ def train_round(
     return report
 
 
-def end_round(
-    journal: Journal, replica: Replica, finished: int, trained: LocalPhase | None, after: str = ""
-) -> None:  # fmt: skip
-    """Writes what is due after so many rounds of one worker, and says how it validates.
-
-    Args:
-        trained: what it has trained last; None if nothing.
-        after: the end of that sentence.
-    """
-    config, step = journal.config, replica.steps_taken
-    behind = {"worker": replica.index, "step": step, "tokens": step * config.step_tokens}
-    journal.end_round(finished, () if trained is None else trained.losses, **behind)
-    if config.due(config.run.eval_every, finished) and trained is not None:
-        scored = f"loss {trained.loss:.4f}, validation of this worker {journal.loss:.4f}"
-        say(f"round {finished} of {config.rounds}: {scored}{after}")
+def end_round(journal: Journal, replica: Replica, finished: int) -> None:
+    """Writes what is due after so many rounds of one worker."""
+    step = replica.steps_taken
+    journal.end_round(finished, worker=replica.index, step=step, tokens=step * journal.config.step_tokens)
 
 
 def _timed_all_reduce(timeout_s: float, stopwatch: Stopwatch) -> Reduce:

@@ -25,7 +25,7 @@ from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.events import EventWriter
 from gossamer.record.folder import RunFolder
-from gossamer.record.progress import Progress, say
+from gossamer.record.progress import say
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import Probe, Probes, Result, assess, mean_buffers, mean_of, publish
 from gossamer.run.history import Resume, history
@@ -62,7 +62,6 @@ class Events:
         parts: Parts = OURS,
         *,
         resume: Resume = False,
-        progress: Progress | None = None,
     ) -> None:
         settled = settle(config, parts)
         assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
@@ -77,7 +76,7 @@ class Events:
         self._pending: deque[Record] = deque()
         newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, Lineage(digest(config)))
         save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
-        journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save, progress)
+        journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
         self._events = EventJournal(journal, lambda: self._log, EventSeconds(config.workers, self._name))
         self._busy_s, self.finished, self._cut = 0.0, newest, newest if resume else None
         if newest:

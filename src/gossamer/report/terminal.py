@@ -1,0 +1,310 @@
+"""How runs go, in the terminal: one table that stays in place, or plain lines where there is no terminal.
+
+Both are read from the run folders, as the live page is. So all drivers have the same, also where other processes train, and
+training itself prints nothing. Everything goes to stderr, so that the output of a command can be piped.
+"""
+
+import contextlib
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from gossamer.record.progress import is_quiet
+from gossamer.report.follow import FollowedRun
+from gossamer.report.thinning import Grid
+from gossamer.report.view import standings
+
+__all__ = ["Terminal"]
+
+_EVERY_S = 0.5
+"""Between two looks into the folder."""
+_LOOK_S, _LAST_LOOK_S = 0.1, 2.0
+"""How long one of them reads at most, and the last one of a run."""
+_LONGEST_SILENCE_S = 30.0
+_PRESENT = ("training", "silent", "finished")
+_UNKNOWN = "–"
+
+
+class Terminal:
+    """Shows runs one after the other, on stderr; nothing inside `gossamer.record.progress.quieted`.
+
+    On a terminal it is a table with a row for each run. Elsewhere there is a line for each evaluation, at the end of a run and at
+    least every 30 s.
+
+    Args:
+        console: where to print.
+        now_s: the clock of rates and of those 30 s.
+        looks: whether a thread looks into the folder twice a second; else `look` does.
+    Cost: a thread that reads what was appended, at most 0.1 s at a time.
+
+    >>> import tempfile
+    >>> with Terminal(Console(file=sys.stdout, width=60, force_terminal=False), looks=False) as terminal:
+    ...     terminal.follow("ring", Path(tempfile.mkdtemp()))
+    ring: no round yet
+    """
+
+    def __init__(
+        self, console: Console | None = None, *, now_s: Callable[[], float] = time.monotonic, looks: bool = True
+    ) -> None:
+        self._console = console or Console(stderr=True)
+        self._now_s, self._looks = now_s, looks
+        self._shown: list[_Shown] = []
+        self._quiet, self._lock, self._ended = is_quiet(), threading.Lock(), threading.Event()
+        self._live: Live | None = None
+        self._thread: threading.Thread | None = None
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> "Terminal":
+        if self._quiet:
+            return self
+        if self._console.is_terminal:
+            before = sys.stderr
+            self._live = self._open.enter_context(Live(
+                console=self._console, auto_refresh=False, redirect_stdout=sys.stdout.isatty(), vertical_overflow="crop",
+            ))  # fmt: skip
+            for handler in logging.getLogger().handlers:  # its warnings go above the table as well
+                if isinstance(handler, logging.StreamHandler) and handler.stream is before:
+                    handler.setStream(sys.stderr)
+                    self._open.callback(handler.setStream, before)
+        if self._looks:
+            self._thread = threading.Thread(target=self._go_on, name="gossamer-terminal", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._lock:
+            self._finish()
+        self._open.close()
+
+    def follow(self, label: str, folder: Path, every: int = 0) -> None:
+        """Shows the run in this folder from now on; the one before has ended.
+
+        Args:
+            folder: where it writes, or will.
+            every: rounds after which there is a line where no table is shown; 0 for none but those that are due.
+        """
+        if self._quiet:
+            return
+        with self._lock:
+            self._finish()
+            self._shown.append(_Shown(label, folder.resolve(), every, self._now_s()))
+
+    def look(self) -> None:
+        """Shows what is new."""
+        with self._lock:
+            if self._shown:
+                self._show(_LOOK_S)
+
+    def _go_on(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            self.look()
+
+    def _finish(self) -> None:
+        """Shows the end of the run that was followed, and forgets what only a run under way needs."""
+        if self._shown and not self._shown[-1].over:
+            self._show(_LAST_LOOK_S, over=True)
+            self._shown[-1].end()
+
+    def _show(self, patience_s: float, *, over: bool = False) -> None:
+        shown, now_s = self._shown[-1], self._now_s()
+        shown.look(patience_s, now_s)
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            return
+        for line in shown.lines(now_s, over=over):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        """The newest runs, as many as the terminal has lines for; a figure that none of them has is left out."""
+        rows = [(one.label, one.cells) for one in self._shown][-max(1, self._console.height - 4) :]
+        heads = list(dict.fromkeys(head for _, cells in rows for head, cell in cells.items() if cell != _UNKNOWN))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=32)
+        for head in heads:
+            table.add_column(head, justify="right", no_wrap=True)
+        for label, cells in rows:
+            table.add_row(Text(label), *(Text(cells.get(head, _UNKNOWN)) for head in heads))
+        return table
+
+
+class _Shown:
+    """One run, and what has been said of it."""
+
+    def __init__(self, label: str, folder: Path, every: int, now_s: float) -> None:
+        self.label, self._every = label, every
+        self._run: FollowedRun | None = FollowedRun(label, folder)
+        self._run.look(time.monotonic() + _LAST_LOOK_S)
+        self._told_s = now_s
+        self._told = self._seen = self._run.done
+        self._evaluated = self._newest_evaluation()
+        """Of what a run that goes on has behind it, nothing is told again."""
+        self._before: tuple[float, int, float] | None = None
+        """Time, rounds and tokens when it was first seen to train, from which rates are counted."""
+        self._start = self._run.done, _tokens(self._run)
+        self.cells: dict[str, str] = {}
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is to come."""
+        return self._run is None
+
+    def end(self) -> None:
+        """Only its row is needed from now on."""
+        self._run = None
+
+    def look(self, patience_s: float, now_s: float) -> None:
+        """Reads what is new, and makes its row."""
+        run = self._run
+        assert run is not None
+        run.look(time.monotonic() + patience_s)
+        if run.done < self._told:  # it went back to a checkpoint
+            self._told, self._seen, self._before, self._start = run.done, run.done, None, (run.done, _tokens(run))
+        self._evaluated = min(self._evaluated, self._newest_evaluation())
+        if self._before is None and (run.done, _tokens(run)) != self._start:
+            self._before = now_s, run.done, _tokens(run)
+        self.cells = {"round": _UNKNOWN} if run.file is None else self._figures(now_s)
+
+    def lines(self, now_s: float, *, over: bool) -> list[str]:
+        """What is to be said where no table shows it."""
+        run = self._run
+        assert run is not None
+        late = now_s - self._told_s >= _LONGEST_SILENCE_S
+        if run.file is None:
+            found = [f"{self.label}: no round yet"] if late or over else []
+        else:
+            found, rounds = [], run.file.rounds
+            for round, figures in self._evaluations(over=over):
+                found.append(f"{self.label}: round {round + 1} of {rounds}  {_words({**self.cells, **figures})}")
+                self._told, self._evaluated = max(self._told, round + 1), round
+            passed = self._every > 0 and self._seen // self._every > self._told // self._every
+            if (over and run.done > self._told) or (not found and (late or passed)):
+                found.append(f"{self.label}: round {run.done} of {rounds}  {_words(self.cells)}")
+                self._told = run.done
+            self._seen = run.done  # told at the next look, when a validation that ends the round has been written too
+        self._told_s = now_s if found else self._told_s
+        return found
+
+    def _figures(self, now_s: float) -> dict[str, str]:
+        run = self._run
+        assert run is not None and run.file is not None
+        done, rounds, workers = run.done, run.file.rounds, run.file.workers
+        newest = next(reversed(run.evaluations.lines()), {})
+        own = _row(run.validations, max(0, run.validations.rows * run.validations.stride - 1))
+        per_s = left_s = math.nan
+        if self._before is not None and now_s > self._before[0]:
+            past_s = now_s - self._before[0]
+            per_s = (_tokens(run) - self._before[2]) / past_s
+            left_s = past_s * (rounds - done) / (done - self._before[1]) if done > self._before[1] else math.nan
+        spent = run.spent_s.get(None, next(iter(run.spent_s.values()), None))
+        words = standings(run, time.time())
+        return {
+            "round": f"{done}/{rounds}",
+            "loss": _number(_row(run.losses, done - 1)),
+            "val": _number(_known(newest.get("loss")) if newest else own),
+            "disagreement": _number(_known(newest.get("disagreement"))),
+            "tokens/s": _number(per_s or math.nan),
+            "sent": _size(float(np.nansum(run.sent.values())) / workers) if run.sent.rows else _UNKNOWN,
+            "in exchange": _time(math.nan if spent is None else float(spent[:, 1:3].sum()) / workers),
+            "workers": f"{sum(word in _PRESENT for word in words)}/{workers}" if done else _UNKNOWN,
+            "left": _time(left_s) if done < rounds else _UNKNOWN,
+        }
+
+    def _newest_evaluation(self) -> int:
+        """The last round with a validation; -2 before any."""
+        assert self._run is not None
+        return max((round for round, _ in _scored(self._run, whole=False)), default=-2)
+
+    def _evaluations(self, *, over: bool) -> list[tuple[int, dict[str, str]]]:
+        """Rounds with a validation that had no line, each with what is known of it; at the end also what not all workers have."""
+        assert self._run is not None
+        return [one for one in _scored(self._run, whole=not over) if one[0] > self._evaluated]
+
+
+def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]]:
+    """The validations of a run by round: of the mean model, or where there are none, the mean of the workers' own.
+
+    Args: `whole` leaves out those that not all workers have.
+    """
+    if lines := run.evaluations.lines():
+        return [
+            (line["round"], {
+                "loss": _number(_row(run.losses, line["round"])), "val": _number(_known(line.get("loss"))),
+                "disagreement": _number(_known(line.get("disagreement"))),
+            })
+            for line in lines
+        ]  # fmt: skip
+    grid = run.validations
+    known = np.isfinite(grid.values())
+    enough = known.all(axis=1) if whole else known.any(axis=1)
+    rounds = [int(round) for round in grid.rounds()[enough]]
+    return [(round, {"loss": _number(_row(run.losses, round)), "val": _number(_row(grid, round))}) for round in rounds]
+
+
+def _row(grid: Grid, round: int) -> float:
+    """The mean over the workers in a round; NaN where nothing is known."""
+    row = round // grid.stride
+    if not 0 <= row < grid.rows:
+        return math.nan
+    values = grid.values()[row]
+    return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
+
+
+def _tokens(run: FollowedRun) -> float:
+    """Of all workers, so far."""
+    return float(np.nan_to_num(run.tokens.values()).max(axis=0).sum()) if run.tokens.rows else 0.0
+
+
+def _words(cells: Mapping[str, str]) -> str:
+    return "  ".join(f"{name} {cell}" for name, cell in cells.items() if name != "round" and cell != _UNKNOWN)
+
+
+def _known(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+def _number(value: float) -> str:
+    """A figure in a few characters.
+
+    >>> _number(2.34567), _number(123456.0), _number(math.nan)
+    ('2.346', '123k', '–')
+    """
+    if not math.isfinite(value):
+        return _UNKNOWN
+    if abs(value) < 1e4:
+        return f"{value:.4g}"
+    power = min(int(math.log10(abs(value)) / 3), 4)
+    return f"{value / 1000**power:.3g}{' kMGT'[power]}"
+
+
+def _size(count: float) -> str:
+    return f"{_number(count)}B" if count >= 1e4 else f"{count:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    """A duration in a few characters.
+
+    >>> _time(3.14159), _time(150), _time(9000), _time(math.nan)
+    ('3.1 s', '2 min', '2.5 h', '–')
+    """
+    if not math.isfinite(seconds):
+        return _UNKNOWN
+    if seconds < 120:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
