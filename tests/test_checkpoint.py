@@ -1,6 +1,7 @@
 """Checkpoints: what is saved comes back to the bit, nothing damaged is believed, and no kill loses the last one."""
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ import dying_saver
 from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import load, newest_common, rewind, rounds, save
+from gossamer.record.tensor_file import TENSOR_TYPES, tensor_bytes, write_tensors
 
 DIGEST = "0123abcd"
 
@@ -32,7 +35,7 @@ keys = st.integers() | st.text(max_size=8)
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
     """Tensors of any dtype and bits (so NaNs with any payload), of 0 to 3 dimensions, contiguous or not."""
-    dtype = draw(st.sampled_from(sorted(checkpoint.DTYPES, key=str)))
+    dtype = draw(st.sampled_from(sorted(TENSOR_TYPES, key=str)))
     shape = draw(st.lists(st.integers(0, 3), max_size=3))
     numel = math.prod(shape)
     raw = draw(st.binary(min_size=numel * dtype.itemsize, max_size=numel * dtype.itemsize))
@@ -81,6 +84,18 @@ def test_any_state_comes_back_with_its_types_order_and_bits(
     folder = tmp_path_factory.mktemp("any")
     save(folder, 0, 0, state, digest=DIGEST)
     assert identical(load(folder, 0, 0, DIGEST), state)
+
+
+@settings(max_examples=50, deadline=None)
+@given(parts=st.dictionaries(st.text(max_size=4), tensors().map(Tensor.contiguous), max_size=6))
+def test_a_tensor_file_has_the_bytes_of_safetensors_and_its_size_and_hash_are_told(
+    tmp_path_factory: pytest.TempPathFactory, parts: dict[str, Tensor]
+) -> None:
+    path = tmp_path_factory.mktemp("file") / "tensors"
+    told = write_tensors(path, parts)
+    written = path.read_bytes()
+    assert written == tensor_bytes(parts) == safetensors.torch.save(parts)
+    assert told == (len(written), hashlib.sha256(written).hexdigest())
 
 
 def test_views_of_one_memory_come_back_equal_and_apart(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import with_config
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from typing_extensions import TypedDict
 
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.finite import must_be_finite
 from gossamer.record.files import atomic_write, sync_folder, worker_suffix
+from gossamer.record.tensor_file import TENSOR_TYPES, write_tensors
 from gossamer.schema import RECORD, Records
 
 __all__ = [
@@ -52,13 +52,6 @@ __all__ = [
 FORMAT = "gossamer checkpoint 1"
 MAX_DEPTH = 100  # of a nested state; an optimizer has five or six
 MAX_MANIFEST_BYTES = 64 << 20  # some 100,000 tensors; a larger one is a mistake or an attack
-DTYPES = frozenset(  # those that safetensors has a name for
-    {
-        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
-        torch.int64, torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32,
-        torch.float64, torch.complex64,
-    }
-)  # fmt: skip
 
 
 @with_config(RECORD)
@@ -105,7 +98,7 @@ def save(
         since: also keep every generation from this round on; the round that the slowest worker is known to own.
     Raises: CheckpointError when the state holds anything else, or the disk refuses; TrainingError, with nothing written, when its
         "x", "outer" or "under_way" (parameters, outer state, messages in flight) are not finite.
-    Cost: one write and two reads of all tensors, no copy of contiguous CPU tensors that do not share memory.
+    Cost: one write and two reads of all tensors, no copy of contiguous CPU tensors.
 
     >>> import tempfile
     >>> store = Path(tempfile.mkdtemp())
@@ -115,22 +108,17 @@ def save(
     """
     assert keep >= 1, keep
     tensors: dict[str, Tensor] = {}
-    tree = encoded(state, "state", tensors, set())
+    tree = encoded(state, "state", tensors)
     check_finite(tensors, f"worker {worker} after round {round}")
     manifest, tensor_file = _paths(folder, round, worker)
-    # A folder, as safetensors writes a scratch file next to its own.
-    workshop = folder / f".worker{worker_suffix(worker)}"
-    scratch = workshop / tensor_file.name
+    scratch = folder / f".{tensor_file.name}"  # what a kill leaves of it is written over
     try:
-        shutil.rmtree(workshop, ignore_errors=True)  # what a kill may have left
-        workshop.mkdir(parents=True)
-        save_file(tensors, scratch)
-        with scratch.open("r+b") as file:  # Windows waits for no file that is open to be read only
-            os.fsync(file.fileno())
+        folder.mkdir(parents=True, exist_ok=True)
+        size, sha256 = write_tensors(scratch, tensors)
         document = _sealed(
             {
-                "format": FORMAT, "round": round, "worker": worker, "digest": _line(digest).digest,
-                "bytes": scratch.stat().st_size, "sha256": _sha256(scratch), "state": tree,
+                "format": FORMAT, "round": round, "worker": worker, "digest": _line(digest).digest, "bytes": size,
+                "sha256": sha256, "state": tree,
             }
         )  # fmt: skip
         if len(document) > MAX_MANIFEST_BYTES:
@@ -148,13 +136,14 @@ def save(
         kept = [r for r in rounds(folder, worker, digest) if r <= round][-keep:]
         oldest = min(kept) if since is None else min(since, *kept)
         _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"the checkpoint of worker {worker} at round {round} could not be written to '{folder}': {error}; free "
             "some space or choose another folder, then resume: the previous checkpoint is complete"
         ) from error
     finally:
-        shutil.rmtree(workshop, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)
 
 
 def load(folder: Path, round: int, worker: int, digest: str | Lineage) -> Any:
@@ -392,26 +381,21 @@ def _manifest(path: Path, round: int, worker: int, digest: str | Lineage | None)
     return content
 
 
-def encoded(value: Any, path: str, tensors: dict[str, Tensor], storages: set[int]) -> Any:
+def encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """JSON for one part of a state; its tensors are put into `tensors` under the names the JSON refers to."""
     match value:
         case None | bool() | int() | str():
             return value
         case float():
             return value if math.isfinite(value) else {"float": repr(value)}
-        case Tensor() if value.layout is torch.strided and value.dtype in DTYPES:
-            tensor = value.detach().cpu().contiguous()
-            storage = tensor.untyped_storage().data_ptr()
-            if storage in storages:  # safetensors takes no two views of the same memory
-                tensor = tensor.clone()
-            storages.add(storage)
+        case Tensor() if value.layout is torch.strided and value.dtype in TENSOR_TYPES:
             name = f"{len(tensors)} {path}".encode("ascii", "backslashreplace").decode()
-            tensors[name] = tensor
+            tensors[name] = value.detach().cpu().contiguous()
             return {"tensor": name}
         case dict() if all(type(key) in (str, int) for key in value):
-            return {"dict": [[key, encoded(part, f"{path}.{key}", tensors, storages)] for key, part in value.items()]}
+            return {"dict": [[key, encoded(part, f"{path}.{key}", tensors)] for key, part in value.items()]}
         case list() | tuple() if type(value) in (list, tuple):
-            parts = [encoded(part, f"{path}.{place}", tensors, storages) for place, part in enumerate(value)]
+            parts = [encoded(part, f"{path}.{place}", tensors) for place, part in enumerate(value)]
             return parts if type(value) is list else {"tuple": parts}
     kind = f"{value.layout} tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
     raise CheckpointError(

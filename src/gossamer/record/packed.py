@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.record.checkpoint import MAX_MANIFEST_BYTES, check_finite, decoded, encoded
+from gossamer.record.tensor_file import tensor_bytes
 
 __all__ = ["cold", "frozen", "packed", "unpacked"]
 
@@ -52,12 +53,12 @@ def cold(raw: bytes) -> bytes:
 def _described(state: Any) -> tuple[bytes, dict[str, Tensor]]:
     """The JSON of a state, and the tensors that it refers to."""
     tensors: dict[str, Tensor] = {}
-    tree = json.dumps(encoded(state, "state", tensors, set()), allow_nan=False).encode()
+    tree = json.dumps(encoded(state, "state", tensors), allow_nan=False).encode()
     return tree, tensors
 
 
 def _joined(tree: bytes, tensors: dict[str, Tensor]) -> bytes:
-    return len(tree).to_bytes(8, "little") + tree + save(tensors)
+    return len(tree).to_bytes(8, "little") + tree + tensor_bytes(tensors)
 
 
 def unpacked(raw: bytes) -> Any:
