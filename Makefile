@@ -25,8 +25,10 @@ types: .venv/.installed
 tests: .venv/.installed
 	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --hypothesis-profile=repeatable
 
-parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; a thousand faulty networks
-	$(BIN)/pytest tests/test_parity.py tests/test_faults.py --full
+WITH_FULL := parity faults elastic_fuzz exchange rules coding
+
+parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples
+	$(BIN)/pytest $(WITH_FULL:%=tests/test_%.py) --full
 
 bench: .venv/.installed  ## the benchmarks, as ratios against a limit or a peer; slow_links takes root and half an hour, by hand
 	set -e; for name in simulator update exchange memory codecs checks finite; do echo "== $$name"; $(BIN)/python benchmarks/$$name.py; done

@@ -38,12 +38,13 @@ def same_run(a, b, config):
     return parameters and messages and read_metrics(a) == read_metrics(b)
 
 
-@pytest.mark.parametrize(("rule", "stop"), [("data_parallel", 3), ("diloco", 1), ("gasloc", 4), ("noloco", 5)])
+@pytest.mark.parametrize(("rule", "stop"), [("data_parallel", 2), ("gasloc", 2)])
 def test_a_run_that_is_stopped_and_resumed_equals_the_uninterrupted_run(rule, stop, tmp_path):
+    """That the state of every rule is all that it keeps is a promise, which `test_rules` checks."""
     everyone = RULES[rule]().needs == "everyone"
     config = tiny(
         rule__name=rule, topology__name="complete" if everyone else "random",
-        run__local_steps=1 if rule == "data_parallel" else 2, run__steps=6 if rule == "data_parallel" else 12,
+        run__local_steps=1 if rule == "data_parallel" else 2, run__steps=4 if rule == "data_parallel" else 8,
         inner__optimizer="muon",
     )  # fmt: skip
     simulate(config, tmp_path / "whole")
@@ -73,8 +74,10 @@ def test_a_validation_of_the_mean_model_alone_finds_the_same_without_losses_of_w
         assert f"mean model {lines['alone'][-1]['loss']:.4f} nats, disagreement" in capsys.readouterr().out
 
 
-def test_dropout_draws_the_same_on_any_number_of_threads_in_each_step_and_after_a_resume(tmp_path, monkeypatch):
-    config = tiny(model__dropout=0.2, run__steps=8)
+def test_the_number_of_threads_that_share_the_workers_changes_no_bit_and_dropout_draws_the_same_after_a_resume(
+    tmp_path, monkeypatch
+):
+    config = tiny(model__dropout=0.2, run__steps=6)
     before = torch.get_rng_state()
     monkeypatch.setattr(lanes, "available_cores", lambda: 3)
     simulate(config, tmp_path / "threads")
@@ -85,7 +88,7 @@ def test_dropout_draws_the_same_on_any_number_of_threads_in_each_step_and_after_
     torch.manual_seed(8)
     simulate(config, tmp_path / "one", resume=True)
     assert same_run(tmp_path / "threads", tmp_path / "one", config)
-    simulate(tiny(run__steps=8), tmp_path / "without")
+    simulate(tiny(run__steps=2), tmp_path / "without")
     assert read_metrics(tmp_path / "without")[0]["loss"] != read_metrics(tmp_path / "one")[0]["loss"]
 
 
@@ -105,8 +108,8 @@ def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_h
 ):
     schedule = {name if "__" in name else f"schedule__{name}": value for name, value in options.items()}
     config = tiny(
-        rule__name=rule, topology__name=topology, run__local_steps=[4, 2, 3], run__steps=16, run__checkpoint_every=4,
-        **schedule,
+        rule__name=rule, topology__name=topology, run__local_steps=[4, 2, 3], run__steps=12, run__checkpoint_every=4,
+        model__layers=2, **schedule,
     )  # fmt: skip
     simulate(config, tmp_path / "whole")
     simulate(config, tmp_path / "parts", until=2)
@@ -114,20 +117,21 @@ def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_h
     assert same_run(tmp_path / "whole", tmp_path / "parts", config)
 
 
-@pytest.mark.parametrize("moment_s", [0.05, 0.4])
-def test_a_run_that_is_killed_at_any_moment_and_resumed_equals_the_uninterrupted_run(moment_s, tmp_path):
-    config = tiny(run__steps=24)
+def test_a_run_that_is_killed_at_any_moment_and_resumed_equals_the_uninterrupted_run(tmp_path):
+    config = tiny(run__steps=16, run__eval_every=0, model__layers=1)
     simulate(config, tmp_path / "whole")
     (tmp_path / "run.toml").write_text(dump(config))
-    command = Command("simulate", tmp_path / "run.toml", "--out", tmp_path / "killed")
-    deadline = time.monotonic() + 60
-    while not list((tmp_path / "killed" / "checkpoints").glob("*/worker-002.json")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(moment_s)
-    os.kill(command.pid, signal.SIGKILL)
-    assert command.finish()[0] == -signal.SIGKILL
-    simulate(config, tmp_path / "killed", resume=True)
-    assert same_run(tmp_path / "whole", tmp_path / "killed", config)
+    for moment_s in (0.02, 0.2):
+        killed = tmp_path / f"{moment_s}"
+        command = Command("simulate", tmp_path / "run.toml", "--out", killed)
+        deadline = time.monotonic() + 60
+        while not list((killed / "checkpoints").glob("*/worker-002.json")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(moment_s)
+        os.kill(command.pid, signal.SIGKILL)
+        assert command.finish()[0] == -signal.SIGKILL
+        simulate(config, killed, resume=True)
+        assert same_run(tmp_path / "whole", killed, config)
 
 
 def test_uneven_local_steps_and_non_iid_shards_train_and_compute_each_worker_its_own_share(tmp_path):
@@ -168,18 +172,10 @@ def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_
     )
 
 
-def test_the_number_of_threads_that_share_the_workers_changes_no_bit(tmp_path, monkeypatch):
-    config = tiny(run__steps=6)
-    simulate(config, tmp_path / "many")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    simulate(config, tmp_path / "one")
-    assert same_run(tmp_path / "many", tmp_path / "one", config)
-
-
 def test_a_compiled_outer_update_changes_no_bit(tmp_path):
-    simulate(tiny(run__steps=6), tmp_path / "plain")
-    simulate(tiny(run__steps=6, run__compile=True), tmp_path / "compiled")
-    assert same_run(tmp_path / "plain", tmp_path / "compiled", tiny(run__steps=6))
+    simulate(tiny(run__steps=4), tmp_path / "plain")
+    simulate(tiny(run__steps=4, run__compile=True), tmp_path / "compiled")
+    assert same_run(tmp_path / "plain", tmp_path / "compiled", tiny(run__steps=4))
 
 
 def test_more_threads_than_cores_are_warned_of(tmp_path, caplog):

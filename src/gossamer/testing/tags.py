@@ -82,12 +82,12 @@ def equal_workers_that_stand_still_stay(rule: Rule, graphs: Sequence[Topology]) 
         x = random_vectors(1, numel, dtype=torch.float32)[0]
         on_gradients = rule.site == "gradients"
         still: Drift | None = (lambda i, t, x: torch.ones_like(x)) if on_gradients else None
-        xs = played(rule, topology, [x] * topology.n, 5, still).xs
+        xs = played(rule, topology, [x] * topology.n, 3, still).xs
         wanted = torch.ones_like(x) if on_gradients else x
         moved = max(float((y - wanted).abs().max()) for y in xs)
         assert moved <= allowed, (
             f"{topology.n} workers that all began at the same {numel} parameters and did not train moved by up to {moved:.3g} "
-            f"in 5 rounds on topology '{topology.name}'; let recv() return x where heard and told say that nobody moved"
+            f"in 3 rounds on topology '{topology.name}'; let recv() return x where heard and told say that nobody moved"
         )
 
 
@@ -98,7 +98,7 @@ def _binary(topology: Topology) -> bool:
 
 
 def replicas_that_receive_from_everyone_stay_bitwise_equal(rule: Rule, graphs: Sequence[Topology]) -> None:
-    """The tag `identical`, over 60 rounds with uneven local steps, in which they move."""
+    """The tag `identical`, over 20 rounds with uneven local steps, in which they move."""
     if not rule.identical:
         return
     assert rule.needs != "tree", (
@@ -106,14 +106,14 @@ def replicas_that_receive_from_everyone_stay_bitwise_equal(rule: Rule, graphs: S
     )
     start, drift = random_vectors(1, P, dtype=torch.float32)[0], random_drift(P, dtype=torch.float32)
     steps = [1, 2, 3] if rule.site == "parameters" else 1
-    xs = played(rule, make_topology("complete", 3), [start] * 3, 60, drift, steps=steps).xs
+    xs = played(rule, make_topology("complete", 3), [start] * 3, 20, drift, steps=steps).xs
     apart = max(float((x - xs[0]).abs().max()) for x in xs)
     assert all(torch.equal(xs[0], x) for x in xs), (
-        f"identical = True, and after 60 rounds on the complete graph the workers differ by up to {apart:.3g}; compute x from "
+        f"identical = True, and after 20 rounds on the complete graph the workers differ by up to {apart:.3g}; compute x from "
         "what all workers have in common (the mean that `hear` makes, and the state), or set identical = False"
     )
     assert not torch.equal(xs[0], start), (
-        "60 rounds of training left 3 workers at the parameters that they began with; let recv() apply what was trained"
+        "20 rounds of training left 3 workers at the parameters that they began with; let recv() apply what was trained"
     )
 
 
