@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from commands import Command
+from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
 from gossamer.record.trace import read_trace
+from gossamer.report.table import DASH, summary_rows, table_cells
 from gossamer.rules import RULES
 from gossamer.run import lanes
 from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import mean_of
+from gossamer.run.finished import is_finished
 from gossamer.run.simulate import simulate
 from tiny import tiny
 
@@ -47,6 +50,27 @@ def test_a_run_that_is_stopped_and_resumed_equals_the_uninterrupted_run(rule, st
     simulate(config, tmp_path / "parts", until=stop + 1)  # after the checkpoint of round `stop` or later
     simulate(config, tmp_path / "parts", resume=True)
     assert same_run(tmp_path / "whole", tmp_path / "parts", config)
+
+
+CLOCK = {"clock": {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}}
+
+
+@pytest.mark.parametrize("way", [{"run__eval_every": 2}, {"run__wait": False, "network": CLOCK}])
+def test_a_validation_of_the_mean_model_alone_finds_the_same_without_losses_of_workers(way, tmp_path, capsys):
+    every, alone = tiny(run__steps=4, **way), tiny(run__steps=4, run__eval_workers=False, **way)
+    for name, config in (("every", every), ("alone", alone)):
+        simulate(config, tmp_path / name)
+    lines = {name: [x for x in read_metrics(tmp_path / name) if x["kind"] == "eval"] for name in ("every", "alone")}
+    assert all(len(line["worker_losses"]) == 3 for line in lines["every"])
+    assert lines["alone"] == [{**line, "worker_losses": []} for line in lines["every"]]
+    assert is_finished(alone, tmp_path / "every")
+    with pytest.raises(ConfigError, match="other settings"):
+        is_finished(every, tmp_path / "alone")
+    if every.kind == "rounds":
+        headings, (_, cells) = table_cells(summary_rows({x: tmp_path / x for x in lines}, {}))
+        assert cells[headings.index("worst worker")] == DASH
+        assert main(["evaluate", str(tmp_path / "alone")]) == 0
+        assert f"mean model {lines['alone'][-1]['loss']:.4f} nats, disagreement" in capsys.readouterr().out
 
 
 def test_dropout_draws_the_same_on_any_number_of_threads_in_each_step_and_after_a_resume(tmp_path, monkeypatch):

@@ -28,8 +28,9 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | N
             {"folder": folder, "round": round, "workers": workers, **result._asdict(), "model": folder / "model"}
         )
         return
+    worst = f"worst worker {max(result.worker_losses):.4f}, " if result.worker_losses else ""
     print(
-        f"round {round}: mean model {result.loss:.4f} nats, worst worker {max(result.worker_losses):.4f}, "
+        f"round {round}: mean model {result.loss:.4f} nats, {worst}"
         f"disagreement {result.disagreement:.3g}"
         + ("" if result.js_divergence is None else f", of predictions {result.js_divergence:.3g} nats")
     )

@@ -17,8 +17,8 @@ before training has round -1. A number that is not finite is written as null.
   steps and tokens that this worker has behind it. With `record.hash` also `"hashes":[...]`, see there.
 * `{"kind":"eval","round":r,"step":s,"tokens":t,"loss":x,"worker_losses":[...],"disagreement":d}`: validation loss of
   the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
-  `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; with `run.eval_js` also `"js_divergence":j`, how far their
-  predictions are apart, in nats.
+  `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`; with `run.eval_js`
+  also `"js_divergence":j`, how far their predictions are apart, in nats.
 * `{"kind":"alignment","round":r,"alignment":a,"persistence":c}` with `record.alignment`: how far the workers' pseudo-gradients
   Δ_i of a round agree, `a = |mean Δ_i|² / mean |Δ_i|²`, and the cosine of mean Δ_i and that of the round before, or null.
 """

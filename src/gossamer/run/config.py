@@ -69,6 +69,9 @@ class LoopSettings:
     """Inner steps between two validations, each at the end of the round that reaches them; 0 validates only at the end."""
     eval_batches: Annotated[AtLeastOne, NEUTRAL] = 8
     """Validation batches of `data.batch_size` sequences."""
+    eval_workers: Annotated[bool, NEUTRAL] = True
+    """Whether a validation of a simulation or of `gossamer evaluate` also tries every worker's own parameters. With false it tries
+    the mean model only, which takes 1/(n + 1) of the time with n workers. A process of a real run always tries its own."""
     eval_js: Annotated[bool, NEUTRAL] = False
     """Whether a validation also measures how far the workers' predictions are apart: the mean Jensen-Shannon divergence to their
     mean, on the first validation batch. It costs one more forward pass of each worker, and their logits of one sequence in

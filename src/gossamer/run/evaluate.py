@@ -61,6 +61,7 @@ class Assessment(NamedTuple):
     loss: float
     """Of the mean model, each expert being the mean of its holders."""
     worker_losses: tuple[float, ...]
+    """Empty unless `run.eval_workers`."""
     disagreement: float
     """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
     js_divergence: float | None = None
@@ -168,6 +169,7 @@ class Probes:
         for probe in probes:
             self._idle.put(probe)
         self.task = probes[0].task
+        self.each_worker = probes[0].config.run.eval_workers
         self.compares = probes[0].config.run.eval_js
         self._sequences = len(probes[0].batches[0]) if self.compares else 0
 
@@ -199,7 +201,7 @@ def _in_turn(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
 
 
 def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence[Tensor]] = ()) -> Assessment:
-    """Scores the mean model and each worker's; workers that are bitwise equal are scored once.
+    """Scores the mean model and, if the run asks for it, each worker's; workers that are bitwise equal are scored once.
 
     Args: `buffers` are each worker's own, if the model has any.
     """
@@ -209,9 +211,10 @@ def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence
     apart = disagreement(vectors if held is None else held.beside(vectors, mean), mean)
     if not between and all(torch.equal(mean, x) for x in vectors):
         (value,) = probes.losses([(mean, ())])
-        return Assessment(value, (value,) * len(vectors), apart, 0.0 if probes.compares else None)
+        own = (value,) * len(vectors) if probes.each_worker else ()
+        return Assessment(value, own, apart, 0.0 if probes.compares else None)
     workers = [*zip(vectors, buffers, strict=True)]
-    value, *each = probes.losses([(mean, between), *workers])
+    value, *each = probes.losses([(mean, between), *(workers if probes.each_worker else [])])
     return Assessment(value, tuple(each), apart, probes.divergence(workers) if probes.compares else None)
 
 

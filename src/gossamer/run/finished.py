@@ -39,7 +39,8 @@ def is_finished(config: RunConfig, folder: Path) -> bool:
         return False
     there = parse(load(folder / "run.toml"))
     measured = [(run.eval_every, run.eval_batches, run.eval_js, run.pace_s) for run in (there.run, config.run)]
-    if digest(there) != digest(config) or measured[0] != measured[1]:
+    lacks = config.run.eval_workers and not there.run.eval_workers  # losses of workers too many are no fault
+    if digest(there) != digest(config) or measured[0] != measured[1] or lacks:
         raise ConfigError(
             f"'{folder}' holds a run with other settings than the file's; name another folder with --out, or remove it"
         )

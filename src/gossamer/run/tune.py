@@ -124,7 +124,8 @@ class Contender(NamedTuple):
     def run(self, trial: Trial, seed: int) -> RunConfig:
         """One run of a trial, which records its losses and neither models nor checkpoints."""
         lean = {
-            "run.eval_every": 0, "run.checkpoint_every": 0, "record.export": False, "record.keep_checkpoints": False,
+            "run.eval_every": 0, "run.eval_workers": False, "run.checkpoint_every": 0, "record.export": False,
+            "record.keep_checkpoints": False,
         }  # fmt: skip
         name = f"{self.row.label} {self.said(trial.setting)} rung={trial.rung} seed={seed}"
         config = parse(with_settings(self.document, {**self.chosen(trial.setting), **lean, "seed": seed, "name": name}))
