@@ -5,7 +5,7 @@ make results
 
 import logging
 
-from generators import experiments
+from generators import bound, experiments
 
 __all__ = ["write"]
 
@@ -16,6 +16,9 @@ def write() -> None:
         outcomes.with_suffix(".md").write_text(experiments.page(outcomes), encoding="utf-8")
         if (picture := experiments.drawn(outcomes)) is not None:
             outcomes.with_suffix(".svg").write_bytes(picture)
+    for page in bound.PAGES:
+        file = bound.ROOT / page
+        file.write_text(bound.filled(file.read_text(encoding="utf-8"), page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,247 @@
+"""Numbers of a page that name their source, and are written from it.
+
+A page lists its sources once, by short names; the files are under `docs/results`:
+
+    <!-- sources
+    h = paper/h_sweep.jsonl
+    demo = demo.md
+    -->
+
+A number is followed by a comment, which does not show, with such a name and a key, whose parts are separated by semicolons:
+
+    DiLoCo ends at 2.402 ± 0.016<!-- h: DiLoCo; local_steps=30 -->, 31<!-- demo: A over B; straggler; less in % --> % sooner
+
+The cells of a table that follows have the key of their row and that of their column; "-" leaves one out, and so does a comment
+in a cell:
+
+    <!-- cells of h
+    rows: DiLoCo | GASLoC 1-Peer above DiLoCo
+    columns: local_steps=1 | local_steps=5
+    -->
+
+`<!-- table 2 of h by paper/h_sweep.toml -->` before a table replaces it by the second that `gossamer compare` makes with that
+file.
+
+The first part of a key is the label of a variant (in a page: the first cell of a row or its start with "…", or "*"), or
+`A above B` (difference, seed by seed), `A over B` (ratio), `A with B` (Spearman's rank correlation over the points of a sweep).
+Then come, in any order:
+
+- `name=value`: only runs with this value of a swept key, or rows with this cell; `name/graph=ring` for either key; `seed=0`;
+- what is read: of outcomes `loss` (unless another is named), `worst`, `worst above mean`, `disagreement`, `sent MB`,
+  `seconds on NETWORK`, `seconds to validation` (the first, on the only network), and against the last loss of another variant
+  `time to B` and `rounds to B`, or `behind B` after its time, all with `by NETWORK` if there are several (or `by sent bytes`,
+  `by rounds`); of a page the heading of a column, "measured (2)" for the second
+  of that name, in which a time is in seconds, or `text HEADING` for a cell as it is;
+- `in %`, `less in %` (100 (1 - x)), `change in %` (100 (x - 1));
+- `each`, of the seeds; `min`, `max`, `count`; `lowest mean`, `highest mean` of the points of a sweep; otherwise the mean.
+
+The form is that of the number which stands there: its decimals, its sign, and whether "± 0.0" follows, the sample standard
+deviation.
+Raises: ValueError, which names the page and the key, for a key without a number.
+"""
+
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from generators.sources import NUMBER, TEXT, Reading, Source, source
+from gossamer.report.figures import table
+from gossamer.report.results import read_results
+from gossamer.run.document import load
+from gossamer.run.experiment import figure
+
+__all__ = ["PAGES", "ROOT", "filled", "unbound"]
+
+ROOT = Path(__file__).parents[2]
+PAGES = (
+    "README.md",
+    "docs/evidence.md",
+    "docs/results/rivals.md",
+    "docs/results/demo.md",
+    "docs/results/slow_links.md",
+)
+"""The pages with such numbers; in the first two every measured one names its source."""
+_SPREAD = rf"{NUMBER}(?:\s±\s{NUMBER})?"
+_LIST = rf"{_SPREAD}(?:,\s{NUMBER})*"
+_COMMENT = re.compile(r"<!-- (\w+): ([^>]+?)\s-->")
+_SOURCES = re.compile(r"<!-- sources\n(.*?)-->", re.DOTALL)
+_CELLS = re.compile(r"<!-- cells of (\w+)\nrows: (.*?)\ncolumns: (.*?)\n-->\n\n?((?:\|[^\n]*\n)+)", re.DOTALL)
+_TABLE = re.compile(r"<!-- table (\d+) of (\w+) by (\S+) -->\n\n?((?:\|[^\n]*\n)+)")
+_SCALED: dict[str, Callable[[float], float]] = {
+    "in %": lambda x: 100 * x, "less in %": lambda x: 100 * (1 - x), "change in %": lambda x: 100 * (x - 1),
+}  # fmt: skip
+_TAKEN = ("each", "min", "max", "count", "lowest mean", "highest mean")
+_RELATED: dict[str, Callable[[float, float], float]] = {
+    " above ": lambda x, y: x - y,
+    " over ": lambda x, y: x / y,
+}
+
+
+def filled(text: str, page: str) -> str:
+    """A page with every number that names its source as its source has it."""
+    names = _names(text)
+
+    def of(name: str) -> Source:
+        if name not in names:
+            raise ValueError(
+                f"{page} names the source '{name}' and lists {', '.join(names) or 'none'}; add it to its sources"
+            )
+        return source(names[name])
+
+    def written(like: str, name: str, key: str) -> str:
+        try:
+            return _written(of(name), key, like)
+        except (ValueError, KeyError, StopIteration) as error:
+            raise ValueError(f"{page}: {name}: {key}: {error}") from None
+
+    def whole_table(at: re.Match[str]) -> str:
+        asked = figure(load(ROOT / "configs" / at[3]))
+        assert asked is not None
+        made = table(read_results(names[at[2]]), asked).split("\n\n")[int(at[1]) - 1]
+        return at[0][: at.start(4) - at.start()] + made.rstrip("\n") + "\n"
+
+    def cells(at: re.Match[str]) -> str:
+        heads, lines = at[4].splitlines()[:2], at[4].splitlines()[2:]
+        rows, columns = ([part.strip() for part in at[k].split(" | ")] for k in (2, 3))
+        if len(rows) != len(lines):
+            raise ValueError(f"{page}: {len(rows)} rows are named for a table of {len(lines)}, {rows[0]!r} the first")
+        made = [
+            _line(line, row, columns, lambda like, key: written(like, at[1], key))
+            for line, row in zip(lines, rows, strict=True)
+        ]
+        return at[0][: at.start(4) - at.start()] + "\n".join([*heads, *made]) + "\n"
+
+    text = _CELLS.sub(cells, _TABLE.sub(whole_table, text))
+    parts, end = list[str](), 0
+    for at in _COMMENT.finditer(text):
+        before = text[end : at.start()]
+        stem = before.rstrip("*")
+        number = re.search(rf"(?:{_LIST if 'each' in _parts(at[2]) else _SPREAD})$", stem)
+        if number is None:
+            raise ValueError(
+                f"{page}: no number stands before the comment {at[0]!r}; write one in the form that it shall have"
+            )
+        parts += [stem[: number.start()], written(number[0], at[1], at[2]), before[len(stem) :], at[0]]
+        end = at.end()
+    return "".join([*parts, text[end:]])
+
+
+def unbound(text: str) -> list[str]:
+    """The numbers with three decimals or more, as losses and ratios have, that neither name a source nor stand in a bound table.
+
+    Such a number may name the test that computes it, as in `0.745<!-- tests/test_stability.py -->`.
+    """
+    text = _TABLE.sub("", _CELLS.sub("", text))
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
+    text = re.sub(rf"{_LIST}\**<!-- (?:\w+: |tests/)[^>]+-->", "", text)
+    return re.findall(r"(?<![\d.])\d{1,3}\.\d{3,}", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+
+
+def _names(text: str) -> dict[str, Path]:
+    listed = [line.split(" = ") for block in _SOURCES.findall(text) for line in block.strip().splitlines()]
+    return {name: ROOT / "docs" / "results" / file for name, file in listed}
+
+
+def _parts(key: str) -> list[str]:
+    return [part.strip() for part in key.split(";")]
+
+
+def _line(line: str, row: str, columns: Sequence[str], written: Callable[[str, str], str]) -> str:
+    first, *cells = line.strip("|").split("|")
+    if row == "-":
+        return line
+    if len(columns) != len(cells):
+        raise ValueError(f"{len(columns)} columns are named for the {len(cells)} of the line {line!r}")
+    made = [
+        cell if column == "-" or "<!--" in cell else _cell(cell, f"{row}; {column}", written)
+        for cell, column in zip(cells, columns, strict=True)
+    ]
+    return f"|{'|'.join([first, *made])}|"
+
+
+def _cell(cell: str, key: str, written: Callable[[str, str], str]) -> str:
+    parts = _parts(key)
+    if any(part.startswith(TEXT) for part in parts):
+        return f" {written('', key)} "
+    form = _LIST if "each" in parts else _SPREAD
+    return re.sub(form, lambda number: written(number[0], key), cell, count=1)
+
+
+def _written(of: Source, key: str, like: str) -> str:
+    """The number of a key in the form of another."""
+    label, *others = _parts(" ".join(key.split()))
+    like = " ".join(like.split())
+    only = dict[str, str]()
+    scaled, taken, measure = None, "", "loss"
+    for part in others:
+        name, equals, value = part.partition("=")
+        if part in _SCALED:
+            scaled = _SCALED[part]
+        elif part in _TAKEN:
+            taken = part
+        elif equals and " = " not in part:
+            only[name] = value
+        else:
+            measure = part
+    if " with " in label and label not in of.labels:
+        return _form(_rank_correlation(*(_all(of, one, only, measure) for one in label.split(" with "))), like)
+    found = _all(of, label, only, measure)
+    if measure.startswith(TEXT) and found:
+        return str(found[0].value)
+    if scaled is not None:
+        found = [one._replace(value=scaled(one.value)) for one in found]  # pyright: ignore[reportArgumentType]
+    values = [float(one.value) for one in found]
+    if not values:
+        raise ValueError(f"there is no such number; labels are {', '.join(of.labels)}")
+    if taken == "each":
+        return ", ".join(_form(value, like) for value in values)
+    if taken in ("lowest mean", "highest mean"):
+        return _form((min if taken.startswith("lowest") else max)(_means(found).values()), like)
+    if taken:
+        return _form(float(len(values)) if taken == "count" else min(values) if taken == "min" else max(values), like)
+    mean = _form(statistics.fmean(values), like)
+    if " ± " not in like:
+        return mean
+    return f"{mean} ± {_form(statistics.stdev(values), like.partition(' ± ')[2])}"
+
+
+def _all(of: Source, label: str, only: Mapping[str, str], measure: str) -> list[Reading]:
+    """The readings of a label, or of two that are related seed by seed."""
+    if label.endswith("…"):
+        (label,) = (one for one in of.labels if one.startswith(label[:-1]))
+    if label in of.labels:
+        return of.read(label, only, measure)
+    for word, related in _RELATED.items():
+        if word in label:
+            ours, theirs = (of.read(one, only, measure) for one in label.split(word))
+            other = {(one.point, one.seed): float(one.value) for one in theirs}
+            return [
+                one._replace(value=related(float(one.value), other[one.point, one.seed]))
+                for one in ours
+                if (one.point, one.seed) in other
+            ]
+    raise ValueError(f"'{label}' is none of {', '.join(of.labels)}")
+
+
+def _means(found: Sequence[Reading]) -> dict[str, float]:
+    points: dict[str, list[float]] = {}
+    for one in found:
+        points.setdefault(one.point, []).append(float(one.value))
+    return {point: statistics.fmean(own) for point, own in points.items()}
+
+
+def _rank_correlation(a: Sequence[Reading], b: Sequence[Reading]) -> float:
+    from scipy.stats import spearmanr
+
+    ours, theirs = _means(a), _means(b)
+    found = spearmanr([*ours.values()], [theirs[point] for point in ours])
+    return float(cast(Any, found).statistic)
+
+
+def _form(value: float, like: str) -> str:
+    """A number with the decimals and the kind of sign of another."""
+    decimals = len(like.split(",")[0].split(" ")[0].partition(".")[2])
+    said = format(value, f"{'+' if like[0] in '+−-' else ''}.{decimals}f")
+    return said if "-" in like or value >= 0 else said.replace("-", "−")

@@ -1,0 +1,101 @@
+"""Numbers of pages that name their source: what stands there is what the source says, and a key without a number is told."""
+
+from pathlib import Path
+
+import pytest
+
+from generators import bound
+from generators.bound import filled, unbound
+
+SOURCES = """<!-- sources
+h = paper/h_sweep.jsonl
+s10 = paper/straggler_10.jsonl
+grid = paper/outer_grid.jsonl
+iid = rivals/equal_iid.jsonl
+demo = demo.md
+slow = slow_links.md
+-->
+"""
+
+
+def said(text: str) -> str:
+    """What stands in place of a text with sources, without its comments."""
+    return filled(f"{SOURCES}{text}", "page.md").removeprefix(SOURCES).partition("<!--")[0]
+
+
+@pytest.mark.parametrize("page", bound.PAGES)
+def test_the_numbers_of_a_page_are_those_of_their_sources(page: str) -> None:
+    text = (bound.ROOT / page).read_text(encoding="utf-8")
+    assert filled(text, page) == text, "run make results"
+
+
+@pytest.mark.parametrize("page", bound.PAGES[:2])
+def test_a_page_of_claims_has_no_measured_number_without_a_source(page: str) -> None:
+    assert unbound((bound.ROOT / page).read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("stands", "key", "becomes"),
+    [
+        ("at 9.9", "h: DiLoCo; local_steps=30", "at 2.4"),
+        ("at **9.999 ±\n9.99", "h: DiLoCo; local_steps=30", "at **2.402 ± 0.02"),
+        ("in 3, 1.0000", "h: DiLoCo; local_steps=1; seed=0", "in 3, 2.5970"),
+        ("9.000, 1.0", "h: DiLoCo; local_steps=1; each", "2.597, 2.531, 2.570"),
+        ("+0.0", "h: GASLoC 1-Peer above DiLoCo; highest mean", "+0.1"),
+        ("−0.00", "h: DiLoCo above GASLoC 1-Peer; local_steps=1", "−0.04"),
+        ("-0.00", "h: DiLoCo above GASLoC 1-Peer; local_steps=1", "-0.04"),
+        ("0", "h: DiLoCo; count", "18"),
+        ("0.0 MB", "h: DiLoCo; local_steps=5; sent MB", ""),
+        ("0.00 ± 0.00", "s10: GASLoC 1-Peer, H_i = 15; time to DiLoCo", "0.70 ± 0.02"),
+        ("0", "s10: GASLoC 1-Peer, H_i = 15; time to DiLoCo; less in %; max", "30"),
+        ("1, 1", "s10: GASLoC 1-Peer, H_i = 15; rounds to DiLoCo; each", "26, 26, 27"),
+        ("+0.0000", "iid: GASLoC, drift; behind DiLoCo by rounds", "+0.0061"),
+        ("0.000", "grid: GASLoC 2-Peer with GASLoC complete", "0.993"),
+        ("0", "demo: GASLoC 1-Peer over DiLoCo; straggler; less in %", "31"),
+        ("0.0", "slow: 10% u…; seed=1; method=DiLoCo; measured", "88.0"),
+    ],
+)
+def test_a_number_keeps_its_form_and_gets_the_value_of_its_key(stands: str, key: str, becomes: str) -> None:
+    if not becomes:  # a unit stands between the number and the comment
+        with pytest.raises(ValueError, match="no number stands before"):
+            said(f"{stands}<!-- {key} -->")
+    else:
+        assert said(f"{stands}<!-- {key} -->") == becomes
+
+
+def test_cells_have_the_key_of_their_row_and_column_and_others_stay() -> None:
+    cells = "rows: DiLoCo; seed=0 | -\ncolumns: mean model | text straggler | - | worst worker\n-->\n\n"
+    table = "| a | b | c | d | e |\n|---|---:|---:|---:|---:|\n"
+    row = "| DiLoCo | **1.00** nats | x | 7 | 1<!-- demo: DiLoCo; seed=1; worst worker --> |\n"
+    after = filled(f"{SOURCES}<!-- cells of demo\n{cells}{table}{row}| us | 5 | x | 7 | 1 |\n", "page.md").splitlines()
+    assert after[-2].startswith("| DiLoCo | **2.08** nats | 9 min 0 s (28 %) | 7 | 2<!--")
+    assert after[-1] == "| us | 5 | x | 7 | 1 |"
+    with pytest.raises(ValueError, match="2 rows are named for a table of 1"):
+        filled(f"{SOURCES}<!-- cells of demo\n{cells}{table}{row}", "page.md")
+
+
+def test_a_whole_table_is_that_of_the_experiment() -> None:
+    page = f"{SOURCES}<!-- table 1 of h by paper/h_sweep.toml -->\n\n| old |\n|---|\n\nafter\n"
+    made = Path(bound.ROOT / "docs" / "results" / "paper" / "h_sweep.md").read_text(encoding="utf-8")
+    (table,) = [part for part in made.split("\n\n") if part.startswith("|")]
+    assert filled(page, "page.md").endswith(f"-->\n\n{table}\n\nafter\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "sentence"),
+    [
+        ("x: DiLoCo", "page.md names the source 'x' and lists h, s10"),
+        ("h: DiLoC", "page.md: h: DiLoC: 'DiLoC' is none of DiLoCo"),
+        ("h: DiLoCo; local_steps=31", "there is no such number"),
+        ("h: DiLoCo; los", "outcomes have no 'los'"),
+        ("demo: DiLoCo; mean modl", "there is no such number"),
+    ],
+)
+def test_a_key_without_a_number_is_told_with_its_page(key: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        said(f"1.0<!-- {key} -->")
+
+
+def test_losses_without_a_source_are_found_and_settings_bound_numbers_and_names_of_tests_are_not() -> None:
+    text = "0.25, 2.3456, **1.234**<!-- h: DiLoCo --> 0.745<!-- tests/test_stability.py -->, arXiv 2606.11081, `0.1234`, 139,584"
+    assert unbound(text) == ["2.3456"]
