@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from gossamer.errors import ConfigError, DataError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome
+from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
 from gossamer.run.audit import audit
 from gossamer.run.config import digest, dump
 from gossamer.run.keywords import resolved
@@ -293,3 +294,31 @@ def test_a_log_that_contradicts_itself_is_refused_in_a_sentence(tmp_path):
         path.unlink()
     with pytest.raises(ConfigError, match="no log of outcomes"):
         replay_elastic(config, tmp_path / "b", sound)
+
+
+def rounds_of(rounds, before):
+    """Rounds in which nothing was missed, of a process with so many inner steps behind it."""
+    return [RoundOutcome(r, None, NOBODY, NOBODY, before + 2 * k) for k, r in enumerate(rounds, 1)]
+
+
+def test_an_audit_follows_a_slot_that_was_taken_over_twice_once_by_a_ghost_from_every_snapshot(tmp_path, monkeypatch):
+    config = tiny(topology__name="ring", run__steps=16, run__elastic=True, run__checkpoint_every=1, record__hash=True)
+    others = {slot: lived(slot, 8, missed=[(2, 1), (5, 1)]) for slot in (0, 2)}
+    first = [Begun(0, 0, 1, 0, 0), *rounds_of(range(2), 0)]
+    ghost = [Begun(3, 3, 0, 4, 1, followed=(Followed(0, 2, 4), Followed(2, 3, 6))), *rounds_of(range(3, 5), 4)]
+    third = [Begun(6, 6, 2, 8, 2), *rounds_of(range(6, 8), 8), Ended(8, "finished")]
+    monkeypatch.setattr("gossamer.run.replay.KEPT", 8)
+    run = tmp_path / "run"
+    replay_elastic(config, run, logged(tmp_path / "log", config, {**others, 1: [*first, *ghost, *third]}))
+    assert audit(run, rounds=(0, 2)) == (0, 2, 0, 3 + 3 + 2, None)
+    for snapshot, hashes in ((3, 14), (4, 11), (7, 3)):
+        assert audit(run, rounds=(snapshot, None)) == (snapshot, 7, snapshot, hashes, None)
+    for path in (run / "checkpoints").glob("round-00000[3-6]"):
+        shutil.rmtree(path)  # what the third took over is gone too, and is computed
+    assert audit(run, rounds=(6, 6)) == (6, 6, 2, 3, None)
+    lines = read_metrics(run)
+    for line in lines:
+        if (line["round"], line.get("worker")) == (4, 1):
+            line["hashes"] = [one[::-1] for one in line["hashes"]]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert audit(run, rounds=(2, None)).difference == (4, 1, "what it sent")
