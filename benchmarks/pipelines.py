@@ -158,13 +158,13 @@ micro-batches of {BATCH} x {LENGTH} tokens, schedule 1f1b, in fp32 on one CPU co
 Each stage is a process in a network namespace of its own, whose link `tc tbf` limits in both directions; no delay is added.
 Subspace and ResBM let {WIDTH} numbers of a token cross; AQ-SGD has seen every sample once. "Compute" is the seconds of a step in
 which the stages computed, codecs included. The price adds the idle time of the schedule and the transfers: it is that of
-`gossamer price` from the trace of the run.
+`gossamer price` from the trace of the run, which counts the most bytes that a payload can have: of AQ-SGD those of a first visit.
 
 | link | boundary | bytes forward | and backward, a token | compute | tokens/s measured | priced | measured / priced |
 |---|---|---:|---:|---:|---:|---:|---:|
 {table}
 
-One run, on a machine with a load of {load:.1f} on {os.cpu_count()} cores when it began.
+One run, on a machine with a load of {load:.1f} on {os.cpu_count()} cores when it began: lines differ by what else it computes.
 """
 
 

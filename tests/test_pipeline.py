@@ -271,6 +271,9 @@ BAD = {
     "speeds and cuts": (
         {**CUT, "pipeline__speeds": [1.0, 2.0], "pipeline__cuts": [1]}, "and pipeline.cuts = [1]; give the speed of each stage",
     ),
+    "a stage without a fragment": (
+        {**CUT, "schedule__fragments": 2}, "stage 0 of 2 has layers [0], of 1 of them; take fewer fragments",
+    ),
     "a cut beyond": ({**CUT, "pipeline__cuts": [3]}, "pipeline.cuts is [3], but the model has 3 layers"),
     "tied": ({**CUT, "model__tie_embeddings": True}, "model.tie_embeddings is true"),
     "dropout": ({**CUT, "model__dropout": 0.1}, "model.dropout is 0.1"),

@@ -150,8 +150,10 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(stages=2, driver="train", partly=True),
         ["pipeline.stages is 2", "pipeline.workers"],
     ),
-    "pipeline and projection": (Facts(stages=2, driver="train", linear=True), ["pipeline.stages is 2", "'projection'"]),
-    "pipeline and schedule": (Facts(stages=2, schedule=Schedule(fragments=2)), ["pipeline.stages is 2", "fragments=2"]),
+    "pipeline and schedule": (
+        Facts(stages=2, schedule=Schedule(fragments=2, sends=3)),
+        ["pipeline.stages is 2", "schedule.sends = 3"],
+    ),
     "elastic and decisions of all": (
         Facts(
             elastic=True, rule=diloco(), topology=complete(4), schedule=Schedule(fragments=2, sends=2), local_steps=4

@@ -27,12 +27,13 @@ from gossamer.optimizers import Joined
 from gossamer.optimizers.inner import InnerConfig, build_optimizer
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.stages import read_stages
+from gossamer.record.stages import end_logs_of_others, read_stages
 from gossamer.record.trace import read_trace
 from gossamer.run.assemble import WHOLE, Store, joined_state, partition_of, state_of_part
 from gossamer.run.carried import CarriedStage
 from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
+from gossamer.run.history import lineage
 from gossamer.run.simulate import simulate
 from gossamer.run.staged import StagedModel
 from gossamer.run.task import task_of
@@ -48,7 +49,8 @@ CASES = {
     "dense, gpipe": {**TWO, "record__export": True},
     "tahquant and intk, 1f1b, clipped": {
         **TWO, "pipeline__schedule": "1f1b", "pipeline__forward": "tahquant", "pipeline__backward": "intk", "inner__clip": 0.5,
-        "inner__optimizer": "muon", "data__accumulate": 3,
+        "inner__optimizer": "muon", "data__accumulate": 3, "model__layers": 4, "schedule__fragments": 2,
+        "schedule__overlap_steps": 1,
     },
     "aqsgd, resumed": {
         **TWO, "pipeline__forward": "aqsgd", "pipeline__backward": {"name": "intk", "bits": 8}, "data__windows": 5,
@@ -65,9 +67,9 @@ CASES = {
         "pipeline__backward": "intk", "run__steps": 4, "pipeline__schedule": "1f1b", "inner__clip": 0.5,
         "rule": {"name": "diloco"}, "topology": {"name": "complete"},
     },
-    "gradients, clipped": {
+    "gradients, clipped, of projections": {
         **TWO, "rule": {"name": "data_parallel"}, "topology": {"name": "complete"}, "run__local_steps": 1, "run__steps": 2,
-        "inner__clip": 0.05, "pipeline__forward": "cast",
+        "inner__clip": 0.05, "pipeline__forward": {"name": "projection", "width": 8}, "pipeline__backward": "cast",
     },
     "stages that are laid otherwise": {
         **TWO, "model__layers": 4, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "pipeline__forward": "aqsgd",
@@ -153,7 +155,7 @@ def test_when_a_loss_is_not_finite_all_stages_end_with_the_same_sentence(trained
 
 def parameters(config, folder):
     """Those of each worker after the last round."""
-    task, line = task_of(config), checkpoint.Lineage(digest(config))
+    task, line = task_of(config), lineage(config, folder)
     return [Store(config, folder).load(task, config.rounds, w, line)["x"] for w in range(config.workers)]
 
 
@@ -203,6 +205,15 @@ def test_the_trace_has_the_messages_of_a_worker_once_and_a_line_of_each_stage_sa
     assert all(one.compute_s > 0 and one.wait_s > 0 and one.outer_bytes > 0 for one in lines)
 
 
+def test_the_logs_of_stages_that_are_no_more_end_before_the_round_that_is_trained_again(tmp_path):
+    for part in range(3):
+        (tmp_path / f"stages-001-{part}.jsonl").write_text("".join(json.dumps({"round": r}) + "\n" for r in range(4)))
+    end_logs_of_others(tmp_path, 1, 2, 3)
+    assert [len((tmp_path / f"stages-001-{part}.jsonl").read_text().splitlines()) for part in range(3)] == [4, 4, 3]
+    end_logs_of_others(tmp_path, 1, 1, 2)
+    assert [len((tmp_path / f"stages-001-{part}.jsonl").read_text().splitlines()) for part in range(3)] == [2, 2, 2]
+
+
 def test_evaluate_puts_each_worker_together_from_its_stages(trained):
     name = "dense, gpipe"
     found = evaluate(trained / "real" / name)
@@ -226,6 +237,7 @@ INNER = {
     "adamw": {}, "sgd": {"inner__optimizer": "sgd"}, "accum_adamw": {"inner__optimizer": "accum_adamw"},
     "muon, gpa": {"inner__optimizer": "muon", "inner__averaging": "gpa"},
     "spectral_muon, schedule_free": {"inner__optimizer": "spectral_muon", "inner__averaging": "schedule_free"},
+    "fragments": {"schedule__fragments": 2},
     "a rule that remembers": {"rule": {"name": "gasloc", "momentum": 0.9}},
 }  # fmt: skip
 
@@ -247,13 +259,16 @@ def test_a_state_that_is_cut_into_stages_and_joined_is_what_it_was(name, tmp_pat
     simulate(config, tmp_path / "run")
     task, line = task_of(config), checkpoint.Lineage(digest(config))
     whole = Store(config, tmp_path / "run").load(task, 1, 1, line)
-    whole["under_way"] = [{"round": 0, "fragment": 0, "sent": [whole["x"] * 2]}]
+    last = config.schedule.fragments - 1
+    sent = whole["x"] * 2 if last == 0 else whole["outer"][-1] * 2
+    whole["under_way"] = [{"round": 0, "fragment": last, "sent": [sent]}]
     model = task.model()
-    for cut in ({}, {"pipeline__cuts": [3]}, {"pipeline__schedule": "interleaved", "pipeline__chunks": 2}):
+    # With chunks, a stage would have no layer of some fragment.
+    for cut in ({}, {"pipeline__schedule": "interleaved", "pipeline__chunks": 2})[: 2 - last]:
         there = partition_of(tiny(**{**TWO, "model__layers": 4, **cut}))
         parts = [state_of_part(config, model, there, part, whole) for part in range(2)]
         assert sum(part["x"].numel() for part in parts) == whole["x"].numel() and alike(whole["data"], parts[0]["data"])
-        assert all(one["x"].numel() == one["under_way"][0]["sent"][0].numel() for one in parts)
+        assert sum(part["under_way"][0]["sent"][0].numel() for part in parts) == sent.numel()
         assert alike(joined_state(config, model, there, parts), whole)
     assert alike(joined_state(config, model, WHOLE, [whole]), whole)
 
@@ -299,10 +314,13 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
     assert code == 128 + signal.SIGKILL
     assert sorted(line[:5] for line in said) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
     assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in said)
-    code, output = run("train", "--resume", tmp_path / "run", "--local", 2)
+    code, output = run("train", "--resume", tmp_path / "run", "--local", 2, "--set", "pipeline.cuts=[2]")
     assert code == 0 and output.count(": round 2 of 2  loss") == 1, output
-    simulate(config, tmp_path / "simulated")
-    assert all(map(torch.equal, parameters(config, tmp_path / "run"), parameters(config, tmp_path / "simulated")))
+    assert "settings change after round 1: pipeline.cuts from none to (2,)" in output, output
+    other = tiny(**CASES["dense, gpipe"], pipeline__cuts=[2])
+    simulate(config, tmp_path / "simulated", until=1)
+    simulate(other, tmp_path / "simulated", resume=True)
+    assert all(map(torch.equal, parameters(other, tmp_path / "run"), parameters(other, tmp_path / "simulated")))
 
 
 def test_stages_as_a_word_of_a_command_cut_the_workers_of_a_file(tmp_path):

@@ -1,6 +1,6 @@
 """One flat buffer per worker: the model's parameters become views of it, in one canonical order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import groupby, pairwise
 from typing import Literal, NamedTuple
 
@@ -16,9 +16,11 @@ __all__ = [
     "arrange",
     "attach",
     "flat_gradients",
+    "fragment_of",
     "in_parts",
     "keep_attached",
     "layout_of",
+    "restricted",
     "views",
 ]
 
@@ -109,6 +111,15 @@ def in_parts(
     return _one_after_the_other(groups)
 
 
+def restricted(
+    layout: Layout, spans: Sequence[tuple[int, int]], names: Container[str]
+) -> tuple[Layout, tuple[tuple[int, int], ...]]:  # fmt: skip
+    """Some tensors of an arranged layout in its order, and what is left of its slices; see `arrange`."""
+    return _one_after_the_other(
+        [[leaf for leaf in layout.leaves if a <= leaf.start < b and leaf.name in names] for a, b in spans]
+    )
+
+
 def _one_after_the_other(groups: Sequence[Sequence[Leaf]]) -> tuple[Layout, tuple[tuple[int, int], ...]]:
     leaves: list[Leaf] = []
     ends = [0]
@@ -127,8 +138,13 @@ def _by_layers(layout: Layout, fragments: int, pattern: Pattern) -> list[list[Le
         raise ConfigError(
             f"schedule.fragments is {fragments} and the model has {len(units)} layers; take at most one fragment per layer"
         )
-    place = (lambda u: u % fragments) if pattern == "strided" else (lambda u: u * fragments // len(units))
-    return [[leaf for u, unit in enumerate(units) if place(u) == p for leaf in unit] for p in range(fragments)]
+    places = [fragment_of(u, len(units), fragments, pattern) for u in range(len(units))]
+    return [[leaf for u, unit in enumerate(units) if places[u] == p for leaf in unit] for p in range(fragments)]
+
+
+def fragment_of(layer: int, layers: int, fragments: int, pattern: Pattern) -> int:
+    """The fragment that a layer is in, where these are not packed; see `arrange`."""
+    return layer % fragments if pattern == "strided" else layer * fragments // layers
 
 
 def _packed(layout: Layout, fragments: int) -> list[list[Leaf]]:

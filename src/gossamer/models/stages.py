@@ -61,6 +61,12 @@ class Stage(OwnLayers):
         self.rotary = nn.Buffer(whole.rotary, persistent=False)
         self.subspace, self._in_subspace = whole.subspace, in_subspace(whole.config)
 
+    @property
+    def table(self) -> Tensor:
+        """The embeddings `[V, D]` of the first stage, without their gradient."""
+        assert self.model.embed_tokens is not None
+        return self.model.embed_tokens.weight.detach()
+
     def forward(self, x: Tensor, tokens: Tensor, *, full: bool = False) -> Tensor:
         """Its part of `Llama.forward`, operation by operation.
 

@@ -16,7 +16,7 @@ from gossamer.errors import ConfigError
 from gossamer.record.files import LineWriter, atomic_write, make_folder, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
 
-__all__ = ["StageSeconds", "read_stages", "stage_log"]
+__all__ = ["StageSeconds", "end_logs_of_others", "read_stages", "stage_log"]
 
 
 class StageSeconds(NamedTuple):
@@ -50,9 +50,21 @@ def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: in
             raise ConfigError(
                 f"the run folder {folder} already holds {path.name}; name a new folder, or resume that run"
             )
-        kept = [line for _, line in json_lines(path) if line.get("round", 0) < resume_round]
-        atomic_write(path, "".join(map(json_line, kept)).encode())
+        _keep_before(path, resume_round)
     return _StageLog(path)
+
+
+def end_logs_of_others(folder: Path, worker: int, parts: int, resume_round: int) -> None:
+    """Drops the lines of this round and later ones from the logs of stages that a run with fewer of them no longer has."""
+    for path in sorted(folder.glob(f"stages{worker_suffix(worker)}-*.jsonl")):
+        part = path.stem.rpartition("-")[2]
+        if parts == 1 or (part.isdecimal() and int(part) >= parts):
+            _keep_before(path, resume_round)
+
+
+def _keep_before(path: Path, round: int) -> None:
+    kept = [line for _, line in json_lines(path) if line.get("round", 0) < round]
+    atomic_write(path, "".join(map(json_line, kept)).encode())
 
 
 def read_stages(folder: Path) -> Iterator[StageSeconds]:

@@ -58,8 +58,6 @@ class Facts(NamedTuple):
     """As in `pipeline.stages`."""
     partly: bool = False
     """Whether `pipeline.workers` leaves some replicas whole."""
-    linear: bool = False
-    """Whether a boundary codec is linear."""
     hashes: bool = False
     """As in `record.hash`."""
     batched: int = 1

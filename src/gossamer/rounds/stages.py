@@ -45,14 +45,6 @@ STAGES = (
         ),
     ),
     Pairing(
-        "pipeline and projection",
-        lambda f: f.stages > 1 and f.driver == "train" and f.linear,
-        lambda f: (
-            f"pipeline.stages is {f.stages} with the boundary codec 'projection', for which stages share what it loses of the "
-            "embeddings, and processes do not; use another such as 'tahquant', or gossamer simulate"
-        ),
-    ),
-    Pairing(
         "pipeline and hashes",
         lambda f: f.stages > 1 and f.driver == "train" and f.hashes,
         lambda f: (
@@ -96,10 +88,11 @@ STAGES = (
     ),
     Pairing(
         "pipeline and schedule",
-        lambda f: f.stages > 1 and not f.schedule.plain,
+        lambda f: f.stages > 1 and bool(f.schedule.sends or f.schedule.inner_every),
         lambda f: (
-            f"pipeline.stages is {f.stages}, whose stages exchange together at the end of a round, but [schedule] is "
-            f"{f.schedule}; remove [schedule]"
+            f"pipeline.stages is {f.stages}, with schedule.sends = {f.schedule.sends} and schedule.inner_every = "
+            f"{[*f.schedule.inner_every]}, but stages would choose fragments by what each of them sees, and keep their moments; "
+            "remove both"
         ),
     ),
 )

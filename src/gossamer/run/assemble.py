@@ -7,16 +7,16 @@ inner optimizers follow the names of parameters, the memories of boundary codecs
 
 import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from gossamer.errors import CheckpointError
-from gossamer.layout import Layout, layout_of
+from gossamer.layout import Layout, layout_of, restricted
 from gossamer.models.llama import Llama
 from gossamer.models.stages import OwnLayers
 from gossamer.optimizers.by_name import for_optimizer, named_state
@@ -24,11 +24,13 @@ from gossamer.optimizers.inner import build_optimizer
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.run.config import RunConfig
+from gossamer.run.layouts import Spans, arranged
 from gossamer.run.pipeline import cuts_of
 from gossamer.run.task import Task
 
 __all__ = ["WHOLE", "Partition", "Store", "joined_state", "partition_of", "state_of_part"]
 
+_T = TypeVar("_T")
 _NAME = re.compile(r"stage-\d{1,4}-of-(\d{1,4})-cut((?:-\d{1,4})+)")
 
 
@@ -141,6 +143,28 @@ class Store(NamedTuple):
         return rising and one.stages > 0 and (len(one.cuts) + 1) % one.stages == 0
 
 
+class _Arranged(NamedTuple):
+    """The order of parameters in a vector, and the slices that are exchanged one after the other."""
+
+    layout: Layout
+    spans: Spans
+
+    @staticmethod
+    def of(config: RunConfig, model: Llama, parts: Sequence[OwnLayers]) -> "list[_Arranged]":
+        """That of a model, and of what each of these parts has of it."""
+        whole = _Arranged(*arranged(layout_of(model), config))
+        return [whole, *(_Arranged(*restricted(*whole, dict(part.named_parameters()))) for part in parts)]
+
+    def fragment(self, p: int | None) -> Layout:
+        """The layout of a fragment; of everything for None."""
+        return self.layout if p is None else self.layout.slice(*self.spans[p % len(self.spans)])
+
+    def each(self, values: Iterable[_T]) -> list[tuple[int, _T]]:
+        """The values of an outer state, as many of each fragment, with its number."""
+        listed = [*values]
+        return [(k * len(self.spans) // len(listed), value) for k, value in enumerate(listed)]
+
+
 def joined_state(
     config: RunConfig, model: Llama, source: Partition, states: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:  # fmt: skip
@@ -151,11 +175,11 @@ def joined_state(
     """
     if source == WHOLE:
         return {**states[0]}
-    parts, layout = source.parts(model), layout_of(model)
-    layouts, names = [*map(layout_of, parts)], {p: name for name, p in model.named_parameters()}
+    parts, names = source.parts(model), {p: name for name, p in model.named_parameters()}
+    layout, *layouts = _Arranged.of(config, model, parts)
 
-    def joined(values: Sequence[Tensor]) -> Tensor:
-        return _whole_of(values, layouts, layout)
+    def joined(values: Sequence[Tensor], fragment: int | None = None) -> Tensor:
+        return _whole_of(values, [one.fragment(fragment) for one in layouts], layout.fragment(fragment))
 
     inner = [
         named_state(build_optimizer(config.inner, part), state["inner"], names)
@@ -168,9 +192,14 @@ def joined_state(
     return {
         **states[0],
         "x": joined([state["x"] for state in states]),
-        "outer": [joined(values) for values in zip(*(state["outer"] for state in states), strict=True)],
+        "outer": [
+            joined(values, p) for p, values in layout.each(zip(*(state["outer"] for state in states), strict=True))
+        ],
         "under_way": [
-            {**one[0], "sent": [joined(values) for values in zip(*(each["sent"] for each in one), strict=True)]}
+            {
+                **one[0],
+                "sent": [joined(v, one[0]["fragment"]) for v in zip(*(each["sent"] for each in one), strict=True)],
+            }
             for one in flying
         ],
         "inner": for_optimizer(build_optimizer(config.inner, model), known, names),
@@ -185,17 +214,19 @@ def state_of_part(
 
     Args and raises: as `joined_state`.
     """
-    own, layout = target.parts(model)[part], layout_of(model)
-    places, names = layout_of(own), {p: name for name, p in model.named_parameters()}
+    own, names = target.parts(model)[part], {p: name for name, p in model.named_parameters()}
+    layout, places = _Arranged.of(config, model, [own])
 
-    def cut(value: Tensor) -> Tensor:
-        return _part_of(value, places, layout)
+    def cut(value: Tensor, fragment: int | None = None) -> Tensor:
+        return _part_of(value, places.fragment(fragment), layout.fragment(fragment))
 
     return {
         **whole,
         "x": cut(whole["x"]),
-        "outer": [*map(cut, whole["outer"])],
-        "under_way": [{**one, "sent": [*map(cut, one["sent"])]} for one in whole["under_way"]],
+        "outer": [cut(value, p) for p, value in layout.each(whole["outer"])],
+        "under_way": [
+            {**one, "sent": [cut(value, one["fragment"]) for value in one["sent"]]} for one in whole["under_way"]
+        ],
         "inner": for_optimizer(
             build_optimizer(config.inner, own), named_state(build_optimizer(config.inner, model), whole["inner"], names), names
         ),

@@ -164,7 +164,7 @@ class RunConfig:
                 raise ConfigError(
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
-        must_fit(self.pipeline, self.model, self.data, self.workers)
+        must_fit(self.pipeline, self.model, self.data, self.workers, self.schedule)
         if self.run.batched > 1:
             self._must_be_batched()
         must_deal(self.model.experts, self.workers)

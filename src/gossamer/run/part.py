@@ -27,11 +27,13 @@ from gossamer.run.staged import (
     boundaries_state,
     boundary_ends,
     computing,
+    lost_of,
     restore_boundaries,
     spans_of,
     squared_norm,
 )
 from gossamer.transport.pipe import Flow, Pipe
+from gossamer.tree import nbytes
 
 __all__ = ["OwnStages"]
 
@@ -46,16 +48,23 @@ class _Side:
         self._out, self._into = ends if sends else ends[::-1]
         names = ("forward", "backward") if sends else ("backward", "forward")
         self._leaving, self._coming = (Flow(name, boundary) for name in names)
+        self._sends = sends
         self._samples: Sequence[Sequence[int]] = ()
+        self._known: Sequence[Tensor] | None = None
 
-    def begin(self, samples: Sequence[Sequence[int]]) -> None:
-        """Announces all messages of a step, with micro-batches of these samples."""
-        self._samples = samples
+    def begin(self, samples: Sequence[Sequence[int]], known: Sequence[Tensor] | None) -> None:
+        """Announces all messages of a step, with micro-batches of these samples.
+
+        Args: `known` is what of the activations of each micro-batch both ends know; None for nothing.
+        """
+        self._samples, self._known = samples, known
         most_bytes = self._into.codec.most_bytes(self._into.shape)
         self._pipe.expect(self._coming, self._other, self._into.payload_bytes(samples), most_bytes)
 
     def send(self, micro: int, h: Tensor) -> None:
         """See `gossamer.run.carried.Carrier`."""
+        if self._sends and self._known is not None:
+            h = h - self._known[micro]
         payload = self._out.encode(h, self._samples[micro])
         self._pipe.send(self._leaving, self._other, payload, length_first=self._out.length_first)
 
@@ -63,7 +72,8 @@ class _Side:
         """See `gossamer.run.carried.Carrier`. Raises TransportError for a payload that does not fit."""
         payload = self._pipe.receive(self._coming, self._other).to(self._like.device)
         try:
-            return self._into.decode(payload, self._like, self._samples[micro])
+            h = self._into.decode(payload, self._like, self._samples[micro])
+            return h if self._sends or self._known is None else h + self._known[micro]
         except ValueError as error:
             raise TransportError(
                 f"stage {self._other} of this worker sent a payload that cannot be decoded ({error}); start all processes with "
@@ -105,6 +115,9 @@ class OwnStages:
         """The forward and the backward direction of each boundary of these stages."""
         self._by_layer = {spans[b + 1][0]: ends for b, ends in self.boundaries.items()}
         self._sides: list[_Side] = []
+        linear = next(iter(self.boundaries.values()))[0].codec.linear
+        self._table_shape = whole.model.embed_tokens.weight.shape if linear else None
+        self._rest: Tensor | None = None
         carried = [self._carried(k, whole) for k in self._places]
         self._accumulate = config.data.accumulate
         self._losses: list[float] = []
@@ -143,13 +156,29 @@ class OwnStages:
         return value / self._accumulate if self._accumulate > 1 else value
 
     def begin(self) -> None:
-        """Nothing: codecs for which stages agree on something at the start of a local phase are refused."""
+        """A local phase begins: all stages learn which part of the embeddings `[V, D]` a linear codec would lose."""
+        if self._table_shape is None:
+            return
+        part, last = self._pipe.part, self._pipe.parts - 1
+        if part == 0:
+            self._rest = lost_of(self._stages[0].table, next(iter(self.boundaries.values()))[0].codec)
+        else:
+            size = 4 * math.prod(self._table_shape)
+            self._pipe.expect(Flow("embeddings", part - 1), part - 1, [size], size)
+            came = self._pipe.receive(Flow("embeddings", part - 1), part - 1)
+            self._rest = came.view(torch.float32).view(self._table_shape).to(self._device)
+        if part < last:
+            self._pipe.send(
+                Flow("embeddings", part), part + 1, self._rest.view(-1).view(torch.uint8), length_first=False
+            )
+            self.boundaries[part][0].sent_bytes += nbytes(self._rest)
 
     def backward(self, batches: Sequence[MicroBatch]) -> list[float]:
         """See `gossamer.run.staged.InStages`; all processes of the worker return the same losses."""
         began_s, waited_s = time.perf_counter(), self._pipe.waited_s
+        known = None if self._rest is None else [self._rest[batch[:, :-1]] for batch, _ in batches]
         for side in self._sides:
-            side.begin([samples for _, samples in batches])
+            side.begin([samples for _, samples in batches], known)
         tokens = torch.cat([batch for batch, _ in batches])
         first = [tokens[:, :-1]] if 0 in self._places else []
         self._losses.clear()

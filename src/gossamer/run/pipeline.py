@@ -1,6 +1,7 @@
 """The [pipeline] settings of a run file: a replica whose layers are cut into stages, with slow links between them."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import Field
@@ -12,8 +13,10 @@ from gossamer.codecs.by_part import by_part
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError
 from gossamer.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
+from gossamer.layout import fragment_of
 from gossamer.models.sizes import ModelConfig, crossing
 from gossamer.models.stages import cutting_faults, minimax, piece_of
+from gossamer.rounds.schedule import Schedule
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS
 from gossamer.schema import settings
@@ -129,8 +132,11 @@ def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig) -> Code
     return by_part(codec, lambda name: piece_of(name, cuts) % pipeline.stages)
 
 
-def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int) -> None:
-    """Raises ConfigError unless a model can be cut into these stages and its batches into micro-batches for them."""
+def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int, schedule: Schedule) -> None:
+    """Raises ConfigError unless a model can be cut into these stages and its batches into micro-batches for them.
+
+    Each stage has a share of each fragment of the schedule.
+    """
     named = pipeline.workers or ()
     if named and (pipeline.stages == 1 or max(named) >= workers or [*named] != sorted({*named})):
         raise ConfigError(
@@ -168,6 +174,20 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, wor
             f"data.accumulate is {data.accumulate}; set it to a multiple of {stages}"
         )
     _must_cross(pipeline, model, data, cuts)
+    _must_share(pipeline, schedule, model.shape.layers, cuts)
+
+
+def _must_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cuts: Sequence[int]) -> None:
+    """Raises ConfigError for a stage without a layer of some fragment, as it would have nothing to send."""
+    spans, fragments = [*pairwise([0, *cuts, layers])], schedule.fragments
+    for part in range(pipeline.stages if 1 < fragments <= layers else 0):
+        own = [k for a, b in spans[part :: pipeline.stages] for k in range(a, b)]
+        held = {fragment_of(k, layers, fragments, schedule.pattern) for k in own}
+        if len(held) < fragments:
+            raise ConfigError(
+                f"schedule.fragments is {fragments} with pattern '{schedule.pattern}', and stage {part} of {pipeline.stages} has "
+                f"layers {own}, of {len(held)} of them; take fewer fragments, 'strided', or fewer stages"
+            )
 
 
 def _must_cross(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, cuts: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ from gossamer import rng
 from gossamer.data.corpus import Corpus
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
 from gossamer.finite import GO_ON
-from gossamer.layout import attach, flat_gradients, layout_of, views
+from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
 from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA
@@ -86,16 +86,17 @@ class Replica:
         self.model = task.model()
         if task.holding is not None:
             keep_experts(self.model, task.holding.holders.resident(index))
+        self.layout, self.spans = arranged(layout_of(self.model), config)
         self.staged: InStages | None = None
         """The stages of a model that is cut, which share its parameters."""
         if config.pipeline.cuts_replica(index):
             assert isinstance(self.model, Llama)  # `must_fit` refuses others
             self.staged = cut(self.model) if cut else StagedModel(self.model.to(device), config)
             self.model = self.staged.model
+            self.layout, self.spans = restricted(self.layout, self.spans, dict(self.model.named_parameters()))
         self.model.to(device)
         self.buffers = buffers_of(self.model)
         """Its own, as the running statistics of batch norm; they are never exchanged."""
-        self.layout, self.spans = arranged(layout_of(self.model), config)
         self.x = attach(self.model, self.layout, buffer)
         self.averaged: Tensor | None = None
         """The average x and the iterate z of an optimizer that averages, one after the other `[2P]`; the parameters follow."""

@@ -18,7 +18,7 @@ from gossamer.rounds.facts import Facts
 from gossamer.rounds.method import Method, method_of, settled_rule, warnings_of
 from gossamer.run.config import RunConfig
 from gossamer.run.parts import OURS, Parts, make
-from gossamer.run.pipeline import boundary_of, by_stage
+from gossamer.run.pipeline import by_stage
 from gossamer.topologies import Topology
 
 __all__ = [
@@ -176,7 +176,6 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
         server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
         averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, reduction=run.reduction,
         eval_js=run.eval_js, elastic=run.elastic, stages=config.pipeline.stages, partly=config.pipeline.workers is not None,
-        linear=any(boundary_of(one).linear for one in (config.pipeline.forward, config.pipeline.backward)),
         hashes=config.record.hash, batched=run.batched, holders=holders.parts if holders is not None else (),
         constant_batch=config.data.constant_batch, ghost_rounds=run.ghost_rounds,
         fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gossamer.boundaries import Boundary
 from gossamer.boundaries.ends import BoundaryEnd, through
 from gossamer.errors import CheckpointError
 from gossamer.models.llama import Llama
@@ -30,6 +31,7 @@ __all__ = [
     "boundaries_state",
     "boundary_ends",
     "computing",
+    "lost_of",
     "restore_boundaries",
     "spans_of",
     "squared_norm",
@@ -95,6 +97,12 @@ def squared_norm(stage: nn.Module) -> Tensor:
     return torch.nn.utils.get_total_norm([p.grad for p in stage.parameters() if p.grad is not None]).square()
 
 
+def lost_of(table: Tensor, codec: Boundary) -> Tensor:
+    """The part of the embeddings `[V, D]` that a linear boundary codec would lose."""
+    rows = table[None]
+    return (rows - codec.decode(codec.encode(rows), rows))[0]
+
+
 Boundaries = Mapping[int, tuple[BoundaryEnd, BoundaryEnd]]
 """The forward and the backward direction of each, by the layer that it lies before."""
 
@@ -132,16 +140,16 @@ class StagedModel:
         self.boundaries = [boundary_ends(config, stage.first) for stage in self.stages[1:]]
         """The forward and the backward direction of each, in order of the stages."""
         self._by_layer = {stage.first: ends for stage, ends in zip(self.stages[1:], self.boundaries, strict=True)}
-        self._table, self._linear = model.model.embed_tokens.weight, self.boundaries[0][0].codec.linear
+        self._linear = self.boundaries[0][0].codec.linear
         self._rest: Tensor | None = None
 
     def begin(self) -> None:
         """A local phase begins: all stages learn which part of the embeddings `[V, D]` a linear codec would lose."""
         if self._linear:
-            table = self._table.detach()[None]
-            there, _ = self.boundaries[0]
-            self._rest = (table - there.codec.decode(there.codec.encode(table), table))[0]
-            for there, _ in self.boundaries:
+            self._rest = lost_of(self.stages[0].table, self.boundaries[0][0].codec)
+            for there, _ in self.boundaries[
+                : self._config.pipeline.stages - 1
+            ]:  # with chunks, a process learns it once
                 there.sent_bytes += nbytes(self._rest)
 
     def loss(self, batch: Tensor, samples: Sequence[int]) -> Tensor:

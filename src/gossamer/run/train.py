@@ -21,7 +21,7 @@ from gossamer.record.checkpoint import Lineage
 from gossamer.record.files import atomic_write, make_folder
 from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.progress import quieted, say
-from gossamer.record.stages import stage_log
+from gossamer.record.stages import end_logs_of_others, stage_log
 from gossamer.rounds.method import Method
 from gossamer.run.assemble import Store, partition_of
 from gossamer.run.config import RunConfig, decisive, digest, dump
@@ -225,6 +225,8 @@ def _restore(worker: Worker, past: History, store: Store, member: Member, round:
     going_on = past.go_on(store.folder, round)
     agree(member, "all have taken over what other stages have saved", timeout_s=config.run.timeout_s)
     store.forget_others(me)
+    if member.part == 0:
+        end_logs_of_others(store.folder, me, member.parts, round)
     return going_on
 
 
