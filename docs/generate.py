@@ -16,6 +16,8 @@ from typing import Any
 import yaml
 
 from generators import command_line, methods, python_names, run_file, tables
+from gossamer.report.assets import whole_page
+from gossamer.report.calculator import frozen_contents, short_lists
 
 __all__ = ["write"]
 
@@ -30,6 +32,16 @@ _DECISIONS = "Each page has the context of a decision, what was decided, the evi
 _REGISTERED = (
     "Outcomes of what is [registered](../registered.md), as they come; `make results` writes these pages from them."
 )
+_CALCULATORS = """# Calculators
+
+[Open the calculators](calculator.html): move bandwidth, the slowest uplink, model, local steps and codec, and see the share of
+the time spent computing, bytes and seconds of a round, for data parallelism, DiLoCo and GASLoC; and published settings with their
+published figures. Every answer on that page was computed when this site was built, by what `gossamer plan` and
+`gossamer utilisation` call.
+
+`gossamer watch --plan` serves the same page with more values, latency and workers among them, and prices all other methods too.
+With a network file it moves the bandwidth of all its links together.
+"""
 _PAPER = "Tables and figures of the experiments that [Evidence](../../evidence.md) examines."
 
 
@@ -58,12 +70,17 @@ def write(folder: Path) -> None:
 
 
 def _made() -> Iterator[tuple[str, str]]:
-    """The path and the Markdown of each page that no file of this folder holds."""
+    """The path and the text of each page that no file of this folder holds."""
     yield from methods.pages()
     yield from tables.pages()
     yield "reference/run-file.md", run_file.page()
     yield "reference/command-line.md", command_line.page()
     yield "reference/python.md", python_names.page()
+    yield "calculators.md", _CALCULATORS
+    yield (
+        "calculator.html",
+        whole_page("What a network costs", frozen_contents(short_lists()), "", "", main="calculator"),
+    )
     yield "adr/index.md", _list_of("adr", "Decisions", _DECISIONS)
     for folder, title, about in EXPERIMENTS:
         if _in_folder(folder):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +18,12 @@ import numpy as np
 import pytest
 import tomli_w
 
+from gossamer.cli.watch import calculators
 from gossamer.record.folder import RunFolder
 from gossamer.record.trace import Entry, Operation
 from gossamer.report import view
+from gossamer.report.assets import whole_page
+from gossamer.report.calculator import Calculator, frozen_contents
 from gossamer.report.page import write_report
 from gossamer.topologies import make_topology
 from test_watch import served
@@ -188,6 +192,43 @@ def test_the_page_follows_real_runs_and_outlives_an_end_a_kill_and_its_own_serve
         until(lambda: re.search(r"killed: silent, \d+ of 1000 rounds", summaries(page)))
     until(lambda: "does not answer" in page.locator("[role=status]").inner_text())
     assert "ended: finished" in summaries(page), "what was shown stays"
+
+
+def test_the_calculators_follow_what_is_moved_by_keyboard_with_and_without_a_server(page: Any, tmp_path: Path) -> None:
+    short = {
+        "latency": (0.03,),
+        "workers": (4,),
+        "step_s": (0.3,),
+        "vocab": (256,),
+        "model": ("1m",),
+        "share": (1.0, 0.1),
+    }
+    calculator = Calculator()
+    calculator.inputs["plan"] = tuple(
+        one._replace(values=short.get(one.key, (one.start,)), start=short.get(one.key, (one.start,))[0])
+        if place
+        else one
+        for place, one in enumerate(calculator.inputs["plan"])
+    )
+    frozen = tmp_path / "calculator.html"
+    frozen.write_text(whole_page("x", frozen_contents(calculator), "", "", main="calculator"))
+    with calculators((), "127.0.0.1", 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        for address in (server.address, frozen.as_uri()):
+            page.goto(address)
+            part = page.locator("section[data-part=plan]")
+            part.locator("path[data-curve=DiLoCo]").wait_for()
+            rows, curve = part.locator("tbody").inner_text(), part.locator("path[data-curve=DiLoCo]").get_attribute("d")
+            part.locator("[data-key=bandwidth]").press("ArrowRight")
+            assert part.locator("tbody").inner_text() != rows
+            part.locator("[data-key=share]").press("ArrowRight")
+            until(lambda part=part, curve=curve: part.locator("path[data-curve=DiLoCo]").get_attribute("d") != curve)
+            figures = page.locator("section[data-part=published]")
+            figures.get_by_text("GASLoC, figure 9").click()
+            figures.locator("path[data-curve=gasloc_1_peer]").wait_for()
+        server.shutdown()
+        thread.join()
 
 
 def train(folder: Path, name: str) -> subprocess.Popen[bytes]:

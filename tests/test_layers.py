@@ -92,6 +92,7 @@ LIGHT = [  # work without torch
     "report.contents",
     "report.assets",
     "report.live",
+    "report.calculator",
     "report.terminal",
     "report.web",
     "report.figures",

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.run_file import whole_numbers
 from gossamer.cli.tables import print_table
-from gossamer.errors import ConfigError, choose
+from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
     from gossamer.models.sizes import ModelConfig
@@ -69,8 +69,9 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
     Args:
         network: network file (TOML), such as gossamer probe writes
     """
+    from gossamer.models.sizes import parameter_count
     from gossamer.network.links import read_network
-    from gossamer.network.plan import PlanSettings, plan
+    from gossamer.network.plan import PlanSettings, bits_per_parameter, plan
     from gossamer.run.planned import best_of, price_recipes
     from gossamer.run.planned_stages import plan_in_stages
 
@@ -80,8 +81,8 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
     links, model, step = _what(read_network(network), options, network)
     settings = PlanSettings(
         **step, workers=options.workers, local_steps=whole_numbers("--local-steps", options.local_steps),
-        codecs=_bits_per_parameter(options, model, step["vocab_size"]), target=options.target, step_s=options.step_s,
-        peak_flops=options.peak_flops, mfu=options.mfu,
+        codecs=bits_per_parameter(options.codec, parameter_count(model, step["vocab_size"])),
+        target=options.target, step_s=options.step_s, peak_flops=options.peak_flops, mfu=options.mfu,
     )  # fmt: skip
     boundaries = _boundaries(options)
     cut = None
@@ -193,21 +194,6 @@ def _print_choice(usual: "Sequence[Candidate]", chosen: "Candidate", target: flo
     print(f"chosen: {chosen.method} with {chosen.full_steps} local steps and codec {chosen.codec} ({reached})")
     if chosen in usual:
         print("another method is taken with --method NAME; a price does not tell how much a method learns")
-
-
-def _bits_per_parameter(options: PlanOptions, model: "ModelConfig", vocab_size: int) -> dict[str, float]:
-    """What each codec to try makes of a parameter. Raises ConfigError for one that is not in the table."""
-    from gossamer.codecs import CODECS
-    from gossamer.codecs.message import payload_bytes
-    from gossamer.models.sizes import parameter_count
-    from gossamer.network.plan import EXACT
-
-    parameters, bits = parameter_count(model, vocab_size), dict(EXACT)
-    for name in options.codec:
-        if name not in CODECS:
-            raise ConfigError(choose("codec", name, CODECS) + "; correct the name")
-        bits[name] = 8 * payload_bytes(CODECS[name](), parameters) / parameters
-    return bits
 
 
 def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:

@@ -1,7 +1,7 @@
 """`gossamer watch`: a live page of runs."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import Output
+from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
     import subprocess
 
-__all__ = ["WATCHABLE", "Watchable", "command"]
+    from gossamer.report.web import Page
+
+__all__ = ["WATCHABLE", "Watchable", "calculators", "command"]
 
 PORT = 8250
 _PAGES: list["subprocess.Popen[bytes]"] = []
@@ -22,9 +25,10 @@ _BESIDE = "import sys; from pathlib import Path; from gossamer.report.web import
 
 
 def command(
-    folders: Annotated[tuple[Path, ...], Parameter(name="RUN")],
+    folders: Annotated[tuple[Path, ...], Parameter(name="RUN")] = (),
     /,
     *,
+    plan: bool = False,
     port: int = PORT,
     host: str = "127.0.0.1",
 ) -> None:
@@ -33,7 +37,8 @@ def command(
     It only reads their folders. A folder that holds run folders is watched for those that appear in it.
 
     Args:
-        folders: run folders
+        folders: run folders; with --plan a network file, or nothing
+        plan: serve calculators instead: move bandwidth, workers, model, local steps and codec, and see what each method costs
         port: port of the page (default: 8250); 0 takes one that is free
         host: address to serve it on (default: 127.0.0.1, this machine only); on any other the page has a secret token
     """
@@ -41,8 +46,10 @@ def command(
 
     from gossamer.report.web import page_server
 
+    if not plan and not folders:
+        raise ConfigError("no run was given to watch (got none, need one or more); name run folders, or give --plan")
     words = shlex.join(["gossamer", "watch", *map(str, folders)])
-    with page_server(folders, host, port, command=words) as page:
+    with calculators(folders, host, port) if plan else page_server(folders, host, port, command=words) as page:
         print(f"watch: {page.address}", flush=True)
         if not page.token:
             print(
@@ -50,6 +57,25 @@ def command(
             )
         with contextlib.suppress(KeyboardInterrupt):
             page.serve_forever()
+
+
+def calculators(files: tuple[Path, ...], host: str, port: int) -> "Page":
+    """A server of calculators, not yet serving."""
+    from gossamer.network.links import read_network
+    from gossamer.network.plan import Candidate, RunPlan
+    from gossamer.report.calculator import Calculator
+    from gossamer.report.web import Page
+
+    if len(files) > 1:
+        raise ConfigError(f"--plan got {len(files)} files; give one network file, or none")
+
+    def others(made: RunPlan) -> tuple[Sequence[Candidate], Mapping[str, str]]:
+        from gossamer.run.planned import price_recipes
+
+        return price_recipes(made)
+
+    calculator = Calculator(read_network(files[0]) if files else None, others)
+    return Page(calculator.answers, host, port, main="calculator")
 
 
 @Parameter(name="*")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tomli_w
 
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.limits import ensure, positives
 from gossamer.network.links import Links, Network, links_of, to_options
@@ -30,6 +30,7 @@ __all__ = [
     "Candidate",
     "PlanSettings",
     "RunPlan",
+    "bits_per_parameter",
     "matched_steps",
     "plan",
     "plan_rows",
@@ -53,6 +54,23 @@ _BACK_BITS = 16.0
 _LIMIT_WORKERS = 2000
 _LIMIT_MESSAGES = 10**7
 """A mean has a message for each pair of workers; a trace of more messages would take gigabytes."""
+
+
+def bits_per_parameter(codecs: Iterable[str], parameters: int) -> dict[str, float]:
+    """Of each codec on a model of so many parameters, and of `EXACT`. Raises ConfigError for one that is not in the table.
+
+    >>> bits_per_parameter(["int8"], 10_000)["exact"]
+    32.0
+    """
+    from gossamer.codecs import CODECS  # which needs torch
+    from gossamer.codecs.message import payload_bytes
+
+    bits = dict(EXACT)
+    for name in codecs:
+        if name not in CODECS:
+            raise ConfigError(choose("codec", name, CODECS) + "; correct the name")
+        bits[name] = 8 * payload_bytes(CODECS[name](), parameters) / parameters
+    return bits
 
 
 class Candidate(NamedTuple):

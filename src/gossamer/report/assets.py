@@ -20,37 +20,44 @@ class Asset(NamedTuple):
 
 
 _STYLE = Asset("page.css", "text/css; charset=utf-8")
-_SCRIPTS = tuple(
-    Asset(f"{name}.js", "text/javascript; charset=utf-8") for name in ("marks", "charts", "gossip", "timeline", "page")
-)
-ASSETS = {asset.name: asset for asset in (_STYLE, *_SCRIPTS)}
+_PARTS = {"page": ("marks", "charts", "gossip", "timeline", "page"), "calculator": ("marks", "charts", "calculator")}
+"""The scripts of each page, by the last of them, which puts it together."""
+_SCRIPTS = {name: Asset(f"{name}.js", "text/javascript; charset=utf-8") for names in _PARTS.values() for name in names}
+ASSETS = {asset.name: asset for asset in (_STYLE, *_SCRIPTS.values())}
 """By name; nothing else is served from here."""
 
 
-def shell(hint: str = "") -> bytes:
+def shell(hint: str = "", *, main: str = "page") -> bytes:
     """The markup of a live page, which asks its server for everything else.
 
-    Args: `hint` says how to look from another machine.
+    Args:
+        hint: how to look from another machine.
+        main: the script that puts the page together.
     """
     links = f'<link rel="stylesheet" href="{_STYLE.name}">'
-    scripts = "".join(f'<script src="{script.name}" defer></script>' for script in _SCRIPTS)
+    scripts = "".join(
+        f'<script src="{script.name}" defer></script>' for script in map(_SCRIPTS.__getitem__, _PARTS[main])
+    )
     words = f"From another machine: <code>{escape(hint)}</code>, then open the same address there." if hint else ""
     plain, note = "<p>This page needs JavaScript.</p>", f'<p class="faint">{words}</p>'
     return _markup("gossamer watch", links + scripts, plain, note).encode()
 
 
-def whole_page(title: str, contents: dict[str, Any], plain: str, body: str) -> str:
+def whole_page(title: str, contents: dict[str, Any], plain: str, body: str, *, main: str = "page") -> str:
     """A page that needs no other file.
 
     Args:
         contents: what the live page would be given by its server, with "moments", the rounds that can be drawn.
         plain: markup that is shown where there are no scripts.
         body: markup that is always shown.
+        main: the script that puts the page together.
     """
     style = f"<style>{_STYLE.read().decode()}</style>"
     # In a script element only "<" can end the element or begin a comment.
     data = json.dumps(contents, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    scripts = "".join(f"<script>{script.read().decode()}</script>" for script in _SCRIPTS)
+    scripts = "".join(
+        f"<script>{script.read().decode()}</script>" for script in map(_SCRIPTS.__getitem__, _PARTS[main])
+    )
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">{style}'
     tail = f'<script type="application/json" id="contents">{data}</script>{scripts}'

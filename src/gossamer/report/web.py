@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from gossamer.report.live import LiveRuns
 
 __all__ = ["Page", "beside", "page_server"]
 
+Answers = Mapping[str, Callable[[Mapping[str, str]], bytes]]
 _LINGER_S = 60.0
 """How long the page of a run that has ended is served after somebody last looked."""
 _POLICY = (
@@ -37,15 +38,17 @@ class Page(http.server.ThreadingHTTPServer):
     """Serves one page of some runs, each request in a thread of its own.
 
     Args:
+        answers: what it answers with JSON, by the name that is asked for, from the query; empty for what there is not.
         host, port: where it listens; port 0 takes one that is free. On any host but loopback all addresses begin with a token.
+        main: the script that puts the page together.
     Raises: ConfigError for a port that is taken, or an address that is none of this machine.
     """
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, runs: LiveRuns, host: str, port: int) -> None:
-        self.runs, self.host = runs, host
+    def __init__(self, answers: Answers, host: str, port: int, *, main: str = "page") -> None:
+        self.answers, self.host, self.main = answers, host, main
         self.token = "" if _is_loopback(host) else secrets.token_urlsafe(16)
         self.names = {socket.gethostname().lower(), socket.getfqdn().lower()} if self.token else set[str]()
         """Of this machine; on loopback it has no other than localhost."""
@@ -109,20 +112,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             )
         page.asked_s = time.monotonic()
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
-        answers: dict[str, Callable[[], bytes]] = {
-            "": lambda: shell(
-                f"ssh -L {page.port}:127.0.0.1:{page.port} {socket.gethostname()}" if not page.token else ""
-            ),
-            "data.json": lambda: page.runs.data(query.get("have", "")),
-            "round.json": lambda: _moment(page.runs, query),
-        }
         if last in ASSETS:
             return self._answer(ASSETS[last].kind, ASSETS[last].read())
-        if last not in answers:
+        if not last:
+            hint = "" if page.token else f"ssh -L {page.port}:127.0.0.1:{page.port} {socket.gethostname()}"
+            return self._answer("text/html; charset=utf-8", shell(hint, main=page.main))
+        if last not in page.answers:
             return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
-        if not (body := answers[last]()):
+        if not (body := page.answers[last](query)):
             return self._refuse(HTTPStatus.NOT_FOUND, "there is no such round")
-        self._answer("application/json" if last else "text/html; charset=utf-8", body)
+        self._answer("application/json", body)
 
     def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
         self.send_response(status)
@@ -143,7 +142,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Nothing is logged: a page asks once a second."""
 
 
-def _moment(runs: LiveRuns, query: dict[str, str]) -> bytes:
+def _answers(runs: LiveRuns) -> Answers:
+    return {
+        "data.json": lambda query: runs.data(query.get("have", "")),
+        "round.json": lambda query: _moment(runs, query),
+    }
+
+
+def _moment(runs: LiveRuns, query: Mapping[str, str]) -> bytes:
     """A round that was asked for; empty where there is no such run or round."""
     try:
         run, round = int(query["run"]), int(query["round"])
@@ -154,7 +160,7 @@ def _moment(runs: LiveRuns, query: dict[str, str]) -> bytes:
 
 def page_server(folders: Sequence[Path], host: str, port: int, command: str = "") -> Page:
     """A server of the runs in these folders, not yet serving. Raises ConfigError, see `LiveRuns` and `Page`."""
-    return Page(LiveRuns(folders, command=command), host, port)
+    return Page(_answers(LiveRuns(folders, command=command)), host, port)
 
 
 def beside(folder: Path) -> None:
@@ -164,7 +170,7 @@ def beside(folder: Path) -> None:
     """
     if hasattr(os, "nice"):  # which Windows has not
         os.nice(10)
-    page = Page(LiveRuns([folder], command=f"gossamer watch {folder}", awaited=True), "127.0.0.1", 0)
+    page = Page(_answers(LiveRuns([folder], command=f"gossamer watch {folder}", awaited=True)), "127.0.0.1", 0)
     print(f"watch: {page.address}", file=sys.stderr, flush=True)
 
     def end() -> None:

@@ -12,6 +12,9 @@ G.chart = (title) => {
     G.make("div", { class: "row" }, G.make("h3", {}, title), whole), plot, numbers);
   let spec = { curves: [], xLabel: "", log: false }, zoom = null, ends = true, cursor = null, drag = null, scales = null;
 
+  // What an x is called: those of a logarithmic axis are exponents.
+  const tell = (x) => (spec.tell ? spec.tell(x) : G.short(x));
+
   const shown = () => spec.curves.filter((curve) => !curve.hidden && curve.x.length);
 
   // A table with a column for each curve, at all x that any of them has.
@@ -86,7 +89,7 @@ G.chart = (title) => {
     }
     for (const x of G.ticks(low, high, Math.max(2, width / 90))) {
       svg.append(G.mark("line", { x1: sx(x), x2: sx(x), y1: TOP, y2: base, stroke: "var(--grid)" }),
-        G.mark("text", { x: sx(x), y: base + 14, "text-anchor": "middle" }, G.short(x)));
+        G.mark("text", { x: sx(x), y: base + 14, "text-anchor": "middle" }, tell(x)));
     }
     svg.append(G.mark("text", { x: (LEFT + right) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, spec.xLabel));
     const clip = `clip${Math.random().toString(36).slice(2)}`;
@@ -95,10 +98,12 @@ G.chart = (title) => {
     for (const curve of curves) {
       if (curve.low) lines.append(G.mark("path", { d: band(curve, sx, sy), fill: curve.colour, opacity: 0.16 }));
       lines.append(G.mark("path", {
-        d: path(curve, sx, sy), fill: "none", stroke: curve.colour, "stroke-width": curve.strong ? 3 : curve.faint ? 1 : 1.7,
+        d: curve.dots ? "" : path(curve, sx, sy), fill: "none", stroke: curve.colour, "stroke-width": curve.strong ? 3 : curve.faint ? 1 : 1.7,
         "stroke-dasharray": curve.dash, opacity: curve.faint ? 0.3 : 1, "stroke-linejoin": "round", "data-curve": curve.label,
       }));
-      if (curve.x.length === 1 && curve.x[0] !== null && curve.y[0] !== null) lines.append(G.mark("circle", { cx: sx(curve.x[0]), cy: sy(curve.y[0]), r: 3, fill: curve.colour }));
+      if (curve.dots || (curve.x.length === 1 && curve.x[0] !== null && curve.y[0] !== null)) {
+        curve.x.forEach((x, i) => lines.append(G.mark("circle", { cx: sx(x), cy: sy(curve.y[i]), r: 3, fill: curve.colour })));
+      }
     }
     svg.append(lines);
     const told = curves.slice(0, 6).map((curve) => `${curve.label} ends at ${G.short(curve.y[curve.y.length - 1])}`);
@@ -125,7 +130,7 @@ G.chart = (title) => {
     for (const [curve, cx, cy] of near.slice(0, 12)) {
       svg.append(G.mark("circle", { class: "cursor", cx: sx(cx), cy: sy(cy), r: 3.5, fill: curve.colour, stroke: "var(--card)" }));
     }
-    tip.replaceChildren(G.make("div", { class: "faint" }, `${spec.xLabel}: ${G.short(x)}`),
+    tip.replaceChildren(G.make("div", { class: "faint" }, `${spec.xLabel}: ${tell(x)}`),
       ...near.slice(0, 12).map(([curve, , y]) => {
         const swatch = G.make("i", {});
         swatch.style.background = curve.colour;
