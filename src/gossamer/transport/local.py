@@ -1,6 +1,7 @@
 """All processes of a run on this machine: starting them, forwarding what they print, and ending them."""
 
 import contextlib
+import gc
 import io
 import logging
 import math
@@ -226,6 +227,7 @@ def _enter(
     listener: socket.socket | None,
 ) -> None:  # fmt: skip
     """What a new process does first: it takes its place, environment, folder and output, and then works."""
+    gc.freeze()  # else its first collections look at all that was imported, and copy the memory that it shares with the others
     os.setsid()  # Ctrl-C reaches the launcher alone, which then ends its processes
     launcher = multiprocessing.parent_process()
     assert launcher is not None
