@@ -1,10 +1,12 @@
 """`gossamer` as tests run it: to its end in this process, or in one of its own, which can be watched, stopped and killed.
 
-Starting Python and importing torch takes far longer than what most tests train, so processes are forks (`import_early`).
+Starting Python and importing torch takes far longer than what most tests train, so processes are forks (`import_early`), of one
+process for each process of tests: what a command starts is forked from the same as the command.
 """
 
 import contextlib
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -15,6 +17,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
 from gossamer.cli import main
@@ -34,7 +37,10 @@ def run(*words: object) -> tuple[int, str]:
 
 
 def _enter(work: Work | None, words: list[str], folder: str, environment: dict[str, str], out: Connection) -> None:
+    gc.freeze()
     os.environ.clear()  # that of the fork server, which had what the first test that needed one had set
+    # It was told where its own fork server is, and would start another, although what this documents says that it does nothing.
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign, attr-defined]
     os.environ.update(environment)
     os.chdir(folder)
     os.dup2(out.fileno(), 1)
@@ -46,11 +52,20 @@ def _enter(work: Work | None, words: list[str], folder: str, environment: dict[s
     sys.exit((work or main)(words))
 
 
+def _forks() -> dict[int, str]:
+    """The names of the processes that this process of tests and its commands have started, by their ids."""
+    listing = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True).stdout
+    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
+    parent = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    return {int(pid): name for pid, above, name in rows if int(above) == parent}
+
+
 class Command:
     """`gossamer WORDS` (or other `work`), started; its output and its errors come as the lines of one stream."""
 
     def __init__(self, *words: object, work: Work | None = None, **environment: str) -> None:
         import_early()
+        self._others = _forks()
         source, sink = CONTEXT.Pipe(duplex=False)
         mine = (work, [*map(str, words)], os.getcwd(), {**os.environ, **environment}, sink)
         self._process = CONTEXT.Process(target=_enter, args=mine)
@@ -87,11 +102,8 @@ class Command:
         """The process ids of the n processes that it has started on this machine, by their names: "0" or "server"."""
         deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline:
-            listing = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True).stdout
-            rows = [line.split(maxsplit=2) for line in listing.splitlines()]
-            forkers = {pid for pid, parent, _ in rows if int(parent) == self.pid}
-            forked = {name: int(pid) for pid, parent, name in rows if parent in forkers}
-            found = {name[10:].rstrip("]"): pid for name, pid in forked.items() if name.startswith("gossamer [")}
+            forks = {pid: name for pid, name in _forks().items() if pid not in self._others}
+            found = {name[10:].rstrip("]"): pid for pid, name in forks.items() if name.startswith("gossamer [")}
             if len(found) == n:
                 return found
             time.sleep(0.05)

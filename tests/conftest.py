@@ -1,6 +1,7 @@
 """What all tests share: one intra-op thread, an option for what takes too long in CI, and markers for what a machine may lack."""
 
 import functools
+import gc
 import logging
 import os
 import shutil
@@ -41,6 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
     yield
     places = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # else each full collection looks at all that was imported and at all tests, for a third of a second
 
 
 @pytest.fixture(scope="session")
