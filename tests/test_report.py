@@ -268,8 +268,10 @@ def test_a_table_in_markdown_has_a_line_per_run_and_cannot_be_broken_by_a_label(
     assert len(text.splitlines()) == 3 and "a \\| b" in text
 
 
-def many_runs(folder: Path) -> dict[str, Path]:
+@pytest.fixture(scope="module")
+def many_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """As many runs as are shown one by one: the first is the worst but for one that diverged, and one without evaluations."""
+    folder = tmp_path_factory.mktemp("many")
     runs = {f"run {k}": make_run(folder / str(k), loss=3.0 - 0.1 * k) for k in range(MANY)}
     runs["diverged"] = make_run(folder / "diverged", loss=math.nan)
     with RunFolder(folder / "begun", "", PLAIN):
@@ -277,8 +279,10 @@ def many_runs(folder: Path) -> dict[str, Path]:
     return runs
 
 
-def test_many_runs_are_ranked_by_where_they_ended_and_few_stay_in_their_order(tmp_path: Path) -> None:
-    runs = many_runs(tmp_path)
+def test_many_runs_are_ranked_by_where_they_ended_and_few_stay_in_their_order(
+    many_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    runs = many_runs
     lines = markdown_table(summary_rows(runs, {})).splitlines()[2:]
     expected = [*reversed(list(runs)[:MANY]), "diverged", "begun"]
     assert [line.split("|")[1].strip() for line in lines] == expected
@@ -288,15 +292,15 @@ def test_many_runs_are_ranked_by_where_they_ended_and_few_stay_in_their_order(tm
     assert [line.split("|")[1].strip() for line in markdown_table(summary_rows(few, {})).splitlines()[2:]] == list(few)
 
 
-def test_many_runs_have_a_picture_of_their_ranks_and_a_small_chart_each_and_few_have_none(tmp_path: Path) -> None:
-    runs = many_runs(tmp_path)
-    images = pictures(runs)
+def test_many_runs_have_a_picture_of_their_ranks_and_a_small_chart_each_and_few_have_none(
+    many_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    images = pictures(many_runs)
     assert sorted(images) == ["curves.png", "ranking.png"]
     assert all(image.startswith(b"\x89PNG") and 1000 < len(image) < 500_000 for image in images.values())
-    assert images == pictures(runs)
-    assert pictures(dict(list(runs.items())[:3])) == {}
-    page = page_of(runs, tmp_path)
-    assert page == page_of(runs, tmp_path) and [view["label"] for view in contents(page)["runs"]][-1] == "begun"
+    assert images == pictures(many_runs)
+    assert pictures(dict(list(many_runs.items())[:3])) == {}
+    assert [view["label"] for view in contents(page_of(many_runs, tmp_path))["runs"]][-1] == "begun"
 
 
 def test_a_page_of_many_long_runs_stays_small(tmp_path: Path) -> None:
