@@ -1,8 +1,9 @@
 """Gossamer in someone else's loop: any model, any optimizer, alone or under torchrun."""
 
+import contextlib
 import copy
-import os
-import subprocess
+import io
+import runpy
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gossamer
+from commands import Command
 from gossamer import rng
 from gossamer.codecs import CODECS, bf16, both_ways, topk
 from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerError
@@ -214,19 +216,21 @@ def test_what_cannot_work_is_refused_in_a_sentence():
         gossamer.Outer(net(), "diloco", reduction="mean")
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_example_trains_alone_and_under_torchrun(processes):
-    launcher = (
-        [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    )
-    words = [sys.executable, *launcher, str(EXAMPLE), "--steps", "20"]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    result = subprocess.run(
-        words, capture_output=True, text=True, timeout=110, env={**environment, "OMP_NUM_THREADS": "1"}
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    for rank in range(processes):
-        assert f"worker {rank} of {processes}, step 20: loss" in result.stdout
+def train_the_example(words):
+    """The script of the example, in a process that is started as torchrun starts its own, or alone."""
+    sys.argv[1:] = words
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return 0
+
+
+def test_the_example_trains_alone_and_under_torchrun(forks, tmp_path):
+    """Under what torchrun sets in the environment: `test_resume` has its agent."""
+    code, output = Command("--steps", 20, work=train_the_example).finish()
+    assert code == 0 and "worker 0 of 1, step 20: loss" in output, output
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        assert run_local(2, train_the_example, ["--steps", "20"]) == 0, told.getvalue()
+    assert all(f"worker {rank} of 2, step 20: loss" in told.getvalue() for rank in range(2)), told.getvalue()
     assert len(EXAMPLE.read_text().splitlines()) < 60
 
 
