@@ -1,7 +1,6 @@
 """`gossamer check`: what it says of a run is what the run then does, and what is wrong with a file is said all at once."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,19 +8,21 @@ import pytest
 import tomli_w
 import torch
 
+from commands import Command
 from gossamer.cli import main
+from gossamer.cli.check import lines
 from gossamer.layout import layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Network, from_options
-from gossamer.network.pricing import price
-from gossamer.record.trace import read_trace
 from gossamer.run.check import checked, examine, inner_copies
+from gossamer.run.config import faults as faults_of_keys
 from gossamer.run.config import parse
-from gossamer.run.document import with_settings
+from gossamer.run.document import EXPERIMENT, load
+from gossamer.run.experiment import drafts
 from gossamer.run.layouts import layout_for
-from gossamer.run.methods import recipes
 from gossamer.run.replica import Replica
+from gossamer.run.settle import faults
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
 from test_virtual import timed
@@ -32,11 +33,6 @@ CONFIGS = [
     path for path in sorted((ROOT / "src" / "gossamer" / "configs").rglob("*.toml")) if "networks" not in path.parts
 ]
 NETWORK = {"uplink_bps": [1e6, 1e6, 1e5, 1e6], "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.1}
-SMALL = {"model.size": "0.2m", "model.layers": 3, "model.hidden_size": 16, "model.intermediate_size": 16}
-SAMPLE = [
-    "gasloc", "gasloc_2peer", "gasloc_streaming", "streaming_diloco", "des_loc", "eager", "choco", "sgp", "relaysum",
-    "data_parallel", "muloco_compressed", "gpa_gossip", "intellect_1",
-]  # fmt: skip
 
 
 def written(tmp_path, **overrides):
@@ -45,35 +41,19 @@ def written(tmp_path, **overrides):
     return path
 
 
-def small(name, **settings):
-    """A method on four workers, of which one has a slow link."""
-    base = with_settings(
-        document(), {**SMALL, "workers": 4, "run.steps": 12, "run.local_steps": 6, "data.max_bytes": 200_000}
-    )
-    base["network"] = {"slow": NETWORK}
-    return parse(with_settings(base, {**recipes()[name].settings, **settings}))
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
 def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
+    """Of the runs of an experiment none has a fault; the table is made of the first."""
+    file = load(path)
+    if any(key in file for key in EXPERIMENT):
+        first, *others = [draft.document for draft in drafts(file)]
+        found, wrong = checked(first)
+        assert not wrong and all("per worker" in "\n".join(lines(one)) for one in found)
+        assert not [sentence for one in others for sentence in faults_of_keys(one) or faults(parse(one))]
+        return
     assert main(["check", str(path)]) == 0
     out, err = capsys.readouterr()
     assert "can start" in out and "per worker" in out and not err
-
-
-@pytest.mark.parametrize("name", SAMPLE)
-def test_a_run_sends_the_bytes_and_takes_the_seconds_that_were_said(name, tmp_path):
-    run = small(name)
-    said = examine(run)
-    simulate(run, tmp_path)
-    trace = read_trace(tmp_path)
-    assert said.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds, rel=1e-12)
-    assert said.most_bytes == trace.sent_bytes.max() / run.rounds
-    (priced,) = said.networks
-    timeline = price(trace, run.network["slow"])
-    assert priced.round_s == pytest.approx(timeline.total_s / run.rounds)
-    assert priced.utilisation == pytest.approx(timeline.mean_utilisation)
-    assert said.tokens == trace.steps.sum() * run.step_tokens and said.rounds == run.rounds
 
 
 def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_path):
@@ -164,16 +144,22 @@ def test_a_tokenizer_file_that_is_missing_is_a_fault(tmp_path, capsys):
     assert "data.tokenizer" in capsys.readouterr().err
 
 
-def test_no_text_is_opened_and_no_heavy_package_imported(tmp_path):
+def check_and_read(words):
+    """Checks a run file, and reads the text of files; in a process that has imported neither before."""
+    heavy = {"transformers", "datasets", "tokenizers", "pyarrow"}
+    assert not heavy & {*sys.modules}
+    code = main(["check", *words])
+    from gossamer.data.corpus import DataConfig, open_corpus
+
+    open_corpus(DataConfig(max_bytes=100_000), workers=1, seed=0)
+    print(sorted(heavy & {*sys.modules}))
+    return code
+
+
+def test_to_check_opens_no_text_and_neither_it_nor_reading_files_imports_a_heavy_package(tmp_path):
     path = written(tmp_path, data__source=str(tmp_path / "nothing.txt"))
-    program = (
-        "import sys; from gossamer.cli import main; code = main(['check', sys.argv[1]]); "
-        "print(sorted({'transformers', 'datasets', 'tokenizers', 'pyarrow'} & {*sys.modules})); "
-        "sys.exit(code)"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    code, output = Command(path, work=check_and_read).finish()
+    assert code == 0 and output.splitlines()[-1] == "[]", output
 
 
 def test_a_codec_on_whole_parameters_is_warned_of_with_a_number_before_and_in_the_run(tmp_path, caplog):

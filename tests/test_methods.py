@@ -1,5 +1,6 @@
 """Every method by its name: it is what its row says, the page about it is counted from the code, and it trains."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import torch
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.cli.methods_page import markdown
 from gossamer.errors import ConfigError
+from gossamer.network.links import from_options
+from gossamer.network.pricing import price
 from gossamer.record.trace import KINDS, read_trace
 from gossamer.rules import RULES, WRAPPERS, make_rule
+from gossamer.run.check import examine
 from gossamer.run.config import parse
 from gossamer.run.document import load, with_settings
 from gossamer.run.experiment import points
@@ -123,12 +127,14 @@ def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
 COMPARISON = load(ROOT / "src" / "gossamer" / "configs" / "methods.toml")
 TINY = {
     "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64, "model.layers": 1,
-    "data.source": str(TEXT), "data.seq_len": 16, "data.batch_size": 2, "run.steps": 9, "run.local_steps": 3,
+    "data.source": str(TEXT), "data.seq_len": 16, "data.batch_size": 2, "run.steps": 6, "run.local_steps": 3,
     "run.eval_every": 0, "run.eval_batches": 2, "run.threads": 1,
 }  # fmt: skip
 LONGER = [  # their messages are under way for more steps than the others have in a round
-    {"method": name, "run.steps": 15, "run.local_steps": 5, "model.layers": 3}
+    {"method": name, "run.steps": 10, "run.local_steps": 5, "model.layers": 3}
     for name in ("gasloc_overlapped", "gasloc_streaming")
+] + [  # as many local phases as fragments
+    {"method": name, "run.steps": 9} for name, recipe in recipes().items() if "events.fragments" in recipe.settings
 ]
 DEEPER = [  # a layer for each fragment; each costs as much time as all the rest of a run
     {"method": name, "model.layers": recipe.settings["schedule.fragments"]}
@@ -139,6 +145,12 @@ TABLES = {
     "variant": COMPARISON["variant"] + LONGER + DEEPER,
     "network": {"straggler": {"step_s": 0.1, "downlink_bps": 1e6}},
 }
+PRICED = [
+    "gasloc", "gasloc_2peer", "gasloc_streaming", "streaming_diloco", "des_loc", "eager", "choco", "sgp", "relaysum",
+    "data_parallel", "muloco_compressed", "gpa_gossip", "intellect_1",
+]  # fmt: skip
+"""Methods of which `gossamer check` is asked too; it counts with the same code, and prices what it has counted."""
+SLOW = {"uplink_bps": [1e6, 1e6, 1e5, 1e6], "downlink_bps": 1e6, "latency_s": 0.01, "step_s": 0.1}
 SMALL = {run.label: run.config for run in points(with_settings(COMPARISON | TABLES, TINY))}
 
 
@@ -161,17 +173,20 @@ def test_the_methods_are_compared_on_the_same_tokens_and_equal_inner_learning_ra
 
 
 @every_method
-def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path):
+def test_a_method_trains_and_sends_and_keeps_what_the_page_counts_and_a_check_says(name, tmp_path):
     run = SMALL[name]
     if run.event_driven:
         sends_after_a_phase_what_the_page_counts(run, tmp_path)
         return
     result = simulate(run, tmp_path)
     assert 0 < result.loss < 5.6
-    replica, layout = Replica(0, run, task_of(run), torch.device("cpu")), layout_for(run.model, 256)
-    held = replica.x.numel() / layout.numel  # less than all of a mixture of experts
+    layout, held = layout_for(run.model, 256), 1.0
+    if run.model.experts is not None:  # each worker has less than all of a mixture
+        held = Replica(0, run, task_of(run), torch.device("cpu")).x.numel() / layout.numel
     counted = traffic(run, layout, run.rounds)
     trace = read_trace(tmp_path)
+    if name in PRICED:
+        sends_the_bytes_and_takes_the_seconds_that_a_check_says(run, trace)
     near = (
         0.5 if run.schedule.sends else 1e-6
     )  # which fragments are chosen, and so how large they are, is not known before
@@ -187,9 +202,21 @@ def test_a_method_trains_and_sends_and_keeps_what_the_page_counts(name, tmp_path
     assert counted.state_copies == pytest.approx(held * wide * copies, abs=some)
 
 
+def sends_the_bytes_and_takes_the_seconds_that_a_check_says(run, trace):
+    slow = from_options(SLOW, "slow")
+    said = examine(dataclasses.replace(run, network={"slow": slow}))
+    assert said.sent_bytes == pytest.approx(trace.sent_bytes.mean() / run.rounds, rel=1e-12)
+    assert said.most_bytes == trace.sent_bytes.max() / run.rounds
+    (priced,) = said.networks
+    timeline = price(trace, slow)
+    assert priced.round_s == pytest.approx(timeline.total_s / run.rounds)
+    assert priced.utilisation == pytest.approx(timeline.mean_utilisation)
+    assert said.tokens == trace.steps.sum() * run.step_tokens and said.rounds == run.rounds
+
+
 def sends_after_a_phase_what_the_page_counts(run, folder):
     assert 0 < simulate(run, folder).loss < 5.6
-    counted = traffic(run, Replica(0, run, task_of(run), torch.device("cpu")).layout)
+    counted = traffic(run, layout_for(run.model, 256))
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     sizes = {line["fragment"]: line["bytes"] for line in lines if line.get("source", -1) >= 0}  # -1 is the server
     if sizes or run.server is not None or run.pair is not None:  # what is published for whoever reads it is no transfer
