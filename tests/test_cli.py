@@ -11,6 +11,7 @@ import pytest
 import tomli_w
 
 import gossamer
+from commands import Command
 from gossamer import cli
 from gossamer.cli import main
 from gossamer.report.results import read_results
@@ -208,7 +209,7 @@ def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsy
 
 
 def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_was_stopped(tmp_path, capsys):
-    experiment = document(run__steps=4) | {
+    experiment = document(run__steps=4, workers=2, model__layers=1) | {
         "sweep": {"run.local_steps": [1, 2]},
         "scale": {"long": {"run": {"steps": 8}}},
         "figure": {"x": "run.local_steps"},
@@ -348,19 +349,25 @@ def test_a_command_that_is_terminated_ends_as_with_ctrl_c():
     assert (done.returncode, done.stderr) == (130, "gossamer: stopped\n")
 
 
-WITHOUT_EXTRAS = """
-import json, sys
 class Hidden:
+    """Finds none of the packages of the extras."""
+
+    NAMES = frozenset(["matplotlib", "tensorboard", "wandb", "pyarrow", "datasets", "tokenizers", "transformers"])
+
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {
-            "matplotlib", "tensorboard", "wandb", "pyarrow", "datasets", "tokenizers", "transformers"
-        }:
+        if name.partition(".")[0] in self.NAMES:
             raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-sys.meta_path.insert(0, Hidden())
-from gossamer.cli import main
-for words in json.loads(sys.argv[1]):
-    print(words[0], "exits with", main(words), file=sys.stderr)
-"""
+
+
+def without_extras(words):
+    """Several commands, where nothing but the dependencies is installed."""
+    assert not Hidden.NAMES & {*sys.modules}
+    sys.meta_path.insert(0, Hidden())
+    for command in json.loads(words[0]):
+        code = main(command)
+        sys.stdout.flush()
+        print(command[0], "exits with", code)
+    return 0
 
 
 def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names_what_draws(run_file, tmp_path):
@@ -375,12 +382,13 @@ def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names
         ["utilisation", "--plot", tmp_path / "curve.svg"],
     ]
     words = json.dumps([[str(word) for word in command] for command in commands])
-    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS, words], capture_output=True, text=True, timeout=250)
-    told = [line for line in sentences(done.stderr) if line.startswith("gossamer: ") or "exits with" in line]
+    code, output = Command(words, work=without_extras).finish()
+    assert code == 0, output
+    told = [line for line in sentences(output) if line.startswith("gossamer: ") or "exits with" in line]
     lacking = "the figure of an experiment needs the extra 'plots' (No module named 'matplotlib'); run pip install"
     assert told[:2] == ["simulate exits with 0", "report exits with 0"] and told[3] == "compare exits with 0", told
     assert told[2].startswith(f"gossamer: {lacking}"), told
-    assert done.stdout.count("val loss") == 3 and (tmp_path / "run" / "model").is_dir()
+    assert output.count("val loss") == 3 and (tmp_path / "run" / "model").is_dir()
     assert (tmp_path / "swept" / "figure.md").exists() and not (tmp_path / "swept" / "figure.svg").exists()
     for page in (tmp_path / "run" / "report.html", tmp_path / "page.html", tmp_path / "swept" / "report.html"):
         text = page.read_text()
