@@ -27,7 +27,6 @@ from gossamer.transport.link import receive_letter
 from gossamer.transport.meetings import Meetings
 from gossamer.transport.members import Members, SlotEntry, Standing, news, read_news
 
-COUNT = 10_000
 JUNK = [
     None,
     True,
@@ -50,6 +49,12 @@ JUNK = [
     "a" * 300,
 ]
 NEWS = news({i: SlotEntry(i, 0, i, Standing.ALIVE, 0, f"127.0.0.1:{4000 + i}", 7, 105) for i in range(3)})
+
+
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> int:
+    """How many times something is spoilt in a test: ten thousand with `--full`."""
+    return 10_000 if request.config.getoption("--full") else 2_000
 
 
 def changed(raw: bytes, draw: random.Random) -> bytes:
@@ -100,12 +105,12 @@ class Wire:
         return len(part)
 
 
-def test_ten_thousand_headers_and_bodies_are_letters_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_headers_and_bodies_are_letters_or_refused(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     allocated: list[int] = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda size, **options: allocated.append(size) or empty(size, **options))
     draw, body = random.Random(1), torch.arange(24, dtype=torch.uint8)
-    for number in range(COUNT):
+    for number in range(count):
         kind = draw.choice([*LetterKind])
         raw = letters.encode(Letter(kind, draw.randrange(3), Ticket(draw.randrange(9)), 5, 7, 105, body), run=3)
         raw += body.numpy().tobytes()
@@ -120,25 +125,25 @@ def test_ten_thousand_headers_and_bodies_are_letters_or_refused(monkeypatch: pyt
     assert max(allocated) <= letters.HEADER_BYTES
 
 
-def test_ten_thousand_news_are_views_or_none() -> None:
+def test_thousands_of_news_are_views_or_none(count: int) -> None:
     draw, value = random.Random(2), json.loads(NEWS)
     members = Members(3, 0, [SlotEntry(0, 0, 0, Standing.ALIVE, 0)])
     taken = 0
-    for number in range(COUNT):
+    for number in range(count):
         raw = changed(NEWS, draw) if number % 2 else json.dumps(swapped(value, draw)).encode()
         entries = read_news(raw, slots=3)
         if entries is not None:
             taken += 1
             members.merge(entries)
             members.alive(5), members.newest_round, members.own
-    assert 0 < taken < COUNT and members.entries.keys() <= {0, 1, 2}
+    assert 0 < taken < count and members.entries.keys() <= {0, 1, 2}
     assert read_news(b"[" * 100_000, 3) is None
     assert read_news(b"[[0,0," + b"9" * 5000 + b',1,0,"",0,0]]', 3) is None
 
 
-def test_ten_thousand_letters_in_any_order_never_raise_in_a_core_nor_fill_it() -> None:
+def test_thousands_of_letters_in_any_order_never_raise_in_a_core_nor_fill_it(count: int) -> None:
     draw, sizes = random.Random(3), 8
-    for _ in range(100):
+    for _ in range(count // 100):
         known = [SlotEntry(i, 0, i, Standing.ALIVE, 0, f"127.0.0.1:{4000 + i}") for i in range(3)]
         core = ElasticCore(Members(3, 0, known), timeout_s=8.0)
         core.enter(0, frozenset(range(3)), [1])
@@ -159,7 +164,9 @@ def test_ten_thousand_letters_in_any_order_never_raise_in_a_core_nor_fill_it() -
         core.collect(Ticket(0))
 
 
-def test_ten_thousand_requests_and_offers_of_newcomers_are_answered_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_requests_and_offers_of_newcomers_are_answered_or_refused(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = random.Random(4)
     entry = SlotEntry(2, 1, 5, Standing.JOINING, 0, "127.0.0.1:4002")
     place = {"nonce": 5, "address": "127.0.0.1:4002", "slot": None, "inner": True}
@@ -187,7 +194,7 @@ def test_ten_thousand_requests_and_offers_of_newcomers_are_answered_or_refused(m
     )  # fmt: skip
     monkeypatch.setattr(newcomer, "dial", lambda *args, **options: socket.socket())
     own = newcomer.Applicant(5, "127.0.0.1:4002")
-    for number in range(COUNT):
+    for number in range(count):
         kind = draw.choice([LetterKind.ASK, LetterKind.OFFER, LetterKind.CHUNK, LetterKind.NEWS])
         value = place if number % 2 else offer
         raw = json.dumps(value).encode()
@@ -208,7 +215,7 @@ def test_ten_thousand_requests_and_offers_of_newcomers_are_answered_or_refused(m
     assert any(letter.kind == LetterKind.CHUNK for letter in sent)
 
 
-def test_ten_thousand_outcomes_files_are_lives_or_refused(tmp_path: Path) -> None:
+def test_thousands_of_outcomes_files_are_lives_or_refused(count: int, tmp_path: Path) -> None:
     draw, path = random.Random(5), tmp_path / "outcomes-000.jsonl"
     with OutcomeWriter(tmp_path, 0) as log:
         log.begin(Begun(0, 0, 0, 0, 0))
@@ -217,14 +224,14 @@ def test_ten_thousand_outcomes_files_are_lives_or_refused(tmp_path: Path) -> Non
         log.end(Ended(1, "left"))
     whole = path.read_bytes()
     lines = [json.loads(line) for line in whole.splitlines()]
-    for number in range(COUNT):
+    for number in range(count):
         told = swapped(lines, draw)
         some = [json.dumps(line) for line in told] if isinstance(told, list) else [json.dumps(told)]
         path.write_bytes(changed(whole, draw) if number % 2 else "\n".join(some).encode())
         planned(lambda: read_outcomes(tmp_path))
 
 
-def test_a_thousand_orders_of_events_are_lives_or_refused(tmp_path: Path) -> None:
+def test_hundreds_of_orders_of_events_are_lives_or_refused(count: int, tmp_path: Path) -> None:
     draw, path = random.Random(8), tmp_path / "order-000.jsonl"
     with OrderWriter(tmp_path, 0, life=5) as log:
         log.begin(Entered(2, 1, (1, 9, 4), 0.5))
@@ -233,20 +240,20 @@ def test_a_thousand_orders_of_events_are_lives_or_refused(tmp_path: Path) -> Non
         log.write(Finished("left", 1, 0.0, 2.0))
     whole = path.read_bytes()
     lines = [json.loads(line) for line in whole.splitlines()]
-    for number in range(COUNT // 10):
+    for number in range(count // 10):
         told = swapped(lines, draw)
         some = [json.dumps(line) for line in told] if isinstance(told, list) else [json.dumps(told)]
         path.write_bytes(changed(whole, draw) if number % 2 else "\n".join(some).encode())
         planned(lambda: read_order(tmp_path))
 
 
-def test_ten_thousand_states_and_facts_of_asynchronous_workers_are_read_or_refused() -> None:
+def test_thousands_of_states_and_facts_of_asynchronous_workers_are_read_or_refused(count: int) -> None:
     draw = random.Random(9)
     state = {
         "x": torch.zeros(2), "outer": [], "inner": {}, "phases": 3, "place": [1, 7, 6], "held": {0: 4}
     }  # fmt: skip
     fact = ["127.0.0.1:4000", 5, [2, 3, [[0, 4], [1, 6]]]]
-    for _ in range(COUNT):
+    for _ in range(count):
         with contextlib.suppress(CheckpointError):
             found = state_of(swapped(state, draw), 2)
             numbers = [found.phases, *found.source, *found.held, *found.held.values()]
@@ -256,7 +263,7 @@ def test_ten_thousand_states_and_facts_of_asynchronous_workers_are_read_or_refus
             assert all(0 <= slot < 3 and steps >= 0 for slot, steps in said.held.items())
 
 
-def test_ten_thousand_letters_in_any_order_never_raise_in_calls_nor_fill_them() -> None:
+def test_thousands_of_letters_in_any_order_never_raise_in_calls_nor_fill_them(count: int) -> None:
     draw = random.Random(10)
     kinds = [kind for kind in LetterKind if LetterKind.FETCH <= kind <= LetterKind.DONE]
     members = Members(3, 0, read_news(NEWS, slots=3) or [])
@@ -266,7 +273,7 @@ def test_ten_thousand_letters_in_any_order_never_raise_in_calls_nor_fill_them() 
     )  # fmt: skip
     fetches.closed = meetings.closed = False
     fetches.publish(1, torch.zeros(4, dtype=torch.uint8), 30)
-    for turn in range(COUNT):
+    for turn in range(count):
         numbers = [draw.choice([0, 1, 2, 5, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]) for _ in range(3)]
         body = torch.zeros(draw.choice([0, 4, 4, 8]), dtype=torch.uint8)
         steps = draw.choice([0, 30, (1 << 62) - 1])
@@ -285,11 +292,11 @@ def test_ten_thousand_letters_in_any_order_never_raise_in_calls_nor_fill_them() 
         assert all(0 < one.version < 1 << 31 > one.life and one.payload.numel() == 4 for one in taken)
 
 
-def test_ten_thousand_packed_states_are_states_or_refused() -> None:
+def test_thousands_of_packed_states_are_states_or_refused(count: int) -> None:
     draw = random.Random(6)
     raw = packed({"x": torch.arange(3.0), "s": [torch.zeros(2)], "steps_taken": 15, "line": 3})
     assert unpacked(raw)["steps_taken"] == 15
-    for number in range(COUNT):
+    for number in range(count):
         if number % 2:
             planned(lambda: unpacked(changed(raw, draw)))
         else:
@@ -298,11 +305,11 @@ def test_ten_thousand_packed_states_are_states_or_refused() -> None:
             planned(lambda spoilt=raw[:at] + size + raw[at + 8 :]: unpacked(spoilt))
 
 
-def test_ten_thousand_address_files_are_addresses_or_passed_over(tmp_path: Path) -> None:
+def test_thousands_of_address_files_are_addresses_or_passed_over(count: int, tmp_path: Path) -> None:
     draw, path = random.Random(7), tmp_path / "address-000.json"
     value = {"address": "127.0.0.1:4000", "run": "00000000000000ff", "pid": 7}
     raw = json.dumps(value).encode()
-    for number in range(COUNT):
+    for number in range(count):
         path.write_bytes(changed(raw, draw) if number % 2 else json.dumps(swapped(value, draw)).encode())
         for found in read_addresses(tmp_path):
             entry = SlotEntry(0, 0, 0, Standing.ALIVE, 0, found.address)
