@@ -84,7 +84,7 @@ GOSSIP = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [ALONE, TOGETHER, GOSSIP], ids=["alone", "together", "gossip"])
+@pytest.mark.parametrize("options", [ALONE, GOSSIP], ids=["alone", "gossip"])
 def test_a_run_with_an_average_that_is_stopped_and_resumed_equals_the_uninterrupted_run(options, tmp_path):
     config = tiny(**options)
     simulate(config, tmp_path / "whole")
@@ -99,9 +99,8 @@ def test_a_run_with_an_average_that_is_stopped_and_resumed_equals_the_uninterrup
     assert all(torch.equal(whole[k][name], parts[k][name]) for k in whole for name in ("x", "z"))
 
 
-@pytest.mark.parametrize("options", [TOGETHER, GOSSIP], ids=["together", "gossip"])
-def test_a_real_run_with_an_average_leaves_what_its_simulation_leaves(options, tmp_path):
-    config = tiny(**options, run__timeout_s=60)
+def test_a_real_run_with_an_average_leaves_what_its_simulation_leaves(tmp_path):
+    config = tiny(**GOSSIP, run__timeout_s=60)
     code, output = run(*words_of(config, tmp_path / "real"))
     assert code == 0, output
     simulate(config, tmp_path / "simulated")

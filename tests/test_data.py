@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -272,15 +270,6 @@ def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path) -> None:
         corpus(write_txt(tmp_path / "others", documents(50))).restore(state)
 
 
-def test_reading_files_needs_neither_datasets_nor_transformers() -> None:
-    program = (
-        "import sys; from gossamer.data.corpus import DataConfig, open_corpus\n"
-        "open_corpus(DataConfig(max_bytes=100_000), workers=1, seed=0)\n"
-        "sys.exit(any(name in sys.modules for name in ('datasets', 'transformers', 'tokenizers', 'pyarrow')))"
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=250).returncode == 0
-
-
 # Tokenizers
 
 
@@ -350,8 +339,7 @@ def told(opened: StreamCorpus, worker: int, steps: int) -> set[bytes]:
     return set(bytes(tokens.tolist()).split(b"\0")[1:-1])
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
-@pytest.mark.parametrize("files", [2, 3])
+@pytest.mark.parametrize(("kind", "files"), [("jsonl", 2), ("parquet", 3), ("txt", 2)])
 def test_a_stream_resumes_with_the_batches_it_would_have_given(kind: str, files: int, tmp_path: Path) -> None:
     source = streamed(tmp_path / "texts", documents(40, words=60), kind, files)
     whole = stream(source, 2)
@@ -359,7 +347,7 @@ def test_a_stream_resumes_with_the_batches_it_would_have_given(kind: str, files:
     expected = [whole.batch(1, step) for step in range(steps)]
     interrupted = stream(source, 2)
     for step in range(steps):
-        if step % 7 == 3:
+        if step % 13 == 3:
             state = json.loads(json.dumps(interrupted.state()))
             interrupted = stream(source, 2)
             interrupted.restore(state)

@@ -1,7 +1,7 @@
 """Parts of the user's own in run files: a separate package is installed, and runs simulated, real and in reports."""
 
-import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
+from hatchling.builders.wheel import WheelBuilder
 
 import gossamer
 from commands import run
@@ -40,10 +41,11 @@ METHOD: dict[str, Any] = {
 
 @pytest.fixture(scope="session")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The package, installed as pip does it, into a folder of its own that is on the path of this process and of its children."""
+    """The package, built and unpacked as pip does it, in a folder of its own on the path of this process and of its children."""
     target = tmp_path_factory.mktemp("site")
-    words = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target), str(PACKAGE)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *words], check=True, timeout=250)
+    (wheel,) = WheelBuilder(str(PACKAGE)).build(directory=str(tmp_path_factory.mktemp("wheel")), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
     sys.path.insert(0, str(target))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{target}:{Path(gossamer.__file__).parents[1]}")
@@ -106,22 +108,25 @@ def test_an_optimizer_of_torch_is_called_with_the_settings_that_it_takes():
     assert (defaults["lr"], defaults["alpha"], defaults["weight_decay"]) == (0.02, 0.9, config.inner.weight_decay)
 
 
-@pytest.mark.parametrize("verb", ["check", "price", "report", "topology", "list"])
-def test_no_other_verb_imports_code(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "trap.py").write_text("raise SystemExit('imported')")
-    monkeypatch.chdir(tmp_path)
-    file = tmp_path / "trapped.toml"
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a module that must not be imported, a run file that names it, a run that did, and a network file."""
+    place = tmp_path_factory.mktemp("trapped")
+    (place / "trap.py").write_text("raise SystemExit('imported')")
     names: dict[str, Any] = {"rule": "trap:rule", "model__size": "trap:model", "data__source": "trap:batch"}
-    file.write_text(tomli_w.dumps(document(**names)))
-    folder = tmp_path / "run"
-    simulated = gossamer.simulate(document(run__steps=2), folder)
-    assert simulated.over
-    recorded = (folder / "run.toml").read_text().replace('name = "gasloc"', 'name = "trap:rule"')
-    (folder / "run.toml").write_text(recorded)
-    network = tmp_path / "network.toml"
-    network.write_text("step_s = 0.1\nuplink_bps = 1e6\ndownlink_bps = 1e6\n")
+    (place / "trapped.toml").write_text(tomli_w.dumps(document(**names)))
+    assert gossamer.simulate(document(run__steps=2), place / "run").over
+    recorded = (place / "run" / "run.toml").read_text().replace('name = "gasloc"', 'name = "trap:rule"')
+    (place / "run" / "run.toml").write_text(recorded)
+    (place / "network.toml").write_text("step_s = 0.1\nuplink_bps = 1e6\ndownlink_bps = 1e6\n")
+    return place
+
+
+@pytest.mark.parametrize("verb", ["check", "price", "report", "topology", "list"])
+def test_no_other_verb_imports_code(verb: str, trapped: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(trapped)
     words = {
-        "check": [file], "price": [folder, network], "report": [folder, "--out", tmp_path / "r.html"],
+        "check": ["trapped.toml"], "price": ["run", "network.toml"], "report": ["run", "--out", "r.html"],
         "topology": ["ring", "--workers", "4"], "list": [],
     }[verb]  # fmt: skip
     code, said = run(verb, *words)
