@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.run_file import whole_numbers
 from gossamer.cli.tables import print_table
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, choose
 
 if TYPE_CHECKING:
     from gossamer.models.sizes import ModelConfig
