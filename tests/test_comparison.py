@@ -35,12 +35,14 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_all(runs, folders, file, told=stopped)
+        train_all(runs, folders, file, began=lambda run: None, told=stopped)
     before = file.read_text()
     assert [(one.method, one.seed) for one in read_results(file)] == [("pairs", 3), ("pairs", 4), ("wild", 3)]
     file.write_text(before + before.splitlines()[0][:40])  # what a killed process leaves
     again: list[str] = []
-    found = train_all(runs, folders, file, jobs=2, resume=True, told=lambda run, end: again.append(run.label))
+    found = train_all(
+        runs, folders, file, jobs=2, resume=True, began=lambda run: None, told=lambda run, end: again.append(run.label)
+    )
     assert sorted(again) == ["wild seed=3", "wild seed=4"], "runs that diverged have no last validation"
     after = file.read_text().splitlines()
     assert after[:2] == before.splitlines()[:2] and len(after) == 4

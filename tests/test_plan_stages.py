@@ -110,7 +110,6 @@ def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
         (["--memory-bytes", "nan"], "memory_bytes is nan"),
         (["--memory-bytes", "20e6", "--batch-size", "1"], "raise --batch-size to 2 or more"),
         (["--memory-bytes", "20e6", "--boundary", "tahquaint"], "did you mean 'tahquant'"),
-        (["--memory-bytes", "20e6", "--codec", "topk"], "'topk'"),
         (["--boundary", "cast"], "give --memory-bytes"),
     ],
 )

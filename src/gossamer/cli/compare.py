@@ -62,7 +62,7 @@ def command(
     try:
         with output.watching(out), output.showing() as terminal:
 
-            def follow(run: Point) -> None:
+            def follow(run: "Point") -> None:
                 terminal.follow(run.label, folders[run.label], run.config.record.print_every)
 
             origins = train_all(

@@ -125,8 +125,6 @@ def plan_in_stages(
         raise ConfigError(f"no boundary codec fits: {'; '.join(refused.values())}")
     chosen = next((cut for cut in tried if cut.unhindered >= options.target), min(tried, key=lambda cut: cut.step_s))
     tables = chosen.tables(options.batch_size)
-    for codec in options.codecs:  # not every one can be split among stages
-        settle(parse(sketch.document("diloco", {**tables, "codec": {"name": codec}})))
     config = parse(sketch.document("diloco", tables))
     made = plan(in_stages(network, config, layout), model, options)
     made = made._replace(network=network, replica=tables)
