@@ -316,7 +316,7 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
     assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in said)
     code, output = run("train", "--resume", tmp_path / "run", "--local", 2, "--set", "pipeline.cuts=[2]")
     assert code == 0 and output.count(": round 2 of 2  loss") == 1, output
-    assert "settings change after round 1: pipeline.cuts from none to (2,)" in output, output
+    assert "settings change after round 1: pipeline.cuts from none to [2]" in output, output
     other = tiny(**CASES["dense, gpipe"], pipeline__cuts=[2])
     simulate(config, tmp_path / "simulated", until=1)
     simulate(other, tmp_path / "simulated", resume=True)
