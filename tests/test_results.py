@@ -105,7 +105,10 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
 
     def ended(method: str, seed: int) -> PointResult:
         loss = 2.0 + 0.01 * seed + (0.1 + 0.001 * seed) * (method == "GASLoC")
-        row = {"loss": loss, "loss_at_s": {}, "loss_at_bytes": [(5.0, loss)], "loss_at_round": [(2, loss)]}
+        row = {
+            **dict.fromkeys(("worst_loss", "disagreement", "sent_bytes")), "method": method, "wall_s": {}, "utilisation": {},
+        }  # fmt: skip
+        row |= {"loss": loss, "loss_at_s": {}, "loss_at_bytes": [(5.0, loss)], "loss_at_round": [(2, loss)]}
         return PointResult(
             method,
             {},
@@ -124,6 +127,9 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
     assert "| GASLoC | +0.1000, +0.1010 | +0.1005 ± 0.0064 | +5.01 |" in tables[0]
     assert tables[0].endswith("| higher, equivalent |") and picture == "![gap-at-h-twice](gap-at-h-twice.svg)\n"
     assert (experiments.drawn(outcomes) or b"").endswith(b"</svg>\n")
+    outcomes.write_text(result_lines(written[:1]), encoding="utf-8")  # none of the target yet
+    early = experiments.page(outcomes)
+    assert "1 of 2 runs" in early and "| GASLoC | 2.1110 |" in early and experiments.drawn(outcomes) is None
     with pytest.raises(FileNotFoundError, match="other"):
         experiments.config_of(outcomes.with_name("other.jsonl"))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
-from gossamer.report.figures import draw_figure, table
+from gossamer.report.figures import Figure, draw_figure, table
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import markdown_table
 from gossamer.run.document import load
@@ -46,7 +46,7 @@ def page(outcomes: Path) -> str:
     file, scale = config_of(outcomes)
     document = load(file)
     lines = [line for _, line in json_lines(outcomes)]
-    verb = "tune" if "tune" in document else "compare"
+    verb = "tune" if _is_tuning(lines) else "compare"
     seeds = sorted({line["seed"] for line in lines})
     words = ["gossamer", verb, str(file.relative_to(ROOT)), *(["--scale", scale] if scale else [])]
     words += ["--seeds", ",".join(map(str, seeds))] if verb == "compare" and seeds != [document.get("seed", 0)] else []
@@ -56,8 +56,10 @@ def page(outcomes: Path) -> str:
     else:
         found, asked = _in_order(outcomes, document, seeds, scale), figure(document)
         parts.append(_said(lines, len(points(document, seeds=seeds, scale=scale))))
-        parts.append(markdown_table([one.row for one in found]) if asked is None else table(found, asked))
-        parts += [] if asked is None else [f"![{outcomes.stem}]({outcomes.stem}.svg)\n"]
+        if asked is None or not _has_target(found, asked):
+            parts.append(markdown_table([one.row for one in found]))
+        else:
+            parts += [table(found, asked), f"![{outcomes.stem}]({outcomes.stem}.svg)\n"]
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
@@ -65,10 +67,22 @@ def drawn(outcomes: Path) -> bytes | None:
     """The figure of an experiment, if its file asks for one."""
     file, scale = config_of(outcomes)
     document = load(file)
-    if "tune" in document or (asked := figure(document)) is None:
+    if _is_tuning([line for _, line in json_lines(outcomes)]) or (asked := figure(document)) is None:
         return None
     seeds = sorted({one.seed for one in read_results(outcomes)})
-    return draw_figure(_in_order(outcomes, document, seeds, scale), asked)
+    found = _in_order(outcomes, document, seeds, scale)
+    return draw_figure(found, asked) if _has_target(found, asked) else None
+
+
+def _is_tuning(lines: Sequence[Any]) -> bool:
+    """Whether these are outcomes of gossamer tune; its file may be one for gossamer compare too."""
+    return bool(lines) and "rung" in lines[0]
+
+
+def _has_target(found: Sequence[PointResult], asked: Figure) -> bool:
+    """Whether a run has ended of the variant that all others are compared with, if there is one."""
+    wanted = asked.target or asked.against
+    return not wanted or any(one.method == wanted for one in found)
 
 
 def _in_order(outcomes: Path, document: Any, seeds: Sequence[int], scale: str) -> list[PointResult]:
