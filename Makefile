@@ -6,7 +6,7 @@ PROCESSES ?= 3  # two cores have idle time for a third: tests wait for disks, ti
 
 export PYTHONDONTWRITEBYTECODE :=  # tests start many processes, each of which would compile the package anew
 
-.PHONY: help demo test types tests parity bench chaos survival methods results docs
+.PHONY: help demo test types tests parity bench chaos survival methods results pictures docs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##/\1\t/p' Makefile | expand -t 10
@@ -48,6 +48,9 @@ results: .venv/.installed  ## write what is computed (docs/results/utilisation.m
 	$(BIN)/python benchmarks/utilisation.py
 	$(BIN)/python benchmarks/goodput.py
 	$(BIN)/python docs/fill.py
+
+pictures: .venv/.installed  ## write the pictures of the docs from a run that it trains: docs/pictures
+	$(BIN)/python benchmarks/pictures.py
 
 docs: .venv/.installed  ## build the site strictly into site/
 	$(BIN)/python docs/generate.py build/docs

@@ -89,7 +89,7 @@ G.chart = (title) => {
     }
     for (const x of G.ticks(low, high, Math.max(2, width / 90))) {
       svg.append(G.mark("line", { x1: sx(x), x2: sx(x), y1: TOP, y2: base, stroke: "var(--grid)" }),
-        G.mark("text", { x: sx(x), y: base + 14, "text-anchor": "middle" }, tell(x)));
+        G.mark("text", { x: sx(x), y: base + 14, "text-anchor": spec.tell && sx(x) > right - 20 ? "end" : "middle" }, tell(x)));
     }
     svg.append(G.mark("text", { x: (LEFT + right) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, spec.xLabel));
     const clip = `clip${Math.random().toString(36).slice(2)}`;
