@@ -15,6 +15,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,7 +134,9 @@ def save(
         sync_folder(tensor_file.parent)
         atomic_write(manifest, document)
         sync_folder(folder)
-        kept = [r for r in rounds(folder, worker, digest) if r <= round][-keep:]
+        kept = [
+            *islice((r for r in reversed(_rounds(folder)) if r <= round and _whole(folder, r, worker, digest)), keep)
+        ]
         oldest = min(kept) if since is None else min(since, *kept)
         _forget(folder, worker, [r for r in _rounds(folder) if r < oldest])
     except OSError as error:
@@ -208,14 +211,15 @@ def rounds(folder: Path, worker: int, digest: str | Lineage | None = None) -> li
 
     Complete means a sound manifest and a tensor file of the right size; its content is checked by `load`.
     """
-    complete = []
-    for round in _rounds(folder):
-        manifest, tensor_file = _paths(folder, round, worker)
-        with contextlib.suppress(CheckpointError, OSError):
-            content = _manifest(manifest, round, worker, digest)
-            if tensor_file.stat().st_size == content["bytes"]:
-                complete.append(round)
-    return complete
+    return [round for round in _rounds(folder) if _whole(folder, round, worker, digest)]
+
+
+def _whole(folder: Path, round: int, worker: int, digest: str | Lineage | None) -> bool:
+    """Whether a generation is complete, as `rounds` has it."""
+    manifest, tensor_file = _paths(folder, round, worker)
+    with contextlib.suppress(CheckpointError, OSError):
+        return tensor_file.stat().st_size == _manifest(manifest, round, worker, digest)["bytes"]
+    return False
 
 
 def common(lists: Sequence[Sequence[int]]) -> list[int]:
