@@ -1,5 +1,6 @@
 """Runs of their own: several simulations at a time, each in a process with its share of the cores."""
 
+import gc
 import logging
 import math
 import multiprocessing
@@ -119,6 +120,7 @@ def _result_of(one: _Running) -> RunEnd:
 
 def _work(result: Connection, config: RunConfig, folder: Path, lane: int, lanes: int) -> None:
     """A process that trains one run."""
+    gc.freeze()  # what was imported is shared with the others, and not collected
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which kills what is under way
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, _share(sorted(os.sched_getaffinity(0)), lane, lanes))

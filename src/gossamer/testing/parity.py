@@ -1,6 +1,7 @@
 """The same rounds in one process and in several: what is simulated is what runs, to the last bit."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import random
@@ -192,6 +193,7 @@ def _wait(processes: Sequence[BaseProcess], deadline: float) -> None:
 
 def _worker(run: _Run, rank: int, port: int, folder: Path) -> None:
     """What a process does; it leaves its trail, or a traceback, in the folder."""
+    gc.freeze()  # what the parent has made is not collected here
     torch.set_num_threads(1)  # those of the parent do not exist here
     torch.manual_seed(rank)  # as processes on different machines have
     random.seed(rank)
