@@ -21,7 +21,7 @@ from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
 from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
-from tiny import document, tiny
+from tiny import PARAMETERS, document, tiny
 
 SMALL = {"hidden_size": 8, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 8}
 PAYLOAD_BYTES = 4 * parameter_count(ModelConfig(**SMALL), 256)
@@ -138,7 +138,8 @@ def test_what_cannot_adapt_is_refused_in_a_sentence(networks, overrides, sentenc
 
 
 def test_what_the_sums_come_back_in_takes_no_step_from_whom_they_are_slow_for(tmp_path):
-    network = {"slow": {"uplink_bps": [1e6, 1e6, 1e5], "downlink_bps": 1e7, "step_s": 1.0}}
+    bps = 5.2 * PARAMETERS
+    network = {"slow": {"uplink_bps": [bps, bps, 0.1 * bps], "downlink_bps": 10 * bps, "step_s": 1.0}}
     steps = []
     for back in ("fp4", "bf16"):
         config = tiny(
@@ -205,7 +206,7 @@ def test_a_slow_uplink_settles_on_fewer_steps(tmp_path, monkeypatch):
     scale = links.QUICK._replace(workers=3, pace_s=0.19)  # links of 20 Mbit/s
     config = tiny(
         run__local_steps=20, run__steps=160, run__adapt=True, run__pace_s=0.1, run__eval_every=0, run__checkpoint_every=0,
-        run__timeout_s=60, run__device="cpu",
+        run__timeout_s=60, run__device="cpu", model__size="0.2m",
     )  # fmt: skip
     (tmp_path / "run.toml").write_text(tomli_w.dumps(tomllib.loads(dump(config))))
     with links.namespaces(scale, 0.2, "uplink") as names:

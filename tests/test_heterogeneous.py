@@ -16,7 +16,7 @@ from gossamer.run.config import digest
 from gossamer.run.replica import Replica
 from gossamer.run.task import task_of
 from test_pipeline import CUT, replica
-from tiny import tiny
+from tiny import preset as tiny
 
 NARROW = {
     **CUT,

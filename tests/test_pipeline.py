@@ -28,7 +28,8 @@ from gossamer.run.replica import Replica
 from gossamer.run.settle import faults
 from gossamer.run.task import task_of
 from gossamer.schema import parse_toml
-from tiny import document, tiny
+from tiny import preset as tiny
+from tiny import preset_document as document
 
 CUT = {"pipeline__stages": 2, "data__accumulate": 4}
 AQSGD = {**CUT, "pipeline__forward": "aqsgd", "pipeline__backward": {"name": "intk", "bits": 8}, "data__windows": 8}

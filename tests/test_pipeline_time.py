@@ -14,7 +14,7 @@ from gossamer.network.links import Network, from_toml, to_toml
 from gossamer.network.pipeline import Pass, StageLinks, order_of, pipeline_step
 from gossamer.run.layouts import layout_for
 from gossamer.run.stage_time import in_stages
-from tiny import tiny
+from tiny import preset as tiny
 
 LAYOUT = layout_for(ModelConfig(size="0.2m", layers=4), 256)
 BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -40,6 +40,7 @@ from gossamer.transport.local import LISTENER
 from gossamer.transport.secret import SECRET
 from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
 from test_virtual import EVEN, evals, timed
+from tiny import PARAMETERS
 
 
 def served(network=EVEN, **overrides):
@@ -210,7 +211,7 @@ def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, 
         # A worker of which only the socket is real: it is greeted, and dies without a word.
         mute = joined(port, key, me=1, server=2)
         mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
-        P = torch.empty(192_960, device="meta")
+        P = torch.empty(PARAMETERS, device="meta")
         news, _ = mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
         assert Terms(*news.tolist()).go == 1
         mute.close()
@@ -236,20 +237,23 @@ FORGED = {
     "a later version": (lambda run: b"GOSS\x09\x00" + header(run)[6:], "version 9"),
     "half a header": (lambda run: header(run)[:20], "closed the connection after 20"),
     "a push of another size": (lambda run: (hello(run), header(run, leg=PUSH, size=1 << 50)), str(1 << 50)),
-    "a push of another phase": (lambda run: (hello(run), header(run, leg=PUSH, size=771_840, round=5)), "phase=5"),
-    "a push that is cut": (lambda run: (hello(run), header(run, leg=PUSH, size=771_840) + b"x"), "closed"),
+    "a push of another phase": (
+        lambda run: (hello(run), header(run, leg=PUSH, size=4 * PARAMETERS, round=5)),
+        "phase=5",
+    ),
+    "a push that is cut": (lambda run: (hello(run), header(run, leg=PUSH, size=4 * PARAMETERS) + b"x"), "closed"),
     "a push with another checksum": (
-        lambda run: (hello(run), header(run, leg=PUSH, size=771_840) + bytes(771_840)),
+        lambda run: (hello(run), header(run, leg=PUSH, size=4 * PARAMETERS) + bytes(4 * PARAMETERS)),
         "checksum",
     ),
     "a push of numbers that are none": (
-        lambda run: (hello(run), header(run, PUSH, 771_840, crc=wire.checksum(NAN)) + NAN.numpy().tobytes()),
+        lambda run: (hello(run), header(run, PUSH, 4 * PARAMETERS, crc=wire.checksum(NAN)) + NAN.numpy().tobytes()),
         "not all finite",
     ),
 }
 """What a worker that knows the secret sends, and a part of the server's sentence."""
 NO_CHECKPOINTS = torch.zeros(2, dtype=torch.int64)
-NAN = torch.full((192_960,), float("nan")).view(torch.uint8)
+NAN = torch.full((PARAMETERS,), float("nan")).view(torch.uint8)
 
 
 def header(run, leg=HELLO, size=0, *, sender=0, round=0, crc=0):
@@ -265,7 +269,7 @@ def hello(run, sender=0):
 def test_forged_frames_are_refused_with_a_sentence_each_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
     config = served(workers=1, server__name="cgad", run__steps=4)
     run = common(config)
-    greeting_bytes = wire.HEADER_BYTES + 64 + 771_840
+    greeting_bytes = wire.HEADER_BYTES + 64 + 4 * PARAMETERS
     with a_server(config, tmp_path, monkeypatch) as (server, port), caplog.at_level(logging.WARNING, "gossamer"):
         for name, (made, part) in FORGED.items():
             frames = made if isinstance(made, bytes) else made(run)
@@ -315,7 +319,7 @@ def test_a_worker_is_told_why_it_is_refused_and_believes_no_server_that_lies(tmp
         assert prove_to_worker(sock, KNOWN.encode(), run=common(config)) == (0, True)
         liar = Stream(sock, run=common(config), me=1, peer=0, name="worker 0", timeout_s=10)
         liar.receive(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
-        liar.send(Turn(0, 0, START), [said, torch.zeros(192_960)])
+        liar.send(Turn(0, 0, START), [said, torch.zeros(PARAMETERS)])
         liar.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -364,7 +368,7 @@ def test_a_stranger_learns_nothing_takes_no_seat_and_keeps_no_worker_out(tmp_pat
         assert not seats and "does not know the secret of this run" in caplog.text
         mute = joined(port, common(config), me=1, server=2)  # a worker that dies, and has to return
         mute.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
-        mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(192_960)])
+        mute.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(PARAMETERS)])
         mute.close()
         slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
         for one in slow:
@@ -553,7 +557,7 @@ class _Slow(Probe):
 
 def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same(tmp_path):
     config = served(workers=2, server__name="heloco", run__eval_every=2, run__checkpoint_every=1)
-    pushes = torch.randn(2 * config.rounds, 192_960, generator=torch.Generator().manual_seed(1)) / 100
+    pushes = torch.randn(2 * config.rounds, PARAMETERS, generator=torch.Generator().manual_seed(1)) / 100
     said = {}
     for where, replays in (("replay", True), ("real", False)):
         task = task_of(config)
@@ -581,7 +585,7 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
 
 def test_a_worker_that_has_come_again_from_elsewhere_is_refused_where_it_was(tmp_path, monkeypatch):
     config = served(workers=1, server__name="cgad", run__steps=2)
-    P = torch.empty(192_960)
+    P = torch.empty(PARAMETERS)
     with a_server(config, tmp_path, monkeypatch) as (server, port):
         first = joined(port, common(config))
         first.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])

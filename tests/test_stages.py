@@ -41,7 +41,8 @@ from gossamer.run.train import train_member
 from gossamer.transport.launch import join, leave
 from gossamer.transport.local import run_local
 from gossamer.transport.member import Member
-from tiny import document, tiny
+from tiny import preset as tiny
+from tiny import preset_document as document
 
 TIMEOUT_S = 60
 TWO = {"workers": 2, "pipeline__stages": 2, "data__accumulate": 4, "run__steps": 4, "run__timeout_s": TIMEOUT_S}

@@ -6,6 +6,8 @@ from typing import Any
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import with_settings
 
+PARAMETERS = 47_328
+"""Of the tiny run's model, whose tokens are bytes."""
 TEXT = Path(__file__).parents[1] / "docs" / "adr"
 """A few short texts; to tokenise the standard library takes as long as a dozen inner steps."""
 
@@ -17,14 +19,26 @@ def document(**overrides: Any) -> dict[str, Any]:
         "workers": 3,
         "rule": {"name": "gasloc"},
         "topology": {"name": "random"},
-        "model": {"size": "0.2m"},
+        "model": {"size": "0.2m", "hidden_size": 32, "intermediate_size": 64},
         "data": {"source": str(TEXT), "seq_len": 16, "batch_size": 2},
         "run": {"steps": 12, "local_steps": 2, "eval_every": 6, "eval_batches": 2, "checkpoint_every": 2, "threads": 1},
         "record": {"tensorboard": False, "export": False},
     }
+    if "model__size" in overrides:
+        base["model"] = {}
     return with_settings(base, {key.replace("__", "."): value for key, value in overrides.items()})
 
 
 def tiny(**overrides: Any) -> RunConfig:
     """The validated tiny run."""
     return parse(document(**overrides))
+
+
+def preset_document(**overrides: Any) -> dict[str, Any]:
+    """A tiny run of a model of the preset shape, whose hidden states codecs may cut into tiles of 64 channels."""
+    return document(**{"model__size": "0.2m", **overrides})
+
+
+def preset(**overrides: Any) -> RunConfig:
+    """The validated run of the preset shape."""
+    return parse(preset_document(**overrides))
