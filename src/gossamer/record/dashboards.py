@@ -9,7 +9,7 @@ from typing import Any
 
 from gossamer.errors import require
 from gossamer.record.files import atomic_write, worker_suffix
-from gossamer.record.scalars import Means, Point, of_bytes, of_metrics, of_seconds
+from gossamer.record.scalars import CurvePoint, Means, of_bytes, of_metrics, of_seconds
 from gossamer.record.seconds import RoundSeconds
 
 __all__ = ["Dashboards"]
@@ -32,7 +32,7 @@ class Dashboards:
         self, path: Path, worker: int | None, run_toml: str, next_step: int | None, *, tensorboard: bool,
         wandb_project: str | None, trackio_project: str | None, traced_per_round: int = 1,
     ) -> None:  # fmt: skip
-        self._show: list[Callable[[Point], None]] = []
+        self._show: list[Callable[[CurvePoint], None]] = []
         self._means = Means() if worker is None else None
         self._traced_per_round = traced_per_round
         self._step, self._steps = 0, dict[int, int]()
@@ -84,19 +84,19 @@ class Dashboards:
         self._show.clear()
 
     def _add(self, round: int, step: int, values: Mapping[str, float]) -> None:
-        point = Point(round, step, values)
+        point = CurvePoint(round, step, values)
         for mean in [] if self._means is None else self._means.add(point):
             self._put(mean)
         self._put(point)
 
-    def _put(self, point: Point) -> None:
+    def _put(self, point: CurvePoint) -> None:
         for show in self._show:
             show(point)
 
 
 def _tensorboard(
     folder: Path, worker: int | None, next_step: int | None, opened: contextlib.ExitStack
-) -> Callable[[Point], None]:
+) -> Callable[[CurvePoint], None]:
     """Writes events that make viewers forget what an interrupted run wrote from `next_step` on."""
     board = require("torch.utils.tensorboard", "tensorboard", "record.tensorboard = true", "set it to false")
     # Viewers read one event file per folder, so each process needs its own.
@@ -104,7 +104,7 @@ def _tensorboard(
     writer = board.SummaryWriter(place, purge_step=next_step, flush_secs=30)
     opened.callback(writer.close)
 
-    def show(point: Point) -> None:
+    def show(point: CurvePoint) -> None:
         for tag, value in point.values.items():
             writer.add_scalar(tag, value, point.step)
 
@@ -113,7 +113,7 @@ def _tensorboard(
 
 def _wandb(
     project: str, path: Path, worker: int | None, run_toml: str, opened: contextlib.ExitStack
-) -> Callable[[Point], None]:
+) -> Callable[[CurvePoint], None]:
     """Logs to a Weights & Biases run that a resumed run continues; the workers of a real run form a group."""
     wandb = require("wandb", "wandb", f"record.wandb_project = '{project}'", "remove that key")
     suffix = worker_suffix(worker)
@@ -135,7 +135,7 @@ def _wandb(
 
 def _trackio(
     project: str, path: Path, worker: int | None, run_toml: str, resumed: bool, opened: contextlib.ExitStack
-) -> Callable[[Point], None]:
+) -> Callable[[CurvePoint], None]:
     """Logs to a run of trackio on this machine, which a resumed run continues; the workers of a real run form a group."""
     trackio = require("trackio", "trackio", f"record.trackio_project = '{project}'", "remove that key")
     name = path.resolve().name

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from gossamer.record.files import worker_suffix
 from gossamer.record.seconds import RoundSeconds
 
-__all__ = ["Means", "Point", "of_bytes", "of_metrics", "of_seconds"]
+__all__ = ["CurvePoint", "Means", "of_bytes", "of_metrics", "of_seconds"]
 
 _WORKER = "/worker-"
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """Values of some curves at one place."""
 
     round: int
@@ -76,18 +76,18 @@ class Means:
     """The means over the workers of one process, each when the next round begins.
 
     >>> means = Means()
-    >>> means.add(Point(0, 15, {"train/loss/worker-000": 2.0})), means.add(Point(0, 15, {"train/loss/worker-001": 3.0}))
+    >>> means.add(CurvePoint(0, 15, {"train/loss/worker-000": 2.0})), means.add(CurvePoint(0, 15, {"train/loss/worker-001": 3.0}))
     ([], [])
-    >>> means.add(Point(1, 30, {"train/loss/worker-000": 1.0}))
-    [Point(round=0, step=15, values={'train/loss/mean': 2.5})]
+    >>> means.add(CurvePoint(1, 30, {"train/loss/worker-000": 1.0}))
+    [CurvePoint(round=0, step=15, values={'train/loss/mean': 2.5})]
     """
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[int, int, list[float]]] = {}
 
-    def add(self, point: Point) -> list[Point]:
+    def add(self, point: CurvePoint) -> list[CurvePoint]:
         """Takes over what belongs to workers; returns the means of rounds that are over."""
-        over: list[Point] = []
+        over: list[CurvePoint] = []
         for name, value in point.values.items():
             curve, found, _ = name.partition(_WORKER)
             if not found or f"{curve}/mean" in point.values:
@@ -97,10 +97,10 @@ class Means:
             self._open.setdefault(curve, (point.round, point.step, []))[2].append(value)
         return over
 
-    def end(self) -> list[Point]:
+    def end(self) -> list[CurvePoint]:
         """The means of the rounds under way."""
         return [point for curve in [*self._open] for point in self._end(curve)]
 
-    def _end(self, curve: str) -> list[Point]:
+    def _end(self, curve: str) -> list[CurvePoint]:
         round, step, values = self._open.pop(curve)
-        return [Point(round, step, {f"{curve}/mean": math.fsum(values) / len(values)})]
+        return [CurvePoint(round, step, {f"{curve}/mean": math.fsum(values) / len(values)})]

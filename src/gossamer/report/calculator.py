@@ -29,7 +29,7 @@ from gossamer.network.utilisation import (
 )  # fmt: skip
 from gossamer.record.folder import finite
 
-__all__ = ["Calculator", "Others", "frozen_contents", "short_lists"]
+__all__ = ["Calculator", "Input", "Others", "frozen_contents", "short_lists"]
 
 Others = Callable[[RunPlan], "tuple[Sequence[Candidate], Mapping[str, str]]"]
 """Prices all other methods for a plan; and says of those that have no price why."""
@@ -104,7 +104,7 @@ class Calculator:
                 try:
                     part = "published" if kind == "published" else "plan"
                     asked = {one.key: _chosen(one, query) for one in self.inputs[part]}
-                    found = {"plan": self.sweep, "others": self.priced, "published": published}[kind](asked)
+                    found = {"plan": self.sweep, "others": self.priced, "published": _published}[kind](asked)
                 except GossamerError as error:
                     found = {"error": str(error)}
                 self._kept[key] = _json(found)
@@ -155,7 +155,7 @@ class Calculator:
         )  # fmt: skip
 
 
-def published(asked: Mapping[str, Any]) -> dict[str, Any]:
+def _published(asked: Mapping[str, Any]) -> dict[str, Any]:
     """The curves of published settings, with the published figures as points, and all that was assumed."""
     steps = asked["steps"]
     if asked["published"] == _FIGURE_9:
@@ -206,7 +206,7 @@ def frozen_contents(calculator: Calculator) -> dict[str, Any]:
         **calculator.contents(),
         "answers": {
             "plan": {_key(asked): calculator.sweep(asked) for asked in _combinations(calculator.inputs["plan"][1:])},
-            "published": {_key(asked): published(asked) for asked in _combinations(calculator.inputs["published"])},
+            "published": {_key(asked): _published(asked) for asked in _combinations(calculator.inputs["published"])},
         },
     })  # fmt: skip
 
