@@ -59,6 +59,7 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
 def test_the_commit_is_that_of_the_checkout_and_that_of_an_installed_package_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    origins._commit.cache_clear()  # which another test may have asked before a commit
     at = origins.origin("", None)["commit"]
     if (CHECKOUT / ".git").exists():
         head = subprocess.run(["git", "-C", CHECKOUT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)

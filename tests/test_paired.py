@@ -35,8 +35,8 @@ def test_the_interval_and_the_one_sided_tests_are_those_of_scipy(differences: li
 def test_differences_without_spread_are_certain_and_one_difference_says_nothing() -> None:
     sure = effect([(-0.5, 2.0)] * 3, margin=0.6, side="below")
     assert (sure.half, sure.one_sided, sure.equivalent) == (0.0, 0.0, 0.0)
-    assert effect([(-0.5, 2.0)] * 3, margin=0.5, side="above")[4:] == (1.0, 1.0)
-    assert effect([(0.1, 2.0)], margin=0.5, side="above")[2:] == (None, pytest.approx(5.0), None, None)
+    assert effect([(-0.5, 2.0)] * 3, margin=0.5, side="above")[4:] == (1.0, 1.0, 0.0)
+    assert effect([(0.1, 2.0)], margin=0.5, side="above")[2:] == (None, pytest.approx(5.0), None, None, None)
 
 
 def test_holm_adjusts_as_in_the_worked_example_and_never_reorders() -> None:
