@@ -35,7 +35,7 @@ Others = Callable[[RunPlan], "tuple[Sequence[Candidate], Mapping[str, str]]"]
 """Prices all other methods for a plan; and says of those that have no price why."""
 
 
-class Input(NamedTuple):
+class _Input(NamedTuple):
     """Something to move."""
 
     key: str
@@ -211,28 +211,28 @@ def frozen_contents(calculator: Calculator) -> dict[str, Any]:
     })  # fmt: skip
 
 
-def _inputs(network: Network | None) -> dict[str, tuple[Input, ...]]:
+def _inputs(network: Network | None) -> dict[str, tuple[_Input, ...]]:
     """What can be moved, the bandwidth first."""
-    model = (Input("model", "model", tuple(SIZES), "134m"), Input("vocab", "vocabulary", (256, 32_000), 256))
-    train = (Input("steps", "local steps", _LOCAL_STEPS, 60), Input("codec", "codec", _CODECS, "exact"))
-    seconds = Input("step_s", "seconds of an inner step", _STEPS_S, 0.3, "s")
+    model = (_Input("model", "model", tuple(SIZES), "134m"), _Input("vocab", "vocabulary", (256, 32_000), 256))
+    train = (_Input("steps", "local steps", _LOCAL_STEPS, 60), _Input("codec", "codec", _CODECS, "exact"))
+    seconds = _Input("step_s", "seconds of an inner step", _STEPS_S, 0.3, "s")
     if network is None:
         links = (
-            Input("bandwidth", "bandwidth", _BANDWIDTHS_BPS, 1e9, "bit/s"),
-            Input("latency", "latency", _LATENCIES_S, 0.03, "s"),
-            Input("workers", "workers", (2, 4, 8, 16, 32), 8),
-            Input("share", "uplink of the slowest, as a share", _SHARES, 1.0),
+            _Input("bandwidth", "bandwidth", _BANDWIDTHS_BPS, 1e9, "bit/s"),
+            _Input("latency", "latency", _LATENCIES_S, 0.03, "s"),
+            _Input("workers", "workers", (2, 4, 8, 16, 32), 8),
+            _Input("share", "uplink of the slowest, as a share", _SHARES, 1.0),
             seconds,
         )
     else:
-        links = (Input("factor", "bandwidth of the file, times", _FACTORS, 1.0),)
-        links += () if network.workers is not None else (Input("workers", "workers", (2, 4, 8, 16, 32), 8),)
+        links = (_Input("factor", "bandwidth of the file, times", _FACTORS, 1.0),)
+        links += () if network.workers is not None else (_Input("workers", "workers", (2, 4, 8, 16, 32), 8),)
         links += () if network.step_s is not None else (seconds,)
         model = () if network.step_of is not None else model  # seconds that were measured are those of one model
     figures = (
-        Input("published", "model", (*MODELS, _FIGURE_9), "1b"),
-        Input("steps", "local steps", (10, 30, 100, 300), 100),
-        Input("share", "the straggler's share of the bandwidth", (0.1, 0.2, 0.5), 0.2),
+        _Input("published", "model", (*MODELS, _FIGURE_9), "1b"),
+        _Input("steps", "local steps", (10, 30, 100, 300), 100),
+        _Input("share", "the straggler's share of the bandwidth", (0.1, 0.2, 0.5), 0.2),
     )
     return {"plan": (*links, *model, *train), "published": figures}
 
@@ -257,7 +257,7 @@ def _times(network: Network, factor: float) -> Network:
     )
 
 
-def _chosen(one: Input, query: Mapping[str, str]) -> Any:
+def _chosen(one: _Input, query: Mapping[str, str]) -> Any:
     """The value of an input that was asked for. Raises ConfigError for one that is not among those to choose from."""
     word = query.get(one.key, str(one.start))
     for value in one.values:
@@ -273,7 +273,7 @@ def _number(word: str) -> float:
         return math.nan
 
 
-def _combinations(inputs: Sequence[Input]) -> list[dict[str, Any]]:
+def _combinations(inputs: Sequence[_Input]) -> list[dict[str, Any]]:
     return [
         dict(zip((one.key for one in inputs), values, strict=True))
         for values in itertools.product(*(one.values for one in inputs))
