@@ -51,8 +51,7 @@ class Terminal:
 
     >>> import tempfile
     >>> with Terminal(Console(file=sys.stdout, width=60, force_terminal=False), looks=False) as terminal:
-    ...     terminal.follow("ring", Path(tempfile.mkdtemp()))
-    ring: no round yet
+    ...     terminal.follow("ring", Path(tempfile.mkdtemp()))  # it has no round yet, and says so after 30 s
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class _Shown:
         assert run is not None
         late = now_s - self._told_s >= _LONGEST_SILENCE_S
         if run.file is None:
-            found = [f"{self.label}: no round yet"] if late or over else []
+            found = [f"{self.label}: no round yet"] if late else []
         else:
             found, rounds = [], run.file.rounds
             for round, figures in self._evaluations(over=over):
