@@ -29,7 +29,7 @@ from gossamer.network.utilisation import (
 )  # fmt: skip
 from gossamer.record.folder import finite
 
-__all__ = ["Calculator", "Input", "Others", "frozen_contents", "short_lists"]
+__all__ = ["Calculator", "Others", "frozen_contents", "short_lists"]
 
 Others = Callable[[RunPlan], "tuple[Sequence[Candidate], Mapping[str, str]]"]
 """Prices all other methods for a plan; and says of those that have no price why."""
