@@ -1,7 +1,9 @@
 """`Outer` misused is never silent: wrapped, moved, converted or unlike models, wrong arguments, and any process group."""
 
+import contextlib
 import itertools
 import os
+import signal
 import subprocess
 import sys
 
@@ -169,16 +171,26 @@ def test_tensors_that_differ_are_named_by_their_hashes_and_many_by_one():
 # --- two processes ---------------------------------------------------------------------------------------------------
 
 COMMON = """
-import os, sys, torch, torch.distributed as dist
+import os, sys, torch, torch._dynamo, torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 import gossamer
 from gossamer.errors import ConfigError, PeerError
 from test_library import flat, net, train
 
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = TCPStore("127.0.0.1", port, is_master=False)
+children = []
+for rank in range(2):  # what both import is imported once; each then ends as a program does, its interpreter's end included
+    child = os.fork()
+    if child == 0:
+        break
+    children.append(child)
+else:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(f"the exit codes are {codes}" if any(codes) else 0)
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 
 def init(name, *backend):
     dist.init_process_group(*backend, store=PrefixStore(name, store), rank=rank, world_size=2)
@@ -257,8 +269,6 @@ with outer(model) as loop:
     train(wrapper, loop, 4, seed=rank)
 say(f"wrapped in a worker: agree {equal(model)}")
 
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 mesh = init_device_mesh("cpu", (2,))
 refused("sharded", lambda: outer(fully_shard(net(), mesh=mesh)))
 model = net()
@@ -300,20 +310,17 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, folder / "program.py", str(rank), str(store.port)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, folder / "program.py", str(store.port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment, start_new_session=True,
+    )  # fmt: skip
     try:
-        said = [process.communicate(timeout=250) for process in processes]
+        output, errors = process.communicate(timeout=250)
     finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], said
-    return [line for output, _ in said for line in output.splitlines()]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output + errors
+    return output.splitlines()
 
 
 def test_any_process_group_works_and_lets_the_process_end(lines):
