@@ -182,7 +182,7 @@ def train(config, folder, *words):
 @pytest.mark.timeout(300)
 def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resumed(tmp_path):
     config = tiny(
-        run__local_steps=8, run__steps=48, run__adapt=True, run__pace_s=[0.08, 0.08, 0.4], run__eval_every=0,
+        run__local_steps=8, run__steps=40, run__adapt=True, run__pace_s=[0.08, 0.08, 0.4], run__eval_every=0,
         run__checkpoint_every=32, run__timeout_s=60,
     )  # fmt: skip
     train(config, tmp_path / "run")
@@ -205,7 +205,7 @@ def test_a_slow_uplink_settles_on_fewer_steps(tmp_path, monkeypatch):
     links = importlib.import_module("slow_links")
     scale = links.QUICK._replace(workers=3, pace_s=0.19)  # links of 20 Mbit/s
     config = tiny(
-        run__local_steps=20, run__steps=160, run__adapt=True, run__pace_s=0.1, run__eval_every=0, run__checkpoint_every=0,
+        run__local_steps=20, run__steps=100, run__adapt=True, run__pace_s=0.1, run__eval_every=0, run__checkpoint_every=0,
         run__timeout_s=60, run__device="cpu", model__size="0.2m",
     )  # fmt: skip
     (tmp_path / "run.toml").write_text(tomli_w.dumps(tomllib.loads(dump(config))))
