@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import tomli_w
 
+from commands import Command
 from gossamer.cli.watch import calculators
 from gossamer.record.folder import RunFolder
 from gossamer.record.trace import Entry, Operation
@@ -176,19 +175,22 @@ def test_the_page_follows_real_runs_and_outlives_an_end_a_kill_and_its_own_serve
     (tmp_path / "runs").mkdir()
     with served(tmp_path / "runs") as server:
         page.goto(server.address)
-        training = [train(tmp_path, name) for name in ("ended", "killed")]
+        killed = train(tmp_path, "killed")
+        workers = killed.processes(2)
         try:
+            ended = train(tmp_path, "ended")
             until(lambda: 0 < shown_rounds(page, "ended") < 10 and shown_rounds(page, "killed") > 0)
             first = shown_rounds(page, "killed")
             until(lambda: shown_rounds(page, "killed") > first + 1)
             page.locator("path[data-curve=killed]").first.wait_for()
-            assert training[0].wait(120) == 0
+            code, output = ended.finish(120)
+            assert code == 0, output
             until(lambda: "ended: finished, 10 of 10 rounds" in summaries(page))
         finally:
-            for process in training:
+            for pid in (killed.pid, *workers.values()):
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                    os.kill(pid, signal.SIGKILL)
+            killed.finish()
         until(lambda: re.search(r"killed: silent, \d+ of 1000 rounds", summaries(page)))
     until(lambda: "does not answer" in page.locator("[role=status]").inner_text())
     assert "ended: finished" in summaries(page), "what was shown stays"
@@ -231,11 +233,9 @@ def test_the_calculators_follow_what_is_moved_by_keyboard_with_and_without_a_ser
         thread.join()
 
 
-def train(folder: Path, name: str) -> subprocess.Popen[bytes]:
-    words = ["train", str(folder / f"{name}.toml"), "--local", "2", "--quiet", "--out", str(folder / "runs" / name)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "gossamer", *words], stdout=subprocess.DEVNULL, start_new_session=True
-    )
+def train(folder: Path, name: str) -> Command:
+    words = ["train", folder / f"{name}.toml", "--local", 2, "--quiet", "--out", folder / "runs" / name]
+    return Command(*words)
 
 
 def summaries(page: Any) -> str:
