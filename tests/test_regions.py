@@ -5,7 +5,6 @@ import shlex
 import signal
 import socket
 import time
-from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -41,7 +40,7 @@ from gossamer.run.task import task_of
 from gossamer.transport.secret import SECRET
 from test_events import LAYOUT, P
 from test_replay import losses, same, saved
-from test_serve import KNOWN, Process, events, model, served, start
+from test_serve import KNOWN, Process, events, model, served, start, stopped
 
 HALOS = {"name": "halos", "every": 2, "local_delay": 2}
 
@@ -217,20 +216,10 @@ def as_told(launcher, words):
     return Command(*shlex.split(told[told.index("gossamer train") :])[1:])
 
 
-@contextmanager
-def stopped(*pids):
-    """These processes stand still, so that a run waits for a process that is to join it, however slow the machine is."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    yield
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-
-
 @pytest.mark.timeout(400)
 def test_a_worker_a_region_and_the_global_server_are_killed_and_come_back_and_the_run_replays_to_the_last_bit(tmp_path):
     config = served(
-        sites((0, 1), (2, 3)), workers=4, server=HALOS, run__steps=72, run__checkpoint_every=4, run__eval_every=12,
+        sites((0, 1), (2, 3)), workers=4, server=HALOS, run__steps=48, run__checkpoint_every=4, run__eval_every=12,
         run__pace_s=0.04, run__timeout_s=100.0,
     )  # fmt: skip
     real = tmp_path / "real"
@@ -261,5 +250,5 @@ def test_a_worker_a_region_and_the_global_server_are_killed_and_come_back_and_th
     assert all(
         numbers == [*range(len(numbers))] for numbers in phases
     )  # what was lost was trained again, and counts once
-    assert sum(map(len, phases)) == 4 * 36
+    assert sum(map(len, phases)) == 4 * 24
     assert_replayed(real, config, tmp_path / "replay")

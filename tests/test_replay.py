@@ -67,7 +67,8 @@ RUNS = {
 @pytest.mark.timeout(300)
 def test_a_run_in_which_a_worker_was_killed_and_came_back_is_replayed_to_the_last_bit(tmp_path):
     config = served(
-        workers=3, run__steps=160, run__checkpoint_every=8, run__eval_every=80, run__pace_s=0.05, **RUNS["a window"]
+        workers=3, run__steps=64, run__checkpoint_every=8, run__eval_every=32, run__pace_s=0.02, run__timeout_s=100.0,
+        **RUNS["a window"],
     )  # fmt: skip
     real, store = tmp_path / "real", tmp_path / "real" / "checkpoints"
     launcher = start(config, real)
@@ -76,7 +77,7 @@ def test_a_run_in_which_a_worker_was_killed_and_came_back_is_replayed_to_the_las
     while not checkpoint.rounds(store, 1) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(pids["1"], signal.SIGKILL)
-    spare = in_place_of_a_killed_worker(launcher)
+    spare = in_place_of_a_killed_worker(launcher, real, 1, pids["0"], pids["2"])
     code, output = launcher.finish(150)
     assert code == 0, output
     code, said = spare.finish()

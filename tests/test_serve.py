@@ -441,10 +441,35 @@ def start(config, folder):
     return Command("train", folder.parent / "run.toml", "--out", folder, "--local", config.workers)
 
 
-def in_place_of_a_killed_worker(launcher):
-    """A process that takes the place of a worker, started as the launcher told when that worker ended."""
-    told = next(line for line in launcher.lines() if "start it again with" in line)
-    return Command(*shlex.split(told[told.index("gossamer train") :])[1:])
+def in_place_of_a_killed_worker(launcher, folder, killed, *others):
+    """A process that takes the place of the worker that was killed, started as the launcher told when that one ended.
+
+    The `others` stand still until it has joined, so that it has something to do however long it takes to start.
+    """
+    deadline = time.monotonic() + 100
+    with stopped(*others):
+        told = next(line for line in launcher.lines() if "start it again with" in line)
+        spare = Command(*shlex.split(told[told.index("gossamer train") :])[1:])
+        while joined_in(folder).count(killed) < 2:
+            assert time.monotonic() < deadline, spare.finish(0)
+            time.sleep(0.02)
+    return spare
+
+
+def joined_in(folder):
+    """The workers that the record of a run has joining, as they came."""
+    lines = (folder / "arrivals.jsonl").read_text().split("\n")[:-1]
+    return [one["worker"] for one in map(json.loads, lines) if one["event"] == "join"]
+
+
+@contextmanager
+def stopped(*pids):
+    """These processes stand still, so that a run waits for a process that is to join it, however slow the machine is."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
 
 
 def absorbs(launcher, folder, n, updates, deadline_s=120):
@@ -461,18 +486,14 @@ def absorbs(launcher, folder, n, updates, deadline_s=120):
 @pytest.mark.timeout(240)
 def test_a_killed_worker_leaves_the_others_to_the_end_and_a_new_process_takes_its_place(tmp_path):
     config = served(
-        workers=2,
-        server__name="heloco",
-        run__steps=240,
-        run__checkpoint_every=20,
-        run__eval_every=180,
-        run__pace_s=0.02,
-    )
+        workers=2, server__name="heloco", run__steps=120, run__checkpoint_every=20, run__eval_every=90, run__pace_s=0.01,
+        run__timeout_s=100.0,
+    )  # fmt: skip
     launcher = start(config, tmp_path / "real")
     pids = launcher.processes(3)
     absorbs(launcher, tmp_path / "real", 2, 12)
     os.kill(pids["1"], signal.SIGKILL)
-    spare = in_place_of_a_killed_worker(launcher)
+    spare = in_place_of_a_killed_worker(launcher, tmp_path / "real", 1, pids["0"])
     code, output = launcher.finish()
     assert code == 0, output
     code, said = spare.finish()
@@ -481,7 +502,7 @@ def test_a_killed_worker_leaves_the_others_to_the_end_and_a_new_process_takes_it
     log = read_events(tmp_path / "real")
     kinds = [e["event"] for e in events(tmp_path / "real", 2) if e["event"] in ("leave", "return")]
     assert kinds == ["leave", "return"]
-    assert log.absorbed.sum() == 2 * 120 and (log.absorbed > 0).all()
+    assert log.absorbed.sum() == 2 * 60 and (log.absorbed > 0).all()
     consistent(tmp_path / "real", config)
     assert evals(tmp_path / "real")[-1]["loss"] < 4.0
 
