@@ -1,4 +1,4 @@
-"""The experiments in configs/paper and configs/rivals: each starts, runs in small, and draws what its file asks for."""
+"""The experiments in configs/paper, rivals and evidence: each starts, runs in small, and draws what its file asks for."""
 
 import dataclasses
 import xml.etree.ElementTree
@@ -14,12 +14,16 @@ from gossamer.report.table import summary_rows
 from gossamer.run.config import RunConfig
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, figure, points
+from gossamer.run.halving import needed_tokens
+from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
+from gossamer.run.tune import contenders
 from tiny import TEXT
 
 CONFIGS = Path(__file__).parents[1] / "src" / "gossamer" / "configs"
 FILES = sorted((CONFIGS / "paper").glob("*.toml"))
 RIVALS = sorted((CONFIGS / "rivals").glob("*.toml"))
+REGISTERED = [file for file in sorted((CONFIGS / "evidence").glob("*.toml")) if figure(load(file))]
 VOCABULARY = {"bytes": 256, "hf-internal-testing/llama-tokenizer": 32_000}
 
 
@@ -33,12 +37,12 @@ def small(config: RunConfig) -> RunConfig:
         config,
         workers=min(config.workers, 8),
         model=model,
-        data=dataclasses.replace(config.data, source=str(TEXT), seq_len=8, batch_size=1),
+        data=dataclasses.replace(config.data, source=str(TEXT), seq_len=8, batch_size=1, global_batch=None),
         run=dataclasses.replace(config.run, steps=steps, local_steps=local_steps, eval_every=1, eval_batches=1),
     )
 
 
-@pytest.mark.parametrize("file", FILES + RIVALS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES + RIVALS + REGISTERED, ids=lambda file: file.stem)
 def test_every_experiment_runs_in_small_and_draws_its_figure(file: Path, tmp_path: Path) -> None:
     document = load(file)
     asked = figure(document)
@@ -53,6 +57,16 @@ def test_every_experiment_runs_in_small_and_draws_its_figure(file: Path, tmp_pat
     assert asked is not None
     assert all(method in table(outcomes, asked) for method in first)
     assert xml.etree.ElementTree.fromstring(draw_figure(outcomes, asked)).tag.endswith("svg")
+
+
+def test_every_registered_tuning_can_start_at_each_of_its_sizes_and_its_budget_suffices() -> None:
+    tunings = [document for file in (CONFIGS / "evidence").glob("*.toml") if "tune" in (document := load(file))]
+    assert tunings
+    for document in tunings:
+        for scale in ("", *document.get("scale", {})):
+            for contender in contenders(document, scale=scale):
+                settle(contender.config)
+                assert needed_tokens(contender.space) <= contender.asked.budget_tokens
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
