@@ -68,7 +68,6 @@ class Calculator:
 
     Args:
         network: moves the bandwidth of all its links together, in place of equal links.
-        step_s: seconds of an inner step that the network does not give.
         others: prices the methods that `gossamer.network.plan` does not.
         rounds: rounds to price; with uneven links the mean over more pairings is better.
     """

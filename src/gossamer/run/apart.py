@@ -137,7 +137,7 @@ def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
 
 def _trained(config: RunConfig, folder: Path, *, warns: bool = False) -> RunEnd:
     """Trains a run from its start."""
-    if folder.exists():
+    if (folder / "run.toml").exists():  # nothing but a run is ours to remove
         shutil.rmtree(folder)
     log, began = logging.getLogger("gossamer"), time.perf_counter()
     level = log.level
