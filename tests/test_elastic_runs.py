@@ -46,11 +46,12 @@ def rounds_of(folder, worker):
     return [line["round"] for line in read_metrics(folder) if line["kind"] == "train" and line["worker"] == worker]
 
 
-def eventually(holds, timeout_s):
+def eventually(command, holds, timeout_s):
+    """Waits until it `holds` while a command runs; if it does not, ends the command and tells what it said."""
     deadline = time.monotonic() + timeout_s
-    while not (held := holds()) and time.monotonic() < deadline:
+    while not holds():
+        assert time.monotonic() < deadline, command.finish(0)
         time.sleep(0.3)
-    return held
 
 
 def without_disk(folder, worker):
@@ -84,11 +85,11 @@ def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_w
         f"--set={each}" for each in ("run.steps=8000", "run.pace_s=0.05", "run.eval_every=0", "run.checkpoint_every=50")
     ]
     rest = Command("train", "--resume", folder, "--local", 2, *sets)
-    assert eventually(
-        lambda: standings(folder) == ["alive", "alive", "gone"] and min(rounds_of(folder, 0) or [0]) >= 6, 250
+    eventually(
+        rest, lambda: standings(folder) == ["alive", "alive", "gone"] and min(rounds_of(folder, 0) or [0]) >= 6, 250
     )
     newcomer = Command("train", folder / "run.toml", "--out", folder, "--join", "auto")
-    assert eventually(lambda: standings(folder) == ["alive"] * 3 and max(rounds_of(folder, 2)) > 6, 200)
+    eventually(newcomer, lambda: standings(folder) == ["alive"] * 3 and max(rounds_of(folder, 2)) > 6, 200)
     os.kill(rest.pid, signal.SIGTERM)
     code, output = rest.finish()
     assert code == 130 and f"stopped; resume with --resume {folder}" in output, output
