@@ -62,7 +62,7 @@ def test_init_writes_examples_and_keeps_what_is_there(tmp_path: Path, capsys: py
     assert (tmp_path / "gasloc.toml").read_text() == "mine" and "gasloc.toml (exists, and was kept)" in said
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.toml")}
     examples = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.toml")}
-    assert written == {name for name in examples if not name.startswith(("paper", "rivals"))}
+    assert written == {name for name in examples if not name.startswith(("evidence", "paper", "rivals"))}
     assert (tmp_path / "demo.toml").read_bytes() == (EXAMPLES / "demo.toml").read_bytes()
     assert main(["init", str(tmp_path / "other"), "--list"]) == 0
     assert not (tmp_path / "other").exists()
@@ -83,10 +83,16 @@ def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_agai
     assert not any((run / "checkpoints").exists() for run in runs)
     assert (
         sum(path.stat().st_size for path in tmp_path.rglob("*")) < 5e6
-    )  # two models of 0.8 MB; 55 MB with checkpoints
+    )  # four models of 0.6 MB; 50 MB with checkpoints
     assert main([*words, "--resume", "--json", "--quiet"]) == 0
     out, err = capsys.readouterr()
-    assert [one["method"] for one in json.loads(out)["runs"]] == ["GASLoC 1-Peer", "DiLoCo"] and not err
+    assert [one["method"] for one in json.loads(out)["runs"]] == [
+        "GASLoC 1-Peer",
+        "gossip 1-Peer",
+        "DiLoCo",
+        "local SGD",
+    ]
+    assert not err
     before = read_metrics(runs[0])
     assert main(["simulate", "--resume", str(runs[0])]) == 0
     assert "the run has ended after 2 rounds; gossamer report" in capsys.readouterr().err

@@ -51,6 +51,30 @@ def test_without_a_terminal_each_evaluation_has_a_line_and_silence_lasts_30_s_at
     assert end.startswith("a [bold]: round 2 of "), "the end has a line"
 
 
+def test_runs_that_train_side_by_side_are_told_of_until_each_has_ended(tmp_path: Path) -> None:
+    out, clock = StringIO(), Clock()
+    with (
+        RunFolder(tmp_path / "a", RUN_TOML) as a,
+        RunFolder(tmp_path / "b", RUN_TOML) as b,
+        plain(out, clock) as terminal,
+    ):
+        for name in ("a", "b"):
+            terminal.follow(name, tmp_path / name)
+        for r, run in ((0, a), (0, b), (1, a)):
+            write_round(run, r)
+            terminal.look()
+        terminal.ended("a")
+        write_round(a, 2)
+        write_round(b, 1)
+        terminal.look()
+    assert [line[:10] for line in out.getvalue().splitlines()] == [
+        "a: round 1",
+        "b: round 1",
+        "a: round 2",
+        "b: round 2",
+    ]
+
+
 def test_a_run_that_goes_on_says_what_is_new_only_and_one_that_goes_back_says_it_again(tmp_path: Path) -> None:
     out, clock = StringIO(), Clock()
     with RunFolder(tmp_path, RUN_TOML) as run:

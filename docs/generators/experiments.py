@@ -1,6 +1,7 @@
 """The pages of experiments: a table and a figure from a config and the outcomes of its runs, without training.
 
-The outcomes of `configs/FOLDER/NAME.toml` are `docs/results/FOLDER/NAME.jsonl`, and those of one of its sizes `NAME-SCALE.jsonl`.
+The outcomes of `configs/FOLDER/NAME.toml` are `docs/results/FOLDER/NAME.jsonl`, and those of one of its sizes `NAME-SCALE.jsonl`;
+those of `configs/demo.toml` are in no folder.
 """
 
 import itertools
@@ -21,18 +22,19 @@ from gossamer.run.tune import contenders, searched
 __all__ = ["FOLDERS", "ROOT", "config_of", "drawn", "outcome_files", "page"]
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("paper", "evidence")
+FOLDERS = ("", "paper", "evidence")
+_RESULTS = ROOT / "docs" / "results"
 _HOUR = 3600
 
 
 def outcome_files() -> list[Path]:
     """The committed outcomes that get a page of their own."""
-    return [file for folder in FOLDERS for file in sorted((ROOT / "docs" / "results" / folder).glob("*.jsonl"))]
+    return [file for folder in FOLDERS for file in sorted((_RESULTS / folder).glob("*.jsonl"))]
 
 
 def config_of(outcomes: Path) -> tuple[Path, str]:
     """The experiment file of some outcomes, and its size: the longest name that fits is the file's, the rest the size."""
-    folder, words = ROOT / "configs" / outcomes.parent.name, outcomes.stem.split("-")
+    folder, words = ROOT / "configs" / outcomes.parent.relative_to(_RESULTS), outcomes.stem.split("-")
     for many in range(len(words), 0, -1):
         if (file := folder / f"{'-'.join(words[:many])}.toml").exists():
             return file, "-".join(words[many:])

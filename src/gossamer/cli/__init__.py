@@ -34,7 +34,7 @@ from gossamer.errors import GossamerError, UserCodeError, choose
 __all__ = ["VERBS", "app", "main"]
 
 VERBS = {
-    "demo": "Compare two methods on a small model: what there is to see in some minutes.",
+    "demo": "Compare four methods on a small model: what there is to see in some minutes.",
     "init": "Write commented run files to start from.",
     "simulate": "Train all workers of a run in this process.",
     "check": "Show what a run file will do, or list all its errors.",

@@ -4,7 +4,6 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,9 +64,14 @@ def command(
             def follow(run: "Point") -> None:
                 terminal.follow(run.label, folders[run.label], run.config.record.print_every)
 
+            def tell(run: "Point", ended: "RunEnd") -> None:
+                terminal.ended(run.label)
+                if ended.error:  # a diverging setting is a result of the comparison, and the others still run
+                    print(f"gossamer: {run.label}: {ended.error}", file=sys.stderr)
+
             origins = train_all(
-                runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=resume, began=follow, told=partial(_say_end, jobs=jobs),
-            )  # fmt: skip
+                runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=resume, began=follow, told=tell
+            )
         page = out / "report.html"
         rows = publish(folders, page, runs[0].config.network, _words(file, out, seeds, scale))
         outcomes = [
@@ -104,16 +108,6 @@ def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, P
                 "name another folder with --out, remove it, or continue with --resume"
             )
     return folders
-
-
-def _say_end(run: "Point", ended: "RunEnd", *, jobs: int) -> None:
-    """Says that a run has ended, unless its own progress did."""
-    from gossamer.record.progress import say
-
-    if ended.error:  # a diverging setting is a result of the comparison, and the others still run
-        print(f"gossamer: {run.label}: {ended.error}", file=sys.stderr)
-    elif jobs > 1 and ended.loss is not None:
-        say(f"{run.label}: loss {ended.loss:.4f} ({ended.seconds:.0f} s)")
 
 
 def _write_figure(

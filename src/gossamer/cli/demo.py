@@ -9,12 +9,14 @@ from gossamer.cli.watch import WATCHABLE, Watchable
 
 __all__ = ["command"]
 
+_METHODS = 4
+
 
 def command(
-    *, overrides: Overrides = (), out: Path = Path("runs/demo"), seeds: str = "", resume: bool = False,
+    *, overrides: Overrides = (), out: Path = Path("runs/demo"), seeds: str = "", jobs: int | None = None, resume: bool = False,
     output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
-    """Compares GASLoC in random pairs with DiLoCo: 8 workers, each with a small Llama, some minutes on two cores.
+    """Compares GASLoC in random pairs with DiLoCo, and both without momentum: 8 workers, each with a small Llama; some minutes.
 
     It is gossamer compare with the experiment file demo.toml, which gossamer init writes. The text is the source of Python's
     standard library, so nothing is downloaded.
@@ -22,6 +24,12 @@ def command(
     Args:
         out: folder of all runs (default: runs/demo)
         seeds: run every variant with each of these seeds, such as 0,1,2
+        jobs: runs at a time, each in a process of its own (default: one for each core, at most the four methods)
         resume: keep the finished runs, and train the others
     """
-    compare.command(EXAMPLES / "demo.toml", overrides=overrides, out=out, seeds=seeds, resume=resume, output=output)
+    from gossamer.transport.launch import available_cores
+
+    jobs = min(_METHODS, available_cores()) if jobs is None else jobs
+    compare.command(
+        EXAMPLES / "demo.toml", overrides=overrides, out=out, seeds=seeds, jobs=jobs, resume=resume, output=output
+    )

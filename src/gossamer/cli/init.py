@@ -13,7 +13,7 @@ __all__ = ["EXAMPLES", "command"]
 
 EXAMPLES = Path(__file__).parents[1] / "configs"
 """The example run files, experiment files and network files, as they are installed."""
-_LATER = ("paper", "rivals")
+_LATER = ("evidence", "paper", "rivals")
 """Folders that are written on request only."""
 
 
@@ -25,7 +25,7 @@ def command(
 
     Args:
         folder: folder to write them to (default: configs)
-        paper: write the experiments of the GASLoC paper, and of its rivals, as well
+        paper: write the experiments of docs/evidence.md as well
         listed: show what there is, and write nothing
     """
     names = [path.relative_to(EXAMPLES) for path in sorted(EXAMPLES.rglob("*.toml"))]

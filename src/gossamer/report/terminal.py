@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +38,7 @@ _UNKNOWN = "–"
 
 
 class Terminal:
-    """Shows runs one after the other, on stderr; nothing inside `gossamer.record.progress.quieted`.
+    """Shows runs, one after the other or several at a time, on stderr; nothing inside `gossamer.record.progress.quieted`.
 
     On a terminal it is a table with a row for each run. Elsewhere there is a line for each evaluation, at the end of a run and at
     least every 30 s.
@@ -88,12 +88,11 @@ class Terminal:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        with self._lock:
-            self._finish()
+        self.ended()
         self._open.close()
 
     def follow(self, label: str, folder: Path, every: int = 0) -> None:
-        """Shows the run in this folder from now on; the one before has ended.
+        """Shows the run in this folder from now on.
 
         Args:
             folder: where it writes, or will.
@@ -102,32 +101,36 @@ class Terminal:
         if self._quiet:
             return
         with self._lock:
-            self._finish()
             self._shown.append(_Shown(label, folder.resolve(), every, self._now_s()))
+
+    def ended(self, label: str | None = None) -> None:
+        """Shows the end of the run with this label, or of all, and forgets what only a run under way needs."""
+        with self._lock:
+            self._show(_LAST_LOOK_S, over=[one for one in self._under_way() if label in (None, one.label)])
 
     def look(self) -> None:
         """Shows what is new."""
         with self._lock:
-            if self._shown:
-                self._show(_LOOK_S)
+            self._show(_LOOK_S)
 
     def _go_on(self) -> None:
         while not self._ended.wait(_EVERY_S):
             self.look()
 
-    def _finish(self) -> None:
-        """Shows the end of the run that was followed, and forgets what only a run under way needs."""
-        if self._shown and not self._shown[-1].over:
-            self._show(_LAST_LOOK_S, over=True)
-            self._shown[-1].end()
+    def _under_way(self) -> "list[_Shown]":
+        return [one for one in self._shown if not one.over]
 
-    def _show(self, patience_s: float, *, over: bool = False) -> None:
-        shown, now_s = self._shown[-1], self._now_s()
-        shown.look(patience_s, now_s)
+    def _show(self, patience_s: float, *, over: "Sequence[_Shown]" = ()) -> None:
+        """Looks at the runs under way, or at those that are over for the last time."""
+        now_s, lines = self._now_s(), list[str]()
+        for one in over or self._under_way():
+            one.look(patience_s, now_s)
+            lines += one.lines(now_s, over=one in over) if self._live is None else []
+        for one in over:
+            one.end()
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
-            return
-        for line in shown.lines(now_s, over=over):
+        for line in lines:
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:

@@ -46,7 +46,7 @@ class Apart:
 
     Args:
         jobs: with one, a run takes place in this process, as `ended` is called.
-        began: is told of a run that begins in this process, by its key, and its warnings are shown.
+        began: is told of each run that begins, by its key; the warnings of one that takes place here are then shown.
     """
 
     def __init__(self, jobs: int, *, began: Callable[[Any], None] | None = None) -> None:
@@ -99,6 +99,8 @@ class Apart:
         process = self._context.Process(target=_work, args=(theirs, config, folder, lane, self._jobs), daemon=True)
         process.start()
         theirs.close()
+        if self._began is not None:
+            self._began(key)
         self._running.append(_Running(key, process, ours, lane))
 
 
