@@ -34,7 +34,7 @@ def outcome_files() -> list[Path]:
 
 def config_of(outcomes: Path) -> tuple[Path, str]:
     """The experiment file of some outcomes, and its size: the longest name that fits is the file's, the rest the size."""
-    folder, words = ROOT / "configs" / outcomes.parent.relative_to(_RESULTS), outcomes.stem.split("-")
+    folder, words = ROOT / "configs" / outcomes.parent.name.removeprefix(_RESULTS.name), outcomes.stem.split("-")
     for many in range(len(words), 0, -1):
         if (file := folder / f"{'-'.join(words[:many])}.toml").exists():
             return file, "-".join(words[many:])
