@@ -297,7 +297,13 @@ def _number(value: float) -> str:
 
 
 def _size(count: float) -> str:
-    return f"{_number(count)}B" if count >= 9999.5 else f"{count:.0f} B"
+    """Bytes in a few characters.
+
+    >>> _size(640), _size(1_234_567)
+    ('640 B', '1.23 MB')
+    """
+    text = _number(count)
+    return f"{count:.0f} B" if count < 9999.5 else f"{text[:-1]} {text[-1]}B"
 
 
 def _time(seconds: float) -> str:
