@@ -1,5 +1,7 @@
 """`gossamer list`: everything that a run file can name."""
 
+from collections.abc import Sequence
+
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.tables import print_table
 from gossamer.errors import ConfigError, choose
@@ -34,7 +36,7 @@ def command(kind: str | None = None, /, *, markdown: bool = False, json: Json = 
         "boundaries": BOUNDARIES,
     }  # fmt: skip
     keys = ("name", "what", "options")
-    listed = {
+    listed: dict[str, tuple[tuple[str, ...], tuple[str, ...], Sequence[tuple[str, ...]]]] = {
         title: (keys, ("name", "what it does", "options"), factory_rows(table)) for title, table in tables.items()
     }
     listed["methods"] = (("name", "made_of", "source"), ("name", "made of", "source"), recipe_rows())
