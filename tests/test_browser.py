@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from gossamer.report.assets import whole_page
 from gossamer.report.calculator import Calculator, frozen_contents
 from gossamer.report.page import write_report
 from gossamer.topologies import make_topology
-from test_watch import served
+from test_watch import served, serving
 from tiny import document
 
 CHROMIUM = shutil.which("chromium") or ""
@@ -215,9 +214,7 @@ def test_the_calculators_follow_what_is_moved_by_keyboard_with_and_without_a_ser
     )
     frozen = tmp_path / "calculator.html"
     frozen.write_text(whole_page("x", frozen_contents(calculator), "", "", main="calculator"))
-    with calculators((), "127.0.0.1", 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
+    with serving(calculators((), "127.0.0.1", 0)) as server:
         for address in (server.address, frozen.as_uri()):
             page.goto(address)
             part = page.locator("section[data-part=plan]")
@@ -230,8 +227,6 @@ def test_the_calculators_follow_what_is_moved_by_keyboard_with_and_without_a_ser
             figures = page.locator("section[data-part=published]")
             figures.get_by_text("GASLoC, figure 9").click()
             figures.locator("path[data-curve=gasloc_1_peer]").wait_for()
-        server.shutdown()
-        thread.join()
 
 
 def train(folder: Path, name: str) -> Command:

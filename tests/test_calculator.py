@@ -1,9 +1,6 @@
 """The calculators of gossamer watch --plan: they say what plan and utilisation say, and take only values that they list."""
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +13,8 @@ from gossamer.network.links import Network
 from gossamer.network.plan import PlanSettings, bits_per_parameter, plan, plan_rows
 from gossamer.network.utilisation import bandwidth_table, setting_of
 from gossamer.report.calculator import Calculator
-from gossamer.report.web import Page
 from gossamer.run.planned import price_recipes
-from test_watch import get
+from test_watch import get, serving
 
 ASKED = {
     "latency": "0.01",
@@ -29,18 +25,6 @@ ASKED = {
     "steps": "15",
     "codec": "int8",
 }
-
-
-@contextmanager
-def serving(*files: Path) -> Iterator[Page]:
-    with calculators(files, "127.0.0.1", 0) as page:
-        thread = threading.Thread(target=page.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield page
-        finally:
-            page.shutdown()
-            thread.join()
 
 
 def test_a_page_of_calculators_answers_as_plan_and_utilisation_do() -> None:
@@ -75,7 +59,7 @@ def test_a_value_that_is_not_listed_is_a_sentence(query: dict[str, str]) -> None
 def test_a_network_file_is_moved_as_a_whole_and_nothing_else_is_served(tmp_path: Path) -> None:
     file = tmp_path / "network.toml"
     file.write_text("uplink_bps = [1e8, 1e7, 1e8, 1e8]\ndownlink_bps = 1e8\nstep_s = 0.1\n")
-    with serving(file) as page:
+    with serving(calculators((file,), "127.0.0.1", 0)) as page:
         inputs = json.loads(get(page, "/inputs.json")[1])
         assert [one["key"] for one in inputs["inputs"]["plan"]] == ["factor", "model", "vocab", "steps", "codec"]
         found = json.loads(get(page, "/plan.json?model=0.2m&steps=15")[1])

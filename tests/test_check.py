@@ -170,6 +170,11 @@ def test_a_codec_on_whole_parameters_is_warned_of_with_a_number_before_and_in_th
     assert sentence in caplog.text
 
 
+def test_text_that_is_not_on_this_machine_is_warned_of():
+    (sentence,) = examine(tiny(data__source="/nowhere/*.txt")).warnings
+    assert sentence.startswith("on this machine data.source '/nowhere/*.txt' names no readable file")
+
+
 def test_a_network_with_a_shared_site_prices_a_round():
     shared = {
         **NETWORK,

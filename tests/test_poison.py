@@ -41,7 +41,7 @@ def test_one_element_that_is_not_finite_is_found_wherever_it_stands(value: float
         bad[place] = value
         assert not all_finite((clean, (whole, bad)))
         with pytest.raises(
-            TrainingError, match=r"^what b sent has numbers that are not finite; resume .* --set inner\.lr="
+            TrainingError, match=r"^what b sent has numbers that are not finite; lower .* --set inner\.lr="
         ):
             must_be_finite({"what a sent": clean, "what b sent": bad, "what c sent": bad})
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from commands import run
 from gossamer.cli.tune import tuned_page
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, DataError
 from gossamer.run.document import load
 from gossamer.run.experiment import points
 from gossamer.run.halving import Found, GridPoint, Space, Trial, needed_tokens, search
@@ -180,6 +180,14 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
     (out / "outcomes.jsonl").write_text("".join(lines[:4]) + lines[4][:20])  # a killed process left a part of a line
     (unfinished, *_) = searched(contenders(load(file)), out / "outcomes.jsonl")
     assert unfinished.found is None and "GASLoC: the search has not ended" in tuned_page([unfinished])
+    other, spoilt = json.loads(lines[0]) | {"rung": 9}, out / "spoilt.jsonl"
+    spoilt.write_text(json.dumps(other) + "\n")
+    assert searched(contenders(load(file)), spoilt)[0].found is None, "a rung that the file no longer has"
+    for wrong in ({"lr": 0.0}, {"outer": [1.0]}, {"rung": -1}):
+        spoilt.write_text(json.dumps(other | wrong) + "\n")
+        with pytest.raises(DataError, match=r"spoilt\.jsonl:1"):
+            searched(contenders(load(file)), spoilt)
+    spoilt.unlink()
     code, again = run("tune", file, "--out", out, "--jobs", 2, "--resume")
     assert code == 0 and again.count("tokens, seed 0: loss") == len(lines) - 4, again
     assert (out / "outcomes.jsonl").read_text().startswith("".join(lines[:4]))

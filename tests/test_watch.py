@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from tiny import document
 
 
 @contextmanager
-def served(*folders: Path, host: str = "127.0.0.1") -> Iterator[Page]:
-    with page_server(folders, host, 0) as page:
+def serving(page: Page) -> Iterator[Page]:
+    with page:
         thread = threading.Thread(target=page.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
@@ -38,6 +38,10 @@ def served(*folders: Path, host: str = "127.0.0.1") -> Iterator[Page]:
         finally:
             page.shutdown()
             thread.join()
+
+
+def served(*folders: Path, host: str = "127.0.0.1") -> AbstractContextManager[Page]:
+    return serving(page_server(folders, host, 0))
 
 
 def get(page: Page, path: str, *, host: str | None = None, verb: str = "GET") -> tuple[int, bytes, dict[str, str]]:

@@ -86,9 +86,8 @@ def _measured(run: PointResult, results: list[PointResult], measure: str) -> flo
     if what == "time to" or mine.ratio is None:
         return mine.ratio
     curve = run.row["loss_at_s"][mine.network]
-    return 1 + next(
-        k for k, (_, loss) in enumerate(curve) if loss <= mine.target_loss
-    )  # one evaluation after each round
+    # There is one evaluation after each round.
+    return 1 + next(k for k, (_, loss) in enumerate(curve) if loss <= mine.target_loss)
 
 
 def _rows(text: str) -> Iterator[dict[str, str]]:

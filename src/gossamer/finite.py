@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # so that records, which stand above, work without torch
 __all__ = ["GO_ON", "all_finite", "must_be_finite"]
 
 GO_ON = (
-    "resume from the last checkpoint with a lower learning rate (--resume RUN --set inner.lr=VALUE) or with inner.clip"
+    "lower the learning rate or set inner.clip, and resume from the last checkpoint (--resume RUN --set inner.lr=VALUE), or "
+    "start again with another --out if there is none"
 )
 """What to do about a run whose numbers have blown up."""
 

@@ -29,6 +29,7 @@ from cyclopts import (
 )
 
 from gossamer import __version__
+from gossamer.cli.help_columns import HelpColumns
 from gossamer.errors import GossamerError, UserCodeError, choose
 
 __all__ = ["VERBS", "app", "main"]
@@ -53,7 +54,7 @@ VERBS = {
     "goodput": "Show what failures of chips cost with all-reduce, elastic and decoupled learners, and gossip.",
     "report": "Write one page with the table and the curves of several runs.",
     "completion": "Print a script that completes verbs and options in a shell.",
-    "list": "List methods, rules, topologies, codecs, servers and pairs.",
+    "list": "List rules, topologies, codecs, servers, pairs, boundaries and methods.",
 }
 """Each verb with its line in `gossamer --help`, in the order of that list."""
 
@@ -70,7 +71,7 @@ app = App(
     help="Pretrain language models over slow, uneven networks: gossip, local steps, outer optimizers.",
     version=__version__,
     help_format="plaintext",
-    help_formatter="plain",
+    help_formatter=HelpColumns(),
     default_parameter=Parameter(negative=(), show_default=False, converter=_convert),
     result_action="return_value",
     exit_on_error=False,

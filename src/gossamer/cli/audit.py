@@ -20,6 +20,7 @@ def command(
     """Trains the workers of a run again, and finds the first whose hashes differ (record.hash); the exit code is 1 then.
 
     Args:
+        folder: run folder
         worker: compare this worker alone
         rounds: compare these rounds alone, from 0 (default: all)
     """

@@ -51,7 +51,10 @@ def lines(one: "Examined") -> list[str]:
         ("parameters", unknown if one.parameters is None else f"{one.parameters:,} (vocabulary of {one.vocabulary:,})"),
         *([("experts", _experts(one.experts))] if one.experts is not None else []),
         ("sends", unknown if one.sent_bytes is None else f"{sent} per worker and {phase}, at most {most}"),
-        *((f"keeps {kept.what}", f"{kept.copies:.3g} models, {megabytes(kept.bytes)}") for kept in one.kept),
+        *(
+            (f"keeps {kept.what}", f"{kept.copies:.3g} model{'' if kept.copies == 1 else 's'}, {megabytes(kept.bytes)}")
+            for kept in one.kept
+        ),
         ("memory", f"{megabytes(one.worker_bytes)} per worker, without activations" if one.kept else unknown),
         *((f"on {network.name}", _seconds(network)) for network in one.networks),
         *([("disagreement", f"x {one.disagreement:.3f} per round, predicted")] if one.disagreement is not None else []),

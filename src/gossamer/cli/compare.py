@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.cli.report import publish, show
-from gossamer.cli.run_file import File, Overrides, imported_parts, whole_numbers
+from gossamer.cli.run_file import ExperimentFile, Overrides, imported_parts, whole_numbers
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, MissingPackageError
 
@@ -24,7 +24,7 @@ log = logging.getLogger("gossamer")
 
 
 def command(
-    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, seeds: str = "", scale: str = "",
+    file: ExperimentFile = None, /, *, overrides: Overrides = (), out: Path | None = None, seeds: str = "", scale: str = "",
     jobs: int = 1, resume: bool = False, output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
     """Simulates every variant of an experiment file, and writes their table, report and figure.

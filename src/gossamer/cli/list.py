@@ -1,20 +1,24 @@
 """`gossamer list`: everything that a run file can name."""
 
+from collections.abc import Sequence
+
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.tables import print_table
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, choose
 
 __all__ = ["command"]
 
 
-def command(*, markdown: bool = False, json: Json = False) -> None:
-    """Lists methods, rules, topologies, codecs, servers, pairs and boundaries.
+def command(kind: str | None = None, /, *, markdown: bool = False, json: Json = False) -> None:
+    """Lists rules, topologies, codecs, servers, pairs, boundaries and methods.
 
     Args:
+        kind: list these only: rules, topologies, codecs, servers, pairs, boundaries or methods (default: all)
         markdown: print docs/methods.md, the methods with their traffic, memory and requirements
     """
-    if markdown and json:
-        raise ConfigError(f"--markdown was given with --json = {json} but prints a page; remove one of the two")
+    if markdown and (json or kind is not None):
+        other = "--json" if json else f"'{kind}'"
+        raise ConfigError(f"--markdown was given with {other} but prints one page of methods; remove one of the two")
     if markdown:
         from gossamer.cli import methods_page
 
@@ -31,17 +35,20 @@ def command(*, markdown: bool = False, json: Json = False) -> None:
         "rules": RULES, "topologies": TOPOLOGIES, "codecs": CODECS, "servers": SERVERS, "pairs": PAIRS,
         "boundaries": BOUNDARIES,
     }  # fmt: skip
+    keys = ("name", "what", "options")
+    listed: dict[str, tuple[tuple[str, ...], tuple[str, ...], Sequence[tuple[str, ...]]]] = {
+        title: (keys, ("name", "what it does", "options"), factory_rows(table)) for title, table in tables.items()
+    }
+    listed["methods"] = (("name", "made_of", "source"), ("name", "made of", "source"), recipe_rows())
+    if kind is not None and kind not in listed:
+        raise ConfigError(choose("list", kind, listed) + "; correct the name, or leave it out")
+    asked = listed if kind is None else {kind: listed[kind]}
     if json:
-        rows = {title: factory_rows(table) for title, table in tables.items()}
-        named = {
-            title: [dict(zip(("name", "what", "options"), r, strict=True)) for r in some]
-            for title, some in rows.items()
-        }
-        methods = [dict(zip(("name", "made_of", "source"), row, strict=True)) for row in recipe_rows()]
-        print_json({**named, "methods": methods})
+        print_json(
+            {title: [dict(zip(keys, row, strict=True)) for row in rows] for title, (keys, _, rows) in asked.items()}
+        )
         return
-    for title, table in tables.items():
-        print_table(("name", "what it does", "options"), factory_rows(table), title=title, text=3)
+    for title, (_, headings, rows) in asked.items():
+        print_table(headings, rows, title=title, text=3)
         if title == "codecs":
             print("every codec takes back=NAME, for rules that take a mean over everyone: what the sums travel back in")
-    print_table(("name", "made of", "source"), recipe_rows(), title="methods", text=3)

@@ -19,6 +19,7 @@ __all__ = [
     "AUTO",
     "NO_CHANGES",
     "Changes",
+    "ExperimentFile",
     "File",
     "Overrides",
     "imported_parts",
@@ -30,6 +31,7 @@ __all__ = [
 AUTO = "auto"
 """In place of a run folder: the run in its own folder, from its newest checkpoint, or from the start where it has none."""
 File = Annotated[Path | None, Parameter(help="run file (TOML)")]
+ExperimentFile = Annotated[Path | None, Parameter(name="FILE", help="experiment file (TOML)")]
 Overrides = Annotated[
     tuple[str, ...],
     Parameter(name="--set", metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5; may be repeated"),

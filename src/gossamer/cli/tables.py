@@ -32,7 +32,13 @@ def print_table(
     for place, heading in enumerate(headings):
         may_wrap, is_text = bool(title) and 0 < place < text, place < text
         most = max(8, room // text) if is_text and not title and console.is_terminal else None
-        view.add_column(heading, justify="left" if is_text else "right", no_wrap=not may_wrap, max_width=most)
+        view.add_column(
+            heading,
+            justify="left" if is_text else "right",
+            no_wrap=not may_wrap,
+            max_width=most,
+            overflow="fold" if may_wrap else "ellipsis",
+        )
     for place, row in enumerate(rows):
         view.add_row(*map(Text, row), style="bold" if place == bold else None)
     console.print(view)

@@ -42,6 +42,12 @@ class ServerOptions:
     secret: Path | None = None
     """file with the secret of the run (default: GOSSAMER_SECRET, else the file 'secret' of the run folder)"""
 
+    @property
+    def given(self) -> str:
+        """The options of a server that were given, in words."""
+        named = {"server": self.server, "worker": self.worker, "region": self.region, "above": self.above}
+        return " ".join(f"--{name} {value}" for name, value in named.items() if value is not None)
+
 
 _NO_SERVER = ServerOptions()
 
@@ -115,8 +121,8 @@ def _train_one(
 
         if (served.server, served.worker) != (None, None):
             raise ConfigError(
-                f"--server {served.server} --worker {served.worker} was given, and this run ({config.kind}) has no server; start "
-                f"it with --local {config.workers} or under torchrun, or --join it"
+                f"{served.given} was given, and this run ({config.kind}) has no server; start it with --local {config.workers} "
+                "or under torchrun, or --join it"
             )
         train_asynchronous(config, folder, join=join, resume=resume)
     elif config.run.elastic:
@@ -129,7 +135,7 @@ def _train_one(
         _train_served(config, folder, served, resume=resume)
     elif served.server is not None or served.worker is not None:
         raise ConfigError(
-            f"--server {served.server} --worker {served.worker} was given but the run file has no [server]; start it under "
+            f"{served.given} was given but the run file has no [server]; start it with --local {config.workers} or under "
             "torchrun"
         )
     else:
@@ -270,7 +276,7 @@ def _train_served(config: "RunConfig", folder: Path, served: ServerOptions, *, r
     host, port = address(served.server)
     if (served.region is None) != (served.above is None) or None not in (served.worker, served.region):
         raise ConfigError(
-            f"--worker {served.worker} --region {served.region} --above {served.above} was given; give --worker to a worker, "
+            f"{served.given} was given; give --worker to a worker, "
             "--region and --above to the server of a region, and none of them to the global server or the only one"
         )
     if served.region is not None and served.above is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gossamer.cli.output import PLAIN, Output, print_json
-from gossamer.cli.run_file import File, Overrides, imported_parts
+from gossamer.cli.run_file import ExperimentFile, Overrides, imported_parts
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ __all__ = ["command", "tuned_page"]
 
 
 def command(
-    file: File = None, /, *, overrides: Overrides = (), out: Path | None = None, scale: str = "", jobs: int | None = None,
-    resume: bool = False, output: Output = PLAIN,
+    file: ExperimentFile = None, /, *, overrides: Overrides = (), out: Path | None = None, scale: str = "",
+    jobs: int | None = None, resume: bool = False, output: Output = PLAIN,
 ) -> None:  # fmt: skip
     """Finds learning rates and outer settings for every variant of an experiment file, with the same budget of tokens for each.
 

@@ -99,9 +99,10 @@ class Watchable(Output):
         import subprocess
         import sys
 
+        # A session of its own, so that a Ctrl-C that stops us leaves the page to whoever looks at it.
         page = subprocess.Popen(
             [sys.executable, "-c", _BESIDE, str(folder)], stdin=subprocess.PIPE, start_new_session=True
-        )  # of its own session, so that a Ctrl-C that stops us leaves the page to whoever looks at it
+        )
         _PAGES.append(page)
         try:
             yield

@@ -56,7 +56,7 @@ def open_corpus(config: DataConfig, workers: int, seed: int) -> Corpus:
     Raises: DataError when text is missing, empty, unreadable or too short; ConfigError when a package is missing.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    if config.sources[0].startswith("hf:"):
+    if config.streamed:
         return StreamCorpus(config, tokenizer, workers)
     return FileCorpus(config, tokenizer, workers, seed)
 

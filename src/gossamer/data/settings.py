@@ -63,7 +63,7 @@ class DataConfig:
                 f"data.batch_size is {self.batch_size} and data.global_batch is {self.global_batch}, which decides it; remove "
                 "data.batch_size"
             )
-        if self.windows is not None and (self.own or any(source.startswith("hf:") for source in self.sources)):
+        if self.windows is not None and (self.own or self.streamed):
             raise ConfigError(
                 f"data.windows is {self.windows} and data.source is {self.source!r:.60}, but only text in files has fixed "
                 "windows; remove data.windows"
@@ -74,7 +74,7 @@ class DataConfig:
                     f"data.{name} is {value!r:.60} and data.source is {self.source!r:.60}, but only a data set of your own has "
                     f"{name}; remove data.{name}"
                 )
-        if any(source.startswith("hf:") for source in self.sources):
+        if self.streamed:
             if len(self.sources) > 1:
                 raise ConfigError(f"data.source is {self.source!r}, but a stream must be the only source; name one")
             for name, value in [("max_bytes", self.max_bytes), ("cache", self.cache)]:
@@ -91,6 +91,11 @@ class DataConfig:
     def own(self) -> bool:
         """Whether the data set is the user's own function."""
         return isinstance(self.source, str) and is_code(self.source)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the text comes from the Hugging Face hub."""
+        return any(source.startswith("hf:") for source in self.sources)
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -197,9 +197,8 @@ class Pacer:
         own_rate = uplinks_bytes_per_s.get(self.worker, math.inf)
         self.clock_s += self.steps * step_s + sent_bytes / own_rate
         step_s = statistics.median(note.step_s for note in self._rounds)
-        sent = [
-            note.sent_bytes for note in self._rounds if note.sent_bytes
-        ]  # some topologies let a worker sit out a round
+        # Some topologies let a worker sit out a round.
+        sent = [note.sent_bytes for note in self._rounds if note.sent_bytes]
         return PaceNote(step_s, statistics.median(sent) if sent else 0.0, seen)
 
     def decided(self, notes: Mapping[int, PaceNote], n: int) -> int:

@@ -127,9 +127,8 @@ def save(
                 f"the state of worker {worker} needs a manifest of {len(document)} bytes and at most "
                 f"{MAX_MANIFEST_BYTES} are allowed; keep long lists and texts out of it, or as tensors"
             )
-        manifest.unlink(
-            missing_ok=True
-        )  # if a round is saved again, the old manifest must not describe the new tensors
+        # If a round is saved again, the old manifest must not describe the new tensors.
+        manifest.unlink(missing_ok=True)
         _move(scratch, tensor_file)
         sync_folder(tensor_file.parent)
         atomic_write(manifest, document)

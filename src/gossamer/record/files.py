@@ -1,6 +1,7 @@
 """Files of a run: whole or not there at all, and named after the worker that writes them."""
 
 import contextlib
+import errno
 import os
 import sys
 import threading
@@ -14,6 +15,10 @@ from gossamer.errors import DiskError
 __all__ = ["Appender", "LineWriter", "atomic_write", "make_folder", "sync_folder", "worker_suffix", "writing"]
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The disk, the user's share of it, or what a file may hold."""
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """What is written to `path` in here either succeeds or raises DiskError, which names it."""
@@ -22,10 +27,12 @@ def writing(path: Path) -> Iterator[None]:
     except DiskError:
         raise
     except OSError as error:
-        raise DiskError(
-            f"'{path}' could not be written ({error.strerror or error}); free some space or name another folder with --out, "
-            "then go on with --resume"
-        ) from None
+        instead = (
+            "free some space, then go on with --resume, or name another folder with --out"
+            if error.errno in _FULL
+            else "name another with --out, or let this one be written"
+        )
+        raise DiskError(f"'{path}' could not be written ({error.strerror or error}); {instead}") from None
 
 
 def make_folder(path: Path) -> None:

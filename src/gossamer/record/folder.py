@@ -137,7 +137,8 @@ class RunFolder:
         for old in (self._metrics_path, self._trace_path, *foreign):
             if resume_round is None and old.exists():
                 raise ConfigError(
-                    f"the run folder {self.path} already holds {old.name}; name a new folder, or resume that run"
+                    f"the run folder '{self.path}' already holds {old.name}; name a new one with --out, or go on with --resume "
+                    f"{self.path}"
                 )
         make_folder(self.path)
         self.write_text("run.toml", run_toml)

@@ -48,7 +48,7 @@ def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: in
     if path.exists():
         if resume_round is None:
             raise ConfigError(
-                f"the run folder {folder} already holds {path.name}; name a new folder, or resume that run"
+                f"the run folder '{folder}' already holds {path.name}; name a new one with --out, or go on with --resume {folder}"
             )
         _keep_before(path, resume_round)
     return _StageLog(path)

@@ -283,9 +283,8 @@ def _draw_maps(results: Sequence[PointResult], figure: Figure) -> Any:
     losses = {key: statistics.fmean(own) for key, own in _losses(results, figure).items() if own}
     methods = list(dict.fromkeys(name for name, _, _ in losses))
     low = min(losses.values(), default=0.0)
-    high = min(
-        max(losses.values(), default=1.0), low + 1.0
-    )  # a run that diverged would leave one colour for all others
+    # A run that diverged would leave one colour for all others.
+    high = min(max(losses.values(), default=1.0), low + 1.0)
     canvas = Canvas(figsize=(1.2 + 4.4 * len(methods), 3.9), layout="constrained")
     for place, method in enumerate(methods):
         axes = canvas.add_subplot(1, len(methods), place + 1)

@@ -141,10 +141,7 @@ def _prices(run: FollowedRun) -> dict[str, NDArray[np.float64]]:
             if count <= (_MOST_REPLAYED if replayed else _MOST_PRICED):
                 end_s = price(trace, network).end_s.max(axis=1)
                 found[name] = end_s[run.parts - 1 :: run.parts]
-    except (
-        ConfigError,
-        DataError,
-        OSError,
-    ):  # a worker has not written its first line, or the file is just being replaced
+    except (ConfigError, DataError, OSError):
+        # A worker has not written its first line, or the file is just being replaced.
         return {}
     return found

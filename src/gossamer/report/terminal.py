@@ -284,19 +284,26 @@ def _known(value: Any) -> float:
 def _number(value: float) -> str:
     """A figure in a few characters.
 
-    >>> _number(2.34567), _number(123456.0), _number(math.nan)
-    ('2.346', '123k', '–')
+    >>> _number(2.34567), _number(9999.7), _number(123456.0), _number(999_999.0), _number(math.nan)
+    ('2.346', '10k', '123k', '1M', '–')
     """
     if not math.isfinite(value):
         return _UNKNOWN
-    if abs(value) < 1e4:
+    if abs(value) < 9999.5:
         return f"{value:.4g}"
-    power = min(int(math.log10(abs(value)) / 3), 4)
+    value = float(f"{value:.3g}")  # which may have one digit more before its point
+    power = min((len(f"{abs(value):.0f}") - 1) // 3, 4)
     return f"{value / 1000**power:.3g}{' kMGT'[power]}"
 
 
 def _size(count: float) -> str:
-    return f"{_number(count)}B" if count >= 1e4 else f"{count:.0f} B"
+    """Bytes in a few characters.
+
+    >>> _size(640), _size(1_234_567)
+    ('640 B', '1.23 MB')
+    """
+    text = _number(count)
+    return f"{count:.0f} B" if count < 9999.5 else f"{text[:-1]} {text[-1]}B"
 
 
 def _time(seconds: float) -> str:

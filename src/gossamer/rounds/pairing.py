@@ -402,8 +402,8 @@ _ASYNCHRONOUS = (
         lambda f: f.clocked and f.clock is None and _count(f) != 1,
         lambda f: (
             f"an asynchronous run needs one network for its timing, but the run file has {_count(f)} networks "
-            f"({_names(f)}); declare one as [network.NAME] with step_s, and set events.network if there are "
-            "several"
+            f"({_names(f)}); declare one as [network.NAME] with step_s (in Python network=...), and set "
+            "events.network if there are several"
         ),
     ),
     Pairing(

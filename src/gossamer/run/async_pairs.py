@@ -149,9 +149,8 @@ class PairParticipant(AsyncParticipant[PairWorker]):
     def _tell_it(self, one: Appointment) -> Tensor:
         dt = self._pass()
         self._told_s = self.now_s()
-        self.log.write(
-            Told(one.peer, one.starter, one.life, one.number, dt, self._told_s)
-        )  # before anybody has the message
+        # Written before anybody has the message.
+        self.log.write(Told(one.peer, one.starter, one.life, one.number, dt, self._told_s))
         self._told, packed = self._messages.pack(self.core.tell(), one.number, one.starter)
         return packed
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from gossamer.clock import SERVER
 from gossamer.clock.durations import Durations
 from gossamer.code import is_code
+from gossamer.data.documents import files_of
 from gossamer.data.tokenizer import vocabulary
-from gossamer.errors import ConfigError, GossamerError
+from gossamer.errors import ConfigError, DataError, GossamerError
 from gossamer.layout import Layout
 from gossamer.network.pricing import price
 from gossamer.optimizers.inner import InnerConfig, without_momentum
@@ -215,9 +216,8 @@ def inner_copies(config: InnerConfig, layout: Layout) -> float:
         for leaf in layout.leaves
         if len(leaf.shape) == 2 and leaf.name.startswith("model.layers.")
     ]
-    return (
-        averages + 2.0 - sum(hidden) / layout.numel
-    )  # one momentum for hidden matrices, AdamW's two moments for the rest
+    # One momentum for hidden matrices, AdamW's two moments for the rest.
+    return averages + 2.0 - sum(hidden) / layout.numel
 
 
 def _steps(config: RunConfig) -> int:
@@ -237,6 +237,11 @@ def _words(settled: Settled) -> str:
 def _warnings(config: RunConfig, settled: Settled) -> tuple[str, ...]:
     found = [] if isinstance(settled, WithServer) else [*settled.warnings]
     found += [f"real processes cannot run it: {sentence}" for sentence in pairing_faults(config, real=True)]
+    if not config.data.own and not config.data.streamed:
+        try:
+            files_of(config.data.sources)
+        except DataError as error:  # the run may be meant for another machine
+            found.append(f"on this machine {error}")
     return tuple(found)
 
 

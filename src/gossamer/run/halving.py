@@ -130,9 +130,8 @@ class _State:
         if rung + 1 == len(self._space.tokens):
             return []
         ranked = self._ranked(rung)
-        share = self._left(rung + 1) // self._space.tokens[rung + 1] - (
-            _NEIGHBOURHOOD - 1
-        )  # kept for a best that moves
+        # One neighbourhood is kept for a best that moves.
+        share = self._left(rung + 1) // self._space.tokens[rung + 1] - (_NEIGHBOURHOOD - 1)
         many = max(_NEIGHBOURHOOD, min(share, math.ceil(len(ranked) / 2)))
         best = ranked[0]
         around = [

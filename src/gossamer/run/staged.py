@@ -147,9 +147,8 @@ class StagedModel:
         """A local phase begins: all stages learn which part of the embeddings `[V, D]` a linear codec would lose."""
         if self._linear:
             self._rest = lost_of(self.stages[0].table, self.boundaries[0][0].codec)
-            for there, _ in self.boundaries[
-                : self._config.pipeline.stages - 1
-            ]:  # with chunks, a process learns it once
+            # With chunks, a process learns it once.
+            for there, _ in self.boundaries[: self._config.pipeline.stages - 1]:
                 there.sent_bytes += nbytes(self._rest)
 
     def loss(self, batch: Tensor, samples: Sequence[int]) -> Tensor:

@@ -122,9 +122,8 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
 
 def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout) -> Traffic:
     """What a worker pushes, or sends at a meeting, after one local phase."""
-    copies = (
-        1.0 if isinstance(settled, WithServer) else float(settled.rule.state_copies)
-    )  # 1: where the server let it start
+    # A worker of a server keeps one: where the server let it start.
+    copies = 1.0 if isinstance(settled, WithServer) else float(settled.rule.state_copies)
     arranged, spans = arrange(layout, *config.fragments)
     sizes = [payload_bytes(fitted(settled.codec, arranged.slice(a, b)), b - a) for a, b in spans]
     sent_bytes = sum(sizes) / len(sizes)

@@ -144,9 +144,8 @@ def _train_rounds(
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, run.timeout_s / 4))
     if member.part:
         record: RunFolder | Unrecorded = Unrecorded()
-        if (
-            newest is not None or not (folder / "run.toml").exists()
-        ):  # its machine may have no other process of the worker
+        # Its machine may have no other process of the worker, which would write the file.
+        if newest is not None or not (folder / "run.toml").exists():
             make_folder(folder)
             atomic_write(folder / "run.toml", dump(config).encode())
     else:

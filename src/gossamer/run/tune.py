@@ -74,9 +74,9 @@ class RunOutcome(TypedDict):
     run: str
     """Of everything that decides its loss."""
     method: str
-    lr: float
-    outer: list[float] | None
-    rung: int
+    lr: _Above
+    outer: _Pair | None
+    rung: Annotated[int, Field(ge=0)]
     seed: int
     tokens: int
     loss: float | None
@@ -285,9 +285,8 @@ def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     for contender in methods:
         known = dict[str, RunOutcome]()
         for line in lines:
-            if line["method"] == contender.row.label:
-                outer = None if line["outer"] is None else (line["outer"][0], line["outer"][1])
-                setting = GridPoint(round(math.log2(line["lr"] / contender.asked.lr[0])), outer)
+            if line["method"] == contender.row.label and line["rung"] < len(contender.asked.rungs):
+                setting = GridPoint(round(math.log2(line["lr"] / contender.asked.lr[0])), line["outer"])
                 known[_key(contender.run(Trial(setting, line["rung"]), line["seed"]))] = line
         method = _Method(contender, known)
         method.ready()
@@ -313,12 +312,12 @@ _OUTCOMES = Records[RunOutcome](RunOutcome)
 
 
 def _outcome(contender: Contender, trial: Trial, seed: int, ended: RunEnd) -> RunOutcome:
-    outer, config = trial.setting.outer, contender.run(trial, seed)
+    config = contender.run(trial, seed)
     return {
         "run": _key(config),
         "method": contender.row.label,
         "lr": contender.lr(trial.setting),
-        "outer": None if outer is None else [*outer],
+        "outer": trial.setting.outer,
         "rung": trial.rung,
         "seed": seed,
         "tokens": contender.tokens(trial.rung),

@@ -150,9 +150,8 @@ def _in_processes(run: _Run, folder: Path) -> list[Trail]:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_worker, args=(run, i, store.port, folder), daemon=True) for i in range(n)]
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # the child runs what is here and in torch, and waits for no thread of this process
+        with warnings.catch_warnings():
+            # The child runs what is here and in torch, and waits for no thread of this process.
             warnings.simplefilter("ignore", DeprecationWarning)
             for process in processes:
                 process.start()

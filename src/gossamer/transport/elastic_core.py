@@ -227,9 +227,8 @@ class ElasticCore:
         """Closes what has taken too long, asks those that this worker needs whether they live, and suspects the silent."""
         waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None}
         planned = {entry.slot for entry in self.members.of_standing(Standing.ALIVE)} & self._planned
-        ghosts = {
-            entry.slot for entry in self.members.of_standing(Standing.GHOST)
-        }  # so that one that dies frees its slot
+        # They are asked too, so that one that dies frees its slot.
+        ghosts = {entry.slot for entry in self.members.of_standing(Standing.GHOST)}
         # A worker that was itself stopped has not listened: who was silent then may live.
         before = self._watched_s if now - self._ticked_s < 4 * self._beat_s else {}
         self._ticked_s = now

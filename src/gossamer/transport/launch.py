@@ -252,7 +252,7 @@ def _number(name: str, default: int | None = None) -> int:
 def _unset(name: str) -> str:
     return (
         f"{name} is not set, so this process does not know which worker it is; start all workers with "
-        "`torchrun --nproc-per-node N -m gossamer train run.toml`, or on one machine with `gossamer train run.toml --local N`"
+        "`torchrun --nproc-per-node N -m gossamer ...`, or on one machine by giving --local N"
     )
 
 

@@ -69,9 +69,8 @@ class Stream:
         try:
             self._sock.sendall(wire.encode_header(header))
             view = payload.numpy().data
-            for start in range(
-                0, len(view), _PIECE_BYTES
-            ):  # so that the timeout limits progress, not the whole transfer
+            # In pieces, so that the timeout limits progress and not the whole transfer.
+            for start in range(0, len(view), _PIECE_BYTES):
                 self._sock.sendall(view[start : start + _PIECE_BYTES])
         except OSError as error:
             raise self._refusal_before(error) or self._lost(error) from None

@@ -58,15 +58,18 @@ G.calculator = (root, frozen) => {
     return async function changed() {
       if (busy) { again = true; return; }
       busy = true;
+      const slow = setTimeout(() => { problem.textContent = "Computing …"; }, 300);
       try {
         const found = await ask(kind, values());
         problem.textContent = found.error || "";
         if (!found.error) draw(found);
         banner.replaceChildren();
       } catch (error) {
+        problem.textContent = "";
         if (!(error instanceof TypeError)) throw error;
         banner.replaceChildren(part("p", { class: "note" }, "The server of this page does not answer. \"gossamer watch --plan\" starts it again."));
       } finally {
+        clearTimeout(slow);
         busy = false;
         if (again) { again = false; changed(); }
       }

@@ -38,15 +38,18 @@ G.short = (value) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   if (size >= 1e4) {
-    const power = Math.min(Math.floor(Math.log10(size) / 3), 5);
+    value = +value.toPrecision(3);  // 999,999 is 1M
+    const power = Math.min(Math.floor(Math.log10(Math.abs(value)) / 3), 5);
     return `${+(value / 1000 ** power).toPrecision(3)}${" kMGTP"[power]}`;
   }
   if (size !== 0 && size < 1e-3) return value.toExponential(1);
   return `${+value.toPrecision(5)}`;
 };
 
-G.bytes = (value) => `${G.short(value)}B`;
-G.rate = (bps) => (bps === null ? "no limit" : `${G.short(bps)}bit/s`);
+// The same with a unit, as "12.3 MB".
+G.measure = (value, unit) => G.short(value).replace(/([kMGTP]?)$/, ` $1${unit}`);
+G.bytes = (value) => G.measure(value, "B");
+G.rate = (bps) => (bps === null ? "no limit" : G.measure(bps, "bit/s"));
 
 G.seconds = (s) => {
   if (s === null || s === undefined) return "–";

@@ -158,7 +158,7 @@ G.page = (root, frozen) => {
       if (known.round === undefined) { tools.hidden = true; return; }
       const wanted = known.round;
       slider.value = list ? list.indexOf(wanted) : wanted;
-      number.textContent = `${wanted} of ${known.view.rounds}`;
+      number.textContent = `${wanted} of 0–${known.view.rounds - 1}`;
       const around = [wanted, wanted + 1, wanted + 2, wanted + 3].filter((r) => (list ? list.includes(r) : r < known.view.done));
       if (around.length < 4 && !list) for (let r = wanted - 1; r >= 0 && around.length < 4; r -= 1) around.unshift(r);
       if (around.length < 4 && list) for (let r = wanted - 1; list.includes(r) && around.length < 4; r -= 1) around.unshift(r);
