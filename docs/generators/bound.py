@@ -4,12 +4,12 @@ A page lists its sources once, by short names; the files are under `docs/results
 
     <!-- sources
     h = paper/h_sweep.jsonl
-    demo = demo.md
+    slow = slow_links.md
     -->
 
 A number is followed by a comment, which does not show, with such a name and a key, whose parts are separated by semicolons:
 
-    DiLoCo ends at 2.402 ± 0.016<!-- h: DiLoCo; local_steps=30 -->, 31<!-- demo: A over B; straggler; less in % --> % sooner
+    DiLoCo ends at 2.402 ± 0.016<!-- h: DiLoCo; local_steps=30 -->, 31<!-- slow: A over B; measured; less in % --> % sooner
 
 The cells of a table that follows have the key of their row and that of their column; "-" leaves one out, and so does a comment
 in a cell:
@@ -58,11 +58,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
     "docs/evidence.md",
+    "docs/index.md",
     "docs/results/rivals.md",
-    "docs/results/demo.md",
     "docs/results/slow_links.md",
 )
-"""The pages with such numbers; in the first two every measured one names its source."""
+"""The pages with such numbers; in the first three every measured one names its source."""
 _SPREAD = rf"{NUMBER}(?:\s±\s{NUMBER})?"
 _LIST = rf"{_SPREAD}(?:,\s{NUMBER})*"
 _COMMENT = re.compile(r"<!-- (\w+): ([^>]+?)\s-->")
