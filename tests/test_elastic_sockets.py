@@ -238,8 +238,13 @@ def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_n
 
 def test_a_worker_accepts_connections_again_after_it_had_no_file_descriptor_left() -> None:
     came: list[str] = []
+
+    def taken(sock: socket.socket, address: str) -> None:
+        came.append(address)
+        sock.close()
+
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as first, socket.socket() as second:
-        listener = Listener(server, lambda sock, address: (came.append(address), sock.close()))
+        listener = Listener(server, taken)
         os.close(lowest := os.dup(0))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))

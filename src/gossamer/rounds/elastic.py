@@ -52,8 +52,8 @@ ELASTIC = (
         ),
         lambda f: (
             f"run.elastic is true, and rule '{f.rule.name}' takes the mean of all while they train on: one is under way where a "
-            "newcomer takes a state over, which would differ from the others' for good; set schedule.overlap_steps = 0 and use a rule without delay such as 'diloco', or one that "
-            "gossips such as 'gasloc'"
+            "newcomer takes a state over, which would differ from the others' for good; set schedule.overlap_steps = 0 and "
+            "use a rule without delay such as 'diloco', or one that gossips such as 'gasloc'"
         ),
     ),
     Pairing(
