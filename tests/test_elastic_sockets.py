@@ -265,7 +265,7 @@ def test_two_that_have_never_heard_of_each_other_meet_by_the_addresses_of_their_
             with transport.changed:  # as where all have died through whom they could know each other
                 gone = SlotEntry(other, 0, 0, Standing.LEFT, 0)
                 transport.members.entries[other] = gone
-        transports[0].search.addresses = lambda: [(1, entries[1].address), (0, entries[0].address)]
+        transports[0].redial.addresses = lambda: [(1, entries[1].address), (0, entries[0].address)]
         until(lambda: all(transport.members.alive(99) == {0, 1} for transport in transports))
 
 

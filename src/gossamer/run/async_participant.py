@@ -130,7 +130,7 @@ class AsyncParticipant(ABC, Generic[Core]):
         seat = self._seat
         try:
             self.transport = CallTransport(seat.members, seat.station, self.calls, host=self._host)
-            self.transport.search.addresses = lambda: addresses_in(self.folder, self.config, seat.station.run)
+            self.transport.redial.addresses = lambda: addresses_in(self.folder, self.config, seat.station.run)
             failed = True
             try:
                 begun = self._begin()

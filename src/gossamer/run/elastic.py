@@ -125,7 +125,7 @@ class _Participant:
             seat.members, seat.station, host=self._host, device=device, limit_bytes=limit_bytes, closings=self._closings
         )
         self._transport.stop = asked.is_set
-        self._transport.search.addresses = lambda: addresses_in(folder, config, seat.station.run)
+        self._transport.redial.addresses = lambda: addresses_in(folder, config, seat.station.run)
         if not m.exchanges_once:
             self._transport.taken = lambda: self._replica.steps_taken
         self._topology_of, self._once = m.topology_of(config.seed), m.exchanges_once

@@ -25,7 +25,7 @@ from gossamer.transport.letter import Letter, LetterKind, body_of
 from gossamer.transport.link import Connection, Listener, Owner, Station
 from gossamer.transport.members import Members, SlotEntry, SlotTakenError, Standing, news
 from gossamer.transport.newcomer import NEWCOMER
-from gossamer.transport.search import Search
+from gossamer.transport.redial import Redial
 from gossamer.transport.watch import WATCHER, View, show
 
 __all__ = ["ElasticTransport"]
@@ -68,7 +68,7 @@ class ElasticTransport:
         """The inner steps of this worker's slot so far, where it sends before the end of a round too."""
         self.stop: Callable[[], bool] = lambda: False
         """Whether a wait for a majority shall end."""
-        self.search = Search(2 * self._beat_s, station.timeout_s)
+        self.redial = Redial(2 * self._beat_s, station.timeout_s)
         self._owner = Owner(station.run, station.timeout_s, self._accepts, self._heard, self._lost)
         self._links: dict[int, list[Connection]] = {}
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
@@ -290,7 +290,7 @@ class ElasticTransport:
     def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
         """See `ElasticCore.give_slot`."""
         with self.changed:
-            entry = self.core.give_slot(nonce, address, self.search.ended)
+            entry = self.core.give_slot(nonce, address, self.redial.ended)
             self._flush()
         return entry
 
@@ -339,14 +339,14 @@ class ElasticTransport:
 
     def _open(self, entry: SlotEntry) -> Connection:
         station, me = self._station, self.worker
-        self.search.dialled(entry.slot, time.monotonic())
+        self.redial.dialled(entry.slot, time.monotonic())
 
         def opened() -> socket.socket:
             limit_s = min(10.0, station.timeout_s)
             try:
                 return dial(entry.address, station.secret, run=station.run, me=me, timeout_s=limit_s)
             except ConnectionRefusedError:
-                self.search.ended.add(entry.nonce)
+                self.redial.ended.add(entry.nonce)
                 raise
 
         return self._add(entry.slot, opened)
@@ -433,7 +433,7 @@ class ElasticTransport:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""
         while not self._closed:
             time.sleep(self._beat_s)
-            self.search.look(time.monotonic())
+            self.redial.look(time.monotonic())
             with self.changed:
                 now, core = time.monotonic(), self.core
                 self._look_at(now)
@@ -441,7 +441,7 @@ class ElasticTransport:
                 for entry in self.members.of_standing(Standing.SUSPECT):
                     if entry.slot in linked:
                         core.tell(entry.slot)
-                for entry in self.search.due(now, self.members, linked, core.replaced.values()):
+                for entry in self.redial.due(now, self.members, linked, core.replaced.values()):
                     self._open(entry).nonce = entry.nonce  # its greeting tells whom it knows
                 if not self._closed:
                     self._flush()

@@ -8,13 +8,13 @@ from collections.abc import Callable, Container, Iterable
 
 from gossamer.transport.members import Members, SlotEntry, Standing
 
-__all__ = ["Search"]
+__all__ = ["Redial"]
 
 _NOBODY = -1
 """The nonce of no process: that of one of which nothing but its address is known."""
 
 
-class Search:
+class Redial:
     """Whom to dial, and when.
 
     Args:
@@ -48,13 +48,13 @@ class Search:
         Args: `linked` are the slots with whose process there is a connection.
 
         >>> me, lost = SlotEntry(0, 0, 7, Standing.ALIVE, 0, "a:1"), SlotEntry(1, 0, 8, Standing.SUSPECT, 0, "b:1")
-        >>> search = Search(lost_s=1.0, others_s=30.0)
-        >>> search.addresses = lambda: [(0, "a:1"), (1, "b:1"), (2, "c:1")]
-        >>> search.look(0.0)
-        >>> [entry.address for entry in search.due(0.0, Members(3, 0, [me, lost]), [], [])]
+        >>> redial = Redial(lost_s=1.0, others_s=30.0)
+        >>> redial.addresses = lambda: [(0, "a:1"), (1, "b:1"), (2, "c:1")]
+        >>> redial.look(0.0)
+        >>> [entry.address for entry in redial.due(0.0, Members(3, 0, [me, lost]), [], [])]
         ['b:1', 'c:1']
-        >>> search.look(29.0)
-        >>> [entry.address for entry in search.due(29.0, Members(3, 0, [me, lost]), [], [])]
+        >>> redial.look(29.0)
+        >>> [entry.address for entry in redial.due(29.0, Members(3, 0, [me, lost]), [], [])]
         ['b:1']
         """
         known = {entry.address for entry in members.entries.values()}
