@@ -1,7 +1,7 @@
 """What replaced workers cost: half of the fleet is replaced every few rounds, against the same run in calm.
 
     python benchmarks/churn.py                  # writes docs/results/churn.md; an hour on one idle core
-    python benchmarks/churn.py --rounds 11 --seeds 2 --out /tmp/churn --page /tmp/churn.md      # a minute: does it run?
+    python benchmarks/churn.py --rounds 11 --seeds 2 --out /tmp/churn --page /tmp/churn.md      # does it run?
 
 The log of outcomes of an elastic run is an input like its seed. So this script writes logs in which workers die in the middle of
 a round and newcomers fill their slots with the state of a worker that lives, and computes the runs of each seed from their
