@@ -215,7 +215,7 @@ def _take_notes(path: Path) -> None:
 
     def keeping(self: Any, after: int) -> None:
         keep(self, after)
-        note("kept", self.slot, after, self._replica.evaluated, self._kept.sha256)
+        note("kept", self.slot, after, self._replica.evaluated, self._kept.whole.sha256)
 
     def training(
         self: Replica, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None

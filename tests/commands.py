@@ -10,6 +10,7 @@ import gc
 import io
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -74,26 +75,32 @@ class Command:
         self._lines = open(os.dup(source.fileno()), errors="replace")  # noqa: SIM115
         source.close()
         self._output: list[str] = []
+        self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        # Its lines are read as they come: it would stand still once a pipe is full that nobody reads.
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     def lines(self) -> Iterator[str]:
         """Its lines, as they come."""
+        return iter(self._said.get, None)
+
+    def _read(self) -> None:
         for line in self._lines:
             self._output.append(line)
-            yield line
+            self._said.put(line)
+        self._said.put(None)
 
     def finish(self, timeout_s: float = 250.0) -> tuple[int, str]:
         """Exit code and output, once it has ended; if it has not within `timeout_s` it is killed, and says where it was."""
-        reader = threading.Thread(target=lambda: [*self.lines()])
-        reader.start()
         self._process.join(timeout_s)
         if self._process.exitcode is None:
             os.kill(self.pid, signal.SIGABRT)
             self._process.join(10)
         self._process.kill()
         self._process.join()
-        reader.join()  # the workers hold the stream too, and end with their launcher
+        self._reader.join()  # the workers hold the stream too, and end with their launcher
         self._lines.close()
         assert self._process.exitcode is not None
         return self._process.exitcode, "".join(self._output)

@@ -14,12 +14,20 @@ ROUNDS, STEP_S = 5, 0.1
 
 
 class World:
-    """Workers that close rounds over a virtual network, which falls apart and heals as a seed decides."""
+    """Workers that close rounds over a virtual network, which falls apart and heals as a seed decides.
 
-    def __init__(self, seed: int, n: int) -> None:
+    Args: `per_round` is how often a round of the run is closed; states are given away as they were at its end.
+    """
+
+    def __init__(self, seed: int, n: int, *, per_round: int = 1, limit_s: float = 3.0) -> None:
         self.draw, self.n, self.now = random.Random(seed), n, 0.0
+        self.per_round, self.limit_s = per_round, limit_s
         entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE, 0) for i in range(n)]
-        self.workers = [Closing(Members(n, i, entries), limit_s=3.0, beat_s=0.5) for i in range(n)]
+        self.workers = [self.closing(Members(n, i, entries)) for i in range(n)]
+        self.dead = [False] * n
+        self.deaths: list[float] = []
+        self.kept = [(0, 0)] * n
+        """The state at the end of the last round of each: in which closing it goes on, and its line."""
         self.side = [0] * n
         self.faults = sorted(self.draw.uniform(0.0, 25.0) for _ in range(self.draw.randint(0, 6)))
         self.left_s = [self.draw.uniform(0.1, 2.0) for _ in range(n)]
@@ -29,21 +37,52 @@ class World:
         for worker in self.workers:
             worker.enter(0)
 
+    def closing(self, members: Members) -> Closing:
+        return Closing(members, limit_s=self.limit_s, beat_s=0.5, per_round=self.per_round)
+
     def meet(self, a: int, b: int) -> bool:
-        return self.side[a] == self.side[b]
+        return self.side[a] == self.side[b] and not self.dead[a] and not self.dead[b]
 
     def run(self, limit_s: float) -> bool:
         """Whether all workers got through all rounds."""
         while self.now < limit_s:
             self.now += STEP_S
             self._fall_apart()
-            for i in range(self.n):
+            self._die_and_come()
+            for i in [i for i in range(self.n) if not self.dead[i]]:
                 self._look_around(i)
                 self._act(i, self.workers[i])
             self._deliver()
-            if all(worker.round >= ROUNDS for worker in self.workers):
+            if not any(self.dead) and all(worker.round >= ROUNDS * self.per_round for worker in self.workers):
                 return True
         return False
+
+    def _die_and_come(self) -> None:
+        """Kills any worker but one whose death would leave too few, and fills a slot with a newcomer at any moment."""
+        if self.deaths and self.now >= self.deaths[0]:
+            self.deaths.pop(0)
+            able = [i for i in range(self.n) if not self.dead[i]]
+            if 2 * (len(able) - 1) > self.n:
+                self.dead[self.draw.choice(able)] = True
+        for slot in [i for i in range(self.n) if self.dead[i] and self.draw.random() < 0.05]:
+            donor = self.draw.choice([i for i in range(self.n) if not self.dead[i]])
+            entries = dict(self.workers[donor].members.entries)
+            old = entries[slot]
+            entries[slot] = old._replace(
+                incarnation=old.incarnation + 1, nonce=old.nonce + 100, standing=Standing.ALIVE
+            )
+            self.workers[donor].members.entries[slot] = entries[slot]
+            self.workers[slot] = self.closing(Members(self.n, slot, entries.values()))
+            self.letters = [letter for letter in self.letters if slot not in letter[1:3]]
+            self.dead[slot], self.left_s[slot] = False, self.draw.uniform(0.1, 2.0)
+            self._begin(slot, donor)
+
+    def _begin(self, i: int, source: int) -> None:
+        """Goes on with another worker's state."""
+        self.kept[i] = self.kept[source]
+        self.workers[i].enter(*self.kept[i])
+        self.held.pop(i, None)
+        self.left_s[i] = self.draw.uniform(0.1, 2.0)
 
     def _fall_apart(self) -> None:
         if self.faults and self.now >= self.faults[0]:
@@ -57,8 +96,10 @@ class World:
         """Sooner or later a worker suspects those it cannot reach, and hears that others are back."""
         members = self.workers[i].members
         for j in set(range(self.n)) - {i}:
-            entry = members.entries[j]
-            if not self.meet(i, j) and self.draw.random() < 0.1:
+            entry, own = members.entries[j], self.workers[j].members.own
+            if self.meet(i, j) and own.rank > entry.rank and own.nonce != entry.nonce and self.draw.random() < 0.1:
+                members.entries[j] = own
+            elif not self.meet(i, j) and self.draw.random() < 0.1:
                 members.suspect(j)
             elif self.meet(i, j) and entry.standing is Standing.SUSPECT and self.draw.random() < 0.1:
                 since = (
@@ -69,7 +110,7 @@ class World:
 
     def _act(self, i: int, worker: Closing) -> None:
         self.left_s[i] -= STEP_S
-        if worker.round < ROUNDS and self.left_s[i] <= 0:
+        if worker.round < ROUNDS * self.per_round and self.left_s[i] <= 0:
             worker.ready(self.now)
             if worker.left_out:
                 self._take_state(i, worker)
@@ -77,6 +118,8 @@ class World:
                 assert worker.named is not None
                 self.histories[worker.round, worker.line].add(worker.named)
                 worker.advance()
+                if worker.round % self.per_round == 0:
+                    self.kept[i] = worker.round, worker.line
                 self.left_s[i] = self.draw.uniform(0.1, 2.0)
             elif worker.named is not None and self.held.get(i) != (worker.round, worker.named.attempt):
                 self._try(i, worker, worker.named)
@@ -91,11 +134,15 @@ class World:
             worker.hold(named.attempt, self.now)
 
     def _take_state(self, i: int, worker: Closing) -> None:
-        source = worker.source
-        if source is not None and self.meet(i, source) and self.draw.random() < 0.2:
-            worker.enter(self.workers[source].round, self.workers[source].line)
-            self.held.pop(i, None)
-            self.left_s[i] = self.draw.uniform(0.1, 2.0)
+        known = [worker.source] if worker.source is not None else [j for j in range(self.n) if j != i]
+        sources = [j for j in known if self.meet(i, j) and not self._waits_for(worker, j)]
+        if sources and self.draw.random() < 0.2:
+            self._begin(i, sources[0])
+
+    def _waits_for(self, worker: Closing, source: int) -> bool:
+        """Whether it waits for the state at the end of a round that is closed several times."""
+        waits = self.per_round > 1 and worker.source is not None and not worker.nobody_ahead
+        return waits and self.kept[source][0] <= worker.round
 
     def _deliver(self) -> None:
         due = [letter for letter in self.letters if letter[0] <= self.now]
@@ -121,29 +168,73 @@ def test_without_faults_every_round_is_closed_over_everyone_at_the_first_attempt
     assert all(len(named) == 1 for named in world.histories.values())
 
 
+@pytest.mark.parametrize("per_round", [1, 2])
+def test_nobody_waits_for_a_limit_where_workers_die_and_newcomers_take_their_slots_at_any_moment(per_round):
+    for seed in range(4):
+        world = World(seed, 5, per_round=per_round, limit_s=1e6)
+        world.faults, world.deaths = [], sorted(world.draw.uniform(0.0, 15.0) for _ in range(6))
+        assert world.run(limit_s=90.0), (seed, [worker.round for worker in world.workers])
+        assert len({worker.line for worker in world.workers}) == 1, seed
+
+
+@pytest.mark.parametrize("away", range(3))
+def test_others_close_their_round_at_once_without_a_newcomer_that_came_amid_it_and_waits_for_the_state_after_it(away):
+    entries = [SlotEntry(i, 0, 100 + i, Standing.SUSPECT if i == away else Standing.ALIVE, 3) for i in range(3)]
+    workers = [Closing(Members(3, i, entries), limit_s=30.0, beat_s=0.5, per_round=2) for i in range(3)]
+    others = [worker for i, worker in enumerate(workers) if i != away]
+    for worker in workers:
+        worker.enter(6, line=7)
+    closed(workers, others)
+    for worker in workers:
+        worker.members.entries[away] = SlotEntry(away, 1, 200, Standing.ALIVE, 3)
+    workers[away].ready(1.0)
+    for worker in others:
+        worker.ready(1.0)
+    deliver(workers)
+    workers[away].tick(1.5)
+    deliver(workers)
+    assert workers[away].left_out and workers[away].source is not None
+    closed(workers, others)
+    assert [worker.round for worker in others] == [8, 8], "no time has passed in which they could have waited"
+
+
+def deliver(workers: list[Closing], now: float = 1.5) -> None:
+    """Lets all letters arrive, and those that answer them."""
+    while letters := [(peer, letter) for worker in workers for peer, letter in worker.outbox]:
+        for worker in workers:
+            worker.outbox.clear()
+        for peer, letter in letters:
+            workers[peer].heard(letter, now)
+
+
+def closed(workers: list[Closing], taking_part: list[Closing]) -> None:
+    """A round that these close."""
+    for step in ("ready", "hold", "advance"):
+        for worker in taking_part:
+            if step == "ready":
+                worker.ready(1.5)
+            elif step == "advance":
+                worker.advance()
+            elif worker.named is not None:
+                worker.hold(worker.named.attempt, 1.5)
+        deliver(workers)
+
+
 def test_a_newcomer_that_leads_amid_a_round_names_an_attempt_after_those_that_it_has_not_heard_of():
     entries = [SlotEntry(i, 0, 100 + i, Standing.ALIVE if i else Standing.SUSPECT, 3) for i in range(5)]
     workers = [Closing(Members(5, i, entries), limit_s=3.0, beat_s=0.5) for i in range(5)]
-
-    def deliver() -> None:
-        while letters := [(peer, letter) for worker in workers for peer, letter in worker.outbox]:
-            for worker in workers:
-                worker.outbox.clear()
-            for peer, letter in letters:
-                workers[peer].heard(letter, 1.0)
-
     for worker in workers:
         worker.enter(3, line=7)
     for worker in workers[1:]:
         worker.ready(1.0)
-    deliver()
+    deliver(workers, 1.0)
     assert all(worker.named == Named(1, frozenset({1, 2, 3, 4})) for worker in workers[1:])
     for worker in workers:
         worker.members.entries[0] = SlotEntry(0, 1, 200, Standing.ALIVE, 3)
     workers[0].ready(1.0)
     for worker in workers[1:]:
         worker.tick(1.0, again=True)
-    deliver()  # no time passes: nobody waits for a limit
+    deliver(workers, 1.0)  # no time passes: nobody waits for a limit
     assert {worker.named for worker in workers} == {Named(5, frozenset(range(5)))}
 
 

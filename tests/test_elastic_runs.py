@@ -16,6 +16,8 @@ from gossamer.record.folder import read_metrics
 from gossamer.record.outcomes import read_outcomes
 from gossamer.run.config import digest, dump
 from gossamer.run.simulate import simulate
+from gossamer.transport.elastic import ElasticTransport
+from gossamer.transport.members import Standing
 from tiny import tiny
 
 
@@ -29,6 +31,20 @@ def train_but_kill_worker_2(argv):
 
     if os.environ["RANK"] == "2":
         checkpoint.save = save
+    return main(argv)
+
+
+def train_but_lose_the_slot_once(argv):
+    """`gossamer train`, whose first slot another process is given too, by another worker."""
+
+    def declare(self, standing, since=None, real=ElasticTransport.declare):
+        if standing == Standing.ALIVE:
+            ElasticTransport.declare = real
+            own = self.members.own
+            self.members.merge([own._replace(nonce=own.nonce + 1)])
+        real(self, standing, since)
+
+    ElasticTransport.declare = declare
     return main(argv)
 
 
@@ -88,7 +104,8 @@ def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_w
     eventually(
         rest, lambda: standings(folder) == ["alive", "alive", "gone"] and min(rounds_of(folder, 0) or [0]) >= 6, 250
     )
-    newcomer = Command("train", folder / "run.toml", "--out", folder, "--join", "auto")
+    words = "train", folder / "run.toml", "--out", folder, "--join", "auto"
+    newcomer = Command(*words, work=train_but_lose_the_slot_once)
     eventually(newcomer, lambda: standings(folder) == ["alive"] * 3 and max(rounds_of(folder, 2)) > 6, 200)
     os.kill(rest.pid, signal.SIGTERM)
     code, output = rest.finish()
@@ -97,10 +114,11 @@ def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_w
     os.kill(newcomer.pid, signal.SIGTERM)
     code, output = newcomer.finish()
     assert code == 0 and "worker 2 leaves after round" in output, output
+    assert "worker 2 lost its slot to another process, and asks for a free one" in output, output
     assert standings(folder) == ["left"] * 3
     resumed, joined = read_outcomes(folder)[0][-1], read_outcomes(folder)[2][-1]
     assert resumed.begun[:4] == (6, 6, 1, 12) and resumed.rounds[0].alive == {0, 1}
-    assert joined.begun.donor in (0, 1) and joined.begun.incarnation == 1 and joined.begun.steps >= 12
+    assert joined.begun.donor in (0, 1) and joined.begun.incarnation == 2 and joined.begun.steps >= 12
     with_all = [checkpoint.rounds(folder / "checkpoints", slot)[-1] for slot in range(3)]
     assert min(with_all) > 6, "they have saved when they left"
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import os
+import resource
 import secrets
 import socket
 import time
@@ -13,13 +15,14 @@ import torch
 
 from gossamer.errors import PeerError
 from gossamer.record.packed import cold, frozen, unpacked
+from gossamer.run.handing import give_state, take_state
 from gossamer.transport import Ticket, newcomer
 from gossamer.transport import letter as letters
 from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.elastic_core import Outcome
 from gossamer.transport.handshake import dial
 from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.link import Station, receive_letter
+from gossamer.transport.link import Listener, Station, receive_letter
 from gossamer.transport.members import Members, SlotEntry, Standing, news
 
 RUN, SECRET = 77, b"the secret of this run"
@@ -209,6 +212,61 @@ def test_two_parts_of_a_network_that_have_replaced_each_other_meet_again() -> No
                 transport.core.heard(letter, time.monotonic(), gone.nonce)
                 transport.core.outbox.clear()
         until(lambda: one.members.replaced and other.members.replaced)
+
+
+def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_no_longer_once_it_has_ended() -> None:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    address = f"127.0.0.1:{listeners[1].getsockname()[1]}"
+    entries = [SlotEntry(0, 0, 5, Standing.ALIVE, 0), SlotEntry(1, 0, 6, Standing.ALIVE, 0, address)]
+    listeners[1].settimeout(LIMIT_S)
+    station, members = Station(listeners[0], RUN, SECRET, LIMIT_S), Members(2, 0, entries)
+    kept = newcomer.Handover(6, lambda: frozen({"x": torch.ones(2)})(), cold)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(take_state, members, station, first=1, behind=0)
+        for _ in range(2):
+            listeners[1].accept()[0].close()  # as of one that is too busy to answer within the time of a handshake
+        listeners[1].settimeout(None)
+        donor = ElasticTransport(Members(2, 1, entries), Station(listeners[1], RUN, SECRET, LIMIT_S))
+        donor._host = lambda sock: give_state(sock, donor, station, lambda: kept)
+        offer, state = asking.result(LIMIT_S)
+    assert (offer.donor, offer.after, state["x"].tolist()) == (1, 6, [1.0, 1.0])
+    donor.close()
+    with pytest.raises(PeerError, match="nobody to take a state from"):
+        take_state(members, station._replace(timeout_s=1e6), first=1, behind=0)
+    listeners[0].close()
+
+
+def test_a_worker_accepts_connections_again_after_it_had_no_file_descriptor_left() -> None:
+    came: list[str] = []
+
+    def taken(sock: socket.socket, address: str) -> None:
+        came.append(address)
+        sock.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as first, socket.socket() as second:
+        listener = Listener(server, taken)
+        os.close(lowest := os.dup(0))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+        try:
+            for client in (first, second):  # the system takes a descriptor for the first one before it comes
+                client.connect(server.getsockname())
+            time.sleep(0.3)
+            assert len(came) < 2
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        until(lambda: len(came) == 2)
+        listener.close()
+
+
+def test_two_that_have_never_heard_of_each_other_meet_by_the_addresses_of_their_run() -> None:
+    with crew(2, timeout_s=4.0) as (transports, entries):
+        for transport, other in zip(transports, (1, 0), strict=True):
+            with transport.changed:  # as where all have died through whom they could know each other
+                gone = SlotEntry(other, 0, 0, Standing.LEFT, 0)
+                transport.members.entries[other] = gone
+        transports[0].redial.addresses = lambda: [(1, entries[1].address), (0, entries[0].address)]
+        until(lambda: all(transport.members.alive(99) == {0, 1} for transport in transports))
 
 
 def test_the_state_of_a_round_is_packed_only_when_the_first_newcomer_asks_and_is_that_of_its_end() -> None:

@@ -51,9 +51,9 @@ ELASTIC = (
             f.elastic and f.rule.needs == "everyone" and (f.schedule.overlap_steps > 0 or f.rule.delay_rounds > 0)
         ),
         lambda f: (
-            f"run.elastic is true, and rule '{f.rule.name}' takes the mean of all while they train on, but over whom it is taken "
-            "is agreed while all wait; set schedule.overlap_steps = 0 and use a rule without delay such as 'diloco', or one that "
-            "gossips such as 'gasloc'"
+            f"run.elastic is true, and rule '{f.rule.name}' takes the mean of all while they train on: one is under way where a "
+            "newcomer takes a state over, which would differ from the others' for good; set schedule.overlap_steps = 0 and "
+            "use a rule without delay such as 'diloco', or one that gossips such as 'gasloc'"
         ),
     ),
     Pairing(

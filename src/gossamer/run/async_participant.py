@@ -25,6 +25,7 @@ from gossamer.run.config import RunConfig, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.handing import give_state, take_state
 from gossamer.run.journal import Journal, log_phase
+from gossamer.run.meeting import addresses_in
 from gossamer.run.replica import LocalPhase, Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.serve_protocol import HERE
@@ -129,6 +130,7 @@ class AsyncParticipant(ABC, Generic[Core]):
         seat = self._seat
         try:
             self.transport = CallTransport(seat.members, seat.station, self.calls, host=self._host)
+            self.transport.redial.addresses = lambda: addresses_in(self.folder, self.config, seat.station.run)
             failed = True
             try:
                 begun = self._begin()

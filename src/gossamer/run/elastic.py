@@ -27,7 +27,7 @@ from gossamer.run.evaluate import Probe
 from gossamer.run.handing import give_state, take_state
 from gossamer.run.history import Resume
 from gossamer.run.journal import Journal
-from gossamer.run.meeting import Seat, joined, started
+from gossamer.run.meeting import Seat, addresses_in, joined, started
 from gossamer.run.parts import own_parts
 from gossamer.run.replica import Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
@@ -42,7 +42,7 @@ from gossamer.transport.closing import LeftOutError
 from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.elastic_core import Outcome
 from gossamer.transport.launch import device_of
-from gossamer.transport.members import Standing
+from gossamer.transport.members import SlotTakenError, Standing
 from gossamer.transport.newcomer import Handover
 
 __all__ = ["KEPT", "leaving", "train_elastic"]
@@ -61,8 +61,8 @@ def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, r
             start with all others.
         resume: whether a run that starts goes on from its checkpoints, from the round of `gossamer.run.held.to_resume`. Those
             without it take the state of one that has it.
-    Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when no worker can be reached to join, or when
-        another process has taken the slot.
+    Raises: ConfigError, DataError, CheckpointError, TrainingError; PeerError when no worker can be reached to join;
+        SlotTakenError when another process has taken the slot of one that has not joined, which asks for another.
     """
     parts = own_parts(config)
     use_threads(config)
@@ -79,7 +79,16 @@ def train_elastic(config: RunConfig, folder: Path, *, join: str | None = None, r
             say(checkpoint.ended(folder, config.rounds))
         return
     with leaving() as asked:
-        _Participant(config, folder, m, task, seat, asked).train()
+        while True:
+            try:
+                return _Participant(config, folder, m, task, seat, asked).train()
+            except SlotTakenError:
+                if join is None or asked.is_set():
+                    raise
+            lost, others = seat.members.me, seat.members.of_standing(Standing.ALIVE)
+            say(f"worker {lost} lost its slot to another process, and asks for a free one")
+            nonce = secrets.randbits(61)
+            seat = joined(config, folder, key, nonce, join, [entry.address for entry in others])
 
 
 @contextmanager
@@ -116,6 +125,7 @@ class _Participant:
             seat.members, seat.station, host=self._host, device=device, limit_bytes=limit_bytes, closings=self._closings
         )
         self._transport.stop = asked.is_set
+        self._transport.redial.addresses = lambda: addresses_in(folder, config, seat.station.run)
         if not m.exchanges_once:
             self._transport.taken = lambda: self._replica.steps_taken
         self._topology_of, self._once = m.topology_of(config.seed), m.exchanges_once
@@ -195,7 +205,9 @@ class _Participant:
             if self._asked.is_set() or transport.members.replaced:
                 break
             members, station = transport.members, self._seat.station
-            offer, state = take_state(members, station, first=begun.donor, behind=begun.after, inner=False)
+            offer, state = take_state(
+                members, station, first=begun.donor, behind=begun.after, inner=False, stop=self._asked.is_set
+            )
             steps = behind + k * replica.local_steps
             self._worker.rehearse(offer.after, self._mine(state, steps))
             followed.append(Followed(offer.donor, offer.after, steps, offer.sha256))
@@ -284,10 +296,8 @@ class _Participant:
 
     def _go_on(self, begun: Begun, log: OutcomeWriter, source: int | None = None) -> int:
         """Goes on with another worker's state; returns the round to go on with."""
-        members, transport = self._transport.members, self._transport
         if self._closings > 1 and source is not None:  # states are given away as they were at the ends of rounds
-            with transport.changed:
-                transport.changed.wait_for(lambda: members.newest_round > begun.round, self.config.run.timeout_s)
+            self._transport.await_later(begun.round)
         self._entered = -1
         begun = self._fetched(begun, source)
         self._keep(begun.after)
@@ -375,7 +385,9 @@ class _Participant:
     def _fetched(self, begun: Begun, source: int | None = None) -> Begun:
         """Goes on with another worker's parameters, outer and inner state, and with its own place in the data."""
         first, members, station = begun.donor if source is None else source, self._transport.members, self._seat.station
-        offer, state = take_state(members, station, first=first, behind=begun.after, inner=not begun.followed)
+        offer, state = take_state(
+            members, station, first=first, behind=begun.after, inner=not begun.followed, stop=self._asked.is_set
+        )
         self._worker.take_over(self._mine(state, max(members.own.steps, self._replica.steps_taken)))
         round = max(begun.round, offer.after)
         if self._closes:

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,33 +16,49 @@ from gossamer.transport.newcomer import Applicant, Handover, Offer, ask, host
 
 __all__ = ["give_state", "take_state"]
 
+PAUSE_S = 0.5
+"""Between two times that all are asked."""
+
 log = logging.getLogger("gossamer")
 
 
 def take_state(
-    members: Members, station: Station, *, first: int, behind: int, inner: bool = True
-) -> tuple[Offer, dict[str, Any]]:
+    members: Members, station: Station, *, first: int, behind: int, inner: bool = True,
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[Offer, dict[str, Any]]:  # fmt: skip
     """The state of the first worker that gives it, and with whose hash.
+
+    One that does not answer is asked again for `timeout_s`: where all start together, it may not be ready yet.
 
     Args:
         first: who is asked first.
         behind: rounds that this worker has behind it itself.
         inner: whether the state of the inner optimizer is wanted too.
+        stop: whether to ask no more.
     Raises: PeerError when nobody gives any.
     """
-    why = "nobody else is alive"
-    for entry in sorted(members.of_standing(Standing.ALIVE), key=lambda entry: entry.slot != first):
-        place = Applicant(members.own.nonce, members.own.address, members.me, inner)
-        try:
-            offer = ask(
-                entry.address, station.secret, place, run=station.run, slots=members.slots, timeout_s=station.timeout_s
-            )  # fmt: skip
-            state = unpacked(offer.raw or b"")
-        except (OSError, GossamerError) as error:
-            why = first_line(error)
-            continue
-        say(f"worker {members.me} takes the state of worker {offer.donor} after round {offer.after}")
-        return offer, state
+    why, ended, deadline = "nobody else is alive", set[int](), time.monotonic() + station.timeout_s
+    place = Applicant(members.own.nonce, members.own.address, members.me, inner)
+    while True:
+        alive = [entry for entry in members.of_standing(Standing.ALIVE) if entry.nonce not in ended]
+        for entry in sorted(alive, key=lambda entry: entry.slot != first):
+            try:
+                offer = ask(
+                    entry.address, station.secret, place, run=station.run, slots=members.slots,
+                    timeout_s=station.timeout_s,
+                )  # fmt: skip
+                state = unpacked(offer.raw or b"")
+            except (OSError, GossamerError) as error:
+                why = first_line(error)
+                if isinstance(error, ConnectionRefusedError):
+                    ended.add(entry.nonce)
+                continue
+            say(f"worker {members.me} takes the state of worker {offer.donor} after round {offer.after}")
+            return offer, state
+        others = members.of_standing(Standing.JOINING, Standing.GHOST, Standing.ALIVE, Standing.SUSPECT)
+        if all(entry.nonce in ended for entry in others) or stop() or time.monotonic() >= deadline:
+            break
+        time.sleep(PAUSE_S)
     raise PeerError(
         f"worker {members.me} is {behind} rounds along and found nobody to take a state from: {why}; join again"
     )

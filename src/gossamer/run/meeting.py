@@ -22,7 +22,7 @@ from gossamer.transport.members import Members, SlotEntry, Standing, news, read_
 from gossamer.transport.newcomer import Applicant, ask
 from gossamer.transport.secret import folder_secret
 
-__all__ = ["Seat", "arrived", "is_address", "joined", "started"]
+__all__ = ["Seat", "addresses_in", "arrived", "is_address", "joined", "started"]
 
 
 class Seat(NamedTuple):
@@ -88,14 +88,24 @@ def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunConfig) -
     return SlotEntry(slot, 0, nonce, Standing.ALIVE, after, address, after, steps)
 
 
-def joined(config: RunConfig, folder: Path, run: int, nonce: int, where: str) -> Seat:
+def addresses_in(folder: Path, config: RunConfig, run: int) -> list[tuple[int, str]]:
+    """The slots of a run and the addresses of their newest processes, as its folder on this machine says."""
+    return [(one.slot, one.address) for one in read_addresses(folder) if one.run == run and one.slot < config.workers]
+
+
+def joined(
+    config: RunConfig, folder: Path, run: int, nonce: int, where: str, others: Sequence[str] = ()
+) -> Seat:  # fmt: skip
     """Gets a slot of a run that is under way. The state comes later, when this process is ready to train.
 
-    Args: `where` is the address of any worker, or "auto" for those in the run folder.
+    Args:
+        where: the address of any worker, or "auto" for those in the run folder.
+        others: addresses to try after it.
     Raises: PeerError when nobody answers or all slots are filled.
     """
     secret, wait_s, line = folder_secret(folder), config.run.timeout_s, lineage(config, folder)
     found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
+    found += [address for address in others if address not in found]
     if not found:
         raise ConfigError(
             f"'{folder}' holds no address of a worker; give --join HOST:PORT, as a worker of the run prints it"

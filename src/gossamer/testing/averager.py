@@ -78,8 +78,10 @@ class Averager(Participant):
     def _poll(self) -> None:
         if not self._waits or self.ended:
             return
-        if self._waits_for is not None and self.core.settled(self._waits_for) and self._receive(self._waits_for):
-            self.closing.hold(self._tried, self.network.now)
+        if self._waits_for is not None and self.core.settled(self._waits_for):
+            whole = self._receive(self._waits_for)
+            if self._waits_for is None:
+                (self.closing.hold if whole else self.closing.fail)(self._tried, self.network.now)
         if self._waits_for is None:
             self._conclude()
         self.flush()

@@ -23,8 +23,9 @@ from gossamer.transport.elastic_core import ElasticCore, Outcome, Outgoing
 from gossamer.transport.handshake import HalfOpen, dial, prove_to_worker
 from gossamer.transport.letter import Letter, LetterKind, body_of
 from gossamer.transport.link import Connection, Listener, Owner, Station
-from gossamer.transport.members import Members, SlotEntry, Standing, news
+from gossamer.transport.members import Members, SlotEntry, SlotTakenError, Standing, news
 from gossamer.transport.newcomer import NEWCOMER
+from gossamer.transport.redial import Redial
 from gossamer.transport.watch import WATCHER, View, show
 
 __all__ = ["ElasticTransport"]
@@ -67,15 +68,13 @@ class ElasticTransport:
         """The inner steps of this worker's slot so far, where it sends before the end of a round too."""
         self.stop: Callable[[], bool] = lambda: False
         """Whether a wait for a majority shall end."""
+        self.redial = Redial(2 * self._beat_s, station.timeout_s)
         self._owner = Owner(station.run, station.timeout_s, self._accepts, self._heard, self._lost)
         self._links: dict[int, list[Connection]] = {}
         self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
         self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
-        self._dialled_s: dict[int, float] = {}
         self._reasons: dict[int, str] = {}
         """Why the last connection with a worker was lost that none has replaced."""
-        self._ended = set[int]()
-        """The nonces of processes that run no more: their machines have said that nobody listens at their addresses."""
         self._waits: deque[Wait] = deque(maxlen=1 << 14)
         self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
         self._strangers = HalfOpen()
@@ -96,7 +95,7 @@ class ElasticTransport:
         Args:
             peers: whom this worker exchanges with, given who takes part.
             steps: inner steps that the slot will have behind it at the end of the round.
-        Raises: PeerError when another process has taken this worker's slot.
+        Raises: SlotTakenError.
         """
         with self.changed:
             self._must_fill_its_slot()
@@ -113,10 +112,7 @@ class ElasticTransport:
 
     def _must_fill_its_slot(self) -> None:
         if self.members.replaced:
-            raise PeerError(
-                f"another process fills slot {self.worker} now: it was given the slot too, or this one could not be reached for "
-                f"{self._station.timeout_s:g} s; start it again with --join to get a free slot"
-            )
+            raise SlotTakenError(self.worker, self._station.timeout_s)
 
     def named(self, round: int) -> tuple[int, frozenset[int]]:
         """See `gossamer.transport.Closes`. Raises: LeftOutError."""
@@ -134,8 +130,7 @@ class ElasticTransport:
         with self.changed:
             closing = self._closes()
             before = closing.round
-            if whole:
-                closing.hold(attempt, time.monotonic())
+            (closing.hold if whole else closing.fail)(attempt, time.monotonic())
             self._until(lambda: closing.closed or closing.named is None or closing.named.attempt != attempt)
             if closing.closed:
                 closing.advance()
@@ -147,15 +142,12 @@ class ElasticTransport:
         assert self.closing is not None
         return self.closing
 
-    def _alone(self) -> bool:
-        """Whether there is nobody left to close a round with, nor anybody who may come back."""
-        return self.members.alone and self.members.slots > 1
-
     def _until(self, done: Callable[[], bool]) -> None:
         closing, start_s = self._closes(), time.perf_counter()
         while not done():
             self._must_fill_its_slot()
-            if closing.left_out or self.stop() or self._alone():
+            alone = self.members.alone and self.members.slots > 1  # nobody is left, nor may come back
+            if closing.left_out or self.stop() or alone:
                 raise LeftOutError(self.worker, self.core.round, closing.source)
             self._flush()
             self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
@@ -252,6 +244,13 @@ class ElasticTransport:
                 return self.core.next_round()
             return self.closing.round // self.closing.per_round
 
+    def await_later(self, round: int) -> None:
+        """Waits until another worker is in a later round, if any may come there, for `timeout_s` at most."""
+        with self.changed:
+            closing = self._closes()
+            over = lambda: self.members.newest_round > round or closing.nobody_ahead or self.stop()  # noqa: E731
+            self.changed.wait_for(over, self._station.timeout_s)
+
     def go_on_from(self, round: int, line: int) -> None:
         """Takes part again with another worker's state, for a rule that needs everyone."""
         with self.changed:
@@ -277,8 +276,13 @@ class ElasticTransport:
             return "it has not answered" if self._links.get(slot) else "another worker has lost it"
 
     def declare(self, standing: Standing, since: int | None = None) -> None:
-        """Tells everybody what this worker says of itself."""
+        """Tells everybody what this worker says of itself.
+
+        Raises: SlotTakenError when it is there to stay and another process has taken its slot.
+        """
         with self.changed:
+            if standing != Standing.LEFT:
+                self._must_fill_its_slot()
             self.members.declare(standing, since)
             self.core.spread()
             self._flush()
@@ -286,7 +290,7 @@ class ElasticTransport:
     def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
         """See `ElasticCore.give_slot`."""
         with self.changed:
-            entry = self.core.give_slot(nonce, address, self._ended)
+            entry = self.core.give_slot(nonce, address, self.redial.ended)
             self._flush()
         return entry
 
@@ -335,14 +339,14 @@ class ElasticTransport:
 
     def _open(self, entry: SlotEntry) -> Connection:
         station, me = self._station, self.worker
-        self._dialled_s[entry.slot] = time.monotonic()
+        self.redial.dialled(entry.slot, time.monotonic())
 
         def opened() -> socket.socket:
             limit_s = min(10.0, station.timeout_s)
             try:
                 return dial(entry.address, station.secret, run=station.run, me=me, timeout_s=limit_s)
             except ConnectionRefusedError:
-                self._ended.add(entry.nonce)
+                self.redial.ended.add(entry.nonce)
                 raise
 
         return self._add(entry.slot, opened)
@@ -429,19 +433,16 @@ class ElasticTransport:
         """Looks at the time, and again and again for those that are suspected: they may have come back."""
         while not self._closed:
             time.sleep(self._beat_s)
+            self.redial.look(time.monotonic())
             with self.changed:
-                now = time.monotonic()
+                now, core = time.monotonic(), self.core
                 self._look_at(now)
+                linked = {slot for slot in self._links if self._links_to(slot)}
                 for entry in self.members.of_standing(Standing.SUSPECT):
-                    waited_s, linked = now - self._dialled_s.get(entry.slot, -1e9), self._links_to(entry.slot)
-                    if linked:
-                        self.core.tell(entry.slot)
-                    elif entry.address and waited_s >= 2 * self._beat_s:
-                        self._open(entry)
-                for entry in self.core.replaced.values():
-                    again_s = self._dialled_s.get(entry.slot, -1e9) + self._station.timeout_s
-                    if now >= again_s and entry.nonce not in self._ended:
-                        self._open(entry).nonce = entry.nonce  # its greeting tells whom it knows
+                    if entry.slot in linked:
+                        core.tell(entry.slot)
+                for entry in self.redial.due(now, self.members, linked, core.replaced.values()):
+                    self._open(entry).nonce = entry.nonce  # its greeting tells whom it knows
                 if not self._closed:
                     self._flush()
                 self.changed.notify_all()

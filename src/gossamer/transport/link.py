@@ -8,6 +8,7 @@ import contextlib
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ from gossamer.transport.letter import Letter
 __all__ = ["Connection", "Listener", "Owner", "Station", "exactly", "receive_letter", "send_letter"]
 
 PIECE_BYTES = 1 << 20
+RETRY_S = 0.1
+"""After a connection that could not be accepted."""
 
 
 class Station(NamedTuple):
@@ -126,22 +129,24 @@ class Listener:
     """Accepts connections on one address and hands each to `taken` in a thread of its own."""
 
     def __init__(self, sock: socket.socket, taken: Callable[[socket.socket, str], None]) -> None:
-        self._sock, self._taken = sock, taken
+        self._sock, self._taken, self._closed = sock, taken, False
         self.port: int = sock.getsockname()[1]
         _start(self._accept)
 
     def close(self) -> None:
         """Accepts no more."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 sock, address = self._sock.accept()
-            except OSError:
-                return
+            except OSError:  # no file descriptor is left, say, or it was closed
+                time.sleep(RETRY_S)
+                continue
             _start(self._taken, sock, str(address[0]))
 
 

@@ -11,12 +11,24 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Members", "SlotEntry", "Standing", "merged", "news", "read_news"]
+from gossamer.errors import PeerError
+
+__all__ = ["Members", "SlotEntry", "SlotTakenError", "Standing", "merged", "news", "read_news"]
 
 _LIMIT = 1 << 62
 _LONGEST_ADDRESS = 100
 _FEW = 32
 """News that are kept as they were read or written: everybody sends the same to everybody."""
+
+
+class SlotTakenError(PeerError):
+    """Another process fills the slot of this one."""
+
+    def __init__(self, slot: int, timeout_s: float) -> None:
+        super().__init__(
+            f"another process fills slot {slot} now: it was given the slot too, or this one could not be reached for "
+            f"{timeout_s:g} s; start it again with --join to get a free slot"
+        )
 
 
 class Standing(IntEnum):
