@@ -1,12 +1,15 @@
 """What all tests share: one intra-op thread, an option for what takes too long in CI, and markers for what a machine may lack."""
 
+import contextlib
 import functools
 import gc
+import importlib
 import logging
 import os
 import shutil
 import subprocess
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +38,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="all of what CI takes a part of: each allowed pairing of the parity suite, and a thousand faulty networks",
     )
+
+
+def pytest_collection() -> None:
+    """Begins to import at another file in each process of tests.
+
+    Every process needs all files, and compiling them takes longer than all else when there are no compiled ones yet. This way
+    each compiles a part, and reads what the others have written. What cannot be imported is reported when it is collected.
+    """
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+        names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+        first = len(names) * int(worker.removeprefix("gw")) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        for name in [*names[first:], *names[:first]]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Looks for no doctests in the files of tests, which have none."""
+    return [one for one in (yield) if isinstance(one, pytest.Module)]
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after other plugins have shuffled
