@@ -24,12 +24,21 @@ from gossamer.cli import main
 from gossamer.cli.train import import_early
 
 CONTEXT = multiprocessing.get_context("forkserver")
+IN_FILES_OF_TESTS = ("pytest", "hypothesis.strategies")
+"""What a process imports that is to call a function of such a file, and would import anew each time."""
 Work = Callable[[list[str]], int]
 """From the words of a command to its exit code."""
 
 
+def start_forking() -> None:
+    """Processes that tests start are forks of one that has imported what they need."""
+    import_early(*IN_FILES_OF_TESTS)
+
+
 def run(*words: object) -> tuple[int, str]:
     """Exit code and output of `gossamer WORDS`, here; the workers it starts are processes."""
+    if "--local" in words:
+        start_forking()
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = main([*map(str, words)])
@@ -64,7 +73,7 @@ class Command:
     """`gossamer WORDS` (or other `work`), started; its output and its errors come as the lines of one stream."""
 
     def __init__(self, *words: object, work: Work | None = None, **environment: str) -> None:
-        import_early()
+        start_forking()
         self._others = _forks()
         source, sink = CONTEXT.Pipe(duplex=False)
         mine = (work, [*map(str, words)], os.getcwd(), {**os.environ, **environment}, sink)

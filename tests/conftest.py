@@ -12,15 +12,8 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
-from gossamer.cli.train import import_early
-
-torch.set_num_threads(1)  # tests run beside their own worker processes
-for logger in logging.root.manager.loggerDict.values():
-    if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
-        logger.propagate = True  # else pytest hangs three handlers into each of some forty loggers, for every test
 settings.register_profile("repeatable", derandomize=True)
 
 LONGEST = (
@@ -38,6 +31,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="all of what CI takes a part of: each allowed pairing of the parity suite, and a thousand faulty networks",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+        return  # this process runs no tests
+    import torch
+
+    torch.set_num_threads(1)  # tests run beside their own worker processes
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True  # else pytest hangs three handlers into each of some forty loggers, for every test
 
 
 def pytest_collection() -> None:
@@ -74,12 +78,17 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def forks() -> None:
     """Processes that tests start are forks of one that has imported what they need."""
-    import_early()
+    from commands import start_forking
+
+    start_forking()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and torch sees none")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device, and torch sees none")
     if item.get_closest_marker("netns") and (lack := lacking_for_netns()):
         pytest.skip(f"needs network namespaces, and {lack}")
 
