@@ -11,7 +11,6 @@ import io
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from gossamer.cli import main
 from gossamer.cli.train import import_early
@@ -63,10 +63,12 @@ def _enter(work: Work | None, words: list[str], folder: str, environment: dict[s
 
 def _forks() -> dict[int, str]:
     """The names of the processes that this process of tests and its commands have started, by their ids."""
-    listing = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True).stdout
-    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
     parent = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return {int(pid): name for pid, above, name in rows if int(above) == parent}
+    found = {}
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found[int(pid)] = Path(f"/proc/{pid}/comm").read_text().removesuffix("\n")
+    return found
 
 
 class Command:
