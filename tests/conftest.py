@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # this process runs no tests
     import torch
 
@@ -44,15 +44,17 @@ def pytest_configure(config: pytest.Config) -> None:
             logger.propagate = True  # else pytest hangs three handlers into each of some forty loggers, for every test
 
 
-def pytest_collection() -> None:
+def pytest_collection(session: pytest.Session) -> None:
     """Begins to import at another file in each process of tests.
 
     Every process needs all files, and compiling them takes longer than all else when there are no compiled ones yet. This way
     each compiles a part, and reads what the others have written. What cannot be imported is reported when it is collected.
     """
-    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+    if (
+        worker := getattr(session.config, "workerinput", None)
+    ) is not None:  # the environment would be that of children too
         names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
-        first = len(names) * int(worker.removeprefix("gw")) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
         for name in [*names[first:], *names[:first]]:
             with contextlib.suppress(Exception, pytest.skip.Exception):
                 importlib.import_module(name)

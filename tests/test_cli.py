@@ -284,21 +284,6 @@ def test_a_table_says_what_it_is_for(tmp_path, capsys):
     assert out.startswith("10b (10e9 parameters in 48 layers), diloco: ") and "s a step, 30 local steps" in out, out
 
 
-def test_list_shows_every_row(capsys):
-    from gossamer.cli.methods_page import markdown
-    from gossamer.codecs import CODECS
-    from gossamer.rules import RULES
-    from gossamer.run.methods import recipes
-    from gossamer.topologies import TOPOLOGIES
-
-    code, out, _ = run(["list"], capsys)
-    assert code == 0
-    for name in [*RULES, *TOPOLOGIES, *CODECS, *recipes()]:
-        assert name in out, name
-    assert "every codec takes back=NAME" in out
-    assert run(["list", "--markdown"], capsys) == (0, markdown(), "")
-
-
 def test_list_shows_one_kind_and_cuts_no_option_off(capsys):
     code, out, _ = run(["list", "topologies"], capsys)
     assert code == 0 and "hypercube" in out and "sparseloco" not in out

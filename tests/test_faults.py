@@ -1,4 +1,4 @@
-"""Elastic runs over a network with faults: hundreds of seeds, and what they have found, each by name."""
+"""Elastic runs over a network with faults: a hundred seeds, and what they have found, each by name."""
 
 from collections import Counter
 
@@ -24,7 +24,7 @@ TICKET = Ticket(0)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_hundreds_of_runs_over_faulty_networks_keep_what_is_promised(part: int, request: pytest.FixtureRequest) -> None:
+def test_a_hundred_runs_over_faulty_networks_keep_what_is_promised(part: int, request: pytest.FixtureRequest) -> None:
     """A thousand with `--full`."""
     counts = Counter[str]()
     for seed in range(part, FULL if request.config.getoption("--full") else SEEDS, PARTS):
