@@ -50,9 +50,8 @@ def pytest_collection(session: pytest.Session) -> None:
     Every process needs all files, and compiling them takes longer than all else when there are no compiled ones yet. This way
     each compiles a part, and reads what the others have written. What cannot be imported is reported when it is collected.
     """
-    if (
-        worker := getattr(session.config, "workerinput", None)
-    ) is not None:  # the environment would be that of children too
+    # What xdist sets in the environment would be seen by what tests start, too.
+    if (worker := getattr(session.config, "workerinput", None)) is not None:
         names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
         first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
         for name in [*names[first:], *names[:first]]:
@@ -63,7 +62,7 @@ def pytest_collection(session: pytest.Session) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
     """Looks for no doctests in the files of tests, which have none."""
-    return [one for one in (yield) if isinstance(one, pytest.Module)]
+    return [one for one in (yield) if type(one) is pytest.Module]  # of which a file of doctests is a kind
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after other plugins have shuffled
