@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import queue
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -20,17 +19,27 @@ import types
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from gossamer.cli import main
 from gossamer.cli.train import import_early
 
 CONTEXT = multiprocessing.get_context("forkserver")
+IN_FILES_OF_TESTS = ("pytest", "hypothesis.strategies")
+"""What a process imports that is to call a function of such a file, and would import anew each time."""
 Work = Callable[[list[str]], int]
 """From the words of a command to its exit code."""
 
 
+def start_forking() -> None:
+    """Processes that tests start are forks of one that has imported what they need."""
+    import_early(*IN_FILES_OF_TESTS)
+
+
 def run(*words: object) -> tuple[int, str]:
     """Exit code and output of `gossamer WORDS`, here; the workers it starts are processes."""
+    if "--local" in words:
+        start_forking()
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         code = main([*map(str, words)])
@@ -55,17 +64,19 @@ def _enter(work: Work | None, words: list[str], folder: str, environment: dict[s
 
 def _forks() -> dict[int, str]:
     """The names of the processes that this process of tests and its commands have started, by their ids."""
-    listing = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True).stdout
-    rows = [line.split(maxsplit=2) for line in listing.splitlines()]
     parent = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return {int(pid): name for pid, above, name in rows if int(above) == parent}
+    found = {}
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found[int(pid)] = Path(f"/proc/{pid}/comm").read_text().removesuffix("\n")
+    return found
 
 
 class Command:
     """`gossamer WORDS` (or other `work`), started; its output and its errors come as the lines of one stream."""
 
     def __init__(self, *words: object, work: Work | None = None, **environment: str) -> None:
-        import_early()
+        start_forking()
         self._others = _forks()
         source, sink = CONTEXT.Pipe(duplex=False)
         mine = (work, [*map(str, words)], os.getcwd(), {**os.environ, **environment}, sink)

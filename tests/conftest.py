@@ -1,23 +1,19 @@
 """What all tests share: one intra-op thread, an option for what takes too long in CI, and markers for what a machine may lack."""
 
+import contextlib
 import functools
 import gc
+import importlib
 import logging
 import os
 import shutil
 import subprocess
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import settings
 
-from gossamer.cli.train import import_early
-
-torch.set_num_threads(1)  # tests run beside their own worker processes
-for logger in logging.root.manager.loggerDict.values():
-    if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
-        logger.propagate = True  # else pytest hangs three handlers into each of some forty loggers, for every test
 settings.register_profile("repeatable", derandomize=True)
 
 LONGEST = (
@@ -37,6 +33,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # this process runs no tests
+    import torch
+
+    torch.set_num_threads(1)  # tests run beside their own worker processes
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True  # else pytest hangs three handlers into each of some forty loggers, for every test
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Begins to import at another file in each process of tests.
+
+    Every process needs all files, and compiling them takes longer than all else when there are no compiled ones yet. This way
+    each compiles a part, and reads what the others have written. What cannot be imported is reported when it is collected.
+    """
+    # What xdist sets in the environment would be seen by what tests start, too.
+    if (worker := getattr(session.config, "workerinput", None)) is not None:
+        names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+        first = len(names) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        for name in [*names[first:], *names[:first]]:
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Looks for no doctests in the files of tests, which have none."""
+    return [one for one in (yield) if type(one) is pytest.Module]  # of which a file of doctests is a kind
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # after other plugins have shuffled
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     yield
@@ -51,12 +79,17 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def forks() -> None:
     """Processes that tests start are forks of one that has imported what they need."""
-    import_early()
+    from commands import start_forking
+
+    start_forking()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and torch sees none")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device, and torch sees none")
     if item.get_closest_marker("netns") and (lack := lacking_for_netns()):
         pytest.skip(f"needs network namespaces, and {lack}")
 

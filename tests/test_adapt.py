@@ -21,7 +21,7 @@ from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
 from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
-from tiny import PARAMETERS, document, tiny
+from tiny import document, single, tiny
 
 SMALL = {"hidden_size": 8, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 8}
 PAYLOAD_BYTES = 4 * parameter_count(ModelConfig(**SMALL), 256)
@@ -138,11 +138,11 @@ def test_what_cannot_adapt_is_refused_in_a_sentence(networks, overrides, sentenc
 
 
 def test_what_the_sums_come_back_in_takes_no_step_from_whom_they_are_slow_for(tmp_path):
-    bps = 5.2 * PARAMETERS
+    bps = 5.2 * parameter_count(single().model, 256)
     network = {"slow": {"uplink_bps": [bps, bps, 0.1 * bps], "downlink_bps": 10 * bps, "step_s": 1.0}}
     steps = []
     for back in ("fp4", "bf16"):
-        config = tiny(
+        config = single(
             rule={"name": "diloco"}, topology={"name": "complete"}, codec={"name": "fp4", "back": back}, network=network,
             run__adapt=True, run__local_steps=20, run__steps=60, run__checkpoint_every=0, run__eval_every=0,
         )  # fmt: skip
@@ -181,7 +181,7 @@ def train(config, folder, *words):
 
 @pytest.mark.timeout(300)
 def test_a_slow_machine_settles_on_fewer_steps_and_goes_on_with_them_when_resumed(tmp_path):
-    config = tiny(
+    config = single(
         run__local_steps=8, run__steps=40, run__adapt=True, run__pace_s=[0.08, 0.08, 0.4], run__eval_every=0,
         run__checkpoint_every=32, run__timeout_s=60,
     )  # fmt: skip

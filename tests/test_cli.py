@@ -18,7 +18,7 @@ from gossamer.cli import main
 from gossamer.report.results import read_results
 from gossamer.run.config import dump
 from gossamer.run.simulate import simulate
-from tiny import document, tiny
+from tiny import document, single
 
 
 def run(words, capsys):
@@ -47,7 +47,7 @@ def refused(words, capsys, *parts):
 @pytest.fixture
 def run_file(tmp_path):
     path = tmp_path / "run.toml"
-    path.write_text(tomli_w.dumps(document()))
+    path.write_text(tomli_w.dumps(document(model__layers=1)))
     return path
 
 
@@ -140,7 +140,7 @@ def test_a_folder_of_runs_is_not_taken_for_a_run(tmp_path, capsys):
 
 
 def test_a_run_that_has_ended_is_not_resumed_but_scored(tmp_path, capsys):
-    simulate(tiny(run__steps=4), tmp_path / "run")
+    simulate(single(run__steps=4), tmp_path / "run")
     before = {path: path.read_bytes() for path in tmp_path.glob("run/*.jsonl")}
     told = f"the run has ended after 2 rounds; gossamer evaluate {tmp_path / 'run'} scores it"
     for words in (["simulate"], ["train", "--local", 3]):
@@ -169,14 +169,14 @@ def test_local_workers_other_than_the_run_file_says_are_refused(run_file, capsys
 
 
 def test_a_corrupt_and_a_foreign_checkpoint_are_refused(tmp_path, capsys):
-    config = tiny(run__steps=4)
+    config = single(run__steps=4)
     simulate(config, tmp_path / "run")
     for tensors in (tmp_path / "run" / "checkpoints").glob("*/worker-001.safetensors"):
         data = bytearray(tensors.read_bytes())
         data[len(data) // 2] ^= 1
         tensors.write_bytes(bytes(data))
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "worker-001.safetensors")
-    (tmp_path / "run" / "run.toml").write_text(dump(tiny(run__steps=4, seed=7)))
+    (tmp_path / "run" / "run.toml").write_text(dump(single(run__steps=4, seed=7)))
     refused(["simulate", "--resume", tmp_path / "run"], capsys, "run.toml has changed", "restore it", "--out")
     refused(["evaluate", tmp_path / "run"], capsys, "run.toml has changed", "restore it")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -190,7 +190,7 @@ def test_a_loss_that_is_not_a_number_ends_in_a_sentence(run_file, tmp_path, caps
 
 
 def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsys):
-    experiment = document(run__steps=4, record__export=True)
+    experiment = document(run__steps=4, record__export=True, model__layers=1)
     experiment["network"] = {"even": {"uplink_bps": 1e8, "downlink_bps": 1e8, "step_s": 0.1}}
     experiment["variant"] = [
         {"label": "pairs"},
@@ -256,7 +256,7 @@ def test_labels_that_share_a_folder_are_refused_before_anything_is_trained(tmp_p
 
 
 def test_price_and_report_read_what_was_recorded(tmp_path, capsys):
-    simulate(tiny(run__steps=4), tmp_path / "run")
+    simulate(single(run__steps=4), tmp_path / "run")
     (tmp_path / "network.toml").write_text("uplink_bps = 1e6\ndownlink_bps = 1e6\nstep_s = 1.0\n")
     code, out, _ = run(["price", tmp_path / "run", tmp_path / "network.toml"], capsys)
     assert code == 0 and "2 rounds of 3 workers" in out
@@ -282,21 +282,6 @@ def test_a_table_says_what_it_is_for(tmp_path, capsys):
     assert out.startswith("134m with a vocabulary of 256 (--vocab): 85,347,072 parameters, 2 workers"), out
     _, out, _ = run(["utilisation", "--model", "10b", "--method", "diloco", "--set", "local_steps=30"], capsys)
     assert out.startswith("10b (10e9 parameters in 48 layers), diloco: ") and "s a step, 30 local steps" in out, out
-
-
-def test_list_shows_every_row(capsys):
-    from gossamer.cli.methods_page import markdown
-    from gossamer.codecs import CODECS
-    from gossamer.rules import RULES
-    from gossamer.run.methods import recipes
-    from gossamer.topologies import TOPOLOGIES
-
-    code, out, _ = run(["list"], capsys)
-    assert code == 0
-    for name in [*RULES, *TOPOLOGIES, *CODECS, *recipes()]:
-        assert name in out, name
-    assert "every codec takes back=NAME" in out
-    assert run(["list", "--markdown"], capsys) == (0, markdown(), "")
 
 
 def test_list_shows_one_kind_and_cuts_no_option_off(capsys):
@@ -381,7 +366,10 @@ def without_extras(words):
 
 
 def test_without_the_extras_a_run_is_trained_and_reported_and_one_sentence_names_what_draws(run_file, tmp_path):
-    swept = document(run__steps=4) | {"sweep": {"run.local_steps": [1, 2]}, "figure": {"x": "run.local_steps"}}
+    swept = document(run__steps=4, model__layers=1) | {
+        "sweep": {"run.local_steps": [1, 2]},
+        "figure": {"x": "run.local_steps"},
+    }
     (tmp_path / "swept.toml").write_text(tomli_w.dumps(swept))
     commands = [
         ["simulate", run_file, "--out", tmp_path / "run", "--set", "run.steps=4", "--set", "record.export=true"],

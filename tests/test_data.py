@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given, settings
@@ -45,6 +43,9 @@ def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
 
 
 def write_parquet(path: Path, texts: Sequence[str], field: str = "text") -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     pq.write_table(pa.table({"id": list(range(len(texts))), field: list(texts)}), path, row_group_size=7)
     return path
 

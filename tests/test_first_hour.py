@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import Command
 from gossamer.cli import VERBS, main
 from gossamer.cli.init import EXAMPLES
 from gossamer.record.folder import read_metrics
@@ -33,7 +34,20 @@ def test_every_example_file_is_in_the_package() -> None:
     assert len(files) > 15 and ignored.stdout == "", "hatch leaves out of the wheel what git ignores"
 
 
-def test_the_wheel_holds_the_example_files_and_its_verbs_run_without_the_repository(tmp_path: Path) -> None:
+def start_from(words: list[str]) -> int:
+    """What one does first, with the package in this folder in place of the one that was imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "gossamer"]:
+        del sys.modules[name]
+    sys.path.insert(0, words[0])
+    for name in ("gossamer", "gossamer.cli.demo", "gossamer.run.simulate"):
+        assert str(importlib.import_module(name).__file__).startswith(words[0]), f"{name} is that of the repository"
+    main = importlib.import_module("gossamer.cli").main
+    return main(["init"]) or main(["check", "configs/gasloc.toml"]) or main(["demo", "--quiet", *SETS])
+
+
+def test_the_wheel_holds_the_example_files_and_its_verbs_run_without_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     builders = pytest.importorskip("hatchling.builders.wheel")
     (wheel,) = builders.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
@@ -42,17 +56,10 @@ def test_the_wheel_holds_the_example_files_and_its_verbs_run_without_the_reposit
     with tarfile.open(next(sources.build(directory=str(tmp_path), versions=["standard"]))) as archive:
         kept = sum("/src/gossamer/configs/" in name for name in archive.getnames())
     assert kept == len([*EXAMPLES.rglob("*.toml")]), "hatch takes each file once, and would take the link to them first"
-    program = f"""
-import sys
-sys.path.insert(0, {str(tmp_path / "site")!r})
-import gossamer
-from gossamer.cli import main
-assert gossamer.__file__.startswith({str(tmp_path)!r}), gossamer.__file__
-sys.exit(main(["init"]) or main(["check", "configs/gasloc.toml"]) or main(["demo", "--quiet", *{SETS!r}]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs" / "demo" / "report.html").exists() and "gasloc: can start" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    code, output = Command(tmp_path / "site", work=start_from).finish()
+    assert code == 0, output
+    assert (tmp_path / "runs" / "demo" / "report.html").exists() and "gasloc: can start" in output
 
 
 def test_init_writes_examples_and_keeps_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

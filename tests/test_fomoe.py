@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from gossamer.cli import main
 from gossamer.errors import ConfigError
@@ -190,6 +189,8 @@ def test_the_union_is_validated_beside_each_worker_which_lacks_some_experts(run)
 
 
 def test_transformers_opens_the_assembled_model_with_equal_logits(run):
+    from transformers import AutoModelForCausalLM
+
     folder, config, _ = run
     theirs = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     assert type(theirs).__name__ == "MixtralForCausalLM"

@@ -1,8 +1,9 @@
 """Gossamer in someone else's loop: any model, any optimizer, alone or under torchrun."""
 
-import contextlib
 import copy
-import io
+import importlib
+import multiprocessing
+import os
 import runpy
 import sys
 import time
@@ -216,21 +217,38 @@ def test_what_cannot_work_is_refused_in_a_sentence():
         gossamer.Outer(net(), "diloco", reduction="mean")
 
 
-def train_the_example(words):
-    """The script of the example, in a process that is started as torchrun starts its own, or alone."""
+def train_the_example(words, environment):
+    """The script of the example."""
     sys.argv[1:] = words
+    os.environ.update(environment)
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return 0
+
+
+def train_the_examples(words):
+    """The script alone, and in two processes that find what torchrun sets; all are forks, as what it imports takes longest."""
+    port, *words = words
+    importlib.import_module("transformers.models.llama.modeling_llama")
+    torchrun = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    environments = [{}, *({**torchrun, "RANK": str(rank)} for rank in range(2))]
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=train_the_example, args=(words, environment)) for environment in environments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return 0 if all(process.exitcode == 0 for process in processes) else 1
 
 
 def test_the_example_trains_alone_and_under_torchrun(forks, tmp_path):
     """Under what torchrun sets in the environment: `test_resume` has its agent."""
-    code, output = Command("--steps", 20, work=train_the_example).finish()
-    assert code == 0 and "worker 0 of 1, step 20: loss" in output, output
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
-        assert run_local(2, train_the_example, ["--steps", "20"]) == 0, told.getvalue()
-    assert all(f"worker {rank} of 2, step 20: loss" in told.getvalue() for rank in range(2)), told.getvalue()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    code, output = Command(store.port, "--steps", 20, work=train_the_examples).finish()
+    assert code == 0, output
+    for worker in ("0 of 1", "0 of 2", "1 of 2"):
+        assert f"worker {worker}, step 20: loss" in output, output
     assert len(EXAMPLE.read_text().splitlines()) < 60
 
 

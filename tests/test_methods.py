@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import commands
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.cli.methods_page import markdown
+from gossamer.codecs import CODECS
 from gossamer.errors import ConfigError
 from gossamer.network.links import from_options
 from gossamer.network.pricing import price
@@ -25,6 +27,7 @@ from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
 from gossamer.run.traffic import traffic
+from gossamer.topologies import TOPOLOGIES
 from tiny import TEXT, document, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +37,15 @@ every_method = pytest.mark.parametrize("name", recipes())
 
 def test_the_page_about_the_methods_is_what_the_code_makes():
     assert PAGE.read_text(encoding="utf-8") == markdown(), "run `make methods`"
+    assert commands.run("list", "--markdown") == (0, markdown())
+
+
+def test_list_shows_every_row():
+    code, out = commands.run("list")
+    assert code == 0
+    for name in [*RULES, *TOPOLOGIES, *CODECS, *recipes()]:
+        assert name in out, name
+    assert "every codec takes back=NAME" in out
 
 
 def test_every_row_of_every_table_is_a_method():

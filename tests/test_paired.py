@@ -1,9 +1,10 @@
 """Statistics of runs that are compared seed by seed, against scipy and worked examples, and the tables that show them."""
 
+import importlib
 from typing import Any
 
 import pytest
-import scipy.stats
+import scipy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,12 @@ from gossamer.report.paired import effect, holm, trend
 from gossamer.report.results import PointResult
 
 numbers = st.lists(st.integers(-1000, 1000), min_size=2, max_size=9, unique=True).map(lambda s: [k / 1000 for k in s])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """What takes longer to import than an example may take, and only this file needs."""
+    importlib.import_module("scipy.stats")
 
 
 @given(numbers, st.floats(0.01, 2.0))

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 import gossamer
 from gossamer.boundaries import intk
@@ -201,6 +200,8 @@ def test_a_model_with_a_bottleneck_has_the_parameters_it_is_said_to_have_and_its
 
 @pytest.mark.parametrize("name", NARROW)
 def test_a_model_with_a_bottleneck_is_exported_with_what_opens_it(name, tmp_path):
+    from transformers import AutoModelForCausalLM
+
     config = tiny(model__bottleneck=NARROW[name])
     task = task_of(config)
     model = cast(Llama, task.model())

@@ -24,7 +24,7 @@ from gossamer.run.evaluate import evaluate
 from gossamer.run.history import lineage
 from gossamer.run.simulate import simulate
 from gossamer.schema import changeable
-from tiny import document, tiny
+from tiny import document, single
 
 
 def parameters(folder: Path, config: RunConfig, round: int | None = None) -> list[Tensor]:
@@ -55,7 +55,7 @@ def poisoned(folder: Path, round: int, worker: int, key: str, monkeypatch: pytes
 def test_a_resume_walks_back_over_rounds_that_are_spoilt_and_says_once_which(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = tiny(run__steps=6)
+    config = single(run__steps=6)
     whole = simulate(config, tmp_path / "whole")
     for kind in ("flipped", "not finite"):
         folder, store = tmp_path / kind, tmp_path / kind / "checkpoints"
@@ -73,7 +73,7 @@ def test_a_resume_walks_back_over_rounds_that_are_spoilt_and_says_once_which(
 
 
 def test_a_run_without_a_sound_round_is_refused_with_the_fault_of_each(tmp_path: Path) -> None:
-    config = tiny(run__steps=4)
+    config = single(run__steps=4)
     simulate(config, tmp_path)
     for tensors in tmp_path.glob("checkpoints/*/worker-000.safetensors"):
         flip(tensors)
@@ -85,8 +85,8 @@ def test_a_run_without_a_sound_round_is_refused_with_the_fault_of_each(tmp_path:
 def test_a_run_goes_on_with_another_learning_rate_and_its_folder_says_since_when(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny(run__steps=12)
-    folder, slower = tmp_path / "run", tiny(run__steps=12, inner__lr=1e-4, inner__clip=1.0)
+    config = single(run__steps=12)
+    folder, slower = tmp_path / "run", single(run__steps=12, inner__lr=1e-4, inner__clip=1.0)
     simulate(config, folder, until=3)
     words = ["simulate", "--resume", str(folder), "--set", "inner.lr=1e-4", "--set", "inner.clip=1.0"]
     assert main(words) == 0, capsys.readouterr()
@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_another_learning_rate_and_its_folder_says_since_when
 
 
 def test_a_branch_that_was_stopped_before_its_first_checkpoint_is_still_known(tmp_path: Path) -> None:
-    config, slower, slowest = (tiny(run__steps=12, inner__lr=lr) for lr in (1e-3, 1e-4, 1e-5))
+    config, slower, slowest = (single(run__steps=12, inner__lr=lr) for lr in (1e-3, 1e-4, 1e-5))
     for stop in ("at once", "later"):
         folder = tmp_path / stop
         simulate(config, folder, until=3)
@@ -131,20 +131,20 @@ def test_a_lineage_counts_earlier_settings_up_to_their_last_round() -> None:
 
 
 def test_more_steps_go_on_where_a_run_had_ended_and_fewer_than_it_has_are_refused(tmp_path: Path) -> None:
-    simulate(tiny(run__steps=4, inner__schedule="constant"), tmp_path)
-    assert simulate(tiny(run__steps=8, inner__schedule="constant"), tmp_path, resume=True).tokens == 8 * 3 * 2 * 16
+    simulate(single(run__steps=4, inner__schedule="constant"), tmp_path)
+    assert simulate(single(run__steps=8, inner__schedule="constant"), tmp_path, resume=True).tokens == 8 * 3 * 2 * 16
     whole = tmp_path / "whole"
-    simulate(tiny(run__steps=8, inner__schedule="constant"), whole)
-    config = tiny(run__steps=8, inner__schedule="constant")
+    simulate(single(run__steps=8, inner__schedule="constant"), whole)
+    config = single(run__steps=8, inner__schedule="constant")
     assert same(parameters(tmp_path, config), parameters(whole, config))
     with pytest.raises(ConfigError, match=r"run\.steps is 6, which ends the run after round 3, but it is at round 4"):
-        simulate(tiny(run__steps=6, inner__schedule="constant"), tmp_path, resume=True)
+        simulate(single(run__steps=6, inner__schedule="constant"), tmp_path, resume=True)
 
 
 def test_keys_that_may_not_change_are_refused_with_those_that_may(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    simulate(tiny(run__steps=8), tmp_path / "run", until=2)
+    simulate(single(run__steps=8), tmp_path / "run", until=2)
     for word in ("workers=4", "rule=diloco", "run.local_steps=4", "data.batch_size=3", "inner.weight_decay=0.2"):
         assert main(["train", "--resume", str(tmp_path / "run"), "--set", word]) == 2
         said = capsys.readouterr().err
@@ -161,7 +161,7 @@ def test_the_marks_of_the_schema_are_the_keys_that_may_change() -> None:
 
 
 def test_auto_starts_goes_on_or_says_that_the_run_has_ended(tmp_path: Path) -> None:
-    config = tiny(run__steps=6, run__checkpoint_every=4)
+    config = single(run__steps=6, run__checkpoint_every=4)
     simulate(config, tmp_path / "whole")
     kept = ("kind", "round", "worker", "step", "loss", "tokens")
     for kill, until in {"nowhere": 0, "before a checkpoint": 1, "after some": 2, "at the end": 3}.items():
@@ -176,7 +176,7 @@ def test_auto_starts_goes_on_or_says_that_the_run_has_ended(tmp_path: Path) -> N
 
 
 def test_auto_starts_again_when_some_never_had_a_checkpoint_and_not_when_one_has_lost_them(tmp_path: Path) -> None:
-    config = tiny(run__steps=12)
+    config = single(run__steps=12)
     for until, restarts in ((1, True), (5, False)):
         folder = tmp_path / f"{until}"
         simulate(config, folder, until=until)
@@ -193,7 +193,7 @@ def test_auto_of_an_asynchronous_simulation_goes_on_until_it_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = {"slow": {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}}
-    config = tiny(server__name="cgad", network=slow, run__steps=4)
+    config = single(server__name="cgad", network=slow, run__steps=4)
     whole = simulate(config, tmp_path, resume="auto").result
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.jsonl").write_text("".join(lines[:-2]))  # as if killed before the end
@@ -230,7 +230,7 @@ def test_torchrun_restarts_a_run_whose_worker_was_killed_to_the_same_bits(
     tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The agent of torchrun, here; the workers that it starts are forks."""
-    config = tiny(workers=2, topology__name="complete", run__steps=6, run__timeout_s=60)
+    config = single(workers=2, topology__name="complete", run__steps=6, run__timeout_s=60)
     (tmp_path / "run.toml").write_text(dump(config))
     folder = tmp_path / "run"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -247,14 +247,14 @@ def test_torchrun_restarts_a_run_whose_worker_was_killed_to_the_same_bits(
 
 
 def test_a_copy_of_a_trunk_anneals_to_the_bits_of_a_run_that_annealed_from_the_start(tmp_path: Path) -> None:
-    trunk = tiny(inner__schedule="constant", inner__warmup_steps=2, run__steps=8)
+    trunk = single(inner__schedule="constant", inner__warmup_steps=2, run__steps=8)
     simulate(trunk, tmp_path / "trunk")
     shutil.copytree(tmp_path / "trunk", tmp_path / "branch")
     annealed = ["--set", "inner.schedule=wsd", "--set", "run.steps=10", "--quiet"]  # the last fifth decays
     assert main(["simulate", "--resume", str(tmp_path / "branch"), *annealed]) == 0
-    whole = tiny(inner__schedule="wsd", inner__warmup_steps=2, run__steps=10)
+    whole = single(inner__schedule="wsd", inner__warmup_steps=2, run__steps=10)
     simulate(whole, tmp_path / "whole")
     assert same(parameters(tmp_path / "branch", whole), parameters(tmp_path / "whole", whole))
-    simulate(tiny(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "trunk", resume=True)
-    on = simulate(tiny(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "at once")
+    simulate(single(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "trunk", resume=True)
+    on = simulate(single(inner__schedule="constant", inner__warmup_steps=2, run__steps=12), tmp_path / "at once")
     assert on.loss == read_metrics(tmp_path / "trunk")[-1]["loss"], "the trunk goes on as if nobody had copied it"

@@ -21,7 +21,7 @@ from gossamer.run.config import digest, dump
 from gossamer.run.evaluate import mean_of
 from gossamer.run.finished import is_finished
 from gossamer.run.simulate import simulate
-from tiny import tiny
+from tiny import single, tiny
 
 
 def vectors(folder, config, finished=None):
@@ -42,7 +42,7 @@ def same_run(a, b, config):
 def test_a_run_that_is_stopped_and_resumed_equals_the_uninterrupted_run(rule, stop, tmp_path):
     """That the state of every rule is all that it keeps is a promise, which `test_rules` checks."""
     everyone = RULES[rule]().needs == "everyone"
-    config = tiny(
+    config = single(
         rule__name=rule, topology__name="complete" if everyone else "random",
         run__local_steps=1 if rule == "data_parallel" else 2, run__steps=4 if rule == "data_parallel" else 8,
         inner__optimizer="muon",
@@ -58,7 +58,7 @@ CLOCK = {"clock": {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}}
 
 @pytest.mark.parametrize("way", [{"run__eval_every": 2}, {"run__wait": False, "network": CLOCK}])
 def test_a_validation_of_the_mean_model_alone_finds_the_same_without_losses_of_workers(way, tmp_path, capsys):
-    every, alone = tiny(run__steps=4, **way), tiny(run__steps=4, run__eval_workers=False, **way)
+    every, alone = single(run__steps=4, **way), single(run__steps=4, run__eval_workers=False, **way)
     for name, config in (("every", every), ("alone", alone)):
         simulate(config, tmp_path / name)
     lines = {name: [x for x in read_metrics(tmp_path / name) if x["kind"] == "eval"] for name in ("every", "alone")}
@@ -77,7 +77,7 @@ def test_a_validation_of_the_mean_model_alone_finds_the_same_without_losses_of_w
 def test_the_number_of_threads_that_share_the_workers_changes_no_bit_and_dropout_draws_the_same_after_a_resume(
     tmp_path, monkeypatch
 ):
-    config = tiny(model__dropout=0.2, run__steps=6)
+    config = single(model__dropout=0.2, run__steps=6)
     before = torch.get_rng_state()
     monkeypatch.setattr(lanes, "available_cores", lambda: 3)
     simulate(config, tmp_path / "threads")
@@ -88,7 +88,7 @@ def test_the_number_of_threads_that_share_the_workers_changes_no_bit_and_dropout
     torch.manual_seed(8)
     simulate(config, tmp_path / "one", resume=True)
     assert same_run(tmp_path / "threads", tmp_path / "one", config)
-    simulate(tiny(run__steps=2), tmp_path / "without")
+    simulate(single(run__steps=2), tmp_path / "without")
     assert read_metrics(tmp_path / "without")[0]["loss"] != read_metrics(tmp_path / "one")[0]["loss"]
 
 
@@ -109,7 +109,7 @@ def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_h
     schedule = {name if "__" in name else f"schedule__{name}": value for name, value in options.items()}
     config = tiny(
         rule__name=rule, topology__name=topology, run__local_steps=[4, 2, 3], run__steps=12, run__checkpoint_every=4,
-        model__layers=2, **schedule,
+        model__layers=options.get("fragments", 1), **schedule,
     )  # fmt: skip
     simulate(config, tmp_path / "whole")
     simulate(config, tmp_path / "parts", until=2)
@@ -118,7 +118,7 @@ def test_what_is_under_way_at_a_checkpoint_is_sent_again_and_heard_as_it_would_h
 
 
 def test_a_run_that_is_killed_at_any_moment_and_resumed_equals_the_uninterrupted_run(tmp_path):
-    config = tiny(run__steps=16, run__eval_every=0, model__layers=1)
+    config = single(run__steps=16, run__eval_every=0)
     simulate(config, tmp_path / "whole")
     (tmp_path / "run.toml").write_text(dump(config))
     for moment_s in (0.02, 0.2):
@@ -135,7 +135,7 @@ def test_a_run_that_is_killed_at_any_moment_and_resumed_equals_the_uninterrupted
 
 
 def test_uneven_local_steps_and_non_iid_shards_train_and_compute_each_worker_its_own_share(tmp_path):
-    config = tiny(run__local_steps=[2, 1, 2], data__shards="contiguous")
+    config = single(run__local_steps=[2, 1, 2], data__shards="contiguous")
     simulate(config, tmp_path / "run")
     assert read_trace(tmp_path / "run").steps.sum(axis=0).tolist() == [12, 6, 12]
     final = [line for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"][-1]
@@ -143,7 +143,7 @@ def test_uneven_local_steps_and_non_iid_shards_train_and_compute_each_worker_its
 
 
 def test_training_lowers_the_loss_on_text_that_was_held_out(tmp_path):
-    config = tiny(
+    config = single(
         run__steps=30, run__local_steps=5, run__eval_every=5, inner__lr=8e-3, data__batch_size=8, data__seq_len=32
     )
     simulate(config, tmp_path / "run")
@@ -160,10 +160,10 @@ def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_
         "run__steps": 4,
         "inner__optimizer": "sgd",
     }
-    three = tiny(**options)
+    three = single(**options)
     simulate(three, tmp_path / "three")
     assert all(torch.equal(vectors(tmp_path / "three", three)[0], x) for x in vectors(tmp_path / "three", three))
-    local = tiny(
+    local = single(
         **{**options, "rule__name": "local_sgd"}
     )  # with SGD, averaging after one step is averaging the gradients
     simulate(local, tmp_path / "local")
@@ -173,23 +173,23 @@ def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_
 
 
 def test_a_compiled_outer_update_changes_no_bit(tmp_path):
-    simulate(tiny(run__steps=4), tmp_path / "plain")
-    simulate(tiny(run__steps=4, run__compile=True), tmp_path / "compiled")
-    assert same_run(tmp_path / "plain", tmp_path / "compiled", tiny(run__steps=4))
+    simulate(single(run__steps=4), tmp_path / "plain")
+    simulate(single(run__steps=4, run__compile=True), tmp_path / "compiled")
+    assert same_run(tmp_path / "plain", tmp_path / "compiled", single(run__steps=4))
 
 
 def test_more_threads_than_cores_are_warned_of(tmp_path, caplog):
-    simulate(tiny(run__steps=2, run__threads=64), tmp_path / "run")
+    simulate(single(run__steps=2, run__threads=64), tmp_path / "run")
     assert "64 threads oversubscribe" in caplog.text
 
 
 def test_momentum_beyond_the_stable_range_is_warned_of_before_training(tmp_path, caplog):
-    simulate(tiny(run__steps=2, workers=8, rule__momentum=0.9), tmp_path / "run")
+    simulate(single(run__steps=2, workers=8, rule__momentum=0.9), tmp_path / "run")
     assert "0.859" in caplog.text or "0.86" in caplog.text
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_checkpoint(tmp_path):
-    config = tiny(run__steps=40, inner__lr=1e18, inner__optimizer="sgd", inner__warmup_steps=0)
+    config = single(run__steps=40, inner__lr=1e18, inner__optimizer="sgd", inner__warmup_steps=0)
     with pytest.raises(TrainingError, match=r"worker \d became nan at its inner step \d+ \(round \d+\)"):
         simulate(config, tmp_path / "run")
     owned = [checkpoint.rounds(tmp_path / "run" / "checkpoints", worker, digest(config)) for worker in range(3)]
@@ -202,7 +202,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_leaves_the_last_checkpoint(
 def test_the_exported_model_is_the_mean_of_the_workers_and_opens_with_transformers(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    config = tiny(record__export=True)
+    config = single(record__export=True)
     simulate(config, tmp_path / "run")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     mean = mean_of(vectors(tmp_path / "run", config))
@@ -212,7 +212,7 @@ def test_the_exported_model_is_the_mean_of_the_workers_and_opens_with_transforme
 
 
 def test_resuming_without_a_checkpoint_or_over_another_run_is_refused(tmp_path):
-    config = tiny(run__steps=4, run__checkpoint_every=0)
+    config = single(run__steps=4, run__checkpoint_every=0)
     simulate(config, tmp_path / "run", until=1)
     with pytest.raises(CheckpointError, match=r"has no checkpoints to resume from.*--out"):
         simulate(config, tmp_path / "run", resume=True)
@@ -221,5 +221,5 @@ def test_resuming_without_a_checkpoint_or_over_another_run_is_refused(tmp_path):
 
 
 def test_alpha_auto_settles_on_a_stable_step(tmp_path, caplog):
-    simulate(tiny(run__steps=2, workers=8, rule__alpha="auto", rule__momentum=0.9), tmp_path / "run")
+    simulate(single(run__steps=2, workers=8, rule__alpha="auto", rule__momentum=0.9), tmp_path / "run")
     assert "momentum" not in caplog.text

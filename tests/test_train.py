@@ -31,7 +31,7 @@ from gossamer.transport.memory import MemoryNetwork
 from gossamer.transport.store import Entries
 from test_adapt import SMALL
 from test_transport import a_store_of_its_own, eventually
-from tiny import tiny
+from tiny import single, tiny
 
 
 def words_of(config, folder):
@@ -73,7 +73,7 @@ def parameters(folder, config):
 def finished(tmp_path_factory):
     """One real run that went well, and the simulation of it."""
     root = tmp_path_factory.mktemp("train")
-    config = tiny(run__steps=8, run__timeout_s=60, run__eval_js=True)
+    config = single(run__steps=8, run__timeout_s=60, run__eval_js=True)
     code, output = run(*words_of(config, root / "real"))
     assert code == 0, output
     simulate(config, root / "simulated")
@@ -120,11 +120,11 @@ def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it
 
 def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
     options = {"rule__name": "diloco", "topology__name": "complete", "run__steps": 4, "run__timeout_s": 60}
-    config = tiny(**options, run__reduction="all_reduce")
+    config = single(**options, run__reduction="all_reduce")
     code, output = run(*words_of(config, tmp_path / "reduced"))
     assert code == 0, output
-    simulate(tiny(**options), tmp_path / "ordered")
-    ours, theirs = parameters(tmp_path / "reduced", config), parameters(tmp_path / "ordered", tiny(**options))
+    simulate(single(**options), tmp_path / "ordered")
+    ours, theirs = parameters(tmp_path / "reduced", config), parameters(tmp_path / "ordered", single(**options))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert all(torch.equal(ours[0], x) for x in ours)
 
@@ -159,7 +159,7 @@ def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_th
 
 
 def test_a_worker_that_hangs_ends_the_others_within_the_timeout(tmp_path):
-    config = tiny(run__steps=8, run__timeout_s=2, workers=2, topology__name="complete")
+    config = single(run__steps=8, run__timeout_s=2, workers=2, topology__name="complete")
     code, output = fated(config, tmp_path / "real", "SIGSTOP", 1, grace_s=0.5)
     assert (
         time.time() - (tmp_path / "real" / "pid").stat().st_mtime < 2 + 12
@@ -220,7 +220,7 @@ def test_workers_with_different_run_files_or_text_are_refused_at_the_start(seeds
     for worker, (seed, word) in enumerate(zip(seeds, words, strict=True)):
         (tmp_path / f"{worker}").mkdir()
         (tmp_path / f"{worker}" / "text.txt").write_text(f"a line of {word}\n" * 1000)
-        config = tiny(workers=2, seed=seed, data__source="text.txt", run__timeout_s=30)
+        config = single(workers=2, seed=seed, data__source="text.txt", run__timeout_s=30)
         (tmp_path / f"{worker}" / "run.toml").write_text(dump(config))
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):

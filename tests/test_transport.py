@@ -599,12 +599,14 @@ def test_memory_is_used_again_only_when_nobody_holds_its_frames(crew: Crew):
     assert crew.values(held_memory) == [(True, True)] * 3
 
 
-def stop_for_a_while(member: Member, others: tuple[int, ...]) -> None:
-    """Others that announced their process stand still for 0.3 s: what is sent to them meanwhile cannot arrive as a whole."""
+def stop_meanwhile(member: Member, others: tuple[int, ...]) -> None:
+    """Others that announced their process stand still until this one has ended or stopped: no message can arrive as a whole."""
     processes = [int(member.store.get(f"announced/{j}")) for j in others]
     for process in processes:
         os.kill(process, signal.SIGSTOP)
-    subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -CONT {' '.join(map(str, processes))}"])
+    still_runs = f"grep -qs '^[^)]*) [RSD]' /proc/{os.getpid()}/stat"
+    goes_on = f"kill -CONT {' '.join(map(str, processes))}"
+    subprocess.Popen(["sh", "-c", f"while {still_runs}; do sleep 0.05; done; {goes_on}"])
 
 
 def wait_for_the_victim(member: Member, moment: str) -> None:
@@ -616,7 +618,7 @@ def wait_for_the_victim(member: Member, moment: str) -> None:
             transport.expect(ticket, j, [torch.empty(size, dtype=torch.uint8)])
         member.store.wait(["announced/0", "announced/1"])
         if moment == "amid":
-            stop_for_a_while(member, others)
+            stop_meanwhile(member, others)
             for j in others:
                 transport.post(ticket, j, [torch.ones(size, dtype=torch.uint8)])
         os.kill(os.getpid(), signal.SIGKILL)
@@ -653,7 +655,7 @@ def chain(member: Member, stopped: str) -> None:
     if member.worker == 2:
         member.store.wait(["announced/1"])
         if stopped == "amid":
-            stop_for_a_while(member, (after,))
+            stop_meanwhile(member, (after,))
             transport.post(ticket, after, like)
         os.kill(os.getpid(), signal.SIGSTOP)
     transport.wait(ticket)

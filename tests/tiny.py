@@ -34,6 +34,11 @@ def tiny(**overrides: Any) -> RunConfig:
     return parse(document(**overrides))
 
 
+def single(**overrides: Any) -> RunConfig:
+    """The tiny run of a model of one layer, for what is the same with more: a step takes half as long."""
+    return tiny(model__layers=1, **overrides)
+
+
 def preset_document(**overrides: Any) -> dict[str, Any]:
     """A tiny run of a model of the preset shape, whose hidden states codecs may cut into tiles of 64 channels."""
     return document(**{"model__size": "0.2m", **overrides})

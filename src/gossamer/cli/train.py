@@ -160,10 +160,11 @@ def _result(config: "RunConfig", folder: Path, local: int | None, served: Server
     }  # fmt: skip
 
 
-def import_early() -> None:
+def import_early(*more: str) -> None:
     """Starts the process that the workers will be forks of (`gossamer.transport.local`), which imports while we do.
 
-    torch imports its compiler in the first step of any optimizer, which takes as long as importing the rest.
+    torch imports its compiler in the first step of any optimizer, which takes as long as importing the rest. `more` are other
+    modules that it imports.
     """
     if sys.platform == "linux":
         work = [
@@ -175,7 +176,7 @@ def import_early() -> None:
             "gossamer.run.serve_region",
             "gossamer.run.serve_worker",
         ]
-        multiprocessing.set_forkserver_preload(["gossamer.transport.local", "torch._dynamo", *work])
+        multiprocessing.set_forkserver_preload(["gossamer.transport.local", "torch._dynamo", *work, *more])
         forkserver.ensure_running()
 
 
