@@ -4,6 +4,7 @@ A claim names its outcomes, what is compared there, and one of the tests below. 
 of the registered page. Without outcomes a claim is "not run yet".
 """
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,18 @@ from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, points
 
-__all__ = ["CHECKS", "Arm", "Found", "claims_page", "costs_little", "equal", "leads", "ranked_alike", "registered", "rises"]
+__all__ = [
+    "CHECKS",
+    "Arm",
+    "Found",
+    "claims_page",
+    "costs_little",
+    "equal",
+    "leads",
+    "ranked_alike",
+    "registered",
+    "rises",
+]
 
 ROOT = Path(__file__).parents[2]
 NOT_RUN = "not run yet"
@@ -66,7 +78,9 @@ def leads(arms: Sequence[Arm]) -> Found:
     apart = _apart(arms)
     below = [p is not None and p < _LEVEL and _mean(arm) < 0 for arm, p in zip(arms, apart, strict=True)]
     decided = [(p is not None and p < _LEVEL) or _equivalent(arm) for arm, p in zip(arms, apart, strict=True)]
-    return Found(_effects(arms), _verdict(below, [not led and known for led, known in zip(below, decided, strict=True)]))
+    return Found(
+        _effects(arms), _verdict(below, [not led and known for led, known in zip(below, decided, strict=True)])
+    )
 
 
 def equal(arms: Sequence[Arm]) -> Found:
@@ -93,7 +107,7 @@ def costs_little(arms: Sequence[Arm], percent: float) -> Found:
 
 
 def rises(rows: Mapping[str, Sequence[Sequence[float]]]) -> Found:
-    """Whether values rise along a sweep (Page's test), of each name a row for each seed; the names are adjusted together (Holm)."""
+    """Whether values rise along a sweep by Page's test, after Holm's correction; of each name a row for each seed."""
     up, down = (holm([trend(own, slope) for own in rows.values()]) for slope in ("rising", "falling"))
     said = ", ".join(f"{name}: p = {DASH if p is None else f'{p:.3f}'}" for name, p in zip(rows, up, strict=True))
     sure = [[p is not None and p < _LEVEL for p in some] for some in (up, down)]
@@ -105,8 +119,6 @@ def ranked_alike(ours: Sequence[float], theirs: Sequence[float]) -> Found:
 
     It fails where the interval lies below. No threshold was registered; this is that of the expectation for stage 7.
     """
-    import math
-
     from scipy.stats import spearmanr
 
     rho, n = float(cast(Any, spearmanr(ours, theirs)).statistic), len(ours)
@@ -193,7 +205,9 @@ def _pairs(ended: Sequence[PointResult], praised: str, other: str) -> list[Arm]:
     return arms
 
 
-def _against(stem: str, *pairs: tuple[str, str], rule: Callable[[Sequence[Arm]], Found]) -> Callable[[Outcomes], Found | None]:
+def _against(
+    stem: str, *pairs: tuple[str, str], rule: Callable[[Sequence[Arm]], Found]
+) -> Callable[[Outcomes], Found | None]:
     """A rule over some pairs of variants of one file."""
 
     def found(of: Outcomes) -> Found | None:
@@ -225,7 +239,7 @@ def _grids(_: Outcomes) -> Found | None:
 
 
 def _sooner(of: Outcomes) -> Found | None:
-    """Claim 3: the share of DiLoCo's priced time after which each method first ends as low, minus one; a seed that never does is open."""
+    """Claim 3: the share of DiLoCo's priced time after which each method first ends as low, minus one."""
     arms, missing = list[Arm](), False
     for stem in ("straggler", "straggler-uplink_20"):
         runs, ended = of(stem)
@@ -234,25 +248,58 @@ def _sooner(of: Outcomes) -> Found | None:
             shares = time_shares(found, method, "straggler")
             missing |= None in shares.values()
             reached = [share for share in shares.values() if share is not None]
-            arms += [Arm(f"{method} at {'20' if stem.endswith('20') else '10'} %", [(one - 1, 1.0) for one in reached])] * bool(reached)
+            arms += [
+                Arm(f"{method} at {'20' if stem.endswith('20') else '10'} %", [(one - 1, 1.0) for one in reached])
+            ] * bool(reached)
     if not arms:
         return None
     judged = leads(arms)
     return Found(judged.effect, "holds in part" if missing and judged.verdict == "holds" else judged.verdict)
 
 
+def _along_local_steps(of: Outcomes) -> Found | None:
+    """Claims 2 and 8: each method at its own optimum for each H."""
+    rows: dict[str, list[list[float]]] = {}
+    _, ended = of("local_steps_tuned")
+    for name in dict.fromkeys(one.method for one in ended):
+        mine = [one for one in ended if one.method == name and one.row["loss"] is not None]
+        steps = sorted({one.at["run.local_steps"] for one in mine})
+        losses = {(one.at["run.local_steps"], one.seed): one.row["loss"] for one in mine}
+        rows[name] = [
+            [losses[h, seed] for h in steps]
+            for seed in sorted({one.seed for one in mine})
+            if all((h, seed) in losses for h in steps)
+        ]
+    return rises(rows) if rows else None
+
+
 _TUNED = "compare configs/evidence/tuned.toml --seeds 0,1,2,3,4"
+_LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2"
+_SYSTEMS = "compare configs/evidence/systems_tuned.toml --seeds 0,1,2"
 _SPARSE = ("1 random", "2 random")
+_LENGTHS = "compare configs/evidence/local_steps_tuned.toml --seeds 0,1,2,3,4"
 CHECKS: Mapping[int, Check] = {
     1: Check(
-        f"{_TUNED}; … momentum.toml --seeds 0,1,2",
+        f"{_TUNED}` and `gossamer compare configs/evidence/momentum.toml --seeds 0,1,2",
         lambda of: _momentum(
             of, lambda cell: cell.plain.startswith("gossip") and cell.where["graph"] in _SPARSE, "tuned", "momentum"
         ),
     ),
+    2: Check(_LENGTHS, _along_local_steps),
     3: Check("compare configs/evidence/straggler.toml --seeds 0,1,2", _sooner),
     5: Check("tune configs/evidence/tuning.toml", _grids),
     7: Check(_TUNED, lambda of: _momentum(of, lambda cell: cell.plain == "local SGD", "tuned")),
+    10: Check(
+        _SYSTEMS,
+        _against("systems_tuned", ("streaming, overlap 10", "DiLoCo"), rule=lambda arms: costs_little(arms, 0.2)),
+    ),
+    11: Check(_SYSTEMS, _against("systems_tuned", ("DiLoCo, fp4", "DiLoCo"), rule=equal)),
+    12: Check(_SYSTEMS, _against("systems_tuned", ("eager", "naive delay"), rule=leads)),
+    14: Check(_LEADERS, _against("leaderboard_tuned", ("fgd_pairs", "gossip"), rule=leads)),
+    18: Check(_LEADERS, _against("leaderboard_tuned", ("sparseloco", "diloco"), rule=leads)),
+    19: Check(_LEADERS, _against("leaderboard_tuned", ("muloco", "diloco"), rule=leads)),
     20: Check(_TUNED, _against("tuned", ("NoLoCo", "DiLoCo"), rule=equal)),
+    21: Check(_SYSTEMS, _against("systems_tuned", ("DES-LOC", "local Adam"), rule=equal)),
+    23: Check(_SYSTEMS, _against("systems_tuned", ("SGP", "data parallel"), rule=equal)),
 }
 """How each claim is tested, by its number."""
