@@ -159,11 +159,11 @@ def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_
 
 def test_the_leaderboard_reads_every_method_at_equal_tokens_at_equal_bytes_and_at_the_worst_loss() -> None:
     def run(method: str, seed: int, losses: Sequence[float], sent: float, seconds: float | None) -> PointResult:
-        rounds = range(1, len(losses) + 1)
+        curve = [*zip(range(1, len(losses) + 1), losses, strict=True)]
         row = {
             "loss": losses[-1], "sent_bytes": sent * len(losses),
-            "loss_at_bytes": [(k * sent, loss) for k, loss in zip(rounds, losses, strict=True)],
-            "loss_at_s": {"even": [] if seconds is None else [(k * seconds, loss) for k, loss in zip(rounds, losses, strict=True)]},
+            "loss_at_bytes": [(k * sent, loss) for k, loss in curve],
+            "loss_at_s": {} if seconds is None else {"even": [(k * seconds, loss) for k, loss in curve]},
         }  # fmt: skip
         return PointResult(method, {}, seed, row)
 
