@@ -9,6 +9,8 @@ import pytest
 
 from generators import annealed, claims, gains, leaderboard
 from generators.claims import Arm
+from gossamer.data.corpus import fingerprint, open_corpus
+from gossamer.errors import DataError
 from gossamer.models.sizes import parameter_count
 from gossamer.report.results import PointResult
 from gossamer.run.document import load
@@ -212,3 +214,16 @@ def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None
     for scale in ("", "440k", "870k"):
         for run in points(size, scale=scale):
             settle(run.config)
+
+
+def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_told(tmp_path: Path) -> None:
+    for name in ("tuning", "momentum", "rounds"):
+        file = load(CONFIGS / f"{name}.toml", {"tune": {}, "scale.prose.data.source": str(tmp_path / "*.txt")})
+        file.pop("tune")
+        prose = points(file, scale="prose")[0].config.data
+        assert prose.sources == (str(tmp_path / "*.txt"),)
+        with pytest.raises(DataError, match=r"names no readable file .* a folder or a glob"):
+            open_corpus(prose, 8, 0)
+    for place in range(40):
+        (tmp_path / f"{place}.txt").write_text(f"A page of a manual, number {place}.\n" * 30, encoding="utf-8")
+    assert len(fingerprint(open_corpus(prose, 8, 0))) == 32
