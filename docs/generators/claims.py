@@ -93,6 +93,16 @@ def equal(arms: Sequence[Arm]) -> Found:
     return Found(_effects(arms), _verdict(alike, apart))
 
 
+def matches(arms: Sequence[Arm]) -> Found:
+    """Whether the praised method leads or is equivalent, by the same rules, in each arm; it fails where all surely trail."""
+    apart, alike = _apart(arms), [_equivalent(arm) for arm in arms]
+    sure = [p is not None and p < _LEVEL for p in apart]
+    reached = [same or (known and _mean(arm) < 0) for arm, known, same in zip(arms, sure, alike, strict=True)]
+    return Found(
+        _effects(arms), _verdict(reached, [known and not own for known, own in zip(sure, reached, strict=True)])
+    )
+
+
 def costs_little(arms: Sequence[Arm], percent: float) -> Found:
     """Whether the praised method costs less than so many per cent of the other's loss, by the 95 % interval of each arm."""
     effects = [effect(arm.pairs) for arm in arms]
@@ -276,6 +286,7 @@ def _along_local_steps(of: Outcomes) -> Found | None:
 _TUNED = "compare configs/evidence/tuned.toml --seeds 0,1,2,3,4"
 _LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2"
 _SYSTEMS = "compare configs/evidence/systems_tuned.toml --seeds 0,1,2"
+_ASYNCHRONOUS = "compare configs/evidence/asynchronous_tuned.toml --seeds 0,1,2"
 _SPARSE = ("1 random", "2 random")
 _LENGTHS = "compare configs/evidence/local_steps_tuned.toml --seeds 0,1,2,3,4"
 CHECKS: Mapping[int, Check] = {
@@ -288,6 +299,12 @@ CHECKS: Mapping[int, Check] = {
     2: Check(_LENGTHS, _along_local_steps),
     3: Check("compare configs/evidence/straggler.toml --seeds 0,1,2", _sooner),
     5: Check("tune configs/evidence/tuning.toml", _grids),
+    6: Check(
+        "compare configs/evidence/single_step_tuned.toml --seeds 0,1,2",
+        _against(
+            "single_step_tuned", *(("GASLoC", other) for other in ("gossip", "Gossip-PGA", "RelaySum")), rule=matches
+        ),
+    ),
     7: Check(_TUNED, lambda of: _momentum(of, lambda cell: cell.plain == "local SGD", "tuned")),
     10: Check(
         _SYSTEMS,
@@ -296,10 +313,19 @@ CHECKS: Mapping[int, Check] = {
     11: Check(_SYSTEMS, _against("systems_tuned", ("DiLoCo, fp4", "DiLoCo"), rule=equal)),
     12: Check(_SYSTEMS, _against("systems_tuned", ("eager", "naive delay"), rule=leads)),
     14: Check(_LEADERS, _against("leaderboard_tuned", ("fgd_pairs", "gossip"), rule=leads)),
+    16: Check(
+        _ASYNCHRONOUS,
+        _against("asynchronous_tuned", ("HeLoCo, contiguous", "delayed Nesterov, contiguous"), rule=leads),
+    ),
     18: Check(_LEADERS, _against("leaderboard_tuned", ("sparseloco", "diloco"), rule=leads)),
     19: Check(_LEADERS, _against("leaderboard_tuned", ("muloco", "diloco"), rule=leads)),
     20: Check(_TUNED, _against("tuned", ("NoLoCo", "DiLoCo"), rule=equal)),
     21: Check(_SYSTEMS, _against("systems_tuned", ("DES-LOC", "local Adam"), rule=equal)),
     23: Check(_SYSTEMS, _against("systems_tuned", ("SGP", "data parallel"), rule=equal)),
+    24: Check(
+        "compare configs/evidence/ring_of_32_tuned.toml --seeds 0,1,2",
+        _against("ring_of_32_tuned", ("A2CiD2", "AD-PSGD"), rule=leads),
+    ),
+    25: Check(_ASYNCHRONOUS, _against("asynchronous_tuned", ("delayed Nesterov, paced", "DiLoCo"), rule=equal)),
 }
 """How each claim is tested, by its number."""
