@@ -90,7 +90,8 @@ def rank_correlation(found: Sequence[Gain]) -> float | None:
     known = [(one.alignment, -_mean(one)) for one in found if one.alignment is not None]
     if len(known) < 4:
         return None
-    rho = float(cast(Any, spearmanr(*zip(*known, strict=True))).statistic)
+    aligned, gained = zip(*known, strict=True)
+    rho = float(cast(Any, spearmanr(aligned, gained)).statistic)
     return rho if math.isfinite(rho) else None
 
 
