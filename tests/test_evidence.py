@@ -154,6 +154,9 @@ def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_
     page = annealed.annealed_page(found, "DiLoCo")
     assert "| pairs | 0.583, 0.667 | 0.625 |" in page and "| pairs | 8 | 0.667 | -0.1000, -0.0500 | -0.0750 |" in page
     assert annealed.drawn_branches(found, "DiLoCo").endswith(b"</svg>\n")
+    assert page.startswith("Beside DiLoCo after 6 rounds")
+    shorter = annealed.branches(runs, [outcome(run) for run in runs if run.config.rounds != 6 or run.seed], "DiLoCo")
+    assert {one.seed for one in shorter} == {1}, "the longest that has ended is that of one seed"
     never = [one for one in found if one.rounds < 8]
     assert annealed.time_shares(never, "pairs", "straggler") == {0: 35 / 60, 1: None}
     assert "1 of 2 seeds" in annealed.annealed_page(never, "DiLoCo")

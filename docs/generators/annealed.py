@@ -20,13 +20,13 @@ class Branch(NamedTuple):
     seed: int
     rounds: int
     share: float
-    """Its priced time over that of the target's longest run of this seed."""
+    """Its priced time over that of the target's longest run with this seed."""
     above: float
     """Its loss minus that run's."""
 
 
 def branches(runs: Sequence[Point], ended: Sequence[PointResult], target: str) -> list[Branch]:
-    """The runs that have ended, of the seeds of which the longest run of the target has.
+    """The runs that have ended, beside the longest of the target's that has; of the seeds for which there is one.
 
     Args: `runs` are all runs of the file, with the seeds of `ended`.
     """
@@ -36,7 +36,7 @@ def branches(runs: Sequence[Point], ended: Sequence[PointResult], target: str) -
         for one in ended
         if (one.method, str(one.at), one.seed) in rounds
     ]
-    longest = max((run.config.rounds for run in runs if run.method == target), default=0)
+    longest = max((length for length, one in known if one.method == target), default=0)
     ends = {one.seed: one for length, one in known if one.method == target and length == longest}
     return [
         Branch(
@@ -60,7 +60,8 @@ def time_shares(found: Sequence[Branch], method: str, network: str) -> dict[int,
 
 def annealed_page(found: Sequence[Branch], target: str) -> str:
     """The branches as Markdown: when each method first ends as low as the target, and how far above it each length ends."""
-    parts = list[str]()
+    last = max(one.rounds for one in found if one.method == target)
+    parts = [f"Beside {target} after {last} rounds, which are annealed as all others.\n"]
     for network in dict.fromkeys(one.network for one in found):
         firsts, rows = list[list[str]](), list[list[str]]()
         for method in dict.fromkeys(one.method for one in found):
