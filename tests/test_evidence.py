@@ -123,7 +123,7 @@ def test_momentum_is_compared_with_none_in_each_cell_and_its_gain_with_the_align
     assert [one.where["H"] for one in found] == [1, 2, 3] * 2 and {one.method for one in found} == {"GASLoC"}
     assert gains.rank_correlation(found) == pytest.approx(1.0)
     page = gains.gains_page(found)
-    assert "| with momentum, above | without | workers | H | rounds | alignment |" in page
+    assert "| with momentum | loss above that of | workers | H | rounds | alignment |" in page
     assert "-0.0100, -0.0101" in page and "over 6 cells: 1.00" in page
     assert gains.drawn_gains(found).endswith(b"</svg>\n")
     early = [one for one in whole if one.method == "gossip"] + whole[len(sweep) * 2 : len(sweep) * 2 + 1]

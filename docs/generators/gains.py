@@ -70,7 +70,7 @@ def gains_page(found: Sequence[Gain]) -> str:
     """The cells as Markdown: the differences with their verdicts, Holm's correction over all cells, and the rank correlation."""
     varied = [key for key in _VARIED if len({one.where[key] for one in found}) > 1]
     measured = any(one.alignment is not None for one in found)
-    heads = ["with momentum, above", "without", *varied, *["alignment"] * measured, *effect_heads(MARGIN, None)]
+    heads = ["with momentum", "loss above that of", *varied, *["alignment"] * measured, *effect_heads(MARGIN, None)]
     rows = list[list[str]]()
     for one, cells in zip(found, effect_cells([one.pairs for one in found], MARGIN, None), strict=True):
         said = [DASH if one.alignment is None else f"{one.alignment:.3f}"] * measured
