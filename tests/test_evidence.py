@@ -192,11 +192,10 @@ def test_the_leaderboard_reads_every_method_at_equal_tokens_at_equal_bytes_and_a
 
 def test_later_stages_use_the_settings_that_tuning_chose() -> None:
     """Of contiguous shards as soon as that search has ended for the method."""
-    tuning = load(CONFIGS / "tuning.toml")
     chosen: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for shards, scale in (("iid", ""), ("contiguous", "contiguous")):
-        outcomes = FIRST_STAGE / f"tuning{'-' * bool(scale)}{scale}.jsonl"
-        for one in searched(contenders(tuning, scale=scale), outcomes) if outcomes.exists() else ():
+    for shards, name in (("iid", "tuning"), ("contiguous", "tuning_contiguous")):
+        outcomes = FIRST_STAGE / f"{name}.jsonl"
+        for one in searched(contenders(load(CONFIGS / f"{name}.toml")), outcomes) if outcomes.exists() else ():
             if one.found is not None and one.found.best is not None:
                 topology = one.contender.config.topology
                 graph = f"{topology.name}{topology.options.get('peers', '')}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
-from generators.gains import drawn_gains, gains, gains_page
+from generators.gains import Gain, drawn_gains, gains, gains_page
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
 from gossamer.report.figures import Figure, draw_figure, table
@@ -60,7 +60,7 @@ def page(outcomes: Path) -> str:
     else:
         runs, asked = points(document, seeds=seeds, scale=scale), figure(document)
         found = _in_order(outcomes, runs)
-        cells = gains(runs, found) if outcomes.parent.name == "evidence" else []
+        cells = _cells(outcomes, runs, found)
         at_ends = [] if asked is not None else _branches(found, runs)
         parts.append(_said(lines, len(runs)))
         if asked is not None and _has_target(found, asked):
@@ -88,7 +88,12 @@ def drawn(outcomes: Path) -> bytes | None:
         return draw_figure(found, asked) if _has_target(found, asked) else None
     if at_ends := _branches(found, runs):
         return drawn_branches(at_ends, runs[0].method)
-    return drawn_gains(cells) if (cells := gains(runs, found)) else None
+    return drawn_gains(cells) if (cells := _cells(outcomes, runs, found)) else None
+
+
+def _cells(outcomes: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> list[Gain]:
+    """Momentum against none in each cell of a registered experiment, whose methods are tuned."""
+    return gains(runs, found) if outcomes.parent.name == "evidence" else []
 
 
 def _branches(found: Sequence[PointResult], runs: Sequence[Point]) -> list[Branch]:
