@@ -1,6 +1,7 @@
 """The outcomes of a comparison: a line for each run as it ends, which says by what it was computed and survives a stop."""
 
 import math
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from gossamer.run.apart import RunEnd
 from gossamer.run.comparison import train_all
 from gossamer.run.config import digest
 from gossamer.run.experiment import Point, folder_name, points
-from tiny import document
+from gossamer.run.replica import Replica
+from gossamer.run.trunks import shared_trunks
+from tiny import PARAMETERS, document
 
 CHECKOUT = Path(gossamer.__file__).parents[2]
 
@@ -37,7 +40,7 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
     with pytest.raises(KeyboardInterrupt):
         train_all(runs, folders, file, began=lambda run: None, told=stopped)
     before = file.read_text()
-    assert [(one.method, one.seed) for one in read_results(file)] == [("pairs", 3), ("pairs", 4), ("wild", 3)]
+    assert [(one.method, one.seed) for one in read_results(file)] == [("pairs", 3), ("wild", 3), ("pairs", 4)]
     file.write_text(before + before.splitlines()[0][:40])  # what a killed process leaves
     again: list[str] = []
     found = train_all(
@@ -45,7 +48,7 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
     )
     assert sorted(again) == ["wild seed=3", "wild seed=4"], "runs that diverged have no last validation"
     after = file.read_text().splitlines()
-    assert after[:2] == before.splitlines()[:2] and len(after) == 4
+    assert after[:2] == before.splitlines()[::2] and len(after) == 4
     for run in runs:
         here = found[run.label]
         assert here is not None and here["digest"] == digest(run.config) and (here["seconds"] or 0) > 0
@@ -91,3 +94,56 @@ def test_outcomes_are_read_as_they_were_written_and_a_loss_that_was_not_finite_i
     file.write_text('{"method":"a"}\n')
     with pytest.raises(DataError, match=r"outcomes\.jsonl:1"):
         read_results(file)
+
+
+def test_runs_that_are_compared_are_trained_one_after_the_other_point_by_point_and_seed_by_seed(tmp_path: Path) -> None:
+    rows = [{"label": "a", "sweep": [{"run.local_steps": 2, "workers": 3}, {"run.local_steps": 1}]}, {"label": "b"}]
+    sweep = [{"run.local_steps": 2}, {"run": {"local_steps": 4}, "inner.lr": 1e-4}]
+    tiniest = {"run__steps": 4, "run__eval_batches": 1, "run__eval_every": 0, "run__checkpoint_every": 0, "workers": 2}
+    runs = points(document(**tiniest, variant=rows, sweep=sweep), seeds=[3, 4])
+    assert [(run.config.workers, run.config.run.local_steps) for run in runs[::2]] == [(3, 2), (2, 1), (2, 2), (2, 4)]
+    assert runs[-1].at == {"run.local_steps": 4, "inner.lr": 1e-4} and runs[-1].config.inner.lr == 1e-4
+    folders, trained = {run.label: tmp_path / folder_name(run.label) for run in runs}, list[tuple[Any, ...]]()
+
+    def told(run: Point, end: RunEnd) -> None:
+        trained.append((run.method, run.config.run.local_steps, run.seed))
+        assert len(end.text) == 32
+
+    train_all(runs, folders, tmp_path / "outcomes.jsonl", began=lambda run: None, told=told)
+    assert trained == [
+        ("a", 2, 3), ("b", 2, 3), ("a", 2, 4), ("b", 2, 4), ("a", 1, 3), ("b", 4, 3), ("a", 1, 4), ("b", 4, 4),
+    ]  # fmt: skip
+    origins = [one.origin for one in read_results(tmp_path / "outcomes.jsonl")]
+    assert len({one["text"] for one in origins if one is not None and "text" in one}) == 1
+
+
+def test_lengths_that_anneal_share_a_trunk_and_have_the_bits_of_whole_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"run__eval_every": 0, "run__checkpoint_every": 0, "inner__schedule": "wsd", "workers": 2}
+    runs = points(document(**asked, sweep={"run.steps": [10, 20]}, rule={"name": "gasloc"}))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    phases = list[int]()
+    real = Replica.train
+    monkeypatch.setattr(Replica, "train", lambda self, *given: (phases.append(1), real(self, *given))[1])
+
+    def trained(out: Path, jobs: list[Point], *, resume: bool = False) -> dict[str, float]:
+        phases.clear()
+        folders = {run.label: out / folder_name(run.label) for run in jobs}
+        train_all(
+            jobs, folders, out / "outcomes.jsonl", resume=resume, began=lambda run: None, told=lambda run, end: None
+        )
+        found = {one.at["run.steps"]: one.row for one in read_results(out / "outcomes.jsonl")}
+        return {steps: row["loss"] for steps, row in found.items() if row["sent_bytes"] == 4 * PARAMETERS * steps / 2}
+
+    apart = {steps: loss for run in runs for steps, loss in trained(whole, [run]).items()}
+    assert len(phases) == 2 * 10, "a run with no other to share a trunk with is trained whole"
+    shared = trained(parts, runs)
+    assert shared == apart and len(shared) == 2
+    assert len(phases) == 2 * (8 + 1 + 2), "rounds of the trunk, and of what is after it"
+    # Stopped right after the first copy of the trunk: its folder holds no run of its own yet.
+    folder = parts / folder_name(runs[0].label)
+    shutil.rmtree(folder)
+    shutil.copytree(parts / "trunks" / shared_trunks([run.config for run in runs])[0], folder)
+    again = trained(parts, runs, resume=True)
+    assert again == apart and len(phases) == 2 * 5, "the trunk is beyond this branch"

@@ -20,7 +20,7 @@ in a cell:
     -->
 
 `<!-- table 2 of h by paper/h_sweep.toml -->` before a table replaces it by the second that `gossamer compare` makes with that
-file.
+file, `<!-- all of claims -->` by the table of claims, and `<!-- all of leaderboard -->` by that of methods.
 
 The first part of a key is the label of a variant (in a page: the first cell of a row or its start with "…", or "*"), or
 `A above B` (difference, seed by seed), `A over B` (ratio), `A with B` (Spearman's rank correlation over the points of a sweep).
@@ -46,6 +46,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from generators.claims import claims_page
+from generators.leaderboard import leaderboard_page
 from generators.sources import NUMBER, TEXT, Reading, Source, source
 from gossamer.report.figures import table
 from gossamer.report.results import read_results
@@ -69,6 +71,7 @@ _COMMENT = re.compile(r"<!-- (\w+): ([^>]+?)\s-->")
 _SOURCES = re.compile(r"<!-- sources\n(.*?)-->", re.DOTALL)
 _CELLS = re.compile(r"<!-- cells of (\w+)\nrows: (.*?)\ncolumns: (.*?)\n-->\n\n?((?:\|[^\n]*\n)+)", re.DOTALL)
 _TABLE = re.compile(r"<!-- table (\d+) of (\w+) by (\S+) -->\n\n?((?:\|[^\n]*\n)+)")
+_WHOLE = re.compile(r"<!-- all of (claims|leaderboard) -->\n\n?((?:\|[^\n]*\n)+)")
 _SCALED: dict[str, Callable[[float], float]] = {
     "in %": lambda x: 100 * x, "less in %": lambda x: 100 * (1 - x), "change in %": lambda x: 100 * (x - 1),
 }  # fmt: skip
@@ -113,7 +116,11 @@ def filled(text: str, page: str) -> str:
         ]
         return at[0][: at.start(4) - at.start()] + "\n".join([*heads, *made]) + "\n"
 
-    text = _CELLS.sub(cells, _TABLE.sub(whole_table, text))
+    def generated(at: re.Match[str]) -> str:
+        made = claims_page() if at[1] == "claims" else leaderboard_page()
+        return at[0][: at.start(2) - at.start()] + made
+
+    text = _CELLS.sub(cells, _TABLE.sub(whole_table, _WHOLE.sub(generated, text)))
     parts, end = list[str](), 0
     for at in _COMMENT.finditer(text):
         before = text[end : at.start()]
@@ -133,7 +140,7 @@ def unbound(text: str) -> list[str]:
 
     Such a number may name the test that computes it, as in `0.745<!-- tests/test_stability.py -->`.
     """
-    text = _TABLE.sub("", _CELLS.sub("", text))
+    text = _WHOLE.sub("", _TABLE.sub("", _CELLS.sub("", text)))
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
     text = re.sub(rf"{_LIST}\**<!-- (?:\w+: |tests/)[^>]+-->", "", text)
     return re.findall(r"(?<![\d.])\d{1,3}\.\d{3,}", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))

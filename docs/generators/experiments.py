@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from generators.annealed import Branch, annealed_page, branches, drawn_branches
+from generators.gains import Gain, drawn_gains, gains, gains_page
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
 from gossamer.report.figures import Figure, draw_figure, table
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import markdown_table
 from gossamer.run.document import load
-from gossamer.run.experiment import figure, points
+from gossamer.run.experiment import Point, figure, points
 from gossamer.run.tune import contenders, searched
 
 __all__ = ["FOLDERS", "ROOT", "config_of", "drawn", "outcome_files", "page"]
@@ -56,24 +58,49 @@ def page(outcomes: Path) -> str:
     if verb == "tune":
         parts += [_said(lines, None), tuned_page(searched(contenders(document, scale=scale), outcomes))]
     else:
-        found, asked = _in_order(outcomes, document, seeds, scale), figure(document)
-        parts.append(_said(lines, len(points(document, seeds=seeds, scale=scale))))
-        if asked is None or not _has_target(found, asked):
+        runs, asked = points(document, seeds=seeds, scale=scale), figure(document)
+        found = _in_order(outcomes, runs)
+        cells = _cells(outcomes, runs, found)
+        at_ends = [] if asked is not None else _branches(found, runs)
+        parts.append(_said(lines, len(runs)))
+        if asked is not None and _has_target(found, asked):
+            parts.append(table(found, asked))
+        elif at_ends:
+            parts.append(annealed_page(at_ends, runs[0].method))
+        elif asked is not None or not cells:
             parts.append(markdown_table([one.row for one in found]))
-        else:
-            parts += [table(found, asked), f"![{outcomes.stem}]({outcomes.stem}.svg)\n"]
+        if cells:
+            parts.append(f"## With momentum and without\n\n{gains_page(cells)}")
+        if (cells or at_ends) if asked is None else _has_target(found, asked):
+            parts.append(f"![{outcomes.stem}]({outcomes.stem}.svg)\n")
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
 def drawn(outcomes: Path) -> bytes | None:
-    """The figure of an experiment, if its file asks for one."""
+    """The figure of an experiment: that which its file asks for, else of annealed losses or of the gain of momentum."""
     file, scale = config_of(outcomes)
     document = load(file)
-    if _is_tuning([line for _, line in json_lines(outcomes)]) or (asked := figure(document)) is None:
+    if _is_tuning([line for _, line in json_lines(outcomes)]):
         return None
-    seeds = sorted({one.seed for one in read_results(outcomes)})
-    found = _in_order(outcomes, document, seeds, scale)
-    return draw_figure(found, asked) if _has_target(found, asked) else None
+    runs = points(document, seeds=sorted({one.seed for one in read_results(outcomes)}), scale=scale)
+    found, asked = _in_order(outcomes, runs), figure(document)
+    if asked is not None:
+        return draw_figure(found, asked) if _has_target(found, asked) else None
+    if at_ends := _branches(found, runs):
+        return drawn_branches(at_ends, runs[0].method)
+    return drawn_gains(cells) if (cells := _cells(outcomes, runs, found)) else None
+
+
+def _cells(outcomes: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> list[Gain]:
+    """Momentum against none in each cell of a registered experiment, whose methods are tuned."""
+    return gains(runs, found) if outcomes.parent.name == "evidence" else []
+
+
+def _branches(found: Sequence[PointResult], runs: Sequence[Point]) -> list[Branch]:
+    """The annealed runs of an experiment whose variants differ in their lengths; the first variant is the target."""
+    if any(run.config.inner.schedule != "wsd" for run in runs) or len({run.config.rounds for run in runs}) < 2:
+        return []
+    return branches(runs, found, runs[0].method)
 
 
 def _is_tuning(lines: Sequence[Any]) -> bool:
@@ -87,10 +114,10 @@ def _has_target(found: Sequence[PointResult], asked: Figure) -> bool:
     return not wanted or any(one.method == wanted for one in found)
 
 
-def _in_order(outcomes: Path, document: Any, seeds: Sequence[int], scale: str) -> list[PointResult]:
+def _in_order(outcomes: Path, runs: Sequence[Point]) -> list[PointResult]:
     """The runs that have ended, in the order of the file, whichever ended first."""
     ended = {_place(one): one for one in read_results(outcomes)}
-    places = [_place(run) for run in points(document, seeds=seeds, scale=scale)]
+    places = [_place(run) for run in runs]
     return [ended[place] for place in places if place in ended]
 
 

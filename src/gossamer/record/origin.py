@@ -5,6 +5,7 @@ import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import NotRequired
 
 from pydantic import with_config
 from typing_extensions import TypedDict
@@ -27,11 +28,17 @@ class Origin(TypedDict):
     """Of Python, gossamer and torch."""
     seconds: float | None
     """From its start to its end; None if nobody was there to see it end."""
+    text: NotRequired[str]
+    """The fingerprint of the files it was trained on: the same source may be other text on another machine."""
 
 
-def origin(digest: str, seconds: float | None) -> Origin:
-    """The origin of a run that this process or a child of it has trained."""
-    return {"digest": digest, "commit": _commit(), "versions": dict(_versions()), "seconds": seconds}
+def origin(digest: str, seconds: float | None, text: str = "") -> Origin:
+    """The origin of a run that this process or a child of it has trained.
+
+    Args: `text` is the fingerprint of its text; empty where there is none.
+    """
+    found: Origin = {"digest": digest, "commit": _commit(), "versions": dict(_versions()), "seconds": seconds}
+    return {**found, "text": text} if text else found
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from gossamer.errors import GossamerError, PairingError, TrainingError
 from gossamer.run.config import RunConfig
 from gossamer.run.simulate import simulate
+from gossamer.run.trunks import anneal
 
 __all__ = ["Apart", "RunEnd"]
 
@@ -32,6 +33,8 @@ class RunEnd(NamedTuple):
     error: str
     """Why; else empty."""
     seconds: float
+    text: str = ""
+    """The fingerprint of its text, where that is files."""
 
 
 class _Running(NamedTuple):
@@ -51,7 +54,7 @@ class Apart:
 
     def __init__(self, jobs: int, *, began: Callable[[Any], None] | None = None) -> None:
         self._jobs, self._began = jobs, began
-        self._waiting: list[tuple[Hashable, RunConfig, Path]] = []
+        self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
         self._running: list[_Running] = []
         self._context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 
@@ -75,19 +78,23 @@ class Apart:
         """Whether a run waits or is under way."""
         return bool(self._waiting or self._running)
 
-    def add(self, key: Hashable, config: RunConfig, folder: Path) -> None:
-        """Adds a run to those that wait; its folder is emptied before it begins."""
-        self._waiting.append((key, config, folder))
+    def add(self, key: Hashable, config: RunConfig, folder: Path, trunk: Path | None = None) -> None:
+        """Adds a run to those that wait; its folder is emptied before it begins.
+
+        Args: `trunk` is the folder of the trunk that it is a branch of; with several jobs each run is trained whole.
+        """
+        self._waiting.append((key, config, folder, trunk))
 
     def ended(self) -> list[tuple[Any, RunEnd]]:
         """Waits until a run has ended, or several. Raises GossamerError as `simulate` does, but for a run that diverges."""
         if self._jobs == 1:
-            key, config, folder = self._waiting.pop(0)
+            key, config, folder, trunk = self._waiting.pop(0)
             if self._began is not None:
                 self._began(key)
-            return [(key, _trained(config, folder, warns=self._began is not None))]
+            return [(key, _trained(config, folder, trunk, warns=self._began is not None))]
         while self._waiting and len(self._running) < self._jobs:
-            self._start(*self._waiting.pop(0))
+            key, config, folder, _ = self._waiting.pop(0)
+            self._start(key, config, folder)
         done = {*wait([one.result for one in self._running])}
         ended = [one for one in self._running if one.result in done]
         self._running = [one for one in self._running if one.result not in done]
@@ -137,7 +144,7 @@ def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
     return cores[lane::lanes] or [cores[lane % len(cores)]]
 
 
-def _trained(config: RunConfig, folder: Path, *, warns: bool = False) -> RunEnd:
+def _trained(config: RunConfig, folder: Path, trunk: Path | None = None, *, warns: bool = False) -> RunEnd:
     """Trains a run from its start."""
     if (folder / "run.toml").exists():  # nothing but a run is ours to remove
         shutil.rmtree(folder)
@@ -146,9 +153,10 @@ def _trained(config: RunConfig, folder: Path, *, warns: bool = False) -> RunEnd:
     if not warns:
         log.setLevel(logging.ERROR)  # the same warnings for every run
     try:
-        loss = simulate(config, folder).loss
+        done = simulate(config, folder) if trunk is None else anneal(config, folder, trunk)
     except (TrainingError, PairingError) as error:
         return RunEnd(None, str(error), round(time.perf_counter() - began, 3))
     finally:
         log.setLevel(level)
-    return RunEnd(loss if math.isfinite(loss) else None, "", round(time.perf_counter() - began, 3))
+    loss = done.loss if math.isfinite(done.loss) else None
+    return RunEnd(loss, "", round(time.perf_counter() - began, 3), done.text)

@@ -12,6 +12,7 @@ from gossamer.run.apart import Apart, RunEnd
 from gossamer.run.config import digest
 from gossamer.run.experiment import Point
 from gossamer.run.finished import is_finished
+from gossamer.run.trunks import shared_trunks, stands_at_its_trunk
 
 __all__ = ["train_all"]
 
@@ -21,6 +22,9 @@ def train_all(
     began: Callable[[Point], None], told: Callable[[Point, RunEnd], None],
 ) -> dict[str, Origin | None]:  # fmt: skip
     """Trains the runs of an experiment into their folders, by label; one that diverges is a result, and the others still run.
+
+    Those that are compared with each other come together: point by point of a sweep, and there seed by seed. Whoever stops it has
+    whole comparisons.
 
     Args:
         file: gets a line of each run that has ended, in the order of their ends.
@@ -32,23 +36,27 @@ def train_all(
     """
     known = {_place(one): one for one in read_results(file)} if resume and file.exists() else {}
     kept, origins = list[PointResult](), dict[str, Origin | None]()
+    trunks = dict(zip((run.label for run in runs), shared_trunks([run.config for run in runs]), strict=True))
     for run in runs if resume else ():
+        if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):
+            continue
         if is_finished(run.config, folders[run.label]):
             origins[run.label], line = None, known.get(_place(run))
             if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
                 origins[run.label] = line.origin
                 kept.append(line)
-    waiting = {run.label: run for run in runs if run.label not in origins}
+    waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
     origin("", None)  # asks which commit this is before the first run
     make_folder(file.parent)
     atomic_write(file, result_lines(kept).encode())
     with _Lines(file) as written, Apart(jobs, began=lambda label: began(waiting[label])) as apart:
         for label, run in waiting.items():
-            apart.add(label, run.config, folders[label])
+            trunk = file.parent / "trunks" / trunks[label] if trunks[label] and jobs == 1 else None
+            apart.add(label, run.config, folders[label], trunk)
         while apart.busy:
             for label, ended in apart.ended():
                 run = waiting[label]
-                origins[label] = found = origin(digest(run.config), ended.seconds)
+                origins[label] = found = origin(digest(run.config), ended.seconds, ended.text)
                 (row,) = summary_rows({label: folders[label]}, runs[0].config.network)
                 written.write(PointResult(run.method, run.at, run.seed, row, found))
                 told(run, ended)
@@ -61,6 +69,17 @@ class _Lines(LineWriter):
     def write(self, result: PointResult) -> None:
         """Appends one line."""
         self._file.write(result_lines([result]))
+
+
+def _in_turn(runs: Sequence[Point]) -> list[Point]:
+    """The runs, the first point of each variant before the second of any, and the first seed there before the second."""
+    points, seeds = dict[str, list[str]](), [*dict.fromkeys(run.seed for run in runs)]
+    places = []
+    for run in runs:
+        mine, here = points.setdefault(run.method, []), _place(run)[1]
+        mine += [] if here in mine else [here]
+        places.append((mine.index(here), seeds.index(run.seed)))
+    return [run for _, run in sorted(zip(places, runs, strict=True), key=lambda pair: pair[0])]
 
 
 def _place(run: Point | PointResult) -> tuple[str, str, int]:

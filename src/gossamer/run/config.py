@@ -390,9 +390,11 @@ def json_schema() -> dict[str, Any]:
             "description": "Dotted keys of each variant, and a label.",
         },
         "sweep": {
-            "type": "object",
-            "additionalProperties": {"type": "array"},
-            "description": "Lists of values by dotted key.",
+            "anyOf": [
+                {"type": "object", "additionalProperties": {"type": "array"}},
+                {"type": "array", "items": {"type": "object"}},
+            ],
+            "description": "Lists of values by dotted key, or a list of points, each with its settings.",
         },
         "scale": {
             "type": "object",

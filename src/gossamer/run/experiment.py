@@ -54,8 +54,9 @@ def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
     """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
 
     A variant is a table of dotted overrides with a `label`; `[sweep]` maps dotted keys to lists of values, and a variant
-    may have a `[variant.sweep]` of its own instead. A value may be a table of settings that change together. A file with
-    neither is one run, labelled with its name. The method "*" stands for every method that no other variant names.
+    may have a `[variant.sweep]` of its own instead. A value may be a table of settings that change together; `[[sweep]]` tables
+    are the points of a list, in place of a grid. A file without both is one run, labelled with its name. The method "*" stands
+    for every method that no other variant names.
     `[scale.NAME]` has dotted overrides for another size of the same experiment, `[variant.scale.NAME]` those of a variant.
 
     Args:
@@ -75,9 +76,7 @@ def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str
     base, rows = laid_out(document, scale=scale)
     runs: list[Draft] = []
     for row in rows:
-        grid = _grid(row.table.get("sweep", document.get("sweep", {})), seeds)
-        for values in itertools.product(*grid.values()):
-            here = dict(zip(grid, values, strict=True))
+        for here in _places(row.table.get("sweep", document.get("sweep", {})), seeds):
             label = row.label + "".join(f" {key.rpartition('.')[2]}={swept(value)}" for key, value in here.items())
             settings = {**row.settings, **flat(here), "name": label}
             runs.append(Draft(row.label, here, label, with_settings(base, settings)))
@@ -146,8 +145,15 @@ def _scales(table: Mapping[str, Any], owner: str) -> dict[str, dict[str, Any]]:
     return scales
 
 
-def _grid(sweep: Any, seeds: Sequence[int]) -> dict[str, list[Any]]:
-    """The swept keys with their values; the seed comes last, so that labels differ by their end."""
-    if not isinstance(sweep, Mapping) or not all(isinstance(values, list) and values for values in sweep.values()):
-        raise ConfigError(f"sweep is {sweep!r}; write it as a [sweep] table of dotted keys with lists of values")
-    return {**sweep, "seed": list(seeds)} if seeds else dict(sweep)
+def _places(sweep: Any, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """The swept keys with their values at each point; the seed comes last, so that labels differ by their end."""
+    if isinstance(sweep, list) and sweep and all(isinstance(point, Mapping) and point for point in sweep):
+        points = [flat(dict(point)) for point in sweep]
+    elif isinstance(sweep, Mapping) and all(isinstance(values, list) and values for values in sweep.values()):
+        points = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
+    else:
+        raise ConfigError(
+            f"sweep is {sweep!r}; write it as a [sweep] table of dotted keys with lists of values, or as [[sweep]] tables of "
+            "settings, one for each point"
+        )
+    return [point | own for point in points for own in ([{"seed": seed} for seed in seeds] or [{}])]

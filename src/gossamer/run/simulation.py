@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from gossamer.data.corpus import fingerprint
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
 from gossamer.record.folder import read_metrics
 from gossamer.record.trace import Trace, read_trace
@@ -163,6 +164,11 @@ class Simulation(RecordedRun):
     def rounds(self) -> int:
         """Rounds that are over."""
         return self._engine.finished
+
+    @property
+    def text(self) -> str:
+        """The fingerprint of the text it trains on; empty where that is no files."""
+        return fingerprint(self._engine.task.data)
 
     @property
     def over(self) -> bool:

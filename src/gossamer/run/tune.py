@@ -161,7 +161,7 @@ def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contende
         )
     if "sweep" in document:
         raise ConfigError(
-            f"the file has [sweep] over {', '.join(document['sweep'])}, but gossamer tune has a grid of its own; remove [sweep]"
+            f"the file has sweep = {document['sweep']!r:.60}, but gossamer tune has a grid of its own; remove [sweep]"
         )
     base, rows = laid_out(document, scale=scale)
     found = [_contender(document["tune"], base, row) for row in rows]
@@ -323,7 +323,7 @@ def _outcome(contender: Contender, trial: Trial, seed: int, ended: RunEnd) -> Ru
         "tokens": contender.tokens(trial.rung),
         "loss": ended.loss,
         "error": ended.error,
-        "origin": origin(digest(config), ended.seconds),
+        "origin": origin(digest(config), ended.seconds, ended.text),
     }
 
 

@@ -1,0 +1,113 @@
+"""Annealed loss over priced time: the lengths of each method, branches of one trunk, against the longest of one method."""
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from gossamer.report.charts import drawing, line_style, plain_axes, svg
+from gossamer.report.results import PointResult
+from gossamer.report.table import DASH, markdown_lines
+from gossamer.run.experiment import Point
+
+__all__ = ["Branch", "annealed_page", "branches", "drawn_branches", "time_shares"]
+
+
+class Branch(NamedTuple):
+    """A run that was annealed after so many rounds, on one network."""
+
+    method: str
+    network: str
+    seed: int
+    rounds: int
+    share: float
+    """Its priced time over that of the target's longest run with this seed."""
+    above: float
+    """Its loss minus that run's."""
+
+
+def branches(runs: Sequence[Point], ended: Sequence[PointResult], target: str) -> list[Branch]:
+    """The runs that have ended, beside the longest of the target's that has; of the seeds for which there is one.
+
+    Args: `runs` are all runs of the file, with the seeds of `ended`.
+    """
+    rounds = {(run.method, str(run.at), run.seed): run.config.rounds for run in runs}
+    known = [
+        (rounds[one.method, str(one.at), one.seed], one)
+        for one in ended
+        if (one.method, str(one.at), one.seed) in rounds
+    ]
+    longest = max((length for length, one in known if one.method == target), default=0)
+    ends = {one.seed: one for length, one in known if one.method == target and length == longest}
+    return [
+        Branch(
+            one.method, network, one.seed, length, one.row["wall_s"][network] / ends[one.seed].row["wall_s"][network],
+            one.row["loss"] - ends[one.seed].row["loss"],
+        )
+        for length, one in known
+        if one.seed in ends and one.row["loss"] is not None and ends[one.seed].row["loss"] is not None
+        for network in one.row["wall_s"]
+    ]  # fmt: skip
+
+
+def time_shares(found: Sequence[Branch], method: str, network: str) -> dict[int, float | None]:
+    """By seed the share of the target's time after which a method first ends as low as the target; None where it never does."""
+    mine = sorted((one for one in found if (one.method, one.network) == (method, network)), key=lambda one: one.share)
+    return {
+        seed: next((one.share for one in mine if one.seed == seed and one.above <= 0), None)
+        for seed in sorted({one.seed for one in mine})
+    }
+
+
+def annealed_page(found: Sequence[Branch], target: str) -> str:
+    """The branches as Markdown: when each method first ends as low as the target, and how far above it each length ends."""
+    last = max(one.rounds for one in found if one.method == target)
+    parts = [f"Beside {target} after {last} rounds, which are annealed as all others.\n"]
+    for network in dict.fromkeys(one.network for one in found):
+        firsts, rows = list[list[str]](), list[list[str]]()
+        for method in dict.fromkeys(one.method for one in found):
+            shares = time_shares(found, method, network)
+            reached = [share for share in shares.values() if share is not None]
+            whole = (
+                f"{statistics.fmean(reached):.3f}"
+                if len(reached) == len(shares)
+                else f"{len(reached)} of {len(shares)} seeds"
+            )
+            firsts.append([method, ", ".join(DASH if one is None else f"{one:.3f}" for one in shares.values()), whole])
+            mine = [one for one in found if (one.method, one.network) == (method, network)]
+            for rounds in sorted({one.rounds for one in mine}):
+                here = sorted((one for one in mine if one.rounds == rounds), key=lambda one: one.seed)
+                each, mean = ", ".join(f"{one.above:+.4f}" for one in here), statistics.fmean(one.above for one in here)
+                share = statistics.fmean(one.share for one in here)
+                rows.append([method, str(rounds), f"{share:.3f}", each, f"{mean:+.4f}"])
+        heads = [f"on {network}", f"first annealed as low as {target}, over its time; each seed", "mean"]
+        parts.append(markdown_lines([heads, ["---", "---:", "---:"], *firsts]))
+        heads = ["method", "rounds", f"time over {target}'s", f"annealed loss above {target}'s last; each seed", "mean"]
+        parts.append(markdown_lines([heads, ["---", *["---:"] * 4], *rows]))
+    return "\n".join(parts)
+
+
+def drawn_branches(found: Sequence[Branch], target: str) -> bytes:
+    """Mean annealed loss above the target's last over priced time, as SVG; a panel for each network."""
+    from matplotlib.figure import Figure as Canvas
+
+    networks, methods = (
+        [*dict.fromkeys(column)] for column in zip(*((o.network, o.method) for o in found), strict=True)
+    )
+    with drawing():
+        canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
+        for axes, network in zip(canvas.subplots(1, len(networks), squeeze=False)[0], networks, strict=True):
+            for place, method in enumerate(methods):
+                lengths: dict[float, list[float]] = {}
+                for one in found:
+                    if (one.method, one.network) == (method, network):
+                        lengths.setdefault(one.share, []).append(one.above)
+                shares = sorted(lengths)
+                colour, _ = line_style(place)
+                means = [statistics.fmean(lengths[share]) for share in shares]
+                axes.plot(shares, means, color=colour, marker="o", markersize=4, linewidth=1.6, label=method)
+            axes.axhline(0.0, color="black", linewidth=0.6)
+            axes.set_title(network, fontsize=10)
+            axes.set_ylabel(f"annealed loss above {target}'s last")
+            axes.legend(frameon=False)
+            plain_axes(axes, f"priced time over {target}'s")
+        return svg(canvas)

@@ -1,0 +1,331 @@
+"""The table of claims: what committed outcomes say of each claim that docs/results/registered.md lists, by rules fixed here.
+
+A claim names its outcomes, what is compared there, and one of the tests below. The sentence, its source and its setting are those
+of the registered page. Without outcomes a claim is "not run yet".
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from generators.annealed import branches, time_shares
+from generators.gains import MARGIN, Gain, gains
+from gossamer.record.jsonl import json_lines
+from gossamer.report.paired import effect, holm, trend
+from gossamer.report.results import PointResult, read_results
+from gossamer.report.table import DASH, markdown_lines
+from gossamer.run.document import load
+from gossamer.run.experiment import Point, points
+
+__all__ = [
+    "CHECKS",
+    "Arm",
+    "Found",
+    "claims_page",
+    "costs_little",
+    "equal",
+    "leads",
+    "ranked_alike",
+    "registered",
+    "rises",
+]
+
+ROOT = Path(__file__).parents[2]
+NOT_RUN = "not run yet"
+_LEVEL = 0.05
+_ALIKE = 0.5
+"""Spearman's ρ that two rankings must surely exceed to count as alike."""
+_FEW = 3
+
+
+class Arm(NamedTuple):
+    """One comparison of a claim."""
+
+    name: str
+    pairs: Sequence[tuple[float, float]]
+    """Of each seed the loss of the method that the claim praises minus the other's, and the other's."""
+
+
+class Found(NamedTuple):
+    """What outcomes say of a claim."""
+
+    effect: str
+    verdict: str
+    """holds, holds in part, fails, open, not testable here, or not run yet."""
+
+
+Outcomes = Callable[[str], tuple[Sequence[Point], Sequence[PointResult]]]
+"""The runs of a registered file, and those of them that have ended."""
+
+
+class Check(NamedTuple):
+    """How a claim is tested."""
+
+    command: str
+    """What makes its outcomes; empty while no file does."""
+    found: Callable[[Outcomes], Found | None]
+    """None without outcomes."""
+
+
+def leads(arms: Sequence[Arm]) -> Found:
+    """Whether the praised method leads: the 95 % interval of the difference is below 0, after Holm's correction over the arms.
+
+    It holds if it leads in each arm, in part if in some, fails if every arm is decided and none for it, and is open otherwise.
+    """
+    apart = _apart(arms)
+    below = [p is not None and p < _LEVEL and _mean(arm) < 0 for arm, p in zip(arms, apart, strict=True)]
+    decided = [(p is not None and p < _LEVEL) or _equivalent(arm) for arm, p in zip(arms, apart, strict=True)]
+    return Found(
+        _effects(arms), _verdict(below, [not led and known for led, known in zip(below, decided, strict=True)])
+    )
+
+
+def equal(arms: Sequence[Arm]) -> Found:
+    """Whether the two are equivalent: the 90 % interval of the difference lies within the margin of all stages.
+
+    It holds if they are so in each arm, in part if in some, fails if they surely differ in all, and is open otherwise.
+    """
+    alike = [_equivalent(arm) for arm in arms]
+    apart = [p is not None and p < _LEVEL and not same for p, same in zip(_apart(arms), alike, strict=True)]
+    return Found(_effects(arms), _verdict(alike, apart))
+
+
+def matches(arms: Sequence[Arm]) -> Found:
+    """Whether the praised method leads or is equivalent, by the same rules, in each arm; it fails where all surely trail."""
+    apart, alike = _apart(arms), [_equivalent(arm) for arm in arms]
+    sure = [p is not None and p < _LEVEL for p in apart]
+    reached = [same or (known and _mean(arm) < 0) for arm, known, same in zip(arms, sure, alike, strict=True)]
+    return Found(
+        _effects(arms), _verdict(reached, [known and not own for known, own in zip(sure, reached, strict=True)])
+    )
+
+
+def costs_little(arms: Sequence[Arm], percent: float) -> Found:
+    """Whether the praised method costs less than so many per cent of the other's loss, by the 95 % interval of each arm."""
+    effects = [effect(arm.pairs) for arm in arms]
+    ends = [
+        (one.percent - 100 * half / loss, one.percent + 100 * half / loss)
+        if (half := one.half) is not None and one.percent is not None
+        else (-float("inf"), float("inf"))
+        for one, arm in zip(effects, arms, strict=True)
+        for loss in [statistics.fmean(loss for _, loss in arm.pairs)]
+    ]
+    return Found(_effects(arms), _verdict([high < percent for _, high in ends], [low > percent for low, _ in ends]))
+
+
+def rises(rows: Mapping[str, Sequence[Sequence[float]]]) -> Found:
+    """Whether values rise along a sweep by Page's test, after Holm's correction; of each name a row for each seed."""
+    up, down = (holm([trend(own, slope) for own in rows.values()]) for slope in ("rising", "falling"))
+    said = ", ".join(f"{name}: p = {DASH if p is None else f'{p:.3f}'}" for name, p in zip(rows, up, strict=True))
+    sure = [[p is not None and p < _LEVEL for p in some] for some in (up, down)]
+    return Found(said, _verdict(*sure))
+
+
+def ranked_alike(ours: Sequence[float], theirs: Sequence[float]) -> Found:
+    """Whether two methods rank the same settings alike: the 95 % interval of Spearman's ρ (Fisher's z) lies above 0.5.
+
+    It fails where the interval lies below. No threshold was registered; this is that of the expectation for stage 7.
+    """
+    from scipy.stats import spearmanr
+
+    rho, n = float(cast(Any, spearmanr(ours, theirs)).statistic), len(ours)
+    if n < 5 or not math.isfinite(rho):
+        return Found(f"ρ = {rho:.2f} over {n} settings", "open")
+    half = 1.96 * math.sqrt((1 + rho**2 / 2) / (n - 3))  # the variance of z for ranks: Bonett and Wright 2000
+    bounded = max(-1 + 1e-9, min(1 - 1e-9, rho))
+    low, high = math.tanh(math.atanh(bounded) - half), math.tanh(math.atanh(bounded) + half)
+    return Found(f"ρ = {rho:.2f} [{low:.2f}, {high:.2f}] over {n} settings", _verdict([low > _ALIKE], [high < _ALIKE]))
+
+
+def registered() -> dict[int, tuple[str, str, str]]:
+    """The claims of the registered page by number: sentence, source, setting."""
+    text = (ROOT / "docs" / "results" / "registered.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
+    return {int(number): (claim, source, setting) for number, claim, source, setting in rows}
+
+
+def claims_page() -> str:
+    """The table of claims as Markdown, from the committed outcomes."""
+    heads = ["#", "claim", "source", "our setting", "effect", "verdict", "command"]
+    lines = [heads, ["---:", *["---"] * 6]]
+    for number, words in registered().items():
+        check = CHECKS.get(number)
+        found = (check.found(_committed) if check else None) or Found(DASH, NOT_RUN)
+        command = f"`gossamer {check.command}`" if check and check.command else DASH
+        lines.append([str(number), *words, found.effect, found.verdict, command])
+    return markdown_lines(lines)
+
+
+def _committed(stem: str) -> tuple[Sequence[Point], Sequence[PointResult]]:
+    outcomes = ROOT / "docs" / "results" / "evidence" / f"{stem}.jsonl"
+    if not outcomes.exists():
+        return [], []
+    name, _, scale = stem.partition("-")
+    ended = read_results(outcomes)
+    seeds = sorted({one.seed for one in ended})
+    return points(load(ROOT / "configs" / "evidence" / f"{name}.toml"), seeds=seeds, scale=scale), ended
+
+
+def _verdict(fulfilled: Sequence[bool], refuted: Sequence[bool]) -> str:
+    if all(fulfilled):
+        return "holds"
+    return "holds in part" if any(fulfilled) else "fails" if all(refuted) else "open"
+
+
+def _apart(arms: Sequence[Arm]) -> list[float | None]:
+    return holm([effect(arm.pairs).apart for arm in arms])
+
+
+def _equivalent(arm: Arm) -> bool:
+    p = effect(arm.pairs, margin=MARGIN).equivalent
+    return p is not None and p < _LEVEL
+
+
+def _mean(arm: Arm) -> float:
+    return statistics.fmean(difference for difference, _ in arm.pairs)
+
+
+def _effects(arms: Sequence[Arm]) -> str:
+    if len(arms) > _FEW:
+        means = sorted(_mean(arm) for arm in arms)
+        return f"{len(arms)} cells, means from {means[0]:+.3f} to {means[-1]:+.3f}"
+    return "; ".join(
+        f"{arm.name} {one.mean:+.4f}" + ("" if one.half is None else f" ± {one.half:.4f}") + f" ({len(arm.pairs)} seeds)"
+        for arm in arms
+        for one in [effect(arm.pairs)]
+    )  # fmt: skip
+
+
+def _pairs(ended: Sequence[PointResult], praised: str, other: str) -> list[Arm]:
+    """A variant against another, an arm for each point that both have."""
+    places: dict[str, tuple[Mapping[str, Any], dict[str, dict[int, float]]]] = {}
+    for one in ended:
+        if one.method in (praised, other) and one.row["loss"] is not None:
+            _, losses = places.setdefault(str(one.at), (one.at, {}))
+            losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    arms = list[Arm]()
+    for at, losses in places.values():
+        ours, theirs = losses.get(praised, {}), losses.get(other, {})
+        if both := sorted(ours.keys() & theirs.keys()):
+            where = "".join(f", {key.rpartition('.')[2]} {value}" for key, value in at.items())
+            arms.append(Arm(f"{praised}{where}", [(ours[seed] - theirs[seed], theirs[seed]) for seed in both]))
+    return arms
+
+
+def _against(
+    stem: str, *pairs: tuple[str, str], rule: Callable[[Sequence[Arm]], Found]
+) -> Callable[[Outcomes], Found | None]:
+    """A rule over some pairs of variants of one file."""
+
+    def found(of: Outcomes) -> Found | None:
+        _, ended = of(stem)
+        arms = [arm for praised, other in pairs for arm in _pairs(ended, praised, other)]
+        return rule(arms) if arms else None
+
+    return found
+
+
+def _momentum(of: Outcomes, wanted: Callable[[Gain], bool], *stems: str) -> Found | None:
+    found = [cell for stem in stems for cell in gains(*of(stem)) if wanted(cell)]
+    arms = [Arm(f"{cell.method} above {cell.plain}", cell.pairs) for cell in found]
+    return leads(arms) if arms else None
+
+
+def _grids(_: Outcomes) -> Found | None:
+    """Claim 5: the settings that both were tried at, at the same length, with the same seed."""
+    file = ROOT / "docs" / "results" / "evidence" / "tuning.jsonl"
+    if not file.exists():
+        return None
+    losses: dict[str, dict[tuple[Any, ...], float]] = {}
+    for _place, line in json_lines(file):
+        if line["rung"] == 0 and line["outer"] is not None and line["loss"] is not None:
+            losses.setdefault(line["method"], {})[line["lr"], *line["outer"], line["seed"]] = line["loss"]
+    ours, theirs = (losses.get(name, {}) for name in ("GASLoC 2-Peer", "DiLoCo"))
+    both = sorted(ours.keys() & theirs.keys())
+    return ranked_alike([ours[at] for at in both], [theirs[at] for at in both]) if both else None
+
+
+def _sooner(of: Outcomes) -> Found | None:
+    """Claim 3: the share of DiLoCo's priced time after which each method first ends as low, minus one."""
+    arms, missing = list[Arm](), False
+    for stem in ("straggler", "straggler-uplink_20"):
+        runs, ended = of(stem)
+        found = branches(runs, ended, "DiLoCo") if runs else []
+        for method in dict.fromkeys(one.method for one in found if one.method != "DiLoCo"):
+            shares = time_shares(found, method, "straggler")
+            missing |= None in shares.values()
+            reached = [share for share in shares.values() if share is not None]
+            arms += [
+                Arm(f"{method} at {'20' if stem.endswith('20') else '10'} %", [(one - 1, 1.0) for one in reached])
+            ] * bool(reached)
+    if not arms:
+        return None
+    judged = leads(arms)
+    return Found(judged.effect, "holds in part" if missing and judged.verdict == "holds" else judged.verdict)
+
+
+def _along_local_steps(of: Outcomes) -> Found | None:
+    """Claims 2 and 8: each method at its own optimum for each H."""
+    rows: dict[str, list[list[float]]] = {}
+    _, ended = of("local_steps_tuned")
+    for name in dict.fromkeys(one.method for one in ended):
+        mine = [one for one in ended if one.method == name and one.row["loss"] is not None]
+        steps = sorted({one.at["run.local_steps"] for one in mine})
+        losses = {(one.at["run.local_steps"], one.seed): one.row["loss"] for one in mine}
+        rows[name] = [
+            [losses[h, seed] for h in steps]
+            for seed in sorted({one.seed for one in mine})
+            if all((h, seed) in losses for h in steps)
+        ]
+    return rises(rows) if rows else None
+
+
+_TUNED = "compare configs/evidence/tuned.toml --seeds 0,1,2,3,4"
+_LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2"
+_SYSTEMS = "compare configs/evidence/systems_tuned.toml --seeds 0,1,2"
+_ASYNCHRONOUS = "compare configs/evidence/asynchronous_tuned.toml --seeds 0,1,2"
+_SPARSE = ("1 random", "2 random")
+_LENGTHS = "compare configs/evidence/local_steps_tuned.toml --seeds 0,1,2,3,4"
+CHECKS: Mapping[int, Check] = {
+    1: Check(
+        f"{_TUNED}` and `gossamer compare configs/evidence/momentum.toml --seeds 0,1,2",
+        lambda of: _momentum(
+            of, lambda cell: cell.plain.startswith("gossip") and cell.where["graph"] in _SPARSE, "tuned", "momentum"
+        ),
+    ),
+    2: Check(_LENGTHS, _along_local_steps),
+    3: Check("compare configs/evidence/straggler.toml --seeds 0,1,2", _sooner),
+    5: Check("tune configs/evidence/tuning.toml", _grids),
+    6: Check(
+        "compare configs/evidence/single_step_tuned.toml --seeds 0,1,2",
+        _against(
+            "single_step_tuned", *(("GASLoC", other) for other in ("gossip", "Gossip-PGA", "RelaySum")), rule=matches
+        ),
+    ),
+    7: Check(_TUNED, lambda of: _momentum(of, lambda cell: cell.plain == "local SGD", "tuned")),
+    10: Check(
+        _SYSTEMS,
+        _against("systems_tuned", ("streaming, overlap 10", "DiLoCo"), rule=lambda arms: costs_little(arms, 0.2)),
+    ),
+    11: Check(_SYSTEMS, _against("systems_tuned", ("DiLoCo, fp4", "DiLoCo"), rule=equal)),
+    12: Check(_SYSTEMS, _against("systems_tuned", ("eager", "naive delay"), rule=leads)),
+    14: Check(_LEADERS, _against("leaderboard_tuned", ("fgd_pairs", "gossip"), rule=leads)),
+    16: Check(
+        _ASYNCHRONOUS,
+        _against("asynchronous_tuned", ("HeLoCo, contiguous", "delayed Nesterov, contiguous"), rule=leads),
+    ),
+    18: Check(_LEADERS, _against("leaderboard_tuned", ("sparseloco", "diloco"), rule=leads)),
+    19: Check(_LEADERS, _against("leaderboard_tuned", ("muloco", "diloco"), rule=leads)),
+    20: Check(_TUNED, _against("tuned", ("NoLoCo", "DiLoCo"), rule=equal)),
+    21: Check(_SYSTEMS, _against("systems_tuned", ("DES-LOC", "local Adam"), rule=equal)),
+    23: Check(_SYSTEMS, _against("systems_tuned", ("SGP", "data parallel"), rule=equal)),
+    24: Check(
+        "compare configs/evidence/ring_of_32_tuned.toml --seeds 0,1,2",
+        _against("ring_of_32_tuned", ("A2CiD2", "AD-PSGD"), rule=leads),
+    ),
+    25: Check(_ASYNCHRONOUS, _against("asynchronous_tuned", ("delayed Nesterov, paced", "DiLoCo"), rule=equal)),
+}
+"""How each claim is tested, by its number."""

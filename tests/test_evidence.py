@@ -1,0 +1,234 @@
+"""The registered experiments: settings that were tuned, what their pages make of outcomes, and the verdicts on claims."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from generators import annealed, claims, gains, leaderboard
+from generators.claims import Arm
+from gossamer.data.corpus import fingerprint, open_corpus
+from gossamer.errors import DataError
+from gossamer.models.sizes import parameter_count
+from gossamer.report.results import PointResult
+from gossamer.run.document import load
+from gossamer.run.experiment import Point, points
+from gossamer.run.settle import settle
+from gossamer.run.tune import contenders, searched
+from tiny import document
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "src" / "gossamer" / "configs" / "evidence"
+FIRST_STAGE = ROOT / "docs" / "results" / "evidence"
+AT_STAGE_1 = ("tuned", "momentum", "rounds", "straggler", "size")
+
+
+def arm(*differences: float) -> Arm:
+    return Arm("a", [(difference, 2.0) for difference in differences])
+
+
+LEADS, TRAILS, ALIKE, OPEN = (
+    arm(-0.05, -0.051, -0.052),
+    arm(0.05, 0.051, 0.052),
+    arm(0.001, -0.001, 0.0),
+    arm(-0.1, 0.1),
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "arms", "verdict"),
+    [
+        (claims.leads, [LEADS, LEADS], "holds"),
+        (claims.leads, [LEADS, TRAILS], "holds in part"),
+        (claims.leads, [LEADS, OPEN], "holds in part"),
+        (claims.leads, [TRAILS, ALIKE], "fails"),
+        (claims.leads, [ALIKE, OPEN], "open"),
+        (claims.leads, [arm(-0.05)], "open"),
+        (claims.leads, [arm(-0.05, -0.054, -0.046, -0.058)], "holds"),
+        (claims.leads, [arm(-0.05, -0.04, -0.017), *[OPEN] * 9], "open"),
+        (claims.equal, [ALIKE, ALIKE], "holds"),
+        (claims.equal, [ALIKE, LEADS], "holds in part"),
+        (claims.equal, [LEADS], "fails"),
+        (claims.equal, [OPEN], "open"),
+        (claims.matches, [ALIKE, LEADS], "holds"),
+        (claims.matches, [ALIKE, OPEN], "holds in part"),
+        (claims.matches, [TRAILS], "fails"),
+        (lambda arms: claims.costs_little(arms, 0.2), [ALIKE], "holds"),
+        (lambda arms: claims.costs_little(arms, 0.2), [TRAILS], "fails"),
+        (lambda arms: claims.costs_little(arms, 0.2), [arm(0.001, 0.006)], "open"),
+    ],
+)
+def test_a_verdict_follows_from_the_differences_by_a_rule_that_was_fixed(
+    rule: Any, arms: Sequence[Arm], verdict: str
+) -> None:
+    found = rule(arms)
+    assert found.verdict == verdict and found.effect
+
+
+def test_a_trend_holds_where_it_is_sure_and_fails_where_its_opposite_is() -> None:
+    up = [[1.0, 1.1, 1.2, 1.3]] * 3
+    down = [[*reversed(row)] for row in up]
+    assert claims.rises({"a": up}).verdict == "holds"
+    assert claims.rises({"a": up, "b": down}).verdict == "holds in part"
+    assert claims.rises({"a": down}).verdict == "fails"
+    assert claims.rises({"a": up[:1]}).verdict == "open"
+
+
+def test_rankings_are_alike_only_if_that_is_sure() -> None:
+    some = [*range(20)]
+    assert claims.ranked_alike(some, [x**3 for x in some]).verdict == "holds"
+    assert claims.ranked_alike(some, [-x for x in some]).verdict == "fails"
+    assert claims.ranked_alike(some[:4], some[:4]).verdict == "open"
+    assert claims.ranked_alike(some[:6], [1, 0, 2, 4, 3, 5]).verdict == "open"
+
+
+def test_every_registered_claim_has_a_row_and_each_test_belongs_to_a_claim() -> None:
+    rows = claims.claims_page().splitlines()[2:]
+    listed = claims.registered()
+    assert [*listed] == [*range(1, 26)] and claims.CHECKS.keys() <= listed.keys()
+    assert [row.split("|")[1].strip() for row in rows] == [str(number) for number in listed]
+    verdicts = {row.split("|")[-3].strip() for row in rows}
+    assert verdicts <= {"holds", "holds in part", "fails", "open", "not testable here", "not run yet"}
+    for check in claims.CHECKS.values():
+        assert check.found(lambda stem: ([], [])) is None or check is claims.CHECKS[5]
+
+
+def ended(run: Point, loss: float, **row: Any) -> PointResult:
+    return PointResult(run.method, run.at, run.seed, {"loss": loss, "alignment": None, **row})
+
+
+def runs_of(seeds: Sequence[int] = (0, 1), **given: Any) -> list[Point]:
+    return points(document(**given), seeds=seeds)
+
+
+def test_momentum_is_compared_with_none_in_each_cell_and_its_gain_with_the_alignment_there() -> None:
+    rows = [
+        {"label": "gossip", "rule.name": "gossip"},
+        {"label": "GASLoC", "rule": {"name": "gasloc", "momentum": 0.5}, "inner.lr": 1e-4},
+        {"label": "DiLoCo", "rule.name": "diloco", "topology.name": "complete"},
+    ]
+    sweep = [{"run.local_steps": h, "workers": n} for n in (2, 3) for h in (1, 2, 3)]
+    runs = runs_of(variant=rows, sweep=sweep)
+    gain = {(2, 1): 0.01, (2, 2): 0.02, (2, 3): 0.03, (3, 1): 0.04, (3, 2): 0.05, (3, 3): 0.06}
+
+    def outcome(run: Point) -> PointResult:
+        cell = run.config.workers, run.config.full_steps
+        lower = gain[cell] * (1 + 0.01 * run.seed) if run.method == "GASLoC" else 0.0
+        return ended(run, 2.0 + run.seed - lower, alignment=10 * gain[cell])
+
+    whole = [outcome(run) for run in runs]
+    found = gains.gains(runs, whole)
+    assert [one.where["H"] for one in found] == [1, 2, 3] * 2 and {one.method for one in found} == {"GASLoC"}
+    assert gains.rank_correlation(found) == pytest.approx(1.0)
+    page = gains.gains_page(found)
+    assert "| with momentum | loss above that of | workers | H | rounds | alignment |" in page
+    assert "-0.0100, -0.0101" in page and "over 6 cells: 1.00" in page
+    assert gains.drawn_gains(found).endswith(b"</svg>\n")
+    early = [one for one in whole if one.method == "gossip"] + whole[len(sweep) * 2 : len(sweep) * 2 + 1]
+    (alone,) = gains.gains(runs, early)
+    assert len(alone.pairs) == 1 and gains.rank_correlation([alone]) is None and "gossip" in gains.gains_page([alone])
+    diverged = [one._replace(row={**one.row, "loss": math.nan}) for one in whole if one.method == "GASLoC"]
+    assert gains.gains(runs, [*early, *diverged]) == []
+
+
+def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_ends() -> None:
+    rows = [
+        {"label": "DiLoCo", "rule.name": "diloco", "topology.name": "complete", "sweep": {"run.steps": [8, 12]}},
+        {"label": "pairs", "sweep": {"run.steps": [12, 14, 16]}},
+    ]
+    runs = runs_of(variant=rows, inner__schedule="wsd")
+
+    def outcome(run: Point) -> PointResult:
+        rounds, pairs = run.config.rounds, run.method == "pairs"
+        return ended(
+            run,
+            3.0 - 0.1 * rounds + 0.1 * pairs + 0.05 * pairs * run.seed,
+            wall_s={"straggler": rounds * (5.0 if pairs else 10.0)},
+        )
+
+    found = annealed.branches(runs, [outcome(run) for run in runs], "DiLoCo")
+    assert len(found) == 10 and {one.share for one in found if one.method == "DiLoCo"} == {4 / 6, 1.0}
+    assert annealed.time_shares(found, "pairs", "straggler") == {0: 35 / 60, 1: 40 / 60}
+    page = annealed.annealed_page(found, "DiLoCo")
+    assert "| pairs | 0.583, 0.667 | 0.625 |" in page and "| pairs | 8 | 0.667 | -0.1000, -0.0500 | -0.0750 |" in page
+    assert annealed.drawn_branches(found, "DiLoCo").endswith(b"</svg>\n")
+    assert page.startswith("Beside DiLoCo after 6 rounds")
+    shorter = annealed.branches(runs, [outcome(run) for run in runs if run.config.rounds != 6 or run.seed], "DiLoCo")
+    assert {one.seed for one in shorter} == {1}, "the longest that has ended is that of one seed"
+    never = [one for one in found if one.rounds < 8]
+    assert annealed.time_shares(never, "pairs", "straggler") == {0: 35 / 60, 1: None}
+    assert "1 of 2 seeds" in annealed.annealed_page(never, "DiLoCo")
+    assert annealed.branches(runs, [outcome(run) for run in runs if run.method == "pairs"], "DiLoCo") == []
+    judged = claims._sooner(lambda stem: (runs, [outcome(run) for run in runs]) if "-" not in stem else ([], []))
+    assert judged is not None and judged.verdict == "open" and "pairs at 10 % -0.3750" in judged.effect
+
+
+def test_the_leaderboard_reads_every_method_at_equal_tokens_at_equal_bytes_and_at_the_worst_loss() -> None:
+    def run(method: str, seed: int, losses: Sequence[float], sent: float, seconds: float | None) -> PointResult:
+        curve = [*zip(range(1, len(losses) + 1), losses, strict=True)]
+        row = {
+            "loss": losses[-1], "sent_bytes": sent * len(losses),
+            "loss_at_bytes": [(k * sent, loss) for k, loss in curve],
+            "loss_at_s": {} if seconds is None else {"even": [(k * seconds, loss) for k, loss in curve]},
+        }  # fmt: skip
+        return PointResult(method, {}, seed, row)
+
+    every = [
+        *(run("gasloc", seed, [3.0, 2.5, 2.0 + 0.1 * seed], 1e6, 60.0) for seed in (0, 1)),
+        *(run("diloco", seed, [2.9, 2.3, 1.9], 2e6, 120.0) for seed in (0, 1, 2)),
+        *(run("a2cid2", seed, [2.4], 9e6, None) for seed in (0, 1)),
+    ]
+    best, *_ = found = leaderboard.standings(every)
+    assert [one.method for one in found] == ["diloco", "gasloc", "a2cid2"]
+    assert best.at_bytes == [2.9, 2.9] and best.seconds == {"even": [240.0, 240.0]}
+    table = leaderboard.leaderboard_table(found, ["gasloc", "sgp"])
+    assert "| gasloc | 2.0500 ± 0.0707 | 3.0 | 2.0500 ± 0.0707 | 3.0 |" in table
+    assert "| a2cid2 | 2.4000 ± 0.0000 | 9.0 | – | – |" in table and "| sgp | not run yet | – | – | – |" in table
+    assert leaderboard.standings(every[1:3]) == [], "no seed that both have"
+    assert "| gasloc | not run yet |" in leaderboard.leaderboard_table([], ["gasloc"])
+
+
+def test_later_stages_use_the_settings_that_tuning_chose() -> None:
+    """Of contiguous shards as soon as that search has ended for the method."""
+    chosen: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for shards, name in (("iid", "tuning"), ("contiguous", "tuning_contiguous")):
+        outcomes = FIRST_STAGE / f"{name}.jsonl"
+        for one in searched(contenders(load(CONFIGS / f"{name}.toml")), outcomes) if outcomes.exists() else ():
+            if one.found is not None and one.found.best is not None:
+                topology = one.contender.config.topology
+                graph = f"{topology.name}{topology.options.get('peers', '')}"
+                chosen[shards, one.contender.config.rule.name, graph] = one.contender.chosen(one.found.best)
+    assert len(chosen) >= 7
+    for name in AT_STAGE_1:
+        for run in points(load(CONFIGS / f"{name}.toml")):
+            rule, topology = run.config.rule, run.config.topology
+            graph = f"{topology.name}{topology.options.get('peers', '')}"
+            shards = run.config.data.shards
+            wanted = chosen.get((shards, rule.name, graph)) or chosen.get(("iid", rule.name, graph))
+            wanted = wanted or chosen["iid", rule.name, "random2" if topology.name == "ring" else "random1"]
+            given = {"inner.lr": run.config.inner.lr, **{f"rule.{key}": value for key, value in rule.options.items()}}
+            assert wanted.items() <= given.items(), (name, run.label, wanted)
+
+
+def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None:
+    size = load(CONFIGS / "size.toml")
+    counts = [parameter_count(points(size, scale=scale)[0].config.model, 256) for scale in ("", "440k", "870k")]
+    assert counts == [139_584, 436_896, 869_504]
+    for scale in ("", "440k", "870k"):
+        for run in points(size, scale=scale):
+            settle(run.config)
+
+
+def test_the_second_corpus_is_a_choice_of_the_user_and_its_absence_is_told(tmp_path: Path) -> None:
+    for name in ("tuning", "momentum", "rounds"):
+        file = load(CONFIGS / f"{name}.toml", {"tune": {}, "scale.prose.data.source": str(tmp_path / "*.txt")})
+        file.pop("tune")
+        prose = points(file, scale="prose")[0].config.data
+        assert prose.sources == (str(tmp_path / "*.txt"),)
+        with pytest.raises(DataError, match=r"names no readable file .* a folder or a glob"):
+            open_corpus(prose, 8, 0)
+    for place in range(40):
+        (tmp_path / f"{place}.txt").write_text(f"A page of a manual, number {place}.\n" * 30, encoding="utf-8")
+    assert len(fingerprint(open_corpus(prose, 8, 0))) == 32
