@@ -138,6 +138,8 @@ def test_resuming_an_earlier_round_drops_that_and_later_ones_and_goes_on(tmp_pat
         fill(run, range(1, 2))
     assert sorted({m["round"] for m in read_metrics(tmp_path)}) == [-1, 0, 1]
     assert read_trace(tmp_path).rounds == 2
+    RunFolder(tmp_path, "", PLAIN, resume_round=0).close()
+    assert read_metrics(tmp_path) == [], "who starts again validates the initial values again"
 
 
 def test_a_killed_writer_loses_at_most_its_last_line(tmp_path: Path) -> None:

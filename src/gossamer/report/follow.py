@@ -55,6 +55,8 @@ class FollowedRun:
         workers = 1 if self.file is None else self.file.workers
         self.losses, self.tokens, self.steps = Grid(workers), Grid(workers), Grid(workers)
         self.validations = Grid(workers)
+        self.untrained: dict[int, float] = {}
+        """The validation loss of workers' initial values."""
         self.sent = Grid(workers, summed=True)
         """Bytes, by entry of the trace; for a run without one, by round."""
         self.trained_lines = self.traced_lines = 0
@@ -216,8 +218,10 @@ class FollowedRun:
             self.steps.put(round, worker, _number(line.get("step")))
             self.tokens.put(round, worker, _number(line.get("tokens")))
             self._behind(worker, round + 1)
+        elif line["kind"] == "validation" and worker is not None and round < 0:
+            self.untrained[worker] = _number(line.get("loss"))
         elif line["kind"] == "validation" and worker is not None:
-            self.validations.put(max(0, round), worker, _number(line.get("loss")))
+            self.validations.put(round, worker, _number(line.get("loss")))
         elif line["kind"] == "alignment":
             self.aligned[round] = {key: _number(line.get(key)) for key in ("alignment", "persistence")}
         elif line["kind"] == "eval" and worker is None:

@@ -140,9 +140,10 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     else:
         rounds_, values = run.validations.rounds(), run.validations.values()
         known = np.isfinite(values).any(axis=1) if len(values) else np.zeros(0, bool)
-        rounds = [int(r) for r in rounds_[known]]
-        if rounds:
-            figures = {"own": [float(x) for x in np.nanmean(values[known], axis=1)]}
+        untrained = [loss for loss in run.untrained.values() if math.isfinite(loss)]
+        rounds = [*[-1] * bool(untrained), *map(int, rounds_[known])]
+        own = [*map(statistics.fmean, [untrained] if untrained else []), *map(float, np.nanmean(values[known], axis=1))]
+        figures = {"own": own} if rounds else {}
     kept = thinned(next(iter(figures.values())), _MOST_POINTS) if figures else []
     at = axes.at([rounds[k] for k in kept], [lines[k] for k in kept] if lines else ())
     return {"x": at, "y": {key: [_rounded(values[k]) for k in kept] for key, values in figures.items()}}
