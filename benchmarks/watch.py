@@ -150,16 +150,16 @@ def wide(root: Path, workers: int, rounds: int) -> list[Measured]:
         page = browser.new_page(viewport={"width": 1400, "height": 900}, bypass_csp=True)  # which forbids our stopwatch
         page.add_init_script(STOPWATCH)
         page.goto(address)
-        page.wait_for_function("document.querySelector('path[data-curve]')", polling="raf", timeout=120_000)
+        page.wait_for_function("document.querySelector('path[data-curve]')", polling=50, timeout=120_000)
         first_s = page.evaluate("performance.now()") / 1e3
         said = "[...document.querySelectorAll('summary')].some((one) => one.textContent.includes(`${n} of`))"
-        page.wait_for_function(f"(n) => {said}", arg=rounds, timeout=600_000)
+        page.wait_for_function(f"(n) => {said}", arg=rounds, polling=250, timeout=600_000)
         read_s = page.evaluate("performance.now()") / 1e3
         page.wait_for_timeout(3000)
         page.evaluate("window.updates.length = 0")
         for r in range(rounds, rounds + UPDATES):
             add(folder, workers, [r])
-            page.wait_for_function("(n) => window.updates.length >= n", arg=r + 1 - rounds, timeout=60_000)
+            page.wait_for_function("(n) => window.updates.length >= n", arg=r + 1 - rounds, polling=250, timeout=60_000)
         updates_s = [ms / 1e3 for ms in page.evaluate("window.updates")]
         memory = page_bytes(browser), peak_bytes(pid)
     shape = f"{workers} workers × {rounds} rounds"
@@ -300,8 +300,8 @@ def main() -> None:
             lambda root: wide(root, options.workers, options.rounds), lambda root: long(root, options.long),
             lambda root: pairs(root, options.pairs, 2, 16) if options.pairs else [],
         ):  # fmt: skip
-            found += part(Path(made))
-            for one in found:
+            for one in part(Path(made)):
+                found.append(one)
                 print(f"{one.what}: {one.found:.3g} {one.unit}", flush=True)
     words = "".join(f" {word}" for word in sys.argv[1:] if "/" not in word and word != "--page")
     options.page.write_text(page_of(found, words, load), encoding="utf-8")

@@ -109,7 +109,7 @@ def test_what_a_simulation_measures_is_that_of_its_models_on_the_first_validatio
 
 def test_workers_that_are_equal_after_each_round_have_none(tmp_path: Path) -> None:
     simulate(tiny(rule__name="diloco", topology__name="complete", run__steps=2, run__eval_js=True), tmp_path / "run")
-    assert [line["js_divergence"] for line in all_validations(tmp_path / "run")] == [0.0]
+    assert [line["js_divergence"] for line in all_validations(tmp_path / "run")] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

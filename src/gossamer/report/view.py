@@ -1,8 +1,10 @@
 """A followed run as plain values for a page: thinned curves, standings, seconds and what happened."""
 
+import heapq
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, links_of
 from gossamer.record.branches import described, read_branches
-from gossamer.report.follow import FollowedRun
+from gossamer.report.follow import FollowedRun, figure_of
 from gossamer.report.thinning import spread_out, thinned
 
 __all__ = ["run_view", "standings"]
@@ -128,15 +130,11 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     lines, figures = run.evaluations.lines(), {}
     if lines:
         names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
-        figures = {key: [_plain(line.get(key)) for line in lines] for key in names}
-        lists = [line.get("worker_losses") for line in lines]
-        own = [[_plain(x) for x in some] if isinstance(some, list) else [] for some in lists]
-        if any(own):
-            figures["worst worker"] = [max((x for x in some if not math.isnan(x)), default=math.nan) for some in own]
+        figures = {key: [figure_of(line.get(key)) for line in lines] for key in names}
         rounds = [line["round"] for line in lines]
         if run.aligned:
             for key in ("alignment", "persistence"):
-                figures[key] = [_plain(run.aligned.get(r, {}).get(key)) for r in rounds]
+                figures[key] = [figure_of(run.aligned.get(r, {}).get(key)) for r in rounds]
     else:
         rounds_, values = run.validations.rounds(), run.validations.values()
         known = np.isfinite(values).any(axis=1) if len(values) else np.zeros(0, bool)
@@ -177,7 +175,7 @@ def _spent(run: FollowedRun) -> dict[str, Any]:
     """By clock the seconds of each worker, and the longest waits of a worker for a peer."""
     found = {}
     for name, seconds in run.spent_s.items():
-        waits = sorted(run.waits_s[name].items(), key=lambda one: -one[1])[:_MOST_WAITS]
+        waits = heapq.nlargest(_MOST_WAITS, run.waits_s[name].items(), key=itemgetter(1))
         found[name or MEASURED] = {
             "kinds": [[_rounded(float(x)) for x in row] for row in seconds],
             "waits": [[i, j, _rounded(s)] for (i, j), s in waits],
@@ -267,12 +265,6 @@ def _placed(network: Network, workers: int) -> dict[str, Any] | None:
 def _last(values: NDArray[np.float64]) -> float:
     known = np.flatnonzero(np.isfinite(values))
     return float(values[known[-1]]) if len(known) else math.nan
-
-
-def _plain(value: Any) -> float:
-    """A figure of a line, which may hold anything; NaN for what is none."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if known else math.nan
 
 
 def _rounded(value: float) -> float | None:

@@ -19,6 +19,10 @@ G.gossip = () => {
   const svg = G.mark("svg", { role: "img", viewBox: `0 0 ${SIZE} ${SIZE}`, width: "100%", style: "max-width:430px;margin:0 auto" });
   const words = G.make("p", { class: "faint", "aria-live": "polite" });
   const node = G.make("div", {}, svg, words);
+  const said = new WeakMap();  // what a mark says under the pointer, which few of many hundreds ever are
+  svg.addEventListener("pointerover", ({ target }) => {
+    if (said.has(target) && !target.hasChildNodes()) target.append(G.mark("title", {}, said.get(target)));
+  });
 
   // A line for each two workers that exchanged, whichever sent.
   const together = (moment) => {
@@ -49,7 +53,8 @@ G.gossip = () => {
         x1: from.x, y1: from.y, x2: to.x, y2: to.y, "data-pair": `${i}-${j}`,
         stroke: lost ? "var(--bad)" : "var(--c0)", "stroke-width": (1 + 2 * Math.sqrt(size / most)).toFixed(2),
         "stroke-dasharray": lost ? "3 4" : "", opacity: run.workers > 32 ? 0.5 : 0.85,
-      }, G.mark("title", {}, `${i < 0 ? "server" : `worker ${i}`} and worker ${j}: ${G.bytes(size)}${lost ? ", not counted" : ""}`)));
+      }));
+      said.set(svg.lastChild, `${i < 0 ? "server" : `worker ${i}`} and worker ${j}: ${G.bytes(size)}${lost ? ", not counted" : ""}`);
     }
     for (const key of failed) {
       if (pairs.some((pair) => `${pair.i}-${pair.j}` === key)) continue;
@@ -77,7 +82,8 @@ G.gossip = () => {
       svg.append(G.mark("circle", {
         cx: place.x, cy: place.y, r: radius, fill: gone ? "var(--card)" : doubtful ? "var(--other)" : slow ? "var(--transfer)" : "var(--compute)",
         stroke: gone ? "var(--bad)" : "var(--ink)", "stroke-width": gone || slow ? 2 : 0.8, "stroke-dasharray": gone ? "3 2" : slow ? "2 2" : "", "data-worker": worker, "data-standing": gone ? "gone" : word,
-      }, G.mark("title", {}, `worker ${worker}: ${word}, ${run.rounds_of[worker]} rounds${speed}`)));
+      }));
+      said.set(svg.lastChild, `worker ${worker}: ${word}, ${run.rounds_of[worker]} rounds${speed}`);
       if (radius >= 7) svg.append(G.mark("text", { x: place.x, y: place.y + 4, "text-anchor": "middle", style: `fill:${gone ? "var(--bad)" : "var(--card)"};font-weight:600;pointer-events:none` }, `${worker}`));
       if ((slow || gone) && run.workers <= 40) {
         const out = 1 + (radius + 13) / Math.hypot(place.x - middle.x, place.y - middle.y);
