@@ -210,10 +210,11 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
     """What the files tell of each worker, in one word.
 
     training: its files grow. silent: they have not for 10 s, or five of its rounds if that is longer. gone: the others have gone
-    on without it. left: it was asked to leave. finished: it has all its rounds behind it. empty: it has left no line.
+    on without it. left: it was asked to leave. finished: it has all its rounds behind it, or the run has. empty: it has left no
+    line.
     """
     assert run.file is not None
-    everyone, words = _simulated(run), []
+    everyone, over, words = _simulated(run), _is_scored(run), list[str]()
     for worker in range(run.file.workers):
         rounds = run.rounds_of[worker]
         own = [tail for name, tail in run.tails.items() if everyone or name.partition("-")[2] == f"{worker:03}.jsonl"]
@@ -227,6 +228,8 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
             words.append("empty")
         elif alive is not None and worker not in alive and rounds <= alive_round:
             words.append("gone")
+        elif over:  # where nobody waits, the slow have fewer rounds
+            words.append("finished")
         else:
             words.append("silent" if age_s > max(_SILENT_S, 5 * _round_s(run)) else "training")
     return words
@@ -242,11 +245,14 @@ def _round_s(run: FollowedRun) -> float:
 
 
 def _state(run: FollowedRun, words: Sequence[str]) -> str:
-    assert run.file is not None
-    scored = any(line["round"] + 1 >= run.file.rounds for line in run.evaluations.lines()[-1:])
-    if scored or ("finished" in words and "training" not in words):
+    if _is_scored(run) or ("finished" in words and "training" not in words):
         return "finished"
     return "training" if "training" in words else "silent" if run.done else "starting"
+
+
+def _is_scored(run: FollowedRun) -> bool:
+    """Whether there is a validation after the last round."""
+    return run.file is not None and any(line["round"] + 1 >= run.file.rounds for line in run.evaluations.lines()[-1:])
 
 
 def _placed(network: Network, workers: int) -> dict[str, Any] | None:

@@ -62,7 +62,7 @@ G.gossip = () => {
       if (at[i] && at[j]) svg.append(G.mark("line", { x1: at[i].x, y1: at[i].y, x2: at[j].x, y2: at[j].y, "data-failed": key, stroke: "var(--bad)", "stroke-dasharray": "3 4" }));
     }
     if (moment.everyone || served) {
-      svg.append(G.mark("circle", { cx: middle.x, cy: middle.y, r: 17, fill: "var(--card)", stroke: "var(--c0)" }),
+      svg.append(G.mark("circle", { cx: middle.x, cy: middle.y, r: 23, fill: "var(--card)", stroke: "var(--c0)" }),
         G.mark("text", { x: middle.x, y: middle.y + 4, "text-anchor": "middle", class: "ink" }, moment.everyone ? "mean" : "server"));
     }
     nodes(run, moment, at, net, middle);
@@ -86,8 +86,9 @@ G.gossip = () => {
       said.set(svg.lastChild, `worker ${worker}: ${word}, ${run.rounds_of[worker]} rounds${speed}`);
       if (radius >= 7) svg.append(G.mark("text", { x: place.x, y: place.y + 4, "text-anchor": "middle", style: `fill:${gone ? "var(--bad)" : "var(--card)"};font-weight:600;pointer-events:none` }, `${worker}`));
       if ((slow || gone) && run.workers <= 40) {
-        const out = 1 + (radius + 13) / Math.hypot(place.x - middle.x, place.y - middle.y);
-        svg.append(G.mark("text", { x: middle.x + (place.x - middle.x) * out, y: middle.y + (place.y - middle.y) * out + 4, "text-anchor": place.x < middle.x - 9 ? "end" : place.x > middle.x + 9 ? "start" : "middle" },
+        // Above or below, as there is no room for it beside those at the edges.
+        const y = place.y < middle.y - 9 ? place.y - radius - 6 : place.y + radius + 14;
+        svg.append(G.mark("text", { x: place.x, y, "text-anchor": "middle" },
           gone ? (away && word !== "left" ? "away" : word) : G.rate(net.uplink_bps[worker])));
       }
     });
