@@ -30,7 +30,7 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
             method, _, seed = row["method"].partition(" seed=")
             losses.setdefault(method, {})[seed] = row["loss"]
     if not losses:
-        return "No run has a validation loss yet." if running else "No run ended with a finite validation loss."
+        return "No run has a validation loss yet." if running else _none(rows)
     ordered = sorted(losses, key=lambda method: statistics.fmean(losses[method].values()))
     if running:
         lowest = f"{ordered[0]} at {statistics.fmean(losses[ordered[0]].values()):.4f}"
@@ -47,6 +47,13 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
             why = "they have no two seeds in common, so this says nothing about which is better"
         return f"{both}: {why}.{besides}"
     return _compared(first, second, losses, shared) + _picked(len(ordered)) + besides
+
+
+def _none(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What there is to say where no run that has ended has a finite loss."""
+    if any(row["loss"] is not None for row in rows):
+        return "No run ended with a finite validation loss."
+    return "No run has a validation of its mean model; gossamer evaluate makes that of a real one."
 
 
 def _besides(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> str:

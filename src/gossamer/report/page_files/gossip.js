@@ -74,9 +74,10 @@ G.gossip = () => {
   const nodes = (run, moment, at, net, middle) => {
     const radius = Math.max(2.5, Math.min(13, 190 / run.workers));
     const speeds = net ? net.uplink_bps.filter((bps) => bps !== null) : [], usual = [...speeds].sort((a, b) => a - b)[Math.floor(speeds.length / 2)];
+    const there = new Set(moment.pairs.flat().filter((_, k) => k % 3 < 2));  // whoever has gone later was there in this round
     at.forEach((place, worker) => {
       const word = run.standings[worker], away = moment.alive && !moment.alive.includes(worker);
-      const gone = away || ["gone", "left", "empty"].includes(word), doubtful = word === "silent";
+      const gone = away || (["gone", "left", "empty"].includes(word) && !there.has(worker) && !moment.everyone), doubtful = word === "silent";
       const slow = net && net.uplink_bps[worker] !== null && net.uplink_bps[worker] < 0.7 * usual;
       const speed = net ? `, uplink ${G.rate(net.uplink_bps[worker])}, downlink ${G.rate(net.downlink_bps[worker])}` : "";
       svg.append(G.mark("circle", {
