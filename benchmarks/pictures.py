@@ -109,8 +109,8 @@ def animation(rounds: Sequence[Sequence[tuple[int, int]]], losses: Sequence[floa
         parts.append(f'<circle class="pale" cx="{x:.1f}" cy="{y:.1f}" r="14"/>')
         appears = [(0.0, "0"), (ROUND_S * ((after or 0) - 0.2), "1")]
         full = None if after is None else moved("opacity", appears, "discrete") if after else ""
+        hidden = ' opacity="0"' if full else ""
         if full is not None:
-            hidden = ' opacity="0"' if full else ""
             parts.append(f'<circle class="full" cx="{x:.1f}" cy="{y:.1f}" r="14"{hidden}>{full}</circle>')
         parts.append(f'<text x="{x:.1f}" y="{y + 4.5:.1f}">{worker}</text>')
         if full is not None:
