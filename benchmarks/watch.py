@@ -269,6 +269,14 @@ def page_of(found: Sequence[Measured], words: str, load: float) -> str:
         f"{'' if one.limit == INF else 'yes' if one.found <= one.limit else 'no'} |"
         for one in found
     ]
+    paired = (
+        f"""
+In the pairs, real processes of 1M parameters and one thread each train rounds of {LOCAL_STEPS} inner steps, and a run counts with
+the median of its rounds."""
+        if any("pairs" in one.what for one in found)
+        else "\nNo pairs of runs with and without a page were made."
+    )
+    busy = "\n**Other programs kept the cores busy, so all times but those of CPU are too long.**" if load > 1 else ""
     return f"""# What the live page costs
 
     python benchmarks/watch.py{words}
@@ -276,8 +284,7 @@ def page_of(found: Sequence[Measured], words: str, load: float) -> str:
 Taken on {os.cpu_count()} cores, at a load average of {load:.1f} when it began. `gossamer watch` serves records that were written
 as a run writes them, at the priority of `--watch`, to Chromium on the same machine. Times of the page are the browser's: of the
 first curve from the start of navigation, of an update from the request until the pairs of the new round are drawn. Memory of the
-page is the proportional set size of the process that draws it. In the pairs, real processes of 1M parameters and one thread each
-train rounds of {LOCAL_STEPS} inner steps, and a run counts with the median of its rounds.
+page is the proportional set size of the process that draws it.{paired}{busy}
 
 | what | measured | at most | kept |
 |---|---:|---:|---|
