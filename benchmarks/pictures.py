@@ -43,7 +43,8 @@ svg { font: 13px system-ui, sans-serif; --ink: #22262a; --pale: #ffffff; --full:
   svg { --ink: #e6e8ea; --pale: #1c2024; --full: #56b4e9; --line: #ff8c42; --word: #14171a; }
 }
 circle { stroke: var(--ink); } text { fill: var(--ink); text-anchor: middle; } line { stroke: var(--line); stroke-width: 2.5; }
-.full { fill: var(--full); } .pale { fill: var(--pale); } .dot { fill: var(--line); stroke: none; } .on { fill: var(--word); }
+.full { fill: var(--full); } .pale { fill: var(--pale); } .on { fill: var(--word); }
+.dot circle { fill: var(--line); stroke: none; }
 """
 
 
@@ -80,6 +81,12 @@ def animation(rounds: Sequence[Sequence[tuple[int, int]]], losses: Sequence[floa
             f'keyTimes="{times}" values="{values}"/>'
         )
 
+    def sent(x: float, y: float, u: float, v: float, begin_s: float, sent_s: float) -> str:
+        return (
+            f'<circle r="5"><animateMotion dur="{total_s:g}s" repeatCount="indefinite" calcMode="linear" keyPoints="0;0;1;1" '
+            f'keyTimes="0;{begin_s / total_s:.3f};{sent_s / total_s:.3f};1" path="M{x:.0f} {y:.0f}L{u:.0f} {v:.0f}"/></circle>'
+        )
+
     def shown(begin_s: float, end_s: float) -> str:
         steps = [(0.0, "0"), (begin_s, "1"), (end_s, "0")] if begin_s else [(0.0, "1"), (end_s, "0")]
         return moved("opacity", steps, "discrete")
@@ -87,16 +94,13 @@ def animation(rounds: Sequence[Sequence[tuple[int, int]]], losses: Sequence[floa
     parts = []
     for r, pairs in enumerate(rounds):
         begin_s, sent_s, end_s = ROUND_S * r, ROUND_S * (r + 0.75), ROUND_S * (r + 0.95)
+        lines, dots = [], []
         for i, j in pairs:
             (x, y), (u, v) = at[i], at[j]
-            ends = f'x1="{x:.1f}" y1="{y:.1f}" x2="{u:.1f}" y2="{v:.1f}"'
-            parts.append(f'<line {ends} opacity="0">{shown(begin_s, end_s)}</line>')
-            for (a, b), (c, d) in ((at[i], at[j]), (at[j], at[i])):
-                steps = [
-                    moved(name, [(0.0, f"{p:.1f}"), (begin_s, f"{p:.1f}"), (sent_s, f"{q:.1f}"), (total_s, f"{q:.1f}")])
-                    for name, p, q in (("cx", a, c), ("cy", b, d))
-                ]
-                parts.append(f'<circle class="dot" r="5" opacity="0">{"".join(steps)}{shown(begin_s, sent_s)}</circle>')
+            lines.append(f'<line x1="{x:.0f}" y1="{y:.0f}" x2="{u:.0f}" y2="{v:.0f}"/>')
+            dots += [sent(*at[i], *at[j], begin_s, sent_s), sent(*at[j], *at[i], begin_s, sent_s)]
+        parts.append(f'<g opacity="0">{"".join(lines)}{shown(begin_s, end_s)}</g>')
+        parts.append(f'<g class="dot" opacity="0">{"".join(dots)}{shown(begin_s, sent_s)}</g>')
         words = f"round {r + 1}: training loss {losses[r]:.2f}"
         last_s = total_s if r + 1 == len(rounds) else begin_s + ROUND_S
         parts.append(f'<text x="{middle}" y="{SIZE + 16}" opacity="0">{words}{shown(begin_s, last_s)}</text>')
@@ -105,8 +109,8 @@ def animation(rounds: Sequence[Sequence[tuple[int, int]]], losses: Sequence[floa
         parts.append(f'<circle class="pale" cx="{x:.1f}" cy="{y:.1f}" r="14"/>')
         appears = [(0.0, "0"), (ROUND_S * ((after or 0) - 0.2), "1")]
         full = None if after is None else moved("opacity", appears, "discrete") if after else ""
+        hidden = ' opacity="0"' if full else ""
         if full is not None:
-            hidden = ' opacity="0"' if full else ""
             parts.append(f'<circle class="full" cx="{x:.1f}" cy="{y:.1f}" r="14"{hidden}>{full}</circle>')
         parts.append(f'<text x="{x:.1f}" y="{y + 4.5:.1f}">{worker}</text>')
         if full is not None:

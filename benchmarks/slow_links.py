@@ -323,7 +323,7 @@ def simulate(setting: Setting, cell: Cell, rounds: int) -> Simulated:
         out = Path(folder) / "run"
         simulate(parse(document(setting, cell, steps, rounds, eval_every=every, eval_batches=16)), out)
         lines = read_metrics(out)
-        scored = [line for line in lines if line["kind"] == "eval"]
+        scored = [line for line in lines if line["kind"] == "eval" and line["round"] >= 0]
         return Simulated(
             [line["round"] + 1 for line in scored],
             [line["loss"] for line in scored],

@@ -93,7 +93,8 @@ def test_a_simulation_measures_it_at_each_validation_and_nothing_else_changes(ki
     for name, on in (("with", True), ("without", False)):
         simulate(tiny(run__steps=4, run__eval_every=2, run__eval_js=on, **KINDS[kind]), tmp_path / name)
     measured, plain = all_validations(tmp_path / "with"), all_validations(tmp_path / "without")
-    assert len(measured) == 2 and all(0 < line["js_divergence"] < math.log(2) for line in measured)
+    assert [line["round"] for line in measured] == [-1, 0, 1] and measured[0]["js_divergence"] == 0
+    assert all(0 < line["js_divergence"] < math.log(2) for line in measured[1:])
     assert [{key: value for key, value in line.items() if key != "js_divergence"} for line in measured] == plain
 
 
@@ -108,7 +109,7 @@ def test_what_a_simulation_measures_is_that_of_its_models_on_the_first_validatio
 
 def test_workers_that_are_equal_after_each_round_have_none(tmp_path: Path) -> None:
     simulate(tiny(rule__name="diloco", topology__name="complete", run__steps=2, run__eval_js=True), tmp_path / "run")
-    assert [line["js_divergence"] for line in all_validations(tmp_path / "run")] == [0.0]
+    assert [line["js_divergence"] for line in all_validations(tmp_path / "run")] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,8 @@ def test_resuming_an_earlier_round_drops_that_and_later_ones_and_goes_on(tmp_pat
         fill(run, range(1, 2))
     assert sorted({m["round"] for m in read_metrics(tmp_path)}) == [-1, 0, 1]
     assert read_trace(tmp_path).rounds == 2
+    RunFolder(tmp_path, "", PLAIN, resume_round=0).close()
+    assert read_metrics(tmp_path) == [], "who starts again validates the initial values again"
 
 
 def test_a_killed_writer_loses_at_most_its_last_line(tmp_path: Path) -> None:
@@ -255,6 +257,7 @@ def test_a_process_that_writes_for_all_workers_shows_their_means_and_the_seconds
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with RunFolder(tmp_path, "", BOARD, traced_per_round=2) as run:
+        run.log("eval", round=-1, step=0, loss=5.0, disagreement=0.0, worker_losses=[5.0, 5.0])
         for round in range(2):
             for worker in range(2):
                 run.log("train", round=round, worker=worker, step=15 * round + 15, loss=2.0 + worker - round)
@@ -269,7 +272,8 @@ def test_a_process_that_writes_for_all_workers_shows_their_means_and_the_seconds
     shown = {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert shown["train/loss/mean"] == [(15, 2.5), (30, 1.5)] and shown["sent_bytes/mean"] == [(15, 3000), (30, 3000)]
     assert shown["sent_bytes/worker-001"] == [(15, 4000), (30, 4000)], "what it sends in a round, in all its parts"
-    assert shown["eval/own_loss/mean"] == [(15, 3), (30, 3)] and shown["eval/disagreement"] == [(15, 0.5), (30, 0.5)]
+    assert shown["eval/own_loss/mean"] == [(0, 5), (15, 3), (30, 3)], "the first is of the initial values"
+    assert shown["eval/disagreement"] == [(0, 0), (15, 0.5), (30, 0.5)]
     assert shown["seconds/waiting/home/worker-001"] == [(15, 1), (30, 1)]
     assert shown["seconds/waiting/home/mean"] == [(15, 0.5), (30, 0.5)]
 

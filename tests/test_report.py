@@ -88,16 +88,16 @@ def test_a_row_tells_quality_bytes_and_priced_time(tmp_path: Path) -> None:
     assert row["sent_bytes"] == 4000
     assert row["wall_s"] == pytest.approx({"fast": 4 * 9.001, "slow": 4 * 10})
     assert row["utilisation"] == pytest.approx({"fast": 9 / 9.001, "slow": 0.9})
-    assert row["loss_at_s"]["slow"] == [(10 * (r + 1), 2 + 1 / (r + 2)) for r in range(-1, 4)]
-    assert row["loss_at_bytes"] == [(1000 * (r + 1), 2 + 1 / (r + 2)) for r in range(-1, 4)]
+    assert row["loss_at_s"]["slow"] == [(10 * (r + 1), 2 + 1 / (r + 2)) for r in range(4)]
+    assert row["loss_at_bytes"] == [(1000 * (r + 1), 2 + 1 / (r + 2)) for r in range(4)]
 
 
 def test_a_round_that_sends_in_two_parts_ends_with_the_second(tmp_path: Path) -> None:
     (row,) = summary_rows({"a": make_run(tmp_path / "a", apart=True)}, {"slow": SLOW})
     assert row["wall_s"]["slow"] == pytest.approx(4 * 11)
-    assert row["loss_at_s"]["slow"] == [(pytest.approx(11 * (r + 1)), 2 + 1 / (r + 2)) for r in range(-1, 4)]
-    assert row["loss_at_round"] == [(r + 1, 2 + 1 / (r + 2)) for r in range(-1, 4)]
-    assert row["loss_at_bytes"] == [(2000 * (r + 1), 2 + 1 / (r + 2)) for r in range(-1, 4)]
+    assert row["loss_at_s"]["slow"] == [(pytest.approx(11 * (r + 1)), 2 + 1 / (r + 2)) for r in range(4)]
+    assert row["loss_at_round"] == [(r + 1, 2 + 1 / (r + 2)) for r in range(4)]
+    assert row["loss_at_bytes"] == [(2000 * (r + 1), 2 + 1 / (r + 2)) for r in range(4)]
 
 
 def test_the_table_on_the_terminal_shows_every_row_in_plain_units(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_losses_and_parameters_are_bitwise_those_of_processes_with_outer(tmp_pat
 
 def test_a_simulation_stops_to_be_looked_at_and_goes_on_to_the_same_end(tmp_path: Path):
     whole, run = simulated(), simulated(until=1, out=tmp_path / "run")
-    assert (run.rounds, run.over, len(run.validation["loss"])) == (1, False, 1)
+    assert (run.rounds, run.over, len(run.validation["loss"])) == (1, False, 2)
     early = flat(run.mean_model())
     assert "round 1 of 4" in repr(run) and run.go_on(until=3).rounds == 3 and run.go_on().over
     assert torch.equal(flat(run.model(2)), flat(whole.model(2))) and not torch.equal(flat(run.mean_model()), early)

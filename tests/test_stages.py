@@ -183,10 +183,12 @@ def test_validation_through_the_stages_is_that_of_the_whole_model_and_leaves_the
     trained, name
 ):
     found = lines_of(trained / "real" / name, "validation", "loss")
+    case = tiny(**CASES[name])
+    first = 0 if case.pipeline.stages * case.workers < 4 else -1  # a simulation began it, and validated the mean model
     scored = {
         (line["round"], worker): [loss]
         for line in read_metrics(trained / "simulated" / name)
-        if line["kind"] == "eval"
+        if line["kind"] == "eval" and line["round"] >= first
         for worker, loss in enumerate(line["worker_losses"])
     }
     assert found == scored and found

@@ -99,11 +99,15 @@ def test_the_validations_of_real_workers_are_one_line_when_all_have_theirs(tmp_p
     ):  # fmt: skip
         terminal.follow("a", tmp_path)
         for i, run in enumerate((zero, one)):
+            run.log("validation", round=-1, worker=i, step=0, tokens=0, loss=5.0 + i)
+            terminal.look()
+        assert out.getvalue() == "a: round 0 of 4  val 5.5\n"
+        for i, run in enumerate((zero, one)):
             run.log("train", round=0, worker=i, step=2, loss=3.0, lr=1e-3, tokens=64)
             run.log("validation", round=0, worker=i, step=2, tokens=64, loss=2.0 + i)
             run.log_seconds(RoundSeconds(0, i, None, 1.0, 0.25, {1 - i: 0.5}, 0.0, 1.75))
             terminal.look()
-            assert out.getvalue().count("\n") == i
+            assert out.getvalue().count("\n") == 1 + i
     assert "val 2.5" in out.getvalue() and "in exchange 0.75 s" in out.getvalue() and "workers 2/2" in out.getvalue()
 
 

@@ -94,7 +94,7 @@ def test_a_run_is_a_function_of_its_file_and_trains_the_tokens_of_a_run_in_round
     assert read_seconds(tmp_path / "a") == read_seconds(tmp_path / "b")
     assert outcome.tokens == config.workers * config.run.steps * config.step_tokens
     scored = evals(tmp_path / "a")
-    assert [line["round"] for line in scored] == [1, 3] and scored[-1]["loss"] == outcome.loss < 5.7
+    assert [line["round"] for line in scored] == [-1, 1, 3] and scored[-1]["loss"] == outcome.loss < 5.7
     log = read_events(tmp_path / "a")
     assert log is not None and {"clock": log.end_s[-1]} == outcome.time_s
     phases = [line for line in lines(tmp_path / "a") if line["event"] == "phase"]

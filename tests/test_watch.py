@@ -1,6 +1,7 @@
 """The server of a live page: what it shows, and all that it refuses."""
 
 import http.client
+import importlib
 import json
 import os
 import socket
@@ -179,6 +180,20 @@ def test_watch_starts_the_page_of_the_run_folder_and_lets_it_go_at_the_end(
     assert not verb._PAGES
 
 
+def test_the_benchmark_of_the_page_writes_records_that_it_reads_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    benchmark = importlib.import_module("watch")
+    folder = benchmark.written(tmp_path / "a", 4, 3, 5)
+    benchmark.add(folder, 4, [3])
+    (shown,) = json.loads(LiveRuns([folder]).data(""))["runs"]
+    assert (shown["done"], shown["rounds"], shown["complaints"], shown["progress"]) == (4, 5, [], 1.0)
+    assert shown["evals"]["x"]["round"] == [1, 2, 3, 4] and shown["spent"]["home"]["kinds"][0] == [4.0, 2.0, 1.0, 0.0]
+    page = benchmark.page_of([benchmark.Measured(f"x{k}", 1.0, k, "s") for k in (0, 1)], " --pairs 2", 0.5)
+    assert "| x0 | 1 s | 0 s | no |\n| x1 | 1 s | 1 s | yes |" in page and "watch.py --pairs 2" in page
+
+
 @pytest.mark.parametrize(
     ("losses", "words"),
     [
@@ -190,7 +205,9 @@ def test_watch_starts_the_page_of_the_run_folder_and_lets_it_go_at_the_end(
             "of 3 methods; to pick them after the fact",
         ),
         ({"a": [2.0, 2.1], "b": [None, float("nan")]}, "1 more ended without a finite loss"),
-        ({"a": [None]}, "No run ended with a finite validation loss"),
+        ({"a": [2.0, 2.1], "b": [None, None]}, "1 more has no validation of the mean model."),
+        ({"a": [None], "b": [float("nan")]}, "No run ended with a finite validation loss"),
+        ({"a": [None]}, "No run has a validation of its mean model; gossamer evaluate"),
     ],
 )
 def test_the_first_sentence_claims_what_the_seeds_show_and_no_more(

@@ -10,8 +10,8 @@ machines[-003].jsonl  see `gossamer.record.machines`
 tensorboard/          TensorBoard events
 ```
 
-Metrics come in kinds. Round r counts from 0 and a line of round r is about the end of that round; an evaluation
-before training has round -1. A number that is not finite is written as null.
+Metrics come in kinds. Round r counts from 0 and a line of round r is about the end of that round; a validation of the
+initial values has round -1 and step 0. A number that is not finite is written as null.
 
 * `{"kind":"train","round":r,"worker":i,"step":s,"loss":x,"lr":y,"tokens":t}`: the mean loss of a local phase, and the
   steps and tokens that this worker has behind it. With `record.hash` also `"hashes":[...]`, see there.
@@ -19,6 +19,7 @@ before training has round -1. A number that is not finite is written as null.
   the mean model and that of each worker's own, the tokens of all workers, and how far the workers are apart,
   `d = sqrt(mean_i |x_i - x_mean|² / P)` over P parameters; their list is empty without `run.eval_workers`; with `run.eval_js`
   also `"js_divergence":j`, how far their predictions are apart, in nats.
+* `{"kind":"validation","round":r,"worker":i,"step":s,"tokens":t,"loss":x}`: the same of a real worker's own model.
 * `{"kind":"alignment","round":r,"alignment":a,"persistence":c}` with `record.alignment`: how far the workers' pseudo-gradients
   Δ_i of a round agree, `a = |mean Δ_i|² / mean |Δ_i|²`, and the cosine of mean Δ_i and that of the round before, or null.
 """
@@ -211,7 +212,7 @@ class RunFolder:
         _cut(self._trace_path, round * self._traced_per_round)
         _cut(self._seconds_path, round)
         _cut(self._machines_path, round)
-        return _cut(self._metrics_path, round, self._void)
+        return _cut(self._metrics_path, round or -1, self._void)  # who starts again validates its initial values again
 
     def write_text(self, name: str, text: str) -> None:
         """Puts a text file into the folder, all at once."""

@@ -65,7 +65,8 @@ def page_contents(
 def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
     """A row of the table for a run that is followed, with the keys of `gossamer.report.table.summary_rows`."""
     evals = view.get("evals", {"x": {}, "y": {}})
-    last = {key: values[-1] for key, values in evals["y"].items() if values}
+    trained = max(evals["x"].get("round", []), default=0) > 0  # else there are initial values alone
+    last = {key: values[-1] for key, values in evals["y"].items() if values and trained}
     wall_s = {name or "its own clock": end_s for name, end_s in view.get("ends_s", {}).items()}
     return {
         "method": view["label"],

@@ -19,7 +19,7 @@ from gossamer.report.lines import KINDS_OF_FILES, RunFile, line_of_kind, run_fil
 from gossamer.report.tail import Marks, Tail
 from gossamer.report.thinning import Grid, KeptLines
 
-__all__ = ["MOST_WORKERS", "FollowedRun"]
+__all__ = ["MOST_WORKERS", "FollowedRun", "figure_of"]
 
 MOST_WORKERS = 4096
 """Of a run that is followed."""
@@ -55,6 +55,8 @@ class FollowedRun:
         workers = 1 if self.file is None else self.file.workers
         self.losses, self.tokens, self.steps = Grid(workers), Grid(workers), Grid(workers)
         self.validations = Grid(workers)
+        self.untrained: dict[int, float] = {}
+        """The validation loss of workers' initial values."""
         self.sent = Grid(workers, summed=True)
         """Bytes, by entry of the trace; for a run without one, by round."""
         self.trained_lines = self.traced_lines = 0
@@ -216,11 +218,17 @@ class FollowedRun:
             self.steps.put(round, worker, _number(line.get("step")))
             self.tokens.put(round, worker, _number(line.get("tokens")))
             self._behind(worker, round + 1)
+        elif line["kind"] == "validation" and worker is not None and round < 0:
+            self.untrained[worker] = _number(line.get("loss"))
         elif line["kind"] == "validation" and worker is not None:
-            self.validations.put(max(0, round), worker, _number(line.get("loss")))
+            self.validations.put(round, worker, _number(line.get("loss")))
         elif line["kind"] == "alignment":
             self.aligned[round] = {key: _number(line.get(key)) for key in ("alignment", "persistence")}
         elif line["kind"] == "eval" and worker is None:
+            # Of the workers only the worst is shown, and a run of many workers has many numbers.
+            own = line.pop("worker_losses", None)
+            if isinstance(own, list) and own:
+                line["worst worker"] = max((x for x in map(figure_of, own) if not math.isnan(x)), default=None)
             self.evaluations.add(line)
 
     def _enter_trace(self, line: dict[str, Any]) -> None:
@@ -275,6 +283,12 @@ class FollowedRun:
         self.happenings.append((round, sentence))
         if len(self.happenings) > _MOST_HAPPENINGS:
             self.happenings = self.happenings[-_MOST_HAPPENINGS // 2 :]
+
+
+def figure_of(value: Any) -> float:
+    """A figure of a line, which may hold anything; NaN for what is none."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if known else math.nan
 
 
 def _number(value: Any) -> float:

@@ -108,7 +108,11 @@ class LiveRuns:
             views, [row_of_view(view) for view in views], title=title, live=True, command=self._command,
             date=f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%d %H:%M} UTC",
         )  # fmt: skip
-        return json.dumps(finite({**contents, "revision": revision, "notes": self._empty}), allow_nan=False).encode()
+        answer = {**contents, "revision": revision, "notes": self._empty}
+        try:
+            return json.dumps(answer, allow_nan=False).encode()
+        except ValueError:  # a figure is not finite, which is rare: to look for one takes longer than all else
+            return json.dumps(finite(answer), allow_nan=False).encode()
 
     def _priced(self, run: FollowedRun) -> dict[str, NDArray[np.float64]]:
         """When each round of a simulation under way ends on its networks; priced again when it is half as long again."""

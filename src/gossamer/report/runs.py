@@ -36,7 +36,7 @@ class RunData(NamedTuple):
 
     label: str
     evals: list[dict[str, Any]]
-    """Evaluations of the mean model, one a round, by round."""
+    """Evaluations of the mean model, one a round, by round; that of the initial values has round -1."""
     sent_bytes: float | None
     """Mean over the workers; None where nothing was recorded."""
     timelines: dict[str, Timeline]
@@ -129,6 +129,7 @@ def _as_number(value: object, key: str, round: int) -> float:
 
 def summary_row(run: RunData) -> dict[str, Any]:
     """The run's row of `gossamer.report.table.summary_rows`."""
+    run = run._replace(evals=[line for line in run.evals if line["round"] >= 0])
     last: dict[str, Any] = run.evals[-1] if run.evals else {"round": -1}
     losses = last.get("worker_losses", [])
     if not isinstance(losses, list):

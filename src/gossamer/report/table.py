@@ -44,7 +44,7 @@ def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> l
     of the pseudo-gradients, means over the rounds; `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by
     name of network; `loss_at_s`, by name of network pairs of the seconds when the last worker ended an evaluated round, and the
     loss then; `loss_at_bytes` and `loss_at_round`, such pairs with the bytes that a worker had sent and the rounds that were
-    over. A value is None where it is missing, and NaN where it was not finite.
+    over. Initial values are in none of them. A value is None where it is missing, and NaN where it was not finite.
 
     Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
     """

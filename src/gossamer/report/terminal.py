@@ -208,7 +208,7 @@ class _Shown:
         assert run is not None and run.file is not None
         done, rounds, workers = run.done, run.file.rounds, run.file.workers
         newest = next(reversed(run.evaluations.lines()), {})
-        own = _row(run.validations, max(0, run.validations.rows * run.validations.stride - 1))
+        own = next(reversed(_own(run, whole=False)), (-1, math.nan))[1]
         per_s = left_s = math.nan
         if self._before is not None and now_s > self._before[0]:
             past_s = now_s - self._before[0]
@@ -252,11 +252,21 @@ def _scored(run: FollowedRun, *, whole: bool) -> list[tuple[int, dict[str, str]]
             })
             for line in lines
         ]  # fmt: skip
+    found = _own(run, whole=whole)
+    return [(round, {"loss": _number(_row(run.losses, round)), "val": _number(loss)}) for round, loss in found]
+
+
+def _own(run: FollowedRun, *, whole: bool) -> list[tuple[int, float]]:
+    """The mean of the workers' own validations, by round; the initial values have round -1."""
     grid = run.validations
     known = np.isfinite(grid.values())
     enough = known.all(axis=1) if whole else known.any(axis=1)
-    rounds = [int(round) for round in grid.rounds()[enough]]
-    return [(round, {"loss": _number(_row(run.losses, round)), "val": _number(_row(grid, round))}) for round in rounds]
+    untrained = [loss for loss in run.untrained.values() if math.isfinite(loss)]
+    before = untrained and len(untrained) >= (grid.columns if whole else 1)
+    return [
+        *([(-1, math.fsum(untrained) / len(untrained))] if before else []),
+        *((int(round), _row(grid, int(round))) for round in grid.rounds()[enough]),
+    ]
 
 
 def _row(grid: Grid, round: int) -> float:

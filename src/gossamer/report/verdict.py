@@ -30,13 +30,12 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
             method, _, seed = row["method"].partition(" seed=")
             losses.setdefault(method, {})[seed] = row["loss"]
     if not losses:
-        return "No run has a validation loss yet." if running else "No run ended with a finite validation loss."
+        return "No run has a validation loss yet." if running else _none(rows)
     ordered = sorted(losses, key=lambda method: statistics.fmean(losses[method].values()))
     if running:
         lowest = f"{ordered[0]} at {statistics.fmean(losses[ordered[0]].values()):.4f}"
         return f"Not all of these runs have ended; lowest validation loss so far: {lowest}. Nothing is claimed before the end."
-    missing = len({row["method"].partition(" seed=")[0] for row in rows}) - len(losses)
-    besides = f" {missing} more ended without a finite loss." if missing else ""
+    besides = _besides(rows, losses)
     if len(ordered) == 1:
         return f"{_ended(ordered[0], losses, single=True)}.{besides}"
     first, second = ordered[:2]
@@ -48,6 +47,25 @@ def verdict(rows: Sequence[Mapping[str, Any]], *, running: bool = False) -> str:
             why = "they have no two seeds in common, so this says nothing about which is better"
         return f"{both}: {why}.{besides}"
     return _compared(first, second, losses, shared) + _picked(len(ordered)) + besides
+
+
+def _none(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What there is to say where no run that has ended has a finite loss."""
+    if any(row["loss"] is not None for row in rows):
+        return "No run ended with a finite validation loss."
+    return "No run has a validation of its mean model; gossamer evaluate makes that of a real one."
+
+
+def _besides(rows: Sequence[Mapping[str, Any]], losses: Mapping[str, Any]) -> str:
+    """A sentence for the methods that diverged, and one for those that nobody has scored."""
+    others = [row for row in rows if row["method"].partition(" seed=")[0] not in losses]
+    diverged = {row["method"].partition(" seed=")[0] for row in others if row["loss"] is not None}
+    unscored = {row["method"].partition(" seed=")[0] for row in others} - diverged
+    return (f" {len(diverged)} more ended without a finite loss." if diverged else "") + (
+        f" {len(unscored)} more {'have' if len(unscored) > 1 else 'has'} no validation of the mean model."
+        if unscored
+        else ""
+    )
 
 
 def _compared(first: str, second: str, losses: Mapping[str, Mapping[str, float]], shared: Sequence[str]) -> str:

@@ -1,8 +1,10 @@
 """A followed run as plain values for a page: thinned curves, standings, seconds and what happened."""
 
+import heapq
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from numpy.typing import NDArray
 from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, links_of
 from gossamer.record.branches import described, read_branches
-from gossamer.report.follow import FollowedRun
+from gossamer.report.follow import FollowedRun, figure_of
 from gossamer.report.thinning import spread_out, thinned
 
 __all__ = ["run_view", "standings"]
@@ -128,21 +130,18 @@ def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
     lines, figures = run.evaluations.lines(), {}
     if lines:
         names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
-        figures = {key: [_plain(line.get(key)) for line in lines] for key in names}
-        lists = [line.get("worker_losses") for line in lines]
-        own = [[_plain(x) for x in some] if isinstance(some, list) else [] for some in lists]
-        if any(own):
-            figures["worst worker"] = [max((x for x in some if not math.isnan(x)), default=math.nan) for some in own]
+        figures = {key: [figure_of(line.get(key)) for line in lines] for key in names}
         rounds = [line["round"] for line in lines]
         if run.aligned:
             for key in ("alignment", "persistence"):
-                figures[key] = [_plain(run.aligned.get(r, {}).get(key)) for r in rounds]
+                figures[key] = [figure_of(run.aligned.get(r, {}).get(key)) for r in rounds]
     else:
         rounds_, values = run.validations.rounds(), run.validations.values()
         known = np.isfinite(values).any(axis=1) if len(values) else np.zeros(0, bool)
-        rounds = [int(r) for r in rounds_[known]]
-        if rounds:
-            figures = {"own": [float(x) for x in np.nanmean(values[known], axis=1)]}
+        untrained = [loss for loss in run.untrained.values() if math.isfinite(loss)]
+        rounds = [*[-1] * bool(untrained), *map(int, rounds_[known])]
+        own = [*map(statistics.fmean, [untrained] if untrained else []), *map(float, np.nanmean(values[known], axis=1))]
+        figures = {"own": own} if rounds else {}
     kept = thinned(next(iter(figures.values())), _MOST_POINTS) if figures else []
     at = axes.at([rounds[k] for k in kept], [lines[k] for k in kept] if lines else ())
     return {"x": at, "y": {key: [_rounded(values[k]) for k in kept] for key, values in figures.items()}}
@@ -176,7 +175,7 @@ def _spent(run: FollowedRun) -> dict[str, Any]:
     """By clock the seconds of each worker, and the longest waits of a worker for a peer."""
     found = {}
     for name, seconds in run.spent_s.items():
-        waits = sorted(run.waits_s[name].items(), key=lambda one: -one[1])[:_MOST_WAITS]
+        waits = heapq.nlargest(_MOST_WAITS, run.waits_s[name].items(), key=itemgetter(1))
         found[name or MEASURED] = {
             "kinds": [[_rounded(float(x)) for x in row] for row in seconds],
             "waits": [[i, j, _rounded(s)] for (i, j), s in waits],
@@ -211,10 +210,11 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
     """What the files tell of each worker, in one word.
 
     training: its files grow. silent: they have not for 10 s, or five of its rounds if that is longer. gone: the others have gone
-    on without it. left: it was asked to leave. finished: it has all its rounds behind it. empty: it has left no line.
+    on without it. left: it was asked to leave. finished: it has all its rounds behind it, or the run has. empty: it has left no
+    line.
     """
     assert run.file is not None
-    everyone, words = _simulated(run), []
+    everyone, over, words = _simulated(run), _is_scored(run), list[str]()
     for worker in range(run.file.workers):
         rounds = run.rounds_of[worker]
         own = [tail for name, tail in run.tails.items() if everyone or name.partition("-")[2] == f"{worker:03}.jsonl"]
@@ -228,6 +228,8 @@ def standings(run: FollowedRun, now_s: float) -> list[str]:
             words.append("empty")
         elif alive is not None and worker not in alive and rounds <= alive_round:
             words.append("gone")
+        elif over:  # where nobody waits, the slow have fewer rounds
+            words.append("finished")
         else:
             words.append("silent" if age_s > max(_SILENT_S, 5 * _round_s(run)) else "training")
     return words
@@ -243,11 +245,14 @@ def _round_s(run: FollowedRun) -> float:
 
 
 def _state(run: FollowedRun, words: Sequence[str]) -> str:
-    assert run.file is not None
-    scored = any(line["round"] + 1 >= run.file.rounds for line in run.evaluations.lines()[-1:])
-    if scored or ("finished" in words and "training" not in words):
+    if _is_scored(run) or ("finished" in words and "training" not in words):
         return "finished"
     return "training" if "training" in words else "silent" if run.done else "starting"
+
+
+def _is_scored(run: FollowedRun) -> bool:
+    """Whether there is a validation after the last round."""
+    return run.file is not None and any(line["round"] + 1 >= run.file.rounds for line in run.evaluations.lines()[-1:])
 
 
 def _placed(network: Network, workers: int) -> dict[str, Any] | None:
@@ -266,12 +271,6 @@ def _placed(network: Network, workers: int) -> dict[str, Any] | None:
 def _last(values: NDArray[np.float64]) -> float:
     known = np.flatnonzero(np.isfinite(values))
     return float(values[known[-1]]) if len(known) else math.nan
-
-
-def _plain(value: Any) -> float:
-    """A figure of a line, which may hold anything; NaN for what is none."""
-    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if known else math.nan
 
 
 def _rounded(value: float) -> float | None:

@@ -60,6 +60,7 @@ class AsyncParticipant(ABC, Generic[Core]):
     events: EventWriter
     transport: CallTransport
     stopwatch: Stopwatch
+    _journal: Journal
 
     def __init__(
         self, config: RunConfig, settled: RunConfig, folder: Path, task: Task, seat: AsyncSeat, asked: threading.Event
@@ -159,6 +160,12 @@ class AsyncParticipant(ABC, Generic[Core]):
                 void=lambda line: line["event"] == "phase" and line["number"] >= begun.number,
             ) as self.events,
         ):  # fmt: skip
+            self._journal = Journal(
+                config, lambda: self.record, lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)}, self._save,
+                kind="validation",
+            )  # fmt: skip
+            if (begun.number, begun.source) == (0, None):
+                self._journal.begin(worker=slot)
             self._began = time.perf_counter() - before_s
             self.stopwatch = Stopwatch(slot, before_s)
             self.log.begin(begun._replace(time_s=before_s))
@@ -195,7 +202,7 @@ class AsyncParticipant(ABC, Generic[Core]):
         return Entered(number, round, state.source, 0.0)
 
     def _train(self, begun: Entered) -> None:
-        number, report = begun.number, None
+        number = begun.number
         self.mark(number)
         round = max(begun.round, self._rounds_over(number))
         self._keep(round)
@@ -207,10 +214,6 @@ class AsyncParticipant(ABC, Generic[Core]):
             self.calls.closed = False
         if self.transport.members.own.standing == Standing.JOINING:
             self.transport.declare(Standing.ALIVE, round)
-        journal = Journal(
-            self.config, lambda: self.record, lambda: {"loss": self._probe.loss(self.x, self.replica.buffers)}, self._save,
-            kind="validation",
-        )  # fmt: skip
         while not self._asked.is_set() and self._claims(number):
             alive = self.transport.begin_phase(number)
             self._known = say_changes(self._known, self.transport, round=round, done=self.calls.done)
@@ -224,11 +227,11 @@ class AsyncParticipant(ABC, Generic[Core]):
             if reached > round:
                 self.record.log_seconds(self.stopwatch.round(round))
             if due := due_round(self.config, round, reached):
-                end_round(journal, self.replica, due)
+                end_round(self._journal, self.replica, due)
             round = reached
-        self._leave(number, round, report, journal)
+        self._leave(number, round)
 
-    def _leave(self, number: int, round: int, report: LocalPhase | None, journal: Journal) -> None:
+    def _leave(self, number: int, round: int) -> None:
         """Ends after so many local phases: stays for the others, saves and says so."""
         self.transport.begin_phase(number)
         left = self._asked.is_set()
@@ -240,7 +243,7 @@ class AsyncParticipant(ABC, Generic[Core]):
             self.mark(number)
         self.record.log_seconds(self.stopwatch.round(round))
         if why == "finished":
-            end_round(journal, self.replica, finished)
+            end_round(self._journal, self.replica, finished)
         else:
             self._save(finished)
             say(f"worker {self.slot} leaves after {number} local phases, as it was asked to, and has saved its state")

@@ -12,7 +12,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn
 
@@ -156,6 +156,9 @@ class _Replay:
             RunFolder(self._folder, dump(config), config.record) as self._record,
             EventWriter(self._folder, network=HERE, workers=config.workers) as self._events,
         ):
+            if config.run.eval_every:
+                probe, n = self._probe, config.workers
+                self._log_validation(-1, 0, [probe.x.clone()] * n, [probe.buffers] * n)
             while any(one.left for one in processes):
                 took = 0
                 for one in processes:
@@ -237,10 +240,15 @@ class _Replay:
         config, run = self._config, self._run
         last = [*self._last.values()]
         chosen = [one.name for one in last if one.ended] or [one.name for one in last]
-        buffers = [run.replicas[name].buffers for name in chosen]
-        figures = assess([run.cores[name].x for name in chosen], Probes([self._probe]), buffers).figures()
-        self.loss = figures["loss"]
-        self._record.log("eval", round=config.rounds - 1, step=config.run.steps, tokens=self.tokens, **figures)
+        xs, buffers = [run.cores[name].x for name in chosen], [run.replicas[name].buffers for name in chosen]
+        self.loss = self._log_validation(config.rounds - 1, config.run.steps, xs, buffers)
+
+    def _log_validation(
+        self, round: int, step: int, xs: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]]
+    ) -> float:
+        figures = assess(xs, Probes([self._probe]), buffers).figures()
+        self._record.log("eval", round=round, step=step, tokens=self.tokens, **figures)
+        return figures["loss"]
 
 
 class _Run(ABC, Generic[Core]):

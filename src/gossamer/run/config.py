@@ -66,7 +66,8 @@ class LoopSettings:
     weigh_steps: bool = False
     """Whether the drift of a worker that took fewer local steps is scaled up by H / H_i, so that it counts fully."""
     eval_every: Annotated[AtLeastZero, NEUTRAL] = 60
-    """Inner steps between two validations, each at the end of the round that reaches them; 0 validates only at the end."""
+    """Inner steps between two validations, each at the end of the round that reaches them; the first is of the initial values.
+    0 validates only at the end."""
     eval_batches: Annotated[AtLeastOne, NEUTRAL] = 8
     """Validation batches of `data.batch_size` sequences."""
     eval_workers: Annotated[bool, NEUTRAL] = True

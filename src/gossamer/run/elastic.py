@@ -221,6 +221,8 @@ class _Participant:
             config, lambda: record, lambda: {"loss": self._probe.loss(replica.evaluated, replica.buffers)}, self._save,
             kind="validation",
         )  # fmt: skip
+        if (begun.round, begun.incarnation) == (0, 0):  # for one that joins, others may be waiting
+            journal.begin(worker=self.slot)
         stopwatch = Stopwatch(self.slot, recorded_s(self.folder, self.slot, begun.round))
         stopwatch.start()
         round, finished, begins = begun.round, begun.after, True

@@ -207,10 +207,11 @@ def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence
     """
     buffers = buffers or [()] * len(vectors)
     mean, between = union_of(probes.task, vectors), mean_buffers(buffers)
+    alike = all(torch.equal(one, other) for own in buffers for one, other in zip(own, between, strict=True))
     held = probes.task.holding
     apart = disagreement(vectors if held is None else held.beside(vectors, mean), mean)
-    if not between and all(torch.equal(mean, x) for x in vectors):
-        (value,) = probes.losses([(mean, ())])
+    if alike and all(torch.equal(mean, x) for x in vectors):
+        (value,) = probes.losses([(mean, between)])
         own = (value,) * len(vectors) if probes.each_worker else ()
         return Assessment(value, own, apart, 0.0 if probes.compares else None)
     workers = [*zip(vectors, buffers, strict=True)]

@@ -168,7 +168,9 @@ def open_global(
         ]
         shares = Shares(n * config.run.steps, ahead, max(local_steps), earlier=steps)
         session = GlobalSession(config, core, shares, regions, stays, phases)
-        snapshots = Snapshots(folder, probe, session.state, lambda: f"{shares.present} regions")
+        snapshots = Snapshots(folder, probe, session.state)
         session.records = ServerRecords(config, files, snapshots, begin_s=begin_s, round=start or 0, steps=steps)
         session.records.write("serve", begin_s, workers=n, round=start or 0, digest=digest(config))
+        if not start:
+            session.records.begin()
         yield session

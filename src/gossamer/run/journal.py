@@ -61,6 +61,14 @@ class Journal:
         """Where it writes now."""
         return self._record()
 
+    def begin(self, **behind: Any) -> None:
+        """Validates the initial values, as the end of round -1, in a run that validates on its way; `loss` stays NaN.
+
+        Args: `behind` are further fields of the line.
+        """
+        if self.config.run.eval_every:
+            self.record.log(self._kind, round=-1, **behind, step=0, tokens=0, **self._validate())
+
     def enter(self, worker: Worker, round: int, report: RoundReport) -> None:
         """Writes what a worker did in a round into the metrics and the trace.
 
@@ -146,6 +154,10 @@ class EventJournal:
     def loss(self) -> float:
         """Of the last validation."""
         return self._journal.loss
+
+    def begin(self) -> None:
+        """Validates the initial values; see `Journal.begin`."""
+        self._journal.begin(time_s=0.0)
 
     def enter(self, event: Record, time_s: float, local_steps: Sequence[int]) -> None:
         """Writes one event, and ends the rounds that end with it; the last ends with the run."""

@@ -84,6 +84,8 @@ class _Replay:
             RunFolder(self._folder, dump(config), config.record, traced_per_round=traced) as record,
         ):
             journal = Journal(config, lambda: record, self._validate, self._save_all)
+            if 0 in self._script.turns:
+                journal.begin()
             for round in sorted(self._script.turns):
                 self._advance(round, journal)
             self.loss = self._validate()["loss"] if math.isnan(journal.loss) else journal.loss

@@ -19,7 +19,6 @@ from gossamer.record.arrivals import ArrivalWriter, ServerInput
 from gossamer.record.events import EventWriter
 from gossamer.record.files import worker_suffix
 from gossamer.record.folder import RunFolder
-from gossamer.record.progress import say
 from gossamer.run.config import RunConfig, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import lineage
@@ -47,15 +46,6 @@ class Snapshots(NamedTuple):
     probe: Probe
     state: Callable[[], dict[str, Any]]
     """What a checkpoint holds; `x` in it are the parameters."""
-    standing: Callable[[], str]
-    """How the run stands, in a few words."""
-
-
-class _Ended(NamedTuple):
-    """The server as it was at the end of the round that is validated and saved. No rule writes into its old state."""
-
-    round: int
-    state: dict[str, Any]
 
 
 class ServerRecords:
@@ -74,7 +64,8 @@ class ServerRecords:
         self._config, self._snapshots = config, snapshots
         self._under_way = Future[None]()
         self._under_way.set_result(None)
-        self._ended = _Ended(0, {})
+        self._ended: dict[str, Any] = {}
+        """The server as it was at the end of the round that is validated and saved. No rule writes into its old state."""
         self.now_s = begin_s
         """When the newest input came."""
         save, end = (lambda finished: None), (lambda *finished, **behind: None)
@@ -82,7 +73,7 @@ class ServerRecords:
             end, folder = self._end_round, snapshots.folder
             kept = 3 if self._arrivals is None else 2
             save = saver(
-                lineage(config, folder), folder, lambda: [(config.workers, self._ended.state)], keep=kept
+                lineage(config, folder), folder, lambda: [(config.workers, self._ended)], keep=kept
             )  # fmt: skip
         self._journal = Journal(config, lambda: files.record, self._assess, save)
         self.journal = EventJournal(self._journal, lambda: files.events, end_round=end)
@@ -103,6 +94,12 @@ class ServerRecords:
         if self._under_way.done():
             self._under_way.result()
 
+    def begin(self) -> None:
+        """Validates the initial values."""
+        assert self._snapshots is not None
+        self._ended = self._snapshots.state()
+        self._write(self.journal.begin)
+
     def close(self, now_s: float) -> None:
         """The last round is over: validates and saves."""
         self.now_s = self.journal.time_s = now_s
@@ -116,20 +113,20 @@ class ServerRecords:
         if not any(self._config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
             return
         self._under_way.result()
-        self._ended = _Ended(finished, {**snapshots.state(), "time_s": self.now_s})
-        end = partial(self._journal.end_round, finished, **behind)
+        self._ended = {**snapshots.state(), "time_s": self.now_s}
+        self._write(partial(self._journal.end_round, finished, **behind))
+
+    def _write(self, what: Callable[[], None]) -> None:
+        """Has this done by the thread that writes, or at once where there is none."""
         if self._aside is None:
-            end()
+            what()
         else:
-            self._under_way = self._aside.submit(end)
+            self._under_way = self._aside.submit(what)
 
     def _assess(self) -> dict[str, Any]:
-        (round, state), snapshots = self._ended, self._snapshots
+        snapshots = self._snapshots
         assert snapshots is not None
-        loss = snapshots.probe.loss(state["x"])
-        updates, standing = sum(state["updates"]), snapshots.standing()
-        say(f"round {round} of {self._config.rounds}: validation {loss:.4f} after {updates} updates, {standing}")
-        return {"loss": loss}
+        return {"loss": snapshots.probe.loss(self._ended["x"])}
 
 
 @contextlib.contextmanager

@@ -213,11 +213,13 @@ def open_session(
         core = _core(config, settled, probe, probe.x.clone(), budget, begin_s)
         if saved:
             core.restore(saved)
-        snapshots = Snapshots(folder, probe, core.state, lambda: f"{core.present} workers")
+        snapshots = Snapshots(folder, probe, core.state)
         records = ServerRecords(
             config, files, snapshots, begin_s=begin_s, round=start or 0, steps=core.absorbed_steps
         )  # fmt: skip
         records.write("serve", begin_s, workers=n, round=start or 0, digest=digest(config))
+        if not start:
+            records.begin()
         yield ServerSession(config, settled, core, budget, records, start or None)
 
 

@@ -96,6 +96,8 @@ class Rounds:
                 traced_per_round=self._sends_per_round,
             ) as self._record,
         ):  # fmt: skip
+            if self.finished == 0:
+                self._journal.begin()
             yield
             self._cut = self.finished
 

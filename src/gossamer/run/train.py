@@ -156,6 +156,8 @@ def _train_rounds(
     stages = part and open_.enter_context(stage_log(folder, worker.index, member.part, member.parts, newest))
     save = _saver(store.path, line, worker, board, newest or 0)
     journal = Journal(config, lambda: record, _validator(config, replica, part), save, kind="validation")
+    if not newest:
+        journal.begin(worker=worker.index)
     stopwatch.start()
     for round in range(newest or 0, config.rounds):
         if pipe is not None:

@@ -94,6 +94,8 @@ class Events:
         ):
             for learner in self._learners:
                 learner.pool = self._lanes.pool if self._lanes.count > 1 and _may_run_ahead(config) else None
+            if self.finished == 0:
+                self._events.begin()
             yield
             self._cut = self.finished
 

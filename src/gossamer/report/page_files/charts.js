@@ -35,7 +35,8 @@ G.chart = (title) => {
     if (!(high > low)) high = low + 1;
     const inside = [];
     for (const curve of curves) {
-      const first = ends && !zoom ? Math.floor(curve.x.length / 10) : 0;  // else the fall at the start leaves the ends one line
+      // The fall at the start, from initial values at 0, would leave the ends one line.
+      const first = ends && !zoom ? Math.max(Math.floor(curve.x.length / 10), curve.x.length > 3 && curve.x[0] === 0 ? 1 : 0) : 0;
       for (let i = first; i < curve.x.length; i += 1) {
         if (curve.x[i] === null || curve.x[i] < low || curve.x[i] > high) continue;
         for (const y of [curve.y[i], curve.low?.[i], curve.high?.[i]]) if (y !== null && y !== undefined) inside.push(y);

@@ -19,6 +19,10 @@ G.gossip = () => {
   const svg = G.mark("svg", { role: "img", viewBox: `0 0 ${SIZE} ${SIZE}`, width: "100%", style: "max-width:430px;margin:0 auto" });
   const words = G.make("p", { class: "faint", "aria-live": "polite" });
   const node = G.make("div", {}, svg, words);
+  const said = new WeakMap();  // what a mark says under the pointer, which few of many hundreds ever are
+  svg.addEventListener("pointerover", ({ target }) => {
+    if (said.has(target) && !target.hasChildNodes()) target.append(G.mark("title", {}, said.get(target)));
+  });
 
   // A line for each two workers that exchanged, whichever sent.
   const together = (moment) => {
@@ -49,7 +53,8 @@ G.gossip = () => {
         x1: from.x, y1: from.y, x2: to.x, y2: to.y, "data-pair": `${i}-${j}`,
         stroke: lost ? "var(--bad)" : "var(--c0)", "stroke-width": (1 + 2 * Math.sqrt(size / most)).toFixed(2),
         "stroke-dasharray": lost ? "3 4" : "", opacity: run.workers > 32 ? 0.5 : 0.85,
-      }, G.mark("title", {}, `${i < 0 ? "server" : `worker ${i}`} and worker ${j}: ${G.bytes(size)}${lost ? ", not counted" : ""}`)));
+      }));
+      said.set(svg.lastChild, `${i < 0 ? "server" : `worker ${i}`} and worker ${j}: ${G.bytes(size)}${lost ? ", not counted" : ""}`);
     }
     for (const key of failed) {
       if (pairs.some((pair) => `${pair.i}-${pair.j}` === key)) continue;
@@ -57,7 +62,7 @@ G.gossip = () => {
       if (at[i] && at[j]) svg.append(G.mark("line", { x1: at[i].x, y1: at[i].y, x2: at[j].x, y2: at[j].y, "data-failed": key, stroke: "var(--bad)", "stroke-dasharray": "3 4" }));
     }
     if (moment.everyone || served) {
-      svg.append(G.mark("circle", { cx: middle.x, cy: middle.y, r: 17, fill: "var(--card)", stroke: "var(--c0)" }),
+      svg.append(G.mark("circle", { cx: middle.x, cy: middle.y, r: 23, fill: "var(--card)", stroke: "var(--c0)" }),
         G.mark("text", { x: middle.x, y: middle.y + 4, "text-anchor": "middle", class: "ink" }, moment.everyone ? "mean" : "server"));
     }
     nodes(run, moment, at, net, middle);
@@ -69,19 +74,22 @@ G.gossip = () => {
   const nodes = (run, moment, at, net, middle) => {
     const radius = Math.max(2.5, Math.min(13, 190 / run.workers));
     const speeds = net ? net.uplink_bps.filter((bps) => bps !== null) : [], usual = [...speeds].sort((a, b) => a - b)[Math.floor(speeds.length / 2)];
+    const there = new Set(moment.pairs.flat().filter((_, k) => k % 3 < 2));  // whoever has gone later was there in this round
     at.forEach((place, worker) => {
       const word = run.standings[worker], away = moment.alive && !moment.alive.includes(worker);
-      const gone = away || ["gone", "left", "empty"].includes(word), doubtful = word === "silent";
+      const gone = away || (["gone", "left", "empty"].includes(word) && !there.has(worker) && !moment.everyone), doubtful = word === "silent";
       const slow = net && net.uplink_bps[worker] !== null && net.uplink_bps[worker] < 0.7 * usual;
       const speed = net ? `, uplink ${G.rate(net.uplink_bps[worker])}, downlink ${G.rate(net.downlink_bps[worker])}` : "";
       svg.append(G.mark("circle", {
         cx: place.x, cy: place.y, r: radius, fill: gone ? "var(--card)" : doubtful ? "var(--other)" : slow ? "var(--transfer)" : "var(--compute)",
         stroke: gone ? "var(--bad)" : "var(--ink)", "stroke-width": gone || slow ? 2 : 0.8, "stroke-dasharray": gone ? "3 2" : slow ? "2 2" : "", "data-worker": worker, "data-standing": gone ? "gone" : word,
-      }, G.mark("title", {}, `worker ${worker}: ${word}, ${run.rounds_of[worker]} rounds${speed}`)));
+      }));
+      said.set(svg.lastChild, `worker ${worker}: ${word}, ${run.rounds_of[worker]} rounds${speed}`);
       if (radius >= 7) svg.append(G.mark("text", { x: place.x, y: place.y + 4, "text-anchor": "middle", style: `fill:${gone ? "var(--bad)" : "var(--card)"};font-weight:600;pointer-events:none` }, `${worker}`));
       if ((slow || gone) && run.workers <= 40) {
-        const out = 1 + (radius + 13) / Math.hypot(place.x - middle.x, place.y - middle.y);
-        svg.append(G.mark("text", { x: middle.x + (place.x - middle.x) * out, y: middle.y + (place.y - middle.y) * out + 4, "text-anchor": place.x < middle.x - 9 ? "end" : place.x > middle.x + 9 ? "start" : "middle" },
+        // Above or below, as there is no room for it beside those at the edges.
+        const y = place.y < middle.y - 9 ? place.y - radius - 6 : place.y + radius + 14;
+        svg.append(G.mark("text", { x: place.x, y, "text-anchor": "middle" },
           gone ? (away && word !== "left" ? "away" : word) : G.rate(net.uplink_bps[worker])));
       }
     });

@@ -138,7 +138,7 @@ G.page = (root, frozen) => {
   };
 
   const card = (place) => {
-    const known = { round: null, follow: true, playing: null, view: null, thin: false };
+    const known = { round: null, follow: true, playing: null, view: null, thin: false }, kept = new Map();
     const name = G.make("span", {}), said = G.make("p", { class: "faint" }), problems = G.make("div", {});
     const slider = G.make("input", { type: "range", min: 0, max: 0, value: 0, "aria-label": "round" });
     const number = G.make("output", {}), newest = G.make("button", { type: "button", class: "small" }, "newest");
@@ -152,6 +152,17 @@ G.page = (root, frozen) => {
     const node = G.make("details", { "data-run": place }, G.make("summary", {}, name), body);
     const available = () => (frozen ? Object.keys(frozen.moments[place] || {}).map(Number).sort((a, b) => a - b) : null);
 
+    // What everybody has behind it changes no more, and is asked for once.
+    const moment = async (round) => {
+      if (kept.has(round)) return kept.get(round);
+      const found = await momentOf(place, round);
+      if (found && Object.keys(found.seconds).length && Math.min(...known.view.rounds_of) > round + 1) {
+        kept.set(round, found);
+        if (kept.size > 64) kept.delete(kept.keys().next().value);
+      }
+      return found;
+    };
+
     const show = async (round) => {
       const list = available();
       known.round = list ? list.reduce((a, b) => (Math.abs(b - round) < Math.abs(a - round) ? b : a), list[0]) : round;
@@ -162,7 +173,7 @@ G.page = (root, frozen) => {
       const around = [wanted, wanted + 1, wanted + 2, wanted + 3].filter((r) => (list ? list.includes(r) : r < known.view.done));
       if (around.length < 4 && !list) for (let r = wanted - 1; r >= 0 && around.length < 4; r -= 1) around.unshift(r);
       if (around.length < 4 && list) for (let r = wanted - 1; list.includes(r) && around.length < 4; r -= 1) around.unshift(r);
-      const moments = (await Promise.all(around.map((r) => momentOf(place, r)))).filter(Boolean);
+      const moments = (await Promise.all(around.map(moment))).filter(Boolean);
       const now = moments.find((moment) => moment.round === wanted);
       if (!now || known.round !== wanted) return;
       known.thin = !now.pairs.length && !now.everyone;  // what is still being read, or written
@@ -198,7 +209,7 @@ G.page = (root, frozen) => {
       tools.hidden = gossip.node.hidden = !view.done;
       const by = view.by_worker;
       losses.update({ xLabel: "rounds", log: false, curves: by.losses.map((y, worker) => ({
-        label: `worker ${worker}`, x: by.round, y, ...(({ colour, dash }) => ({ colour, dash }))(G.style(worker)), faint: by.losses.length > MANY,
+        label: `worker ${worker}`, x: by.round, y, colour: G.style(worker).colour, dash: by.losses.length > MANY ? "" : G.style(worker).dash, faint: by.losses.length > MANY,
       })) });
       workers(view);
       happened.replaceChildren(...view.happenings.slice(-12).reverse().map(([round, sentence]) => G.make("li", {}, `round ${round}: ${sentence}`)));
@@ -215,14 +226,16 @@ G.page = (root, frozen) => {
       const rows = view.standings.slice(0, 64).map((word, worker) => [`${worker}`, word, `${view.rounds_of[worker]}`, G.short(view.last_losses[worker]),
         ...(kinds ? kinds[worker].map((s) => G.seconds(s)) : []), ...(kinds ? [most(worker)] : [])]);
       const headings = ["worker", "standing", "rounds", "training loss", ...(kinds ? [...G.KINDS, "waits most for"] : [])];
-      const fold = people.querySelector("details");
-      const open = fold ? fold.open : false;
-      people.replaceChildren(G.make("details", open ? { open: "" } : {}, G.make("summary", {}, `workers: ${counted(view.standings)}`), G.make("table", {},
+      const table = () => G.make("table", {},
         G.make("thead", {}, G.make("tr", {}, ...headings.map((heading) => G.make("th", { scope: "col" }, heading)))),
-        G.make("tbody", {}, ...rows.map((cells) => G.make("tr", {}, ...cells.map((cell) => G.make("td", {}, cell))))))));
+        G.make("tbody", {}, ...rows.map((cells) => G.make("tr", {}, ...cells.map((cell) => G.make("td", {}, cell))))));
+      const fold = people.querySelector("details"), open = fold ? fold.open : false;
+      people.replaceChildren(G.make("details", { ...(open ? { open: "" } : {}), ontoggle: ({ target }) => { if (target.open && !target.querySelector("table")) target.append(table()); } },
+        G.make("summary", {}, `workers: ${counted(view.standings)}`), open ? table() : null));
     };
 
     const update = (view, fresh = true) => {
+      if (known.view && view.done < known.view.done) kept.clear();  // the run went back to a checkpoint
       known.view = view;
       if (view.empty) { name.textContent = view.label; said.textContent = ""; body.hidden = false; for (const one of [tools, gossip.node, timeline.node, losses.node, people]) one.hidden = true; }
       else {
