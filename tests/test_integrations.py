@@ -312,6 +312,7 @@ def work(rank, port):
 
 def work_in_two(argv):
     """`work` in two forks of a process that has imported what both need, without Lightning, which looks for its rank then."""
+    sys.modules["datasets"] = None  # type: ignore[assignment]  # the Trainer imports it, and pandas, where it is there
     from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
     for name in ("accelerate", "torchmetrics"):

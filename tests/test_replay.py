@@ -16,7 +16,7 @@ from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
 from gossamer.run.config import digest, dump
 from gossamer.run.serve_replay import replay_server
-from test_serve import consistent, events, in_place_of_a_killed_worker, served, start, together
+from test_serve import events, in_place_of_a_killed_worker, served, start, together
 from test_virtual import evals
 
 
@@ -67,9 +67,7 @@ RUNS = {
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_worker_leaves_the_others_to_go_on_a_new_process_takes_its_place_and_the_run_is_replayed_to_the_last_bit(
-    tmp_path,
-):
+def test_a_killed_worker_leaves_the_others_a_new_process_takes_its_place_and_all_is_replayed_to_the_last_bit(tmp_path):
     config = served(
         workers=3, run__steps=64, run__checkpoint_every=8, run__eval_every=32, run__pace_s=0.02, run__timeout_s=100.0,
         model__layers=2, **RUNS["a window"],
@@ -92,7 +90,6 @@ def test_a_killed_worker_leaves_the_others_to_go_on_a_new_process_takes_its_plac
     assert [e["event"] for e in events(real, 3) if e["event"] in ("leave", "return")] == ["leave", "return"]
     taken = read_events(real).absorbed
     assert taken.sum() == 3 * 32 and (taken > 0).all()
-    consistent(real, config)
     scored = evals(real)
     assert scored[-1]["loss"] < scored[0]["loss"]
     assert_replayed(real, config, tmp_path / "replay")

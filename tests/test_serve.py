@@ -222,6 +222,7 @@ def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, 
     assert "worker 1 is gone" in caplog.text
     kinds = [e["event"] for e in events(tmp_path, 2) if e["event"] in ("leave", "return")]
     assert kinds == ["leave", "return"]
+    consistent(tmp_path, config)
     assert read_events(tmp_path).absorbed.sum() == 12  # the steps that were lost have been taken by somebody
 
 
