@@ -5,6 +5,7 @@ process for each process of tests: what a command starts is forked from the same
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import io
@@ -15,15 +16,18 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 from gossamer.cli import main
 from gossamer.cli.train import import_early
 
+PR_SET_PDEATHSIG = 1
 CONTEXT = multiprocessing.get_context("forkserver")
 IN_FILES_OF_TESTS = ("pytest", "hypothesis.strategies")
 """What a process imports that is to call a function of such a file, and would import anew each time."""
@@ -60,6 +64,45 @@ def _enter(work: Work | None, words: list[str], folder: str, environment: dict[s
     faulthandler.enable()  # where it hangs, it tells by SIGABRT
     sys.modules["__main__"] = types.ModuleType("__main__")  # else each process that it starts imports pytest
     sys.exit((work or main)(words))
+
+
+def in_forks(n: int, work: Callable[[int], object]) -> int:
+    """Calls `work` with 0 to n - 1, each in a fork of this process, which has imported what they need; ends all when one fails.
+
+    Returns: 0 if none has failed, else 1.
+    """
+    gc.collect()
+    gc.freeze()  # else collections in each of them look at all that was imported, and copy it
+    running = set[int]()
+    for rank in range(n):
+        fork = os.fork()
+        if fork == 0:
+            _work_to_the_end(work, rank)
+        running.add(fork)
+    codes = []
+    while running:
+        fork, status = os.wait()
+        running.discard(fork)
+        codes.append(os.waitstatus_to_exitcode(status))
+        for other in running if status else ():
+            os.kill(other, signal.SIGKILL)
+    print("they ended with", codes)
+    return int(any(codes))
+
+
+def _work_to_the_end(work: Callable[[int], object], rank: int) -> NoReturn:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # it ends with its parent
+    code = 1
+    try:
+        work(rank)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _forks() -> dict[int, str]:

@@ -1,20 +1,24 @@
 """`Outer` misused is never silent: wrapped, moved, converted or unlike models, wrong arguments, and any process group."""
 
 import contextlib
+import ctypes
 import itertools
 import os
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gossamer
+from commands import Command, in_forks
 from gossamer.errors import ConfigError, PeerError
 from gossamer.guard import fingerprints, must_be_alike
+from gossamer.transport.local import loopback
 from test_library import flat, net, train
 
 
@@ -170,156 +174,140 @@ def test_tensors_that_differ_are_named_by_their_hashes_and_many_by_one():
 
 # --- two processes ---------------------------------------------------------------------------------------------------
 
-COMMON = """
-import os, sys, torch, torch._dynamo, torch.distributed as dist
-from torch import nn
-from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP
-import gossamer
-from gossamer.errors import ConfigError, PeerError
-from test_library import flat, net, train
+Say = Callable[[str], None]
 
-children = []
-for rank in range(2):  # what both import is imported once; each then ends as a program does, its interpreter's end included
-    child = os.fork()
-    if child == 0:
-        break
-    children.append(child)
-else:
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    sys.exit(f"the exit codes are {codes}" if any(codes) else 0)
-store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False)
 
-def init(name, *backend):
-    dist.init_process_group(*backend, store=PrefixStore(name, store), rank=rank, world_size=2)
+def two(argv: list[str]) -> int:
+    """Two processes that go through all this."""
+    import torch.distributed.fsdp  # noqa: F401 - once for both
 
-def say(words):
-    os.write(1, f"{rank} {words}\\n".encode())
+    return in_forks(2, lambda rank: one_of_two(rank, int(argv[0])))
 
-def equal(model):
+
+def one_of_two(rank: int, port: int) -> None:
+    """What one of the processes goes through, and tells line by line."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+
+    def say(words: str) -> None:
+        os.write(1, f"{rank} {words}\n".encode())
+
+    def init(name: str, *backend: str) -> None:
+        dist.init_process_group(*backend, store=PrefixStore(name, store), rank=rank, world_size=2)
+
+    init("wrapped", "gloo")
+    wrapped(rank, say)
+    dist.destroy_process_group()
+    groups(rank, say, init)
+    ctypes.pythonapi.Py_Exit(0)  # as a program ends, the end of its interpreter included
+
+
+def equal(model: nn.Module) -> bool:
+    """Whether both have the same parameters."""
     ends = [torch.empty_like(flat(model)) for _ in range(2)]
     dist.all_gather(ends, flat(model))
     return torch.equal(*ends)
 
-def outer(model, **options):
+
+def local_sgd(model: nn.Module, **options: Any) -> gossamer.Outer:
     return gossamer.Outer(model, "local_sgd", local_steps=2, timeout_s=20, **options)
 
-def refused(what, act):
+
+def refused(say: Say, what: str, act: Callable[[], object]) -> None:
     try:
         act()
         say(f"{what}: let in")
     except (ConfigError, PeerError) as error:
         say(f"{what}: {error}")
 
-def train_in(name, **options):
+
+def groups(rank: int, say: Say, init: Callable[..., None]) -> None:
+    def train_in(name: str, **options: Any) -> None:
+        model = net()
+        with local_sgd(model, **options) as loop:
+            train(model, loop, 4, seed=rank)
+        say(f"{name}: agree {equal(model)}")
+
+    for name, *backend in [("gloo", "gloo"), ("cpu:gloo", "cpu:gloo"), ("no backend",)]:
+        init(name, *backend)
+        train_in(name)
+        dist.destroy_process_group()
+    init("own", "gloo")
+    own, solo = dist.new_group([0, 1]), [dist.new_group([k]) for k in range(2)]
+    train_in("own group", process_group=own)
+    train_in("alone", process_group=solo[rank])
+    refused(say, "no member", lambda: local_sgd(net(), process_group=solo[1 - rank]))
+    total = torch.ones(1)
+    dist.all_reduce(total, group=own)
+    say(f"own group still sums: {total.item():g}")
+    global left_open
+    left_open = local_sgd(net())  # until the interpreter ends
+    train(net(), left_open, 2)
+
+
+def wrapped(rank: int, say: Say) -> None:
+    solo = [dist.new_group([k]) for k in range(2)]
+    refused(say, "wrapped", lambda: local_sgd(DDP(net())))
     model = net()
-    with outer(model, **options) as loop:
-        train(model, loop, 4, seed=rank)
-    say(f"{name}: agree {equal(model)}")
-"""
+    with contextlib.closing(local_sgd(model)) as loop:
+        wrapper = DDP(model)
+        refused(say, "wrapped later", lambda: train(wrapper, loop, 1))
+    wrapper = DDP(net())
+    with contextlib.closing(local_sgd(wrapper.module)) as loop:
+        refused(say, "wrapped before", lambda: train(wrapper, loop, 1))
+    model = net()
+    with contextlib.closing(local_sgd(model)) as loop:
+        train(model, loop, 1)
+        wrapper = DDP(model)
+        refused(say, "wrapped within the first round", lambda: train(wrapper, loop, 1))
+    model = net()
+    wrapper = DDP(model, process_group=solo[rank])
+    with local_sgd(model) as loop:
+        train(wrapper, loop, 4, seed=rank)
+    say(f"wrapped in a worker: agree {equal(model)}")
+    sharded(say)
+    for_unlike(rank, say)
 
-GROUPS = """
-for name, *backend in [("gloo", "gloo"), ("cpu:gloo", "cpu:gloo"), ("no backend",)]:
-    init(name, *backend)
-    train_in(name)
-    dist.destroy_process_group()
-init("own", "gloo")
-own, solo = dist.new_group([0, 1]), [dist.new_group([k]) for k in range(2)]
-train_in("own group", process_group=own)
-train_in("alone", process_group=solo[rank])
-refused("no member", lambda: outer(net(), process_group=solo[1 - rank]))
-total = torch.ones(1)
-dist.all_reduce(total, group=own)
-say(f"own group still sums: {total.item():g}")
-left_open = outer(net())
-train(net(), left_open, 2)
-"""
 
-WRAPPED = """
-init("wrapped", "gloo")
-solo = [dist.new_group([k]) for k in range(2)]
-refused("wrapped", lambda: outer(DDP(net())))
+def sharded(say: Say) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-model = net()
-loop = outer(model)
-wrapper = DDP(model)
-refused("wrapped later", lambda: train(wrapper, loop, 1))
-loop.close()
-del wrapper
+    mesh = init_device_mesh("cpu", (2,))
+    refused(say, "sharded", lambda: local_sgd(fully_shard(net(), mesh=mesh)))
+    model = net()
+    with contextlib.closing(local_sgd(model)) as loop:
+        fully_shard(model, mesh=mesh)
+        refused(say, "sharded later", lambda: train(model, loop, 2))
 
-wrapper = DDP(net())
-loop = outer(wrapper.module)
-refused("wrapped before", lambda: train(wrapper, loop, 1))
-loop.close()
-del wrapper
 
-model = net()
-loop = outer(model)
-train(model, loop, 1)
-wrapper = DDP(model)
-refused("wrapped within the first round", lambda: train(wrapper, loop, 1))
-loop.close()
-del wrapper
+def for_unlike(rank: int, say: Say) -> None:
+    def odd() -> nn.Module:
+        model = nn.Sequential(net(), nn.BatchNorm1d(1))
+        model[0][0].weight.requires_grad_(False)
+        with torch.no_grad():
+            model[0][0].weight += rank
+            model[1].running_mean += rank
+        return model
 
-model = net()
-wrapper = DDP(model, process_group=solo[rank])
-with outer(model) as loop:
-    train(wrapper, loop, 4, seed=rank)
-say(f"wrapped in a worker: agree {equal(model)}")
-
-mesh = init_device_mesh("cpu", (2,))
-refused("sharded", lambda: outer(fully_shard(net(), mesh=mesh)))
-model = net()
-loop = outer(model)
-fully_shard(model, mesh=mesh)
-refused("sharded later", lambda: train(model, loop, 2))
-loop.close()
-
-def odd():
-    model = nn.Sequential(net(), nn.BatchNorm1d(1))
-    model[0][0].weight.requires_grad_(False)
-    with torch.no_grad():
-        model[0][0].weight += rank
-        model[1].running_mean += rank
-    return model
-
-refused("unlike", lambda: outer(odd()))
-for rest in ("broadcast", "own"):
-    model = odd()
-    outer(model, rest=rest).close()
-    say(f"{rest}: {model[0][0].weight[0, 0] - net()[0].weight[0, 0]:.0f} {model[1].running_mean.item():.0f}")
-
-model = net()
-with outer(model) as loop:
-    train(model, loop, 2, seed=rank)
-    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
-    train(model, loop, 2, seed=rank + 2)
-say(f"assigned: agree {equal(model)}")
-dist.destroy_process_group()
-"""
+    refused(say, "unlike", lambda: local_sgd(odd()))
+    for rest in ("broadcast", "own"):
+        model = odd()
+        local_sgd(model, rest=rest).close()
+        say(f"{rest}: {model[0][0].weight[0, 0] - net()[0].weight[0, 0]:.0f} {model[1].running_mean.item():.0f}")
+    model = net()
+    with local_sgd(model) as loop:
+        train(model, loop, 2, seed=rank)
+        model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+        train(model, loop, 2, seed=rank + 2)
+    say(f"assigned: agree {equal(model)}")
 
 
 @pytest.fixture(scope="module")
-def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def lines() -> list[str]:
     """What two processes print that go through all this."""
-    folder = tmp_path_factory.mktemp("two")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (folder / "program.py").write_text(COMMON + WRAPPED + GROUPS)
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, folder / "program.py", str(store.port)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, errors = process.communicate(timeout=250)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output + errors
+    code, output = Command(store.port, work=two, GLOO_SOCKET_IFNAME=loopback()).finish()
+    assert code == 0, output
     return output.splitlines()
 
 

@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gossamer
-from commands import Command
-from gossamer.cli.train import import_early
+from commands import Command, in_forks
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
 from gossamer.integrations import Place, as_worker
 from gossamer.integrations.begin import OuterOptions, must_resume_alike
-from gossamer.transport.local import run_local
+from gossamer.transport.local import loopback
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "trainers.md"
 SCRIPTS = dict(re.findall(r'```python title="(\w+)"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL))
@@ -284,8 +284,12 @@ def refusals():
     return said
 
 
-def work(argv):
+def work(rank, port):
     """What one of the two processes does for all tests here."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
     torch.use_deterministic_algorithms(True)
     found = {"refusals": refusals()}
     place = as_worker()
@@ -304,25 +308,25 @@ def work(argv):
             if name == "transformers":
                 found["refused"] = refused_by_the_trainer()
     torch.save(found, f"found-{place.worker}.pt")
-    return 0
 
 
 def work_in_two(argv):
     """`work` in two forks of a process that has imported what both need, without Lightning, which looks for its rank then."""
+    sys.modules["datasets"] = None  # type: ignore[assignment]  # the Trainer imports it, and pandas, where it is there
     from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
     for name in ("accelerate", "torchmetrics"):
         importlib.import_module(name)
-    import_early()
-    return run_local(2, work, [])
+    return in_forks(2, lambda rank: work(rank, argv[0]))
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What the two workers found."""
     folder = tmp_path_factory.mktemp("integrations")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with contextlib.chdir(folder):
-        code, output = Command(work=work_in_two).finish(290.0)
+        code, output = Command(store.port, work=work_in_two, GLOO_SOCKET_IFNAME=loopback()).finish(290.0)
     assert code == 0, output
     return [torch.load(folder / f"found-{worker}.pt") for worker in range(2)]
 

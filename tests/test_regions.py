@@ -220,7 +220,7 @@ def as_told(launcher, words):
 def test_a_worker_a_region_and_the_global_server_are_killed_and_come_back_and_the_run_replays_to_the_last_bit(tmp_path):
     config = served(
         sites((0, 1), (2, 3)), workers=4, server=HALOS, run__steps=48, run__checkpoint_every=4, run__eval_every=12,
-        run__pace_s=0.04, run__timeout_s=100.0,
+        run__pace_s=0.04, run__timeout_s=100.0, model__layers=1,
     )  # fmt: skip
     real = tmp_path / "real"
     launcher = start(config, real)

@@ -12,10 +12,12 @@ from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, DataError
 from gossamer.record import checkpoint
 from gossamer.record.arrivals import ArrivalWriter, ServerInput, arrivals_file, read_arrivals
+from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
 from gossamer.run.config import digest, dump
 from gossamer.run.serve_replay import replay_server
-from test_serve import in_place_of_a_killed_worker, served, start, together
+from test_serve import events, in_place_of_a_killed_worker, served, start, together
+from test_virtual import evals
 
 
 def saved(folder, config, owner, round=None):
@@ -65,10 +67,10 @@ RUNS = {
 
 
 @pytest.mark.timeout(300)
-def test_a_run_in_which_a_worker_was_killed_and_came_back_is_replayed_to_the_last_bit(tmp_path):
+def test_a_killed_worker_leaves_the_others_a_new_process_takes_its_place_and_all_is_replayed_to_the_last_bit(tmp_path):
     config = served(
         workers=3, run__steps=64, run__checkpoint_every=8, run__eval_every=32, run__pace_s=0.02, run__timeout_s=100.0,
-        **RUNS["a window"],
+        model__layers=2, **RUNS["a window"],
     )  # fmt: skip
     real, store = tmp_path / "real", tmp_path / "real" / "checkpoints"
     launcher = start(config, real)
@@ -84,6 +86,12 @@ def test_a_run_in_which_a_worker_was_killed_and_came_back_is_replayed_to_the_las
     assert code == 0, said
     first, second = (item for item in read_arrivals(real) if item.event == "join" and item.worker == 1)
     assert first.checkpoint == 0 < second.checkpoint
+    assert "worker 1 ended with code -9; the others go on" in output and "Traceback" not in output + said
+    assert [e["event"] for e in events(real, 3) if e["event"] in ("leave", "return")] == ["leave", "return"]
+    taken = read_events(real).absorbed
+    assert taken.sum() == 3 * 32 and (taken > 0).all()
+    scored = evals(real)
+    assert scored[-1]["loss"] < scored[0]["loss"]
     assert_replayed(real, config, tmp_path / "replay")
 
 

@@ -222,6 +222,7 @@ def test_a_worker_that_comes_back_is_greeted_and_goes_on_where_it_was(tmp_path, 
     assert "worker 1 is gone" in caplog.text
     kinds = [e["event"] for e in events(tmp_path, 2) if e["event"] in ("leave", "return")]
     assert kinds == ["leave", "return"]
+    consistent(tmp_path, config)
     assert read_events(tmp_path).absorbed.sum() == 12  # the steps that were lost have been taken by somebody
 
 
@@ -472,46 +473,12 @@ def stopped(*pids):
         os.kill(pid, signal.SIGCONT)
 
 
-def absorbs(launcher, folder, n, updates, deadline_s=120):
-    """Waits until the server has made so many updates."""
-    path = folder / f"events-{n:03}.jsonl"
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        if path.exists() and path.read_text().count('"update"') >= updates:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"the server did not get there: {launcher.finish(0)}")
-
-
-@pytest.mark.timeout(240)
-def test_a_killed_worker_leaves_the_others_to_the_end_and_a_new_process_takes_its_place(tmp_path):
-    config = served(
-        workers=2, server__name="heloco", run__steps=120, run__checkpoint_every=20, run__eval_every=90, run__pace_s=0.01,
-        run__timeout_s=100.0,
-    )  # fmt: skip
-    launcher = start(config, tmp_path / "real")
-    pids = launcher.processes(3)
-    absorbs(launcher, tmp_path / "real", 2, 12)
-    os.kill(pids["1"], signal.SIGKILL)
-    spare = in_place_of_a_killed_worker(launcher, tmp_path / "real", 1, pids["0"])
-    code, output = launcher.finish()
-    assert code == 0, output
-    code, said = spare.finish()
-    assert code == 0, said
-    assert "worker 1 ended with code -9; the others go on" in output and "Traceback" not in output + said
-    log = read_events(tmp_path / "real")
-    kinds = [e["event"] for e in events(tmp_path / "real", 2) if e["event"] in ("leave", "return")]
-    assert kinds == ["leave", "return"]
-    assert log.absorbed.sum() == 2 * 60 and (log.absorbed > 0).all()
-    consistent(tmp_path / "real", config)
-    assert evals(tmp_path / "real")[-1]["loss"] < 4.0
-
-
 @pytest.mark.timeout(240)
 def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bits(tmp_path, capsys):
     config = served(
-        workers=1, server__name="cgad", run__steps=40, run__checkpoint_every=8, run__eval_every=20, run__pace_s=0.1
-    )
+        workers=1, server__name="cgad", run__steps=24, run__checkpoint_every=8, run__eval_every=12, run__pace_s=0.1,
+        model__layers=1,
+    )  # fmt: skip
     launcher = start(config, tmp_path / "real")
     pids = launcher.processes(2)
     store, deadline = tmp_path / "real" / "checkpoints", time.monotonic() + 120
@@ -535,30 +502,31 @@ def test_a_run_that_was_killed_goes_on_from_the_server_s_snapshot_to_the_same_bi
 @pytest.mark.timeout(240)
 def test_the_workers_of_a_killed_server_join_the_resumed_one_and_both_its_lives_replay_to_the_same_bits(tmp_path):
     config = served(
-        workers=3, server__name="heloco", run__steps=60, run__checkpoint_every=4, run__eval_every=30, run__pace_s=0.05
-    )
+        workers=2, server__name="heloco", run__steps=40, run__checkpoint_every=4, run__eval_every=20, run__pace_s=0.1,
+        model__layers=1,
+    )  # fmt: skip
     real = tmp_path / "real"
     launcher = start(config, real)
-    pids, deadline = launcher.processes(4), time.monotonic() + 120
-    while not all(checkpoint.rounds(real / "checkpoints", i) for i in range(4)) and time.monotonic() < deadline:
+    pids, deadline = launcher.processes(3), time.monotonic() + 120
+    while not all(checkpoint.rounds(real / "checkpoints", i) for i in range(3)) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(pids["serve"], signal.SIGKILL)  # the system cuts its name
     told = next(line for line in launcher.lines() if "resume it with" in line)
     server = Command(*shlex.split(told[told.index("gossamer train") :])[1:])
     code, output = launcher.finish()
     assert code == 0, output + server.finish(0)[1]
-    assert "Traceback" not in output and output.count("trains this phase again") >= 3
+    assert "Traceback" not in output and output.count("trains this phase again") >= 2
     code, said = server.finish()
     assert code == 0, said
     inputs = read_arrivals(real)
     (again,) = (k for k, item in enumerate(inputs) if k and item.event == "serve")
     assert inputs[again].round > 0
-    assert {item.worker for item in inputs[again:] if item.event == "join"} == {0, 1, 2}
-    for i in range(3):  # no phase counts twice: what was under way has been trained again
+    assert {item.worker for item in inputs[again:] if item.event == "join"} == {0, 1}
+    for i in range(2):  # no phase counts twice: what was under way has been trained again
         assert [e["number"] for e in events(real, i) if e["event"] == "phase"] == [
             *range(read_events(real).absorbed[i])
         ]
-    assert read_events(real).absorbed.sum() == 3 * 30
+    assert read_events(real).absorbed.sum() == 2 * 20
     consistent(real, config)
     replay_server(config, tmp_path / "replay", real)
     assert torch.equal(model(tmp_path / "replay", config), model(real, config))

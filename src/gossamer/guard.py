@@ -49,7 +49,10 @@ def must_not_be_wrapped(model: nn.Module, workers: Collection[int]) -> None:
     if not dist.is_initialized():
         return
     own = {id(p) for p in model.parameters() if p.requires_grad}
-    for wrapper in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+    objects = gc.get_objects()
+    # Most processes have none, and to ask each of millions of objects whether it is one takes far longer than to see its type.
+    kinds = {kind for kind in {*map(type, objects)} if issubclass(kind, DistributedDataParallel)}
+    for wrapper in [o for o in objects if type(o) in kinds] if kinds else []:
         group = getattr(wrapper, "process_group", None)  # a wrapper whose construction failed has none
         if group is None or own.isdisjoint(id(p) for p in wrapper.parameters()):
             continue
