@@ -32,7 +32,9 @@ def small(config: RunConfig) -> RunConfig:
     h = config.run.local_steps
     local_steps = tuple(min(2, own) for own in h) if isinstance(h, tuple) else min(2, h)
     steps = 2 * (max(local_steps) if isinstance(local_steps, tuple) else local_steps)
-    model = dataclasses.replace(config.model, hidden_size=8, layers=1, heads=2, kv_heads=2, intermediate_size=8)
+    cut = config.pipeline.stages > 1  # what is cut keeps its layers, and room for tiles and bottlenecks
+    size = {"hidden_size": 64} if cut else {"hidden_size": 8, "layers": 1}
+    model = dataclasses.replace(config.model, heads=2, kv_heads=2, intermediate_size=8, **size)
     return dataclasses.replace(
         config,
         workers=min(config.workers, 8),

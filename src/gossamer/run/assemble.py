@@ -57,10 +57,10 @@ WHOLE = Partition(1, ())
 """That of workers of one process, and of a simulation."""
 
 
-def partition_of(config: RunConfig) -> Partition:
-    """How the layers lie on the processes of `gossamer train`."""
-    stages = config.pipeline.stages
-    return WHOLE if stages == 1 else Partition(stages, cuts_of(config.pipeline, config.model))
+def partition_of(config: RunConfig, worker: int) -> Partition:
+    """How the layers of a worker lie on its processes of `gossamer train`."""
+    pipeline = config.pipeline
+    return Partition(pipeline.stages, cuts_of(pipeline, config.model)) if pipeline.cuts_replica(worker) else WHOLE
 
 
 class Store(NamedTuple):

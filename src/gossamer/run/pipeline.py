@@ -1,6 +1,6 @@
 """The [pipeline] settings of a run file: a replica whose layers are cut into stages, with slow links between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated
 
@@ -21,7 +21,7 @@ from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS
 from gossamer.schema import settings
 
-__all__ = ["PipelineConfig", "boundary_of", "by_stage", "cuts_of", "must_fit"]
+__all__ = ["PipelineConfig", "boundary_of", "by_stage", "cuts_of", "must_fit", "stage_in"]
 
 _Speed = Annotated[float, Field(gt=0)]
 
@@ -97,6 +97,10 @@ class PipelineConfig:
         """Whether the replica of this worker is in stages."""
         return self.stages > 1 and (self.workers is None or worker in self.workers)
 
+    def processes(self, workers: int) -> tuple[int, ...]:
+        """Of each of so many workers: a process for each stage, and one for a whole replica."""
+        return tuple(self.stages if self.cuts_replica(worker) else 1 for worker in range(workers))
+
 
 def boundary_of(choice: Choice) -> Boundary:
     """The boundary codec that a setting names. Raises ConfigError for an option that cannot work."""
@@ -128,8 +132,13 @@ def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig) -> Code
     """The codec with which the stages of a worker send what each of them has, as processes that have one stage alone do."""
     if pipeline.stages == 1 or codec.exact or codec.blockwise == 1:
         return codec
+    return by_part(codec, stage_in(pipeline, model))
+
+
+def stage_in(pipeline: PipelineConfig, model: ModelConfig) -> Callable[[str], int]:
+    """The stage that has the parameter with a name."""
     cuts = cuts_of(pipeline, model)
-    return by_part(codec, lambda name: piece_of(name, cuts) % pipeline.stages)
+    return lambda name: piece_of(name, cuts) % pipeline.stages
 
 
 def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int, schedule: Schedule) -> None:

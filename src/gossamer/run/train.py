@@ -23,6 +23,7 @@ from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.progress import quieted, say
 from gossamer.record.stages import end_logs_of_others, stage_log
 from gossamer.rounds.method import Method
+from gossamer.rounds.setup import in_sides
 from gossamer.run.assemble import Store, partition_of
 from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
@@ -30,6 +31,7 @@ from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
 from gossamer.run.part import OwnStages
 from gossamer.run.parts import own_parts
+from gossamer.run.pipeline import stage_in
 from gossamer.run.replica import Replica
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.settle import in_rounds
@@ -59,8 +61,8 @@ def train(config: RunConfig, folder: Path, *, resume: Resume = False) -> None:
     """
     run = config.run
     member = join(
-        config.workers, parts=config.pipeline.stages, backend=run.backend, device=run.device, threads=run.threads,
-        timeout_s=run.timeout_s,
+        config.workers, parts=config.pipeline.processes(config.workers), backend=run.backend, device=run.device,
+        threads=run.threads, timeout_s=run.timeout_s,
     )  # fmt: skip
     failed: GossamerError | OSError | None = None
     try:
@@ -93,7 +95,7 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     # The settled step is found by every worker on its own, as its text and the user's code are.
     found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, parts)}
     past = history(config, folder) if resume else None
-    store = Store(config, folder, partition_of(config), member.part)
+    store = Store(config, folder, partition_of(config, member.worker), member.part)
     newest = _agreed_round(store, member, found, past, auto=resume == "auto")
     if newest == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
@@ -113,7 +115,8 @@ class _Made(NamedTuple):
     """What this process trains with."""
 
     worker: Worker
-    transport: GroupTransport
+    transports: tuple[GroupTransport, ...]
+    """One, or where peers are in stages and this worker is not, one to each stage."""
     stopwatch: Stopwatch
     part: OwnStages | None
     """Its stages, where a worker has several processes."""
@@ -124,12 +127,21 @@ def _made(
     config: RunConfig, task: Task, m: Method, member: Member, pipe: Pipe | None, stopwatch: Stopwatch
 ) -> _Made:  # fmt: skip
     run = config.run
-    transport = GroupTransport(member, run=int(digest(config), 16), timeout_s=run.timeout_s)
+    sides = (
+        [member]
+        if config.pipeline.workers is None or pipe
+        else list(map(member.on_side, range(config.pipeline.stages)))
+    )
+    transports = tuple(GroupTransport(side, run=int(digest(config), 16), timeout_s=run.timeout_s) for side in sides)
     cut = None if pipe is None else lambda whole: OwnStages(whole, config, pipe, member.device)
     replica = Replica(member.worker, config, task, member.device, cut=cut)
     reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
     part = replica.staged if isinstance(replica.staged, OwnStages) else None
-    return _Made(Worker(replica, m, transport, reduce), transport, stopwatch, part, pipe)
+    worker = Worker(replica, m, transports[0], reduce)
+    if len(transports) > 1:
+        stage_of = stage_in(config.pipeline, config.model)
+        worker.loop.fragments = [in_sides(each, m.codec, transports, stage_of) for each in worker.loop.fragments]
+    return _Made(worker, transports, stopwatch, part, pipe)
 
 
 def _train_rounds(
@@ -137,7 +149,7 @@ def _train_rounds(
 ) -> None:  # fmt: skip
     """Trains from round `newest` to the end, and records it, with files that `open_` closes."""
     config, folder, line, run = store.config, store.folder, Lineage(digest(store.config)), store.config.run
-    worker, transport, stopwatch, part, pipe = made
+    worker, transports, stopwatch, part, pipe = made
     replica = worker.replica
     if past is not None and newest is not None:
         line = _restore(worker, past, store, member, newest)
@@ -167,15 +179,16 @@ def _train_rounds(
             sent = sum(size for some in report.operations for one in some for _, size in one.sends)
             report = report._replace(operations=part.end_round(report.operations))
             stages.log(part.seconds(round, worker.index, sent))
-        deliveries = transport.deliveries()
+        deliveries = [one for transport in transports for one in transport.deliveries()]
         stopwatch.phase(report.whole.compute_s)
-        stopwatch.waited(transport.waits(), deliveries)
+        stopwatch.waited([one for transport in transports for one in transport.waits()], deliveries)
         journal.enter(worker, round, report)
         if worker.pacer is not None and round + 1 < config.rounds:
             _adapt(worker, report, deliveries, board, worker.loop.method.topology)
         end_round(journal, replica, round + 1)
         record.log_seconds(stopwatch.round(round))
-    transport.close()
+    for transport in transports:
+        transport.close()
 
 
 def _validator(config: RunConfig, replica: Replica, part: OwnStages | None) -> Callable[[], Mapping[str, Any]]:

@@ -186,7 +186,7 @@ class Pipe:
         hang_up(self.group)
 
     def _rank(self, part: int) -> int:
-        return self._member.worker * self.parts + part
+        return self._member.rank_of(self._member.worker, part)
 
     def _broken(self, part: int) -> PeerError:
         return self._patience.failed(self.round, self._rank(part), "closed")
