@@ -8,7 +8,7 @@ import pytest
 
 from gossamer.models.sizes import parameter_count
 from gossamer.report.figures import draw_figure, table
-from gossamer.report.reach import reach
+from gossamer.report.reach import ROUNDS, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import summary_rows
 from gossamer.run.config import RunConfig
@@ -103,3 +103,9 @@ def test_gasloc_that_equals_its_target_reaches_it_at_the_targets_end() -> None:
     curve = [(1.0, 3.0), (2.0, 2.0)]
     runs = [PointResult(name, {}, 0, {"loss_at_s": {"lan": curve}}) for name in ("target", "twin")]
     assert [(one.ratio, one.behind) for one in reach(runs, "target")] == [(1.0, 0.0)] * 2
+
+
+def test_runs_that_send_nothing_are_compared_by_rounds_and_not_by_bytes() -> None:
+    row = {"loss_at_bytes": [(0.0, 3.0), (0.0, 2.0)], "loss_at_round": [(1, 3.0), (2, 2.0)], "loss_at_s": {}}
+    runs = [PointResult(name, {}, 0, row) for name in ("target", "twin")]
+    assert {one.network for one in reach(runs, "target", paired=True)} == {ROUNDS}

@@ -45,6 +45,9 @@ class PipelineConfig:
     chunks: Annotated[AtLeastOne, Changeable()] = 1
     """Pieces of each stage with the schedule interleaved: the layers are cut into stages times chunks, of which each process
     has every stages-th. 1 with the other schedules."""
+    resplit_every: Annotated[AtLeastZero, Changeable()] = 0
+    """Inner steps after which the layers are laid anew, at the end of a round, so that the slowest stage is as fast as possible;
+    0 never. Processes measure how fast each stage computes, a simulation takes `speeds`, and the cuts are where it begins."""
     workers: Annotated[tuple[AtLeastZero, ...], Field(min_length=1)] | None = None
     """The workers whose replicas are cut, by their numbers; None cuts all. The others train whole replicas."""
 
@@ -70,7 +73,13 @@ class PipelineConfig:
                 f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or remove "
                 "pipeline.cuts"
             )
-        if self.speeds is not None and (len(self.speeds) != self.stages or self.cuts is not None):
+        if self.resplit_every and self.stages == 1:
+            raise ConfigError(
+                f"pipeline.resplit_every is {self.resplit_every} and pipeline.stages is 1, which has no layers to exchange; set "
+                "pipeline.stages to 2 or more"
+            )
+        both = self.cuts is not None and not self.resplit_every
+        if self.speeds is not None and (len(self.speeds) != self.stages or both):
             cuts = "no pipeline.cuts" if self.cuts is None else f"pipeline.cuts = {[*self.cuts]}"
             raise ConfigError(
                 f"pipeline.speeds is {[*self.speeds]} for {self.stages} stages and {cuts}; give the speed of each stage or the "
