@@ -1,12 +1,15 @@
 """Stages that are laid anew between two rounds of a run: what decides, and that the bits are those of a run told to."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.run.config import digest
+from gossamer.run.config import RunConfig, digest
 from gossamer.run.resplit import as_simulated, laid_anew, lays_anew, measured_speeds
 from gossamer.run.simulate import simulate
 from tiny import preset as tiny
@@ -21,15 +24,15 @@ LOSSY = {
 }  # fmt: skip
 
 
-def states(folder, config, round):
+def states(folder: Path, config: RunConfig, round: int) -> list[dict[str, Any]]:
     """Those of all workers after a round of a simulation."""
     line = checkpoint.Lineage(digest(config))
     return [checkpoint.load(folder / "checkpoints", round, worker, line) for worker in range(config.workers)]
 
 
 def test_stages_that_are_laid_anew_have_the_bits_of_a_run_that_was_stopped_and_told_to_and_of_one_that_is_resumed(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     config = tiny(**ANEW, **LOSSY)
     whole = simulate(config, tmp_path / "whole")
     told = {**RUN, **LOSSY}
@@ -47,7 +50,7 @@ def test_stages_that_are_laid_anew_have_the_bits_of_a_run_that_was_stopped_and_t
         assert torch.equal(one["x"], other["x"]) and [*one["boundaries"]] == [*other["boundaries"]] == [3]
 
 
-def test_with_exact_boundaries_a_run_whose_stages_are_laid_anew_is_that_of_whole_workers(tmp_path):
+def test_with_exact_boundaries_a_run_whose_stages_are_laid_anew_is_that_of_whole_workers(tmp_path: Path) -> None:
     plain = {"inner__clip": None, "workers": 2, "model__layers": 4, "data__accumulate": 4, "run__steps": 8}
     config = tiny(**{**plain, **ANEW})
     simulate(config, tmp_path / "anew")
@@ -56,7 +59,9 @@ def test_with_exact_boundaries_a_run_whose_stages_are_laid_anew_is_that_of_whole
     assert all(torch.equal(a["x"], b["x"]) for a, b in zip(one, other, strict=True)) and [*one[0]["boundaries"]] == [3]
 
 
-def test_the_slowest_worker_says_how_fast_a_stage_is_and_cuts_that_cannot_be_are_not_taken(caplog):
+def test_the_slowest_worker_says_how_fast_a_stage_is_and_cuts_that_cannot_be_are_not_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     config = tiny(**ANEW)
     assert measured_speeds(config, [[0, 1.0], [1, 2.0], None, [0, 4.0], [1, 1.0]]) == [0.25, 1.5]
     assert laid_anew(config, [1.0, 9.0]) is config
@@ -68,7 +73,7 @@ def test_the_slowest_worker_says_how_fast_a_stage_is_and_cuts_that_cannot_be_are
     assert laid_anew(shared, [1.0, 9.0]) is shared and "the stages stay as they are" in caplog.text
 
 
-def test_stages_are_laid_anew_every_so_many_inner_steps_but_not_after_the_last_round():
+def test_stages_are_laid_anew_every_so_many_inner_steps_but_not_after_the_last_round() -> None:
     config = tiny(**ANEW)
     assert [finished for finished in range(1, 5) if lays_anew(config, finished)] == [2]
     with pytest.raises(ConfigError, match=r"pipeline.resplit_every is 2 and pipeline.stages is 1"):
