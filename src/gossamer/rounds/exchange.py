@@ -20,7 +20,7 @@ and `gossamer.testing` the rule that it checks.
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,11 +33,11 @@ from gossamer.record.trace import Operation
 from gossamer.rounds.forms import chunks, message_template, own_message, sizes_of
 from gossamer.rounds.kernel import Decoded, cut, update_spans
 from gossamer.rounds.merging import merging
-from gossamer.rounds.setup import Sent, Setup, Side
+from gossamer.rounds.setup import AllOf, Sent, Setup, StageSide, Waits
 from gossamer.rounds.together import Together
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, Row, pull, widen, without
-from gossamer.transport import IncompleteError, Reduce, Ticket, Transport
+from gossamer.transport import IncompleteError, Reduce, Ticket
 from gossamer.tree import Tree, leaves, map_leaves, must_fit, nbytes, refill
 
 __all__ = [
@@ -81,32 +81,10 @@ _Legs = Generator[Ticket | _Posted | _Complete | None, None, None]
 `_Complete`, and ends with the update."""
 
 
-class _Waits(Protocol):
-    """What an exchange needs of a transport to go on."""
-
-    def ready(self, ticket: Ticket) -> bool: ...
-
-    def wait(self, ticket: Ticket) -> None: ...
-
-
-class _AllOf(NamedTuple):
-    """The transports of several sides, which have tickets of the same names."""
-
-    transports: tuple[Transport, ...]
-
-    def ready(self, ticket: Ticket) -> bool:
-        ready = [one.ready(ticket) for one in self.transports]  # each is asked, as that starts what was posted
-        return all(ready)
-
-    def wait(self, ticket: Ticket) -> None:
-        for one in self.transports:
-            one.wait(ticket)
-
-
 class Exchange:
     """One worker's end of an exchange; made by `begin`, which announces what will be received."""
 
-    def __init__(self, legs: _Legs, transport: _Waits, ctx: Context):
+    def __init__(self, legs: _Legs, transport: Waits, ctx: Context):
         self._legs, self._transport = legs, transport
         self.ctx = ctx
         """What the rule knows of the round of the exchange."""
@@ -183,7 +161,7 @@ def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) 
     """
     job = _Job(setup, mixing, with_mixing(ctx, mixing), sent)
     if setup.sides:
-        return Exchange(_side_by_side(job), _AllOf(tuple(side.transport for side in setup.sides)), ctx)
+        return Exchange(_side_by_side(job), AllOf(tuple(side.transport for side in setup.sides)), ctx)
     return Exchange(_legs(job), setup.transport, ctx)
 
 
@@ -241,7 +219,7 @@ def _side_by_side(job: _Job) -> _Legs:
         yield _Posted(cast(Sent, sent), _summed([one.operation for one in posted]))
 
 
-def _on_side(job: _Job, side: Side) -> _Job:
+def _on_side(job: _Job, side: StageSide) -> _Job:
     """The exchange of one side, of views of everything."""
     (rule, _, _, part, *_), _, ctx, sent = job
     a, b = side.start, side.stop

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -13,10 +13,10 @@ from gossamer.rounds.kernel import PLAIN, Kernel
 from gossamer.rounds.merging import Merge
 from gossamer.rounds.together import Together
 from gossamer.rules import Rule
-from gossamer.transport import Reduce, Transport
+from gossamer.transport import Reduce, Ticket, Transport
 from gossamer.tree import Tree
 
-__all__ = ["Part", "Sent", "Setup", "Side", "in_sides"]
+__all__ = ["AllOf", "Part", "Sent", "Setup", "StageSide", "Waits", "in_sides"]
 
 
 class Part(NamedTuple):
@@ -55,7 +55,7 @@ class Setup(NamedTuple):
     """Is entered for the time of the outer update."""
     compare: Callable[[Tree, Sequence[Tree]], None] | None = None
     """Is shown each own message and those received, or the mean of all, as they were decoded; it only reads them."""
-    sides: tuple["Side", ...] = ()
+    sides: tuple["StageSide", ...] = ()
     """Where peers are in stages and this worker is not: its exchange with each stage, in place of one; see `in_sides`."""
 
 
@@ -68,7 +68,7 @@ class Sent(NamedTuple):
     """The parameters at the time of sending, where the update needs them and they have changed since; () otherwise."""
 
 
-class Side(NamedTuple):
+class StageSide(NamedTuple):
     """The slice of a fragment that a worker in one piece exchanges with one stage of its peers."""
 
     transport: Transport
@@ -79,6 +79,34 @@ class Side(NamedTuple):
     stop: int
     layout: Layout
     """Of the slice."""
+
+
+class Waits(Protocol):
+    """What an exchange needs of a transport in order to go on."""
+
+    def ready(self, ticket: Ticket) -> bool:
+        """As of `Transport`."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """As of `Transport`."""
+        ...
+
+
+class AllOf(NamedTuple):
+    """The transports of several sides, which have tickets of the same names."""
+
+    transports: tuple[Transport, ...]
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether it is ready on all of them; each is asked, as that starts what was posted."""
+        ready = [one.ready(ticket) for one in self.transports]
+        return all(ready)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Returns once it is ready on all of them."""
+        for one in self.transports:
+            one.wait(ticket)
 
 
 def in_sides(
@@ -95,11 +123,11 @@ def in_sides(
     Cost: of an exchange, one copy of its message more.
     """
     assert setup.rule.elementwise
-    sides: list[Side] = []
+    sides: list[StageSide] = []
     for stage, leaves in groupby(setup.part.layout.leaves, key=lambda leaf: stage_of(leaf.name)):
         start, *_, stop = [place for leaf in leaves for place in (leaf.start, leaf.stop)]
         layout = setup.part.layout.slice(start, stop)
         assert stage == len(sides), "the tensors of a stage are not one after the other"
-        sides.append(Side(transports[stage], fitted(codec, layout), start, stop, layout))
+        sides.append(StageSide(transports[stage], fitted(codec, layout), start, stop, layout))
     assert len(sides) == len(transports), "a stage has nothing of a fragment"
     return setup._replace(sides=tuple(sides))
