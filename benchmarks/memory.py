@@ -14,7 +14,8 @@ import torch
 
 from gossamer.codecs import exact
 from gossamer.layout import Layout
-from gossamer.rounds.exchange import Exchange, Part, Setup, begin, finish_all, initial_state
+from gossamer.rounds.exchange import Exchange, begin, finish_all, initial_state
+from gossamer.rounds.setup import Part, Setup
 from gossamer.rules import Context, Rule, diloco, gasloc, gossip, local_sgd, noloco
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import mean

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
-from slow_links import GOODPUT, elapsed_s, limited, names, numbers, train
+from slow_links import GOODPUT, can_limit, elapsed_s, limited, names, numbers, train
 
 from gossamer.network.links import Network
 from gossamer.network.pipeline import StageLinks
@@ -76,8 +75,7 @@ def main() -> int:
     given = parser.parse_args()
     if unknown := sorted({*given.arms} - {*ARMS}):
         parser.error(f"there is no arm {unknown}; choose from {[*ARMS]}")
-    if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        print("skipped: slow links need Linux, root, and the commands ip and tc")
+    if not can_limit():
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -148,8 +148,7 @@ def main() -> int:
         parser.error(
             f"{setting.workers} workers are too few for the peers of {', '.join(setting.methods)}; use more workers"
         )
-    if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        print("skipped: slow links need Linux, root, and the commands ip and tc")
+    if not can_limit():
         return 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -219,6 +218,14 @@ def network_of(setting: Setting, share: float, way: str) -> Network:
 def namespaces(setting: Setting, share: float, way: str) -> contextlib.AbstractContextManager[list[str]]:
     """A namespace for each worker."""
     return limited(*rates_bps(setting, share, way))
+
+
+def can_limit() -> bool:
+    """Whether `limited` can work here; says why if it cannot."""
+    if sys.platform == "linux" and os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
+        return True
+    print("skipped: slow links need Linux, root, and the commands ip and tc")
+    return False
 
 
 @contextlib.contextmanager

@@ -12,10 +12,11 @@ import gossamer
 from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, make_codec, randomk, topk
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rounds import pairing
-from gossamer.rounds.exchange import Part, Setup, begin, initial_state
+from gossamer.rounds.exchange import begin, initial_state
 from gossamer.rounds.facts import Facts
 from gossamer.rounds.forms import Sizes
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled, outer_update
+from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.together import Together
 from gossamer.rules import (
     RULES,

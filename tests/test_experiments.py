@@ -8,7 +8,7 @@ import pytest
 
 from gossamer.models.sizes import parameter_count
 from gossamer.report.figures import draw_figure, table
-from gossamer.report.reach import reach
+from gossamer.report.reach import ROUNDS, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import summary_rows
 from gossamer.run.config import RunConfig
@@ -32,7 +32,9 @@ def small(config: RunConfig) -> RunConfig:
     h = config.run.local_steps
     local_steps = tuple(min(2, own) for own in h) if isinstance(h, tuple) else min(2, h)
     steps = 2 * (max(local_steps) if isinstance(local_steps, tuple) else local_steps)
-    model = dataclasses.replace(config.model, hidden_size=8, layers=1, heads=2, kv_heads=2, intermediate_size=8)
+    cut = config.pipeline.stages > 1  # what is cut keeps its layers, and room for tiles and bottlenecks
+    size = {"hidden_size": 64} if cut else {"hidden_size": 8, "layers": 1}
+    model = dataclasses.replace(config.model, heads=2, kv_heads=2, intermediate_size=8, **size)
     return dataclasses.replace(
         config,
         workers=min(config.workers, 8),
@@ -101,3 +103,9 @@ def test_gasloc_that_equals_its_target_reaches_it_at_the_targets_end() -> None:
     curve = [(1.0, 3.0), (2.0, 2.0)]
     runs = [PointResult(name, {}, 0, {"loss_at_s": {"lan": curve}}) for name in ("target", "twin")]
     assert [(one.ratio, one.behind) for one in reach(runs, "target")] == [(1.0, 0.0)] * 2
+
+
+def test_runs_that_send_nothing_are_compared_by_rounds_and_not_by_bytes() -> None:
+    row = {"loss_at_bytes": [(0.0, 3.0), (0.0, 2.0)], "loss_at_round": [(1, 3.0), (2, 2.0)], "loss_at_s": {}}
+    runs = [PointResult(name, {}, 0, row) for name in ("target", "twin")]
+    assert {one.network for one in reach(runs, "target", paired=True)} == {ROUNDS}

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gossamer.codecs import exact
 from gossamer.layout import Layout, Leaf
-from gossamer.rounds.exchange import Exchange, Part, Setup, begin, initial_state
+from gossamer.rounds.exchange import Exchange, begin, initial_state
+from gossamer.rounds.setup import Part, Setup
 from gossamer.rules import Context, gasloc
 from gossamer.run.replica import Replica
 from gossamer.run.settle import in_rounds

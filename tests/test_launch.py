@@ -103,7 +103,7 @@ def agreement(digests: list[str], facts: list[Any], settings: Any = None, timeou
     store, n = HashStore(), len(digests)
 
     def one(i: int) -> Any:
-        member = Member(i, n, torch.device("cpu"), store)
+        member = Member.at(i, n, torch.device("cpu"), store)
         try:
             return agree(member, digests[i], facts[i], settings=settings and settings[i], timeout_s=timeout_s)
         except (PeerError, TransportError) as error:
@@ -146,7 +146,7 @@ def test_settings_that_no_worker_sends_are_not_repeated(settings: Any):
 
 def test_a_worker_that_says_nothing_or_nonsense_is_named():
     store = HashStore()
-    member = Member(0, 2, torch.device("cpu"), store)
+    member = Member.at(0, 2, torch.device("cpu"), store)
     with pytest.raises(PeerError, match=r"worker 1 sent no configuration within 0\.2 s"):
         agree(member, "a", timeout_s=0.2)
     for turn, text in enumerate(("{}", "[" * 100_000, '["a"]'), start=2):
@@ -157,7 +157,9 @@ def test_a_worker_that_says_nothing_or_nonsense_is_named():
 
 def test_entries_without_the_code_of_the_run_count_as_none_and_a_worker_with_another_secret_is_named():
     store, text = HashStore(), '["a", null]'
-    members = [Member(i, 2, torch.device("cpu"), store, secret=secret) for i, secret in enumerate((b"ours", b"other"))]
+    members = [
+        Member.at(i, 2, torch.device("cpu"), store, secret=secret) for i, secret in enumerate((b"ours", b"other"))
+    ]
     members[1].entries.set("agree/1/1", text)
     with pytest.raises(PeerError, match=r"the entry 'agree/1/1' of worker 1 .* does not carry the code"):
         agree(members[0], "a", timeout_s=0.2)
@@ -200,7 +202,7 @@ def test_a_store_of_ours_listens_only_where_it_is_used_and_elsewhere_only_with_a
 
 def test_a_second_agreement_hears_nothing_of_the_first():
     store = HashStore()
-    members = [Member(i, 2, torch.device("cpu"), store) for i in range(2)]
+    members = [Member.at(i, 2, torch.device("cpu"), store) for i in range(2)]
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(lambda member: agree(member, "old", timeout_s=10.0), members)] == [[None, None]] * 2
         early = pool.submit(agree, members[0], "new", "early", timeout_s=10.0)

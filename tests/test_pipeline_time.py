@@ -152,6 +152,9 @@ def test_a_run_in_stages_takes_the_seconds_of_its_pipeline_and_one_in_one_piece_
     assert isinstance(slowed, tuple) and isinstance(packed_s, tuple) and even[0] < packed_s[0] < slowed[0]
     halting = in_stages(replace(network, stages=StageLinks(speeds=(1.0, 1e-3))), cut, LAYOUT).step_s
     assert isinstance(halting, tuple) and halting[0] > 100 * even[0]
+    one_of_two = tiny(model__layers=4, data__accumulate=4, workers=2, pipeline__stages=2, pipeline__workers=[1])
+    for step_s in (6.0, (6.0, 6.0)):
+        assert in_stages(replace(network, step_s=step_s), one_of_two, LAYOUT).step_s == (6.0, even[0])
 
 
 def test_speeds_of_another_number_of_stages_are_refused():

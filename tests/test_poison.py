@@ -15,7 +15,8 @@ from gossamer.errors import TrainingError
 from gossamer.finite import all_finite, must_be_finite
 from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
-from gossamer.rounds.exchange import Part, Setup, begin, initial_state
+from gossamer.rounds.exchange import begin, initial_state
+from gossamer.rounds.setup import Part, Setup
 from gossamer.rules import Rule, diloco, gasloc
 from gossamer.run.config import digest, dump
 from gossamer.run.simulate import simulate

@@ -146,9 +146,9 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(batched=8, rule=RULES["data_parallel"](), topology=complete(4)),
         ["run.batched is 8", "'data_parallel'"],
     ),
-    "pipeline of some workers": (
-        Facts(stages=2, driver="train", partly=True),
-        ["pipeline.stages is 2", "pipeline.workers"],
+    "scattered stages of some workers": (
+        Facts(stages=2, driver="train", partly=True, averaging="gpa"),
+        ["pipeline.workers", "each of 2 stages", "inner.averaging = 'gpa'"],
     ),
     "pipeline and schedule": (
         Facts(stages=2, schedule=Schedule(fragments=2, sends=3)),

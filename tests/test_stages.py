@@ -87,7 +87,35 @@ CASES = {
     },
 }  # fmt: skip
 
+SOME = {**TWO, "workers": 3, "model__layers": 4, "run__steps": 6}
+MIXED = {
+    "narrow, of a sparse mean, resumed": {
+        **SOME, "pipeline__workers": [2], "rule": {"name": "sparseloco"}, "topology": {"name": "complete"},
+        "codec": {"name": "topk2bit", "k": 16}, "pipeline__forward": {"name": "projection", "width": 8},
+        "pipeline__backward": {"name": "projection", "width": 8},
+    },
+    "a mean through owners, clipped": {
+        **SOME, "pipeline__workers": [0], "rule": {"name": "diloco"}, "topology": {"name": "complete"}, "inner__clip": 0.5,
+        "pipeline__forward": "aqsgd", "data__windows": 5, "inner__optimizer": "muon", "pipeline__schedule": "1f1b",
+    },
+    "gossip of fragments that overlap": {
+        **SOME, "pipeline__workers": [0], "topology": {"name": "ring"}, "schedule__fragments": 2, "schedule__overlap_steps": 1,
+        "codec": {"name": "int8", "rounding": "stochastic"}, "pipeline__forward": "tahquant", "pipeline__backward": "intk",
+    },
+}  # fmt: skip
+"""Runs of three workers, one of which is in two stages: four processes.
+
+Not worker 1: its processes have taken part in different earlier cases, and torch names a group by how many a process has.
+"""
+MEASURED = {
+    **SOME, "pipeline__workers": [2], "pipeline__cuts": [1], "pipeline__resplit_every": 2, "pipeline__forward": "aqsgd",
+    "data__windows": 5, "codec__name": "int8", "schedule__overlap_steps": 1, "inner__optimizer": "muon",
+}  # fmt: skip
+"""One whose stages are laid anew as fast as they turn out to be."""
+
 LATER = {
+    "narrow, of a sparse mean, resumed": {},
+    "gossip of fragments that overlap": {"pipeline__schedule": "1f1b"},
     "aqsgd, resumed": {},
     "stages that are laid otherwise": {
         "pipeline__schedule": "1f1b", "pipeline__chunks": 1, "pipeline__cuts": [3], "pipeline__backward": "intk",
@@ -95,7 +123,7 @@ LATER = {
     "more stages than a simulation had": {"pipeline__stages": 4},
 }  # fmt: skip
 """What is set when the last round is trained again."""
-LAST = {name: {**case, **LATER.get(name, {})} for name, case in CASES.items()}
+LAST = {name: {**case, **LATER.get(name, {})} for name, case in {**CASES, **MIXED}.items()}
 
 DIVERGING = {
     "workers": 1, "pipeline__stages": 4, "model__layers": 4, "data__accumulate": 4, "rule": {"name": "diloco"},
@@ -114,7 +142,7 @@ def train_pipelines(argv):
             resume = turn > 0 or (root / "run.toml").exists()
             member = Member.at(
                 first.rank, config.workers, torch.device("cpu"), PrefixStore(f"{folder}{turn}", first.store),
-                config.pipeline.stages,
+                config.pipeline.processes(config.workers),
             )  # fmt: skip
             try:
                 train_member(config, root, member, resume=resume)
@@ -122,8 +150,8 @@ def train_pipelines(argv):
                 (root / f"said-{member.part}").write_text(str(error))
             dist.barrier()
             if turn + 1 < len(turns) and member.part:  # the newest round that all have is the one before
-                store = Store(config, root, partition_of(config), member.part)
-                checkpoint.rewind(store.path, config.rounds - 1, member.worker)
+                for saved in (root / "checkpoints").glob(f"stage-{member.part}-*"):
+                    checkpoint.rewind(saved, config.rounds - 1, member.worker)
             dist.barrier()
     leave()
     return 0
@@ -134,15 +162,16 @@ def trained(tmp_path_factory, forks):
     """Every case, trained by processes and by the simulator."""
     root = tmp_path_factory.mktemp("stages")
     plan = [(str(root / "diverging"), [document(**DIVERGING)])]
-    for name, case in CASES.items():
+    for name, case in {**CASES, **MIXED}.items():
         turns = [document(**case), document(**LAST[name])] if name in LATER else [document(**case)]
-        if tiny(**case).pipeline.stages * case["workers"] < 4:
+        if sum(tiny(**case).pipeline.processes(case["workers"])) < 4:
             simulate(tiny(**case), root / "real" / name, until=tiny(**case).rounds - 1)
             turns = turns[1:]
         plan.append((str(root / "real" / name), turns))
+    plan.append((str(root / "real" / "measured"), [document(**MEASURED)] * 2))
     (root / "cases.json").write_text(json.dumps(plan))
     assert run_local(2, train_pipelines, [str(root / "cases.json")], parts=2) == 0
-    for name, case in CASES.items():
+    for name, case in {**CASES, **MIXED}.items():
         if LATER.get(name):
             simulate(tiny(**case), root / "simulated" / name, until=tiny(**case).rounds - 1)
         simulate(tiny(**LAST[name]), root / "simulated" / name, resume=bool(LATER.get(name)))
@@ -168,6 +197,16 @@ def lines_of(folder, kind, *names):
     }
 
 
+def scored_in(folder, first=-1):
+    """The validation loss of each worker of a simulation, after each round that has one, from the first on."""
+    return {
+        (line["round"], worker): [loss]
+        for line in read_metrics(folder)
+        if line["kind"] == "eval" and line["round"] >= first
+        for worker, loss in enumerate(line["worker_losses"])
+    }
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(trained, name):
     config, real, simulated = tiny(**LAST[name]), trained / "real" / name, trained / "simulated" / name
@@ -178,6 +217,41 @@ def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(t
     assert own == lines_of(simulated, "train", "loss", "lr", "tokens", "boundary_bytes") and own
 
 
+@pytest.mark.parametrize("name", MIXED)
+def test_workers_in_stages_and_whole_ones_have_the_bits_and_the_bytes_that_they_have_in_a_simulation(trained, name):
+    config, real, simulated = tiny(**LAST[name]), trained / "real" / name, trained / "simulated" / name
+    assert all(map(torch.equal, parameters(config, real), parameters(config, simulated)))
+    own = lines_of(real, "train", "loss", "lr", "tokens")
+    assert own == lines_of(simulated, "train", "loss", "lr", "tokens") and own
+    (cut,) = config.pipeline.workers or ()
+    assert {one.worker for one in read_stages(real)} == {cut}
+    crossed, sent = [], []
+    for place in (real, simulated):
+        lines = [line for line in read_metrics(place) if line["kind"] == "train" and line["round"] == config.rounds - 1]
+        crossed.append({line["worker"]: line.get("boundary_bytes") for line in lines})
+        sent.append(read_trace(place).sent_bytes.sum())
+    assert crossed[0] == crossed[1] and [worker for worker, sizes in crossed[0].items() if sizes] == [cut]
+    assert sent[0] == sent[1]
+    assert lines_of(real, "validation", "loss") == scored_in(simulated)
+
+
+def test_stages_that_are_laid_anew_by_what_they_measure_have_the_bits_of_a_simulation_that_is_told_to(
+    trained, tmp_path
+):
+    config, real = tiny(**MEASURED), trained / "real" / "measured"
+    lines = [line for line in read_metrics(real) if line["kind"] == "resplit"]
+    cuts = {line["round"]: line["cuts"] for line in lines}
+    assert len(lines) == 3 * len(cuts), "one line of each worker"
+    now, told = [1], config
+    for round in range(config.rounds):
+        told = tiny(**{**MEASURED, "pipeline__resplit_every": 0, "pipeline__cuts": now})
+        simulate(told, tmp_path, until=round + 1, resume=round > 0)
+        now = cuts.get(round, now)
+    assert all(map(torch.equal, parameters(config, real), parameters(told, tmp_path)))
+    assert [path.name for path in (real / "checkpoints").glob("stage-0-*")] == [f"stage-0-of-2-cut-{now[0]}"]
+    assert lines_of(real, "train", "loss") == lines_of(tmp_path, "train", "loss")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_validation_through_the_stages_is_that_of_the_whole_model_and_leaves_the_memories_of_codecs_alone(
     trained, name
@@ -185,13 +259,7 @@ def test_validation_through_the_stages_is_that_of_the_whole_model_and_leaves_the
     found = lines_of(trained / "real" / name, "validation", "loss")
     case = tiny(**CASES[name])
     first = 0 if case.pipeline.stages * case.workers < 4 else -1  # a simulation began it, and validated the mean model
-    scored = {
-        (line["round"], worker): [loss]
-        for line in read_metrics(trained / "simulated" / name)
-        if line["kind"] == "eval" and line["round"] >= first
-        for worker, loss in enumerate(line["worker_losses"])
-    }
-    assert found == scored and found
+    assert found == scored_in(trained / "simulated" / name, first) and found
 
 
 def test_the_trace_has_the_messages_of_a_worker_once_and_a_line_of_each_stage_says_what_it_did(trained):
@@ -268,7 +336,7 @@ def test_a_state_that_is_cut_into_stages_and_joined_is_what_it_was(name, tmp_pat
     model = task.model()
     # With chunks, a stage would have no layer of some fragment.
     for cut in ({}, {"pipeline__schedule": "interleaved", "pipeline__chunks": 2})[: 2 - last]:
-        there = partition_of(tiny(**{**TWO, "model__layers": 4, **cut}))
+        there = partition_of(tiny(**{**TWO, "model__layers": 4, **cut}), 0)
         parts = [state_of_part(config, model, there, part, whole) for part in range(2)]
         assert sum(part["x"].numel() for part in parts) == whole["x"].numel() and alike(whole["data"], parts[0]["data"])
         assert sum(part["under_way"][0]["sent"][0].numel() for part in parts) == sent.numel()

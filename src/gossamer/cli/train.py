@@ -151,13 +151,21 @@ def _result(config: "RunConfig", folder: Path, local: int | None, served: Server
     lines = read_metrics(folder)
     found = {line["worker"]: line["loss"] for line in lines if line["kind"] == "validation" and "worker" in line}
     if local is None:
-        me = served.worker if config.server is not None else int(os.environ.get("RANK", "-1")) // config.pipeline.stages
+        me = served.worker if config.server is not None else _worker_here(config)
         found = {worker: loss for worker, loss in found.items() if me in (worker, -1)}
     scored = [line["loss"] for line in lines if line["kind"] == "eval"]
     return {
         "folder": folder, "name": config.name, "workers": config.workers, "rounds": config.rounds,
         "loss": scored[-1] if scored else None, "validation": found,
     }  # fmt: skip
+
+
+def _worker_here(config: "RunConfig") -> int:
+    """The worker that torchrun has started this process as; -1 if it has not."""
+    from gossamer.transport.member import place_of
+
+    rank = int(os.environ.get("RANK", "-1"))
+    return rank if rank < 0 else place_of(rank, config.pipeline.processes(config.workers))[0]
 
 
 def import_early(*more: str) -> None:
@@ -203,7 +211,7 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
         return _start_elastic(config, folder, n, words)
     if config.kind in ("pair", "no waiting"):
         return _start_asynchronous(folder, n, words)
-    return run_local(n, main, words, parts=config.pipeline.stages)
+    return run_local(n, main, words, parts=config.pipeline.processes(config.workers))
 
 
 def _places(config: "RunConfig") -> list[int | None]:

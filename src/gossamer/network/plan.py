@@ -36,6 +36,8 @@ __all__ = [
     "plan_rows",
     "run_toml",
     "stepped",
+    "with_tables",
+    "workers_of",
 ]
 
 EXACT: Mapping[str, float] = {"exact": 32.0}
@@ -172,11 +174,7 @@ def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSetti
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
     Cost: some 10 ms per candidate, up to a minute where links are uneven or shared and there are hundreds of workers.
     """
-    n = network.workers if options.workers is None else options.workers
-    if n is None:
-        raise ConfigError(
-            f"the network is the same for any number of workers and workers is {n}; give the number of workers"
-        )
+    n = workers_of(network, options)
     if not 2 <= n <= _LIMIT_WORKERS:
         raise ConfigError(
             f"a plan for {n} workers was asked for but it needs from 2 to {_LIMIT_WORKERS}; choose another number"
@@ -188,6 +186,16 @@ def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSetti
     # `min` takes the first of equals, and candidates are in the order of their methods and codecs.
     best = min(enough, key=lambda c: c.full_steps) if enough else min(candidates, key=lambda c: c.seconds_per_token)
     return RunPlan(tuple(candidates), best, network, model, parameters, options)
+
+
+def workers_of(network: Network, options: PlanSettings) -> int:
+    """For how many workers to plan. Raises ConfigError when nothing gives their number."""
+    n = network.workers if options.workers is None else options.workers
+    if n is None:
+        raise ConfigError(
+            f"the network is the same for any number of workers and workers is {n}; give the number of workers"
+        )
+    return n
 
 
 def stepped(network: Network, parameters: int, options: PlanSettings) -> Network:
@@ -296,7 +304,7 @@ def run_toml(
     if peers is not None and chosen.codec not in EXACT:
         rule = "anchored_gasloc"  # the same bytes, but of differences
     own = chosen.local_steps
-    document = {
+    document: dict[str, Any] = {
         "name": name,
         "workers": len(own),
         "seed": plan.options.seed,
@@ -315,13 +323,21 @@ def run_toml(
         },
         "network": {"planned": to_options(plan.network)},
     }
-    for table, keys in plan.replica.items():
-        document[table] = {**document.get(table, {}), **keys}
+    document = with_tables(document, plan.replica)
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, {chosen.utilisation:.1%} of it computing.\n"
     )
     return head + tomli_w.dumps(document)
+
+
+def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A run file with further keys in its tables, which replace those of the same name.
+
+    >>> with_tables({"name": "a", "run": {"steps": 1}}, {"run": {"seed": 2}})
+    {'name': 'a', 'run': {'steps': 1, 'seed': 2}}
+    """
+    return {**document, **{table: {**document.get(table, {}), **keys} for table, keys in tables.items()}}
 
 
 PLAN_HEADINGS = ("method", "codec", "steps", "MB/round", "s/round", "computing", "h/1e9 tokens")

@@ -46,7 +46,7 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
         for run in results
         if run.method == target
         for name, curve in curves_of(run, paired=paired).items()
-        if curve
+        if curve and curve[-1][0] > 0  # who sends nothing has no bytes to compare
     }
     if not ends:
         raise ConfigError(choose("target of the figure", target, {run.method for run in results}) + "; correct it")

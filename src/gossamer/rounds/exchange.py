@@ -19,33 +19,30 @@ and `gossamer.testing` the rule that it checks.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.codecs import Codec, exact
+from gossamer.codecs import exact
 from gossamer.codecs.message import decode, encode
 from gossamer.finite import must_be_finite
-from gossamer.layout import Layout
 from gossamer.record.trace import Operation
 from gossamer.rounds.forms import chunks, message_template, own_message, sizes_of
-from gossamer.rounds.kernel import PLAIN, Decoded, Kernel, cut, update_spans
-from gossamer.rounds.merging import Merge, merging
+from gossamer.rounds.kernel import Decoded, cut, update_spans
+from gossamer.rounds.merging import merging
+from gossamer.rounds.setup import AllOf, Sent, Setup, StageSide, Waits
 from gossamer.rounds.together import Together
 from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Mixing, Row, pull, widen, without
-from gossamer.transport import IncompleteError, Reduce, Ticket, Transport
+from gossamer.transport import IncompleteError, Reduce, Ticket
 from gossamer.tree import Tree, leaves, map_leaves, must_fit, nbytes, refill
 
 __all__ = [
     "Each",
     "Exchange",
-    "Part",
-    "Sent",
-    "Setup",
     "begin",
     "finish_all",
     "first_message",
@@ -57,53 +54,6 @@ __all__ = [
 
 
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Any]  # a map over workers, in parallel or not
-
-
-class Part(NamedTuple):
-    """What one worker owns of one fragment: the live parameters (or gradients), and the outer state; both updated in place."""
-
-    x: Tensor
-    s: Tree
-    layout: Layout
-    fragment: int = 0
-
-
-class Setup(NamedTuple):
-    """What all exchanges of one fragment of one worker have in common."""
-
-    rule: Rule
-    codec: Codec
-    transport: Transport
-    part: Part
-    seed: int
-    """For codecs that round at random. All workers use the payload that the sender encoded, so all decode the same."""
-    kernel: Kernel = PLAIN
-    """How the outer update is carried out."""
-    reduce: Reduce | None = None
-    """Sums tensors over all workers in place; if given, it makes every `mean` over everyone whose codec is exact."""
-    together: Together | None = None
-    """Takes such a mean once for all workers, where all of them are in this process."""
-    overlap_steps: int = 0
-    """Inner steps that x takes between `post` and `finish`; noted in the trace."""
-    merge: Merge = "keep"
-    """How the update is merged with those steps, as in `Schedule.merge`."""
-    merge_strength: float = 0.5
-    """As in `Schedule.merge_strength`."""
-    attempt: int = 0
-    """Of an elastic run, which tries the mean of a round again over fewer workers when one of them fails."""
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Is entered for the time of the outer update."""
-    compare: Callable[[Tree, Sequence[Tree]], None] | None = None
-    """Is shown each own message and those received, or the mean of all, as they were decoded; it only reads them."""
-
-
-class Sent(NamedTuple):
-    """What an exchange under way depends on; a checkpoint keeps it, and `begin` accepts it to send the same again."""
-
-    message: Tree
-    """What the rule sent."""
-    x: Tree
-    """The parameters at the time of sending, where the update needs them and they have changed since; () otherwise."""
 
 
 class _Posted(NamedTuple):
@@ -134,7 +84,7 @@ _Legs = Generator[Ticket | _Posted | _Complete | None, None, None]
 class Exchange:
     """One worker's end of an exchange; made by `begin`, which announces what will be received."""
 
-    def __init__(self, legs: _Legs, transport: Transport, ctx: Context):
+    def __init__(self, legs: _Legs, transport: Waits, ctx: Context):
         self._legs, self._transport = legs, transport
         self.ctx = ctx
         """What the rule knows of the round of the exchange."""
@@ -209,18 +159,10 @@ def begin(setup: Setup, mixing: Mixing, ctx: Context, sent: Sent | None = None) 
         through chunk owners, (n-1)/n payloads there and (n-1)/n back per worker. With overlap or a merge one more copy of x
         while it is under way.
     """
-    codec = setup.codec
     job = _Job(setup, mixing, with_mixing(ctx, mixing), sent)
-    owned = codec.exact or codec.back is not None
-    if not setup.rule.averages or not owned or len(mixing.rows[ctx.worker]) == 1:
-        legs = _with_peers(job)
-    elif setup.together is not None and mixing.everyone and codec.back is None and setup.compare is None:
-        legs = _in_one_process(job, setup.together)
-    elif setup.reduce is None or codec.back is not None:
-        legs = _through_owners(job)
-    else:
-        legs = _reduced(job, setup.reduce)
-    return Exchange(legs, setup.transport, ctx)
+    if setup.sides:
+        return Exchange(_side_by_side(job), AllOf(tuple(side.transport for side in setup.sides)), ctx)
+    return Exchange(_legs(job), setup.transport, ctx)
 
 
 def sent_again(setup: Setup, mixing: Mixing, ctx: Context, tensors: Sequence[Tensor]) -> Sent:
@@ -249,6 +191,51 @@ def finish_all(exchanges: Sequence[Exchange], each: Each) -> None:
             waiting[0].receive()  # no exchange can continue: raises an error that names what is missing
         waiting = [exchange for exchange, done in zip(waiting, complete, strict=True) if not done]
     each(Exchange.finish, exchanges)
+
+
+def _legs(job: _Job) -> _Legs:
+    """The way in which the messages of an exchange go."""
+    setup, mixing, ctx, _ = job
+    codec = setup.codec
+    owned = codec.exact or codec.back is not None
+    if not setup.rule.averages or not owned or len(mixing.rows[ctx.worker]) == 1:
+        return _with_peers(job)
+    if setup.together is not None and mixing.everyone and codec.back is None and setup.compare is None:
+        return _in_one_process(job, setup.together)
+    if setup.reduce is None or codec.back is not None:
+        return _through_owners(job)
+    return _reduced(job, setup.reduce)
+
+
+def _side_by_side(job: _Job) -> _Legs:
+    """The exchanges of all sides in step, as they have the same legs; when the first has ended, `zip` ends the others too."""
+    for states in zip(*[_legs(_on_side(job, side)) for side in job.setup.sides], strict=True):
+        first, *others = states
+        if not isinstance(first, _Posted):
+            yield first
+            continue
+        posted = [first, *(state for state in others if isinstance(state, _Posted))]
+        sent = refill(first.sent, map(torch.cat, zip(*(leaves(one.sent) for one in posted), strict=True)))
+        yield _Posted(cast(Sent, sent), _summed([one.operation for one in posted]))
+
+
+def _on_side(job: _Job, side: StageSide) -> _Job:
+    """The exchange of one side, of views of everything."""
+    (rule, _, _, part, *_), _, ctx, sent = job
+    a, b = side.start, side.stop
+    own = part._replace(x=part.x[a:b], s=cut(rule, part.s, a, b), layout=side.layout)
+    setup = job.setup._replace(codec=side.codec, transport=side.transport, part=own, sides=())
+    own_sent = None if sent is None else Sent(*(cut(rule, tree, a, b) for tree in sent))
+    return _Job(setup, job.mixing, ctx._replace(layout=side.layout), own_sent)
+
+
+def _summed(operations: Sequence[Operation]) -> Operation:
+    """The messages of all sides as those of one exchange."""
+    sends, receives = (
+        tuple((same[0][0], sum(size for _, size in same)) for same in zip(*ways, strict=True))
+        for ways in ([one.sends for one in operations], [one.receives for one in operations])
+    )
+    return operations[0]._replace(sends=sends, receives=receives)
 
 
 def _with_peers(job: _Job) -> _Legs:

@@ -58,6 +58,8 @@ class Facts(NamedTuple):
     """As in `pipeline.stages`."""
     partly: bool = False
     """Whether `pipeline.workers` leaves some replicas whole."""
+    scattered: bool = False
+    """Whether the tensors of a stage do not follow each other in the order of the model."""
     hashes: bool = False
     """As in `record.hash`."""
     batched: int = 1

@@ -17,8 +17,6 @@ from gossamer.record.trace import Operation
 from gossamer.rounds.choosing import FragmentChoice
 from gossamer.rounds.exchange import (
     Exchange,
-    Part,
-    Setup,
     begin,
     initial_state,
     sent_again,
@@ -26,6 +24,7 @@ from gossamer.rounds.exchange import (
 )
 from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Stop
+from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import Sharing
 from gossamer.rounds.together import Together
 from gossamer.rounds.updates import MixedUpdate, rule_of_updates, topology_of_updates

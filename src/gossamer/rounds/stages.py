@@ -37,11 +37,16 @@ STAGES = (
         ),
     ),
     Pairing(
-        "pipeline of some workers",
-        lambda f: f.stages > 1 and f.driver == "train" and f.partly,
+        "scattered stages of some workers",
+        lambda f: f.stages > 1 and f.driver == "train" and f.partly and (f.scattered or f.averaging is not None),
         lambda f: (
-            f"pipeline.stages is {f.stages} and pipeline.workers leaves some replicas whole, but all workers of gossamer "
-            "train have as many processes; remove pipeline.workers, or use gossamer simulate"
+            f"pipeline.workers leaves some replicas whole, which send each of {f.stages} stages its tensors as a slice, and with "
+            + (
+                "pipeline.chunks or the cuts of model.bottleneck"
+                if f.scattered
+                else f"inner.averaging = '{f.averaging}'"
+            )
+            + " these do not follow each other; remove one of the two, or use gossamer simulate"
         ),
     ),
     Pairing(

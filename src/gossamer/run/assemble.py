@@ -57,10 +57,10 @@ WHOLE = Partition(1, ())
 """That of workers of one process, and of a simulation."""
 
 
-def partition_of(config: RunConfig) -> Partition:
-    """How the layers lie on the processes of `gossamer train`."""
-    stages = config.pipeline.stages
-    return WHOLE if stages == 1 else Partition(stages, cuts_of(config.pipeline, config.model))
+def partition_of(config: RunConfig, worker: int) -> Partition:
+    """How the layers of a worker lie on its processes of `gossamer train`."""
+    pipeline = config.pipeline
+    return Partition(pipeline.stages, cuts_of(pipeline, config.model)) if pipeline.cuts_replica(worker) else WHOLE
 
 
 class Store(NamedTuple):
@@ -90,6 +90,15 @@ class Store(NamedTuple):
     def rounds(self, workers: Sequence[int], line: Lineage) -> list[list[int]]:
         """The rounds that this process can go on from, one list for each worker."""
         return [sorted(self.sources(worker, line)) for worker in workers]
+
+    def held(self, worker: int, line: Lineage) -> list[tuple[int, tuple[int, ...]]]:
+        """The rounds of which this stage has a checkpoint, with the cuts under which it has: those of as many stages."""
+        alike = [one for one in (self.own, *self._others()) if one.stages == self.own.stages]
+        return [
+            (round, one.cuts)
+            for one in alike
+            for round in checkpoint.rounds(one.folders(self.folder)[self.part], worker, line)
+        ]
 
     def fault(self, round: int, worker: int, line: Lineage) -> str | None:
         """Why this round cannot be gone on from, in one clause; None when it can. Cost: that of reading all it needs."""

@@ -1,6 +1,6 @@
 """The [pipeline] settings of a run file: a replica whose layers are cut into stages, with slow links between them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated
 
@@ -21,7 +21,7 @@ from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS
 from gossamer.schema import settings
 
-__all__ = ["PipelineConfig", "boundary_of", "by_stage", "cuts_of", "must_fit"]
+__all__ = ["PipelineConfig", "boundary_of", "by_stage", "cuts_of", "must_fit", "stage_in"]
 
 _Speed = Annotated[float, Field(gt=0)]
 
@@ -45,6 +45,9 @@ class PipelineConfig:
     chunks: Annotated[AtLeastOne, Changeable()] = 1
     """Pieces of each stage with the schedule interleaved: the layers are cut into stages times chunks, of which each process
     has every stages-th. 1 with the other schedules."""
+    resplit_every: Annotated[AtLeastZero, Changeable()] = 0
+    """Inner steps after which the layers are laid anew, at the end of a round, so that the slowest stage is as fast as possible;
+    0 never. Processes measure how fast each stage computes, a simulation takes `speeds`, and the cuts are where it begins."""
     workers: Annotated[tuple[AtLeastZero, ...], Field(min_length=1)] | None = None
     """The workers whose replicas are cut, by their numbers; None cuts all. The others train whole replicas."""
 
@@ -70,7 +73,13 @@ class PipelineConfig:
                 f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or remove "
                 "pipeline.cuts"
             )
-        if self.speeds is not None and (len(self.speeds) != self.stages or self.cuts is not None):
+        if self.resplit_every and self.stages == 1:
+            raise ConfigError(
+                f"pipeline.resplit_every is {self.resplit_every} and pipeline.stages is 1, which has no layers to exchange; set "
+                "pipeline.stages to 2 or more"
+            )
+        both = self.cuts is not None and not self.resplit_every
+        if self.speeds is not None and (len(self.speeds) != self.stages or both):
             cuts = "no pipeline.cuts" if self.cuts is None else f"pipeline.cuts = {[*self.cuts]}"
             raise ConfigError(
                 f"pipeline.speeds is {[*self.speeds]} for {self.stages} stages and {cuts}; give the speed of each stage or the "
@@ -96,6 +105,10 @@ class PipelineConfig:
     def cuts_replica(self, worker: int) -> bool:
         """Whether the replica of this worker is in stages."""
         return self.stages > 1 and (self.workers is None or worker in self.workers)
+
+    def processes(self, workers: int) -> tuple[int, ...]:
+        """Of each of so many workers: a process for each stage, and one for a whole replica."""
+        return tuple(self.stages if self.cuts_replica(worker) else 1 for worker in range(workers))
 
 
 def boundary_of(choice: Choice) -> Boundary:
@@ -128,8 +141,13 @@ def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig) -> Code
     """The codec with which the stages of a worker send what each of them has, as processes that have one stage alone do."""
     if pipeline.stages == 1 or codec.exact or codec.blockwise == 1:
         return codec
+    return by_part(codec, stage_in(pipeline, model))
+
+
+def stage_in(pipeline: PipelineConfig, model: ModelConfig) -> Callable[[str], int]:
+    """The stage that has the parameter with a name."""
     cuts = cuts_of(pipeline, model)
-    return by_part(codec, lambda name: piece_of(name, cuts) % pipeline.stages)
+    return lambda name: piece_of(name, cuts) % pipeline.stages
 
 
 def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int, schedule: Schedule) -> None:

@@ -12,8 +12,9 @@ import tomli_w
 
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
+from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import to_options
-from gossamer.network.plan import Candidate, RunPlan
+from gossamer.network.plan import Candidate, PlanSettings, RunPlan, with_tables
 from gossamer.run.check import counted
 from gossamer.run.config import parse
 from gossamer.run.layouts import layout_for
@@ -21,7 +22,7 @@ from gossamer.run.methods import Recipe, recipe, recipes
 from gossamer.run.settle import InPairs, WithServer, settle
 from gossamer.schema import plain
 
-__all__ = ["PLANNED", "Priced", "best_of", "price_recipes", "recipe_toml"]
+__all__ = ["PLANNED", "Priced", "best_of", "drafted", "price_recipes", "recipe_toml"]
 
 PLANNED = {
     "data_parallel": "data parallel", "diloco": "DiLoCo", "gasloc_2peer": "GASLoC 2-Peer", "gasloc": "GASLoC 1-Peer",
@@ -115,21 +116,23 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, steps: int = 300
     return head + tomli_w.dumps({"name": name, **document})
 
 
+def drafted(
+    method: str, workers: int, model: ModelConfig, options: PlanSettings, tables: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:  # fmt: skip
+    """A run file of a method on this machine's Python sources, with further keys in its tables."""
+    document = {
+        "method": method, "workers": workers, "seed": options.seed, "model": plain(model),
+        "data": {"source": "stdlib", "seq_len": options.seq_len, "batch_size": options.batch_size},
+    }  # fmt: skip
+    return with_tables(document, tables)
+
+
 def _document(method: str, local_steps: int, made: RunPlan, rounds: int) -> dict[str, Any]:
     """The run file of a method."""
-    options = made.options
-    document: dict[str, Any] = {
-        "method": method,
-        "workers": len(made.best.local_steps),
-        "seed": options.seed,
-        "model": plain(made.model),
-        "data": {"source": "stdlib", "seq_len": options.seq_len, "batch_size": options.batch_size},
-        "run": {"steps": rounds * local_steps, "local_steps": local_steps},
-        "network": {"planned": to_options(made.network)},
-    }
-    for table, keys in made.replica.items():
-        document[table] = {**document.get(table, {}), **keys}
-    return document
+    run = {"steps": rounds * local_steps, "local_steps": local_steps}
+    tables = {"run": run, "network": {"planned": to_options(made.network)}}
+    document = drafted(method, len(made.best.local_steps), made.model, made.options, tables)
+    return with_tables(document, made.replica)
 
 
 def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> Candidate:

@@ -14,18 +14,17 @@ import numpy as np
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
-from gossamer.models.stages import minimax
+from gossamer.models.stages import minimax, piece_of
 from gossamer.network.limits import positives
 from gossamer.network.links import Network
 from gossamer.network.pipeline import StageLinks
-from gossamer.network.plan import PlanSettings, RunPlan, plan, stepped
+from gossamer.network.plan import PlanSettings, RunPlan, plan, stepped, workers_of
 from gossamer.run.check import counted
 from gossamer.run.config import parse
 from gossamer.run.layouts import layout_for
-from gossamer.run.planned import PLANNED
+from gossamer.run.planned import PLANNED, drafted
 from gossamer.run.settle import settle
 from gossamer.run.stage_time import in_stages
-from gossamer.schema import plain
 
 __all__ = ["BOUNDARY_PAIRS", "StagePlan", "StagedReplica", "plan_in_stages"]
 
@@ -92,11 +91,7 @@ def plan_in_stages(
         boundaries: of `BOUNDARY_PAIRS`, those to try; all unless given.
     Raises: ConfigError where no number of stages fits, a batch cannot be split among them, or no boundary codec fits; as `plan`.
     """
-    n = network.workers if options.workers is None else options.workers
-    if n is None:
-        raise ConfigError(
-            f"the network is the same for any number of workers and workers is {n}; give the number of workers"
-        )
+    n = workers_of(network, options)
     positives(memory_bytes=memory_bytes)
     layout = layout_for(model, options.vocab_size)
     network = stepped(network, layout.numel, options)
@@ -142,12 +137,8 @@ class _Sketch(NamedTuple):
 
     def document(self, method: str, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """A run file of a round."""
-        options = self.options
-        data = {"source": "stdlib", "seq_len": options.seq_len, "batch_size": options.batch_size}
-        return {
-            "method": method, "workers": self.workers, "model": plain(self.model), "run": {"steps": 1, "local_steps": 1},
-            **tables, "data": {**data, **tables.get("data", {})},
-        }  # fmt: skip
+        run = {"run": {"steps": 1, "local_steps": 1}}
+        return drafted(method, self.workers, self.model, self.options, {**run, **tables})
 
     def bytes_per_number(self) -> float:
         """Memory of each parameter with the planned method that keeps most."""
@@ -203,9 +194,7 @@ def _fewest(sketch: _Sketch, per_number: float, memory_bytes: float) -> tuple[tu
 
 def _sizes(layout: Layout, layers: int) -> tuple[int, tuple[int, int]]:
     """Parameters of the largest layer, and those before the first and after the last."""
-    sizes = [0] * (layers + 2)
+    sizes, everywhere = [0] * (layers + 2), range(layers + 1)
     for leaf in layout.leaves:
-        _, room, *words = leaf.name.split(".")
-        at = int(words[0]) + 1 if room in ("layers", "cuts") else 0 if room == "embed_tokens" else -1
-        sizes[at] += leaf.stop - leaf.start
+        sizes[piece_of(leaf.name, everywhere)] += leaf.stop - leaf.start
     return max(sizes[1:-1]), (sizes[0], sizes[-1])

@@ -176,6 +176,7 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
         server=config.server.name if config.server else "", optimizer=config.inner.optimizer,
         averaging=config.inner.averaging, adapt=run.adapt, weigh_steps=run.weigh_steps, reduction=run.reduction,
         eval_js=run.eval_js, elastic=run.elastic, stages=config.pipeline.stages, partly=config.pipeline.workers is not None,
+        scattered=config.pipeline.chunks > 1 or (config.model.bottleneck is not None and bool(config.model.bottleneck.cuts)),
         hashes=config.record.hash, batched=run.batched, holders=holders.parts if holders is not None else (),
         constant_batch=config.data.constant_batch, ghost_rounds=run.ghost_rounds,
         fragments=events.fragments, overlap=events.overlap, dylu=events.dylu, meetings=events.meetings,

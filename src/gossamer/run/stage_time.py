@@ -24,7 +24,7 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
 
     `step_s` is that of a whole replica on one machine. A stage takes the share of it that its matrices have of all
     parameters, over its speed; a third of it forward, two thirds backward (`gossamer.network.pipeline`). Payloads count with the
-    most bytes that they can have.
+    most bytes that they can have. Workers that `pipeline.workers` leaves whole keep theirs.
 
     Args: `layout` is that of the whole model.
     Raises: ConfigError when the network gives the speeds of another number of stages.
@@ -57,7 +57,11 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
         ).seconds  # fmt: skip
 
     times = np.asarray(network.step_s, float)
-    return replace(network, step_s=tuple(map(seconds, times)) if times.ndim else seconds(float(times)))
+    if pipeline.workers is None and not times.ndim:
+        return replace(network, step_s=seconds(float(times)))
+    each = times.tolist() if times.ndim else [float(times)] * config.workers
+    own = (seconds(step_s) if pipeline.cuts_replica(worker) else step_s for worker, step_s in enumerate(each))
+    return replace(network, step_s=tuple(own))
 
 
 def shares_of(layout: Layout, cuts: tuple[int, ...]) -> list[float]:

@@ -23,6 +23,7 @@ from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.progress import quieted, say
 from gossamer.record.stages import end_logs_of_others, stage_log
 from gossamer.rounds.method import Method
+from gossamer.rounds.setup import in_sides
 from gossamer.run.assemble import Store, partition_of
 from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
@@ -30,7 +31,9 @@ from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
 from gossamer.run.part import OwnStages
 from gossamer.run.parts import own_parts
+from gossamer.run.pipeline import cuts_of, stage_in
 from gossamer.run.replica import Replica
+from gossamer.run.resplit import as_saved, exchanged, laid_anew, lays_anew, measured_speeds
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.settle import in_rounds
 from gossamer.run.task import Task, found_by_each, moved, task_of
@@ -59,8 +62,8 @@ def train(config: RunConfig, folder: Path, *, resume: Resume = False) -> None:
     """
     run = config.run
     member = join(
-        config.workers, parts=config.pipeline.stages, backend=run.backend, device=run.device, threads=run.threads,
-        timeout_s=run.timeout_s,
+        config.workers, parts=config.pipeline.processes(config.workers), backend=run.backend, device=run.device,
+        threads=run.threads, timeout_s=run.timeout_s,
     )  # fmt: skip
     failed: GossamerError | OSError | None = None
     try:
@@ -93,7 +96,10 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
     # The settled step is found by every worker on its own, as its text and the user's code are.
     found = {**{f"rule.{name}": value for name, value in m.rule.options.items()}, **found_by_each(task, parts)}
     past = history(config, folder) if resume else None
-    store = Store(config, folder, partition_of(config), member.part)
+    laid = config
+    if past is not None and config.pipeline.resplit_every:
+        laid = as_saved(config, folder, member, past.lineage)
+    store = Store(config, folder, partition_of(laid, member.worker), member.part)
     newest = _agreed_round(store, member, found, past, auto=resume == "auto")
     if newest == config.rounds:
         dist.barrier()  # whoever hosts the store must not leave while another still reads it
@@ -106,14 +112,19 @@ def train_member(config: RunConfig, folder: Path, member: Member, *, resume: Res
             open_.callback(pipe.close)
         open_.enter_context(quieted(member.part > 0))  # a worker speaks once
         stopwatch = Stopwatch(member.worker, recorded_s(folder, member.worker, newest))
-        _train_rounds(store, member, _made(config, task, m, member, pipe, stopwatch), past, newest, open_)
+
+        def make(laid: RunConfig) -> _Made:
+            return _made(laid, task, in_rounds(laid, parts, real=True).method, member, pipe, stopwatch)
+
+        _train_rounds(_Laid(laid, store, make(laid)), member, make, past, newest, open_)
 
 
 class _Made(NamedTuple):
     """What this process trains with."""
 
     worker: Worker
-    transport: GroupTransport
+    transports: tuple[GroupTransport, ...]
+    """One, or where peers are in stages and this worker is not, one to each stage."""
     stopwatch: Stopwatch
     part: OwnStages | None
     """Its stages, where a worker has several processes."""
@@ -124,62 +135,132 @@ def _made(
     config: RunConfig, task: Task, m: Method, member: Member, pipe: Pipe | None, stopwatch: Stopwatch
 ) -> _Made:  # fmt: skip
     run = config.run
-    transport = GroupTransport(member, run=int(digest(config), 16), timeout_s=run.timeout_s)
+    sides = (
+        [member]
+        if config.pipeline.workers is None or pipe
+        else list(map(member.on_side, range(config.pipeline.stages)))
+    )
+    transports = tuple(GroupTransport(side, run=int(digest(config), 16), timeout_s=run.timeout_s) for side in sides)
     cut = None if pipe is None else lambda whole: OwnStages(whole, config, pipe, member.device)
     replica = Replica(member.worker, config, task, member.device, cut=cut)
     reduce = _timed_all_reduce(run.timeout_s, stopwatch) if run.reduction == "all_reduce" else None
     part = replica.staged if isinstance(replica.staged, OwnStages) else None
-    return _Made(Worker(replica, m, transport, reduce), transport, stopwatch, part, pipe)
+    worker = Worker(replica, m, transports[0], reduce)
+    if len(transports) > 1:
+        stage_of = stage_in(config.pipeline, config.model)
+        worker.loop.fragments = [in_sides(each, m.codec, transports, stage_of) for each in worker.loop.fragments]
+    return _Made(worker, transports, stopwatch, part, pipe)
+
+
+class _Laid(NamedTuple):
+    """What of a process changes when the stages of the run are laid anew."""
+
+    config: RunConfig
+    """With the cuts of now."""
+    store: Store
+    made: _Made
 
 
 def _train_rounds(
-    store: Store, member: Member, made: _Made, past: History | None, newest: int | None, open_: contextlib.ExitStack
+    now: _Laid, member: Member, make: Callable[[RunConfig], _Made], past: History | None, newest: int | None,
+    open_: contextlib.ExitStack,
 ) -> None:  # fmt: skip
     """Trains from round `newest` to the end, and records it, with files that `open_` closes."""
-    config, folder, line, run = store.config, store.folder, Lineage(digest(store.config)), store.config.run
-    worker, transport, stopwatch, part, pipe = made
-    replica = worker.replica
+    (_, store, made), first = now, newest or 0
+    config, run, stopwatch, pipe = store.config, store.config.run, made.stopwatch, made.pipe
+    line = Lineage(digest(config))
     if past is not None and newest is not None:
-        line = _restore(worker, past, store, member, newest)
+        line = _restore(made.worker, past, store, member, newest)
     board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, run.timeout_s / 4))
-    if member.part:
-        record: RunFolder | Unrecorded = Unrecorded()
-        # Its machine may have no other process of the worker, which would write the file.
-        if newest is not None or not (folder / "run.toml").exists():
-            make_folder(folder)
-            atomic_write(folder / "run.toml", dump(config).encode())
-    else:
-        record = open_.enter_context(RunFolder(
+    record = _record(store, member, made.worker, newest, open_)
+    stages = made.part and open_.enter_context(
+        stage_log(store.folder, member.worker, member.part, member.parts, newest)
+    )
+    save = _saver(store.path, line, made.worker, board, first)
+    journal = Journal(config, lambda: record, _validator(config, made), save, kind="validation")
+    if not first:
+        journal.begin(worker=member.worker)
+    stopwatch.start()
+    spent_s = 0.0
+    for round in range(first, config.rounds):
+        if pipe is not None:
+            pipe.round = round
+        report = train_round(made.worker, round, config)
+        if made.part is not None and stages is not None:
+            sent = sum(size for some in report.operations for one in some for _, size in one.sends)
+            report = report._replace(operations=made.part.end_round(report.operations))
+            seconds = made.part.seconds(round, member.worker, sent)
+            stages.log(seconds)
+            spent_s += seconds.compute_s
+        deliveries = [one for transport in made.transports for one in transport.deliveries()]
+        stopwatch.phase(report.whole.compute_s)
+        stopwatch.waited([one for transport in made.transports for one in transport.waits()], deliveries)
+        journal.enter(made.worker, round, report)
+        if made.worker.pacer is not None and round + 1 < config.rounds:
+            _adapt(made.worker, report, deliveries, board, made.worker.loop.method.topology)
+        before = now
+        if lays_anew(config, round + 1):
+            now, spent_s = _lay_anew(now, member, make, spent_s), 0.0
+        if now is not before:
+            _, store, made = now
+            record.log("resplit", round=round, cuts=cuts_of(now.config.pipeline, config.model))
+            save = _saver(store.path, line, made.worker, board, first)
+            journal = Journal(config, lambda: record, _validator(config, made), save, kind="validation")
+        end_round(journal, made.worker.replica, round + 1)
+        if now is not before and run.checkpoint_every:
+            _keep_only(store, member, round + 1, save)
+        record.log_seconds(stopwatch.round(round))
+    for transport in made.transports:
+        transport.close()
+
+
+def _record(
+    store: Store, member: Member, worker: Worker, newest: int | None, open_: contextlib.ExitStack
+) -> RunFolder | Unrecorded:  # fmt: skip
+    """Where this process records the run: one process of a worker does."""
+    config, folder = store.config, store.folder
+    if not member.part:
+        return open_.enter_context(RunFolder(
             folder, dump(config), config.record, worker=worker.index, resume_round=newest,
             traced_per_round=worker.loop.method.sends_per_round,
         ))  # fmt: skip
-    stages = part and open_.enter_context(stage_log(folder, worker.index, member.part, member.parts, newest))
-    save = _saver(store.path, line, worker, board, newest or 0)
-    journal = Journal(config, lambda: record, _validator(config, replica, part), save, kind="validation")
-    if not newest:
-        journal.begin(worker=worker.index)
-    stopwatch.start()
-    for round in range(newest or 0, config.rounds):
-        if pipe is not None:
-            pipe.round = round
-        report = train_round(worker, round, config)
-        if part is not None and stages is not None:
-            sent = sum(size for some in report.operations for one in some for _, size in one.sends)
-            report = report._replace(operations=part.end_round(report.operations))
-            stages.log(part.seconds(round, worker.index, sent))
-        deliveries = transport.deliveries()
-        stopwatch.phase(report.whole.compute_s)
-        stopwatch.waited(transport.waits(), deliveries)
-        journal.enter(worker, round, report)
-        if worker.pacer is not None and round + 1 < config.rounds:
-            _adapt(worker, report, deliveries, board, worker.loop.method.topology)
-        end_round(journal, replica, round + 1)
-        record.log_seconds(stopwatch.round(round))
-    transport.close()
+    # Its machine may have no other process of the worker, which would write the file.
+    if newest is not None or not (folder / "run.toml").exists():
+        make_folder(folder)
+        atomic_write(folder / "run.toml", dump(config).encode())
+    return Unrecorded()
 
 
-def _validator(config: RunConfig, replica: Replica, part: OwnStages | None) -> Callable[[], Mapping[str, Any]]:
+def _lay_anew(now: _Laid, member: Member, make: Callable[[RunConfig], _Made], spent_s: float) -> _Laid:
+    """Gives the stages other layers, where the seconds that all have computed ask for it; the same where they do not."""
+    laid, store, made = now
+    own = None if made.part is None else [member.part, spent_s]
+    said = agree(member, "how long stages have computed", own, timeout_s=laid.run.timeout_s)
+    found = laid_anew(laid, measured_speeds(laid, said))
+    if found is laid:
+        return now
+    state, there = made.worker.state(), partition_of(found, member.worker)
+    if made.pipe is not None:
+        state = exchanged(laid, made.worker.replica.task, made.pipe, state, (store.own, there))
+    for transport in made.transports:
+        transport.close()
+    anew = make(found)
+    anew.worker.restore(state)
+    return _Laid(found, store._replace(own=there), anew)
+
+
+def _keep_only(store: Store, member: Member, finished: int, save: Save) -> None:
+    """After stages were laid anew, removes what they saved before, once all have saved what they have now."""
+    config = store.config
+    if not config.due(config.run.checkpoint_every, finished):
+        save(finished)
+    agree(member, "all have saved the layers of other stages", timeout_s=config.run.timeout_s)
+    store.forget_others(member.worker)
+
+
+def _validator(config: RunConfig, made: _Made) -> Callable[[], Mapping[str, Any]]:
     """What finds the validation loss of this worker."""
+    replica, part = made.worker.replica, made.part
     if part is None:
         probe = Probe(config, replica.task, replica.device)
         return lambda: {"loss": probe.loss(replica.scored, replica.buffers)}

@@ -9,7 +9,8 @@ import struct
 from torch import Tensor
 
 from gossamer.codecs import exact
-from gossamer.rounds.exchange import Exchange, Part, Setup, begin
+from gossamer.rounds.exchange import Exchange, begin
+from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import first_sharing
 from gossamer.testing.participant import LAYOUT, LOCAL_STEPS, NUMEL, KeptState, Participant
 from gossamer.transport import IncompleteError, Ticket

@@ -6,7 +6,8 @@ import struct
 from torch import Tensor
 
 from gossamer.codecs import exact
-from gossamer.rounds.exchange import Exchange, Part, Setup, begin
+from gossamer.rounds.exchange import Exchange, begin
+from gossamer.rounds.setup import Part, Setup
 from gossamer.testing.participant import LAYOUT, LOCAL_STEPS, NUMEL, Participant
 from gossamer.topologies.mixing import without
 from gossamer.transport import Ticket

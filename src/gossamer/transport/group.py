@@ -255,7 +255,7 @@ class GroupTransport:
             _start(self._hold_lifeline, peer)
         transfer = dist.irecv if way == "from" else dist.isend
         rank = self._member.rank_of(peer)
-        header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel())
+        header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel(), self._member.part)
         with self._news:
             exchange.pending.add((way, peer))
         exchange.gathered.add((way, peer))

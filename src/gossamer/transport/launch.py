@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivat
 from gossamer.errors import ConfigError, PeerError, TransportError, first_line
 from gossamer.transport.alike import difference, read_settings
 from gossamer.transport.backend import hang_up
-from gossamer.transport.member import Member
+from gossamer.transport.member import Member, sizes_of_workers
 from gossamer.transport.secret import environment_secret
 from gossamer.transport.store import ENTRY_BYTES, hosted_store, reached_store, shared_part
 
@@ -30,14 +30,14 @@ __all__ = [
 
 
 def join(
-    workers: int, *, parts: int = 1, backend: str = "auto", device: str = "auto", threads: int = 0, timeout_s: float = 300.0,
-    group: bool = True,
+    workers: int, *, parts: int | Sequence[int] = 1, backend: str = "auto", device: str = "auto", threads: int = 0,
+    timeout_s: float = 300.0, group: bool = True,
 ) -> Member:  # fmt: skip
     """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) names.
 
     Args:
         workers: the number of workers the run file asks for.
-        parts: processes of each worker.
+        parts: processes of a worker, or those of each.
         backend: "gloo", "nccl", or "auto": NCCL on GPUs, gloo otherwise. With gloo and a GPU, messages pass through the host.
         device: "cpu", "cuda" (the GPU of this process's LOCAL_RANK), or "auto": a GPU if there is one.
         threads: intra-op threads of torch; 0 takes an equal share of the cores, or OMP_NUM_THREADS if that is set.
@@ -48,14 +48,15 @@ def join(
     """
     if not group:
         workers = min(workers, _number("WORLD_SIZE"))
-    rank, ranks = _rank(workers, parts)
+    sizes = sizes_of_workers(workers, parts)
+    rank, ranks = _rank(sizes), sum(sizes)
     where = device_of(device)
     backend = _backend(backend, where, ranks)
     if threads or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads or max(1, available_cores() // _number("LOCAL_WORLD_SIZE", default=ranks)))
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    member = Member.at(rank, workers, where, _store(rank, timeout_s), parts, environment_secret())
+    member = Member.at(rank, workers, where, _store(rank, timeout_s), sizes, environment_secret())
     _assemble(member, backend if group else "elastic", timeout_s)
     if not group:
         return member
@@ -79,18 +80,24 @@ def join(
     return member
 
 
-def _rank(workers: int, parts: int) -> tuple[int, int]:
-    """The rank of this process and the number of processes, from the environment. Raises ConfigError if they do not fit."""
+def _rank(sizes: Sequence[int]) -> int:
+    """The rank of this process, from the environment. Raises ConfigError if workers of so many processes do not fit it."""
     rank, world = _number("RANK"), _number("WORLD_SIZE")
-    if world != workers * parts:
-        each = f" of {parts} processes each" if parts > 1 else ""
+    if world != sum(sizes):
+        each = (
+            f" of {max(sizes)} processes each"
+            if min(sizes) > 1
+            else f" of {[*sizes]} processes"
+            if max(sizes) > 1
+            else ""
+        )
         raise ConfigError(
-            f"WORLD_SIZE is {world} but the run file has workers = {workers}{each}; start {workers * parts} processes, or "
+            f"WORLD_SIZE is {world} but the run file has workers = {len(sizes)}{each}; start {sum(sizes)} processes, or "
             "change it"
         )
     if rank >= world:
         raise ConfigError(f"RANK is {rank}; with {world} processes it must be between 0 and {world - 1}")
-    return rank, world
+    return rank
 
 
 def _assemble(member: Member, backend: str, timeout_s: float) -> None:
@@ -102,7 +109,7 @@ def _assemble(member: Member, backend: str, timeout_s: float) -> None:
             f"{_workers(missing, member)} did not come within {timeout_s:g} s, and the run needs {member.workers}; look at "
             "their logs, or raise run.timeout_s"
         )
-    theirs = [entries.read(name, rank // member.parts) for rank, name in enumerate(here)]
+    theirs = [entries.read(name, member.owner(rank)) for rank, name in enumerate(here)]
     if others := [rank for rank, name in enumerate(theirs) if name != backend.encode()]:
         raise ConfigError(
             f"worker {member.worker} uses {backend} and {_workers(others, member)} another backend; set run.backend for all"
@@ -135,7 +142,7 @@ def agree(
             f"{_workers(missing, member)} sent no configuration within {timeout_s:g} s, and all {member.workers} must agree on "
             "one; look at their logs"
         )
-    owners = [rank // member.parts for rank in range(member.ranks)]
+    owners = [member.owner(rank) for rank in range(member.ranks)]
     said = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
     camps: dict[str, list[int]] = {}
     for rank, (theirs, _, _) in enumerate(said):
@@ -263,5 +270,5 @@ def available_cores() -> int:
 
 def _workers(ranks: Sequence[int], member: Member) -> str:
     """The workers of these processes, in words."""
-    names = sorted({rank // member.parts for rank in ranks})
+    names = sorted({member.owner(rank) for rank in ranks})
     return f"worker{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"

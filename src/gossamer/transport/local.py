@@ -21,6 +21,7 @@ from typing import TextIO
 import torch
 
 from gossamer.transport.launch import available_cores
+from gossamer.transport.member import sizes_of_workers
 from gossamer.transport.secret import SECRET, environment_secret, new_secret
 from gossamer.transport.store import Entries, hosted_store, report_fallen, shared_part
 
@@ -35,7 +36,7 @@ Work = Callable[[Sequence[str]], int]
 log = logging.getLogger("gossamer")
 
 
-def run_local(n: int, work: Work, argv: Sequence[str], *, parts: int = 1, grace_s: float = 10.0) -> int:
+def run_local(n: int, work: Work, argv: Sequence[str], *, parts: int | Sequence[int] = 1, grace_s: float = 10.0) -> int:
     """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
 
     Workers of several parts are as many processes each, and their lines begin with the numbers of both, such as `[3.1]`.
@@ -48,15 +49,17 @@ def run_local(n: int, work: Work, argv: Sequence[str], *, parts: int = 1, grace_
     Args:
         work: what each worker does, such as `gossamer.cli.main`.
         argv: its arguments, such as `["train", "run.toml"]`.
+        parts: processes of a worker, or those of each.
     Returns: the exit code of the worker that failed first (128 + k if signal k ended it), else 0.
     """
-    with _workers(n * parts, work, argv, b"", parts) as (workers, entries):
-        return _outcome(workers, grace_s, lambda rank, code: report_fallen(entries, _name(rank, parts), code))
+    names = _names(sizes_of_workers(n, parts))
+    with _workers(names, work, argv, b"") as (workers, entries):
+        return _outcome(workers, grace_s, lambda rank, code: report_fallen(entries, names[rank], code))
 
 
-def _name(rank: int, parts: int) -> str:
-    """The number of a worker, and behind a dot that of its part where it has several."""
-    return str(rank) if parts == 1 else f"{rank // parts}.{rank % parts}"
+def _names(sizes: Sequence[int]) -> list[str]:
+    """The number of the worker of each process, and behind a dot that of its part where it has several."""
+    return [str(w) if size == 1 else f"{w}.{part}" for w, size in enumerate(sizes) for part in range(size)]
 
 
 def run_elastic(
@@ -71,7 +74,7 @@ def run_elastic(
     Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they are asked to, and finish their round
         and save. If it is stopped once more meanwhile, they are ended at once.
     """
-    with _workers(n, work, argv, secret) as (workers, entries):
+    with _workers(_names((1,) * n), work, argv, secret) as (workers, entries):
 
         def report(worker: int, code: int) -> None:
             report_fallen(entries, str(worker), code)
@@ -90,22 +93,22 @@ def run_elastic(
 
 @contextlib.contextmanager
 def _workers(
-    n: int, work: Work, argv: Sequence[str], secret: bytes, parts: int = 1
+    names: Sequence[str], work: Work, argv: Sequence[str], secret: bytes
 ) -> Iterator[tuple[list[BaseProcess], Entries]]:  # fmt: skip
-    """The workers of a run, started, and the entries of their store, which lives here."""
+    """The processes of a run, started, by their names, and the entries of their store, which lives here."""
     secret = environment_secret() or secret or new_secret().encode()
     store = hosted_store("127.0.0.1", 0)
     common = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(n),
-        "LOCAL_WORLD_SIZE": str(n),
+        "WORLD_SIZE": str(len(names)),
+        "LOCAL_WORLD_SIZE": str(len(names)),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "GLOO_SOCKET_IFNAME": loopback(),
     }
-    with _children(n, work, secret) as start:
+    with _children(len(names), work, secret) as start:
         workers = [
-            start(argv, f"[{_name(i, parts)}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i in range(n)
+            start(argv, f"[{name}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i, name in enumerate(names)
         ]
         yield workers, Entries(shared_part(store), secret)
 

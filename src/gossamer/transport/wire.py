@@ -159,8 +159,11 @@ def _weights(n: int, factor: int, device: torch.device) -> Tensor:
     return torch.arange(n, device=device) * (2 * factor) + 1
 
 
-def tags(run: int, ticket: Ticket, payload_bytes: int) -> tuple[int, int]:
+def tags(run: int, ticket: Ticket, payload_bytes: int, part: int = 0) -> tuple[int, int]:
     """The 31-bit tags under which header and payload travel.
+
+    Two workers in one piece whose peers are in stages exchange the parts of all stages between the same two processes, each
+    under tags of its own.
 
     The payload's tag depends on its size and the run: gloo ends a process that receives more bytes than it has allocated, so
     a payload must never meet the wrong receive. The header's tag does not, so that a mismatch is found in the header.
@@ -169,7 +172,7 @@ def tags(run: int, ticket: Ticket, payload_bytes: int) -> tuple[int, int]:
     >>> a[0] == b[0], a[1] == b[1]
     (True, False)
     """
-    return key(0, *ticket) >> 32, key(run, *ticket, payload_bytes) >> 32
+    return key(part, *ticket) >> 32, key(run, part, *ticket, payload_bytes) >> 32
 
 
 def frames_bytes(frames: Sequence[Tensor]) -> int:

@@ -1,0 +1,133 @@
+"""What an exchange works on: what a worker has, how it is sent, and over which connections."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from gossamer.codecs import Codec, fitted
+from gossamer.layout import Layout
+from gossamer.rounds.kernel import PLAIN, Kernel
+from gossamer.rounds.merging import Merge
+from gossamer.rounds.together import Together
+from gossamer.rules import Rule
+from gossamer.transport import Reduce, Ticket, Transport
+from gossamer.tree import Tree
+
+__all__ = ["AllOf", "Part", "Sent", "Setup", "StageSide", "Waits", "in_sides"]
+
+
+class Part(NamedTuple):
+    """What one worker owns of one fragment: the live parameters (or gradients), and the outer state; both updated in place."""
+
+    x: Tensor
+    s: Tree
+    layout: Layout
+    fragment: int = 0
+
+
+class Setup(NamedTuple):
+    """What all exchanges of one fragment of one worker have in common."""
+
+    rule: Rule
+    codec: Codec
+    transport: Transport
+    part: Part
+    seed: int
+    """For codecs that round at random. All workers use the payload that the sender encoded, so all decode the same."""
+    kernel: Kernel = PLAIN
+    """How the outer update is carried out."""
+    reduce: Reduce | None = None
+    """Sums tensors over all workers in place; if given, it makes every `mean` over everyone whose codec is exact."""
+    together: Together | None = None
+    """Takes such a mean once for all workers, where all of them are in this process."""
+    overlap_steps: int = 0
+    """Inner steps that x takes between `post` and `finish`; noted in the trace."""
+    merge: Merge = "keep"
+    """How the update is merged with those steps, as in `Schedule.merge`."""
+    merge_strength: float = 0.5
+    """As in `Schedule.merge_strength`."""
+    attempt: int = 0
+    """Of an elastic run, which tries the mean of a round again over fewer workers when one of them fails."""
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Is entered for the time of the outer update."""
+    compare: Callable[[Tree, Sequence[Tree]], None] | None = None
+    """Is shown each own message and those received, or the mean of all, as they were decoded; it only reads them."""
+    sides: tuple["StageSide", ...] = ()
+    """Where peers are in stages and this worker is not: its exchange with each stage, in place of one; see `in_sides`."""
+
+
+class Sent(NamedTuple):
+    """What an exchange under way depends on; a checkpoint keeps it, and `begin` accepts it to send the same again."""
+
+    message: Tree
+    """What the rule sent."""
+    x: Tree
+    """The parameters at the time of sending, where the update needs them and they have changed since; () otherwise."""
+
+
+class StageSide(NamedTuple):
+    """The slice of a fragment that a worker in one piece exchanges with one stage of its peers."""
+
+    transport: Transport
+    """To that stage of each peer, or to a peer in one piece."""
+    codec: Codec
+    """As that stage has it."""
+    start: int
+    stop: int
+    layout: Layout
+    """Of the slice."""
+
+
+class Waits(Protocol):
+    """What an exchange needs of a transport in order to go on."""
+
+    def ready(self, ticket: Ticket) -> bool:
+        """As of `Transport`."""
+        ...
+
+    def wait(self, ticket: Ticket) -> None:
+        """As of `Transport`."""
+        ...
+
+
+class AllOf(NamedTuple):
+    """The transports of several sides, which have tickets of the same names."""
+
+    transports: tuple[Transport, ...]
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether it is ready on all of them; each is asked, as that starts what was posted."""
+        ready = [one.ready(ticket) for one in self.transports]
+        return all(ready)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Returns once it is ready on all of them."""
+        for one in self.transports:
+            one.wait(ticket)
+
+
+def in_sides(
+    setup: Setup, codec: Codec, transports: Sequence[Transport], stage_of: Callable[[str], int]
+) -> Setup:  # fmt: skip
+    """The setup of a worker in one piece whose peers are in stages: each stage sends and receives its own tensors alone.
+
+    The rule must be elementwise, and the tensors of a stage one after the other in the fragment.
+
+    Args:
+        codec: that of the run, which each side fits to its slice.
+        transports: of each stage.
+        stage_of: the stage of the tensor with a name.
+    Cost: of an exchange, one copy of its message more.
+    """
+    assert setup.rule.elementwise
+    sides: list[StageSide] = []
+    for stage, leaves in groupby(setup.part.layout.leaves, key=lambda leaf: stage_of(leaf.name)):
+        start, *_, stop = [place for leaf in leaves for place in (leaf.start, leaf.stop)]
+        layout = setup.part.layout.slice(start, stop)
+        assert stage == len(sides), "the tensors of a stage are not one after the other"
+        sides.append(StageSide(transports[stage], fitted(codec, layout), start, stop, layout))
+    assert len(sides) == len(transports), "a stage has nothing of a fragment"
+    return setup._replace(sides=tuple(sides))
