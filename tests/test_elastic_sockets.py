@@ -237,14 +237,9 @@ def test_who_needs_a_state_asks_again_as_long_as_its_donor_has_not_come_up_and_n
 
 
 def test_a_worker_accepts_connections_again_after_it_had_no_file_descriptor_left() -> None:
-    came: list[str] = []
-
-    def taken(sock: socket.socket, address: str) -> None:
-        came.append(address)
-        sock.close()
-
+    came: list[socket.socket] = []  # and stay open, so that the second needs a descriptor of its own
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as first, socket.socket() as second:
-        listener = Listener(server, taken)
+        listener = Listener(server, lambda sock, address: came.append(sock))
         os.close(lowest := os.dup(0))
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
@@ -257,6 +252,8 @@ def test_a_worker_accepts_connections_again_after_it_had_no_file_descriptor_left
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         until(lambda: len(came) == 2)
         listener.close()
+        for sock in came:
+            sock.close()
 
 
 def test_two_that_have_never_heard_of_each_other_meet_by_the_addresses_of_their_run() -> None:

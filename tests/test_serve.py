@@ -552,9 +552,9 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
         task = task_of(config)
         probe = _Slow(config, task, torch.device("cpu"))
         probe.may = threading.Event()
+        if replays:
+            probe.may.set()
         with open_session(config, settled_server(config), tmp_path / where, probe, None, replays=replays) as session:
-            if replays:
-                probe.may.set()
             greeted = [reply for i in range(2) for reply in session.join(i, [], 0.0)]
             assert len(greeted) == 2
             for k, push in enumerate(pushes):
@@ -563,12 +563,12 @@ def test_a_server_answers_before_it_has_validated_and_saved_and_records_the_same
                 if k == 1:  # a round has ended and its worker has its answer
                     store = tmp_path / where / "checkpoints"
                     done = [len(evals(tmp_path / where)), len(checkpoint.rounds(store, 2))]
-                    assert done == ([1, 1] if replays else [0, 0])
+                    assert done == ([2, 1] if replays else [0, 0]), "the first validation is of the initial values"
                     probe.may.set()
             assert session.core.over
             session.close(100.0)
         said[where] = evals(tmp_path / where), model(tmp_path / where, config)
-    assert said["real"][0] == said["replay"][0] and len(said["real"][0]) == config.rounds
+    assert said["real"][0] == said["replay"][0] and len(said["real"][0]) == 1 + config.rounds
     assert torch.equal(said["real"][1], said["replay"][1])
 
 

@@ -172,7 +172,7 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
     assert code == 0 and "GASLoC: lr " in said and "gossip: lr " in said, said
     outcomes, tuned, page = ((out / name).read_text() for name in ("outcomes.jsonl", "tuned.toml", "tune.md"))
     for line in map(json.loads, outcomes.splitlines()):
-        assert line["seed"] == 0 and {*line["origin"]} == {"digest", "commit", "versions", "seconds"}
+        assert line["seed"] == 0 and {*line["origin"]} == {"digest", "commit", "versions", "seconds", "text"}
     drawn = searched(contenders(load(file)), out / "outcomes.jsonl")
     assert page == f"# Tuned with one budget\n\n{tuned_page(drawn)}", "from the outcomes alone"
     assert run("tune", file, "--out", out)[0] == 2, "what is there is kept unless --resume is given"

@@ -42,8 +42,8 @@ def _arguments(verb: str) -> Iterator[tuple[str, str]]:
     app.help_print([verb], console=Console(file=shown, width=10_000))
     found: list[list[str]] = []
     for line in shown.getvalue().splitlines():
-        if begins := re.match(r"  (-{0,2}[A-Za-z][^:]*)(?:: (.*))?$", line):
+        if begins := re.match(r"  (\S.*?)(?:  +(\S.*))?$", line):
             found.append([begins[1], begins[2] or ""])
-        elif found and line.strip() and line.startswith("  "):
-            found[-1][1] += " " + line.strip()
-    yield from ((name.strip(), meaning.strip()) for name, meaning in found)
+        elif found and line.startswith("   "):
+            found[-1][1] = line.strip()
+    yield from ((name, meaning) for name, meaning in found)
