@@ -87,7 +87,7 @@ def test_rankings_are_alike_only_if_that_is_sure() -> None:
 def test_every_registered_claim_has_a_row_and_each_test_belongs_to_a_claim() -> None:
     rows = claims.claims_page().splitlines()[2:]
     listed = claims.registered()
-    assert [*listed] == [*range(1, 26)] and claims.CHECKS.keys() <= listed.keys()
+    assert [*listed] == [*range(1, len(listed) + 1)] and len(listed) >= 29 and claims.CHECKS.keys() <= listed.keys()
     assert [row.split("|")[1].strip() for row in rows] == [str(number) for number in listed]
     verdicts = {row.split("|")[-3].strip() for row in rows}
     assert verdicts <= {"holds", "holds in part", "fails", "open", "not testable here", "not run yet"}

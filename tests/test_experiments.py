@@ -2,6 +2,7 @@
 
 import dataclasses
 import xml.etree.ElementTree
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from gossamer.report.figures import draw_figure, table
 from gossamer.report.reach import ROUNDS, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import summary_rows
-from gossamer.run.config import RunConfig
+from gossamer.run.config import RunConfig, dump
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, figure, points
 from gossamer.run.halving import needed_tokens
@@ -44,16 +45,30 @@ def small(config: RunConfig) -> RunConfig:
     )
 
 
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RunConfig], Path]:
+    """The folder of a method that has run in small; files share methods, and a learning rate changes nothing there."""
+    folders: dict[str, Path] = {}
+
+    def of(config: RunConfig) -> Path:
+        inner = dataclasses.replace(config.inner, lr=1e-3, warmup_steps=1)
+        config = dataclasses.replace(small(config), name="small", inner=inner)
+        if (key := dump(config)) not in folders:
+            folders[key] = tmp_path_factory.mktemp("small")
+            simulate(config, folders[key])
+        return folders[key]
+
+    return of
+
+
 @pytest.mark.parametrize("file", FILES + RIVALS + REGISTERED, ids=lambda file: file.stem)
-def test_every_experiment_runs_in_small_and_draws_its_figure(file: Path, tmp_path: Path) -> None:
+def test_every_experiment_runs_in_small_and_draws_its_figure(file: Path, ran: Callable[[RunConfig], Path]) -> None:
     document = load(file)
     asked = figure(document)
     first: dict[str, Point] = {}
     for point in points(document):
         first.setdefault(point.method, point)
-    folders = {point.label: tmp_path / str(place) for place, point in enumerate(first.values())}
-    for point in first.values():
-        simulate(small(point.config), folders[point.label])
+    folders = {point.label: ran(point.config) for point in first.values()}
     rows = summary_rows(folders, next(iter(first.values())).config.network)
     outcomes = [PointResult(p.method, p.at, p.seed, row) for p, row in zip(first.values(), rows, strict=True)]
     assert asked is not None
