@@ -7,7 +7,7 @@ from typing import NamedTuple
 from gossamer.report.charts import drawing, line_style, plain_axes, svg
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.experiment import Point
+from gossamer.run.experiment import Point, place_of
 
 __all__ = ["Branch", "annealed_page", "branches", "drawn_branches", "time_shares"]
 
@@ -30,12 +30,8 @@ def branches(runs: Sequence[Point], ended: Sequence[PointResult], target: str) -
 
     Args: `runs` are all runs of the file, with the seeds of `ended`.
     """
-    rounds = {(run.method, str(run.at), run.seed): run.config.rounds for run in runs}
-    known = [
-        (rounds[one.method, str(one.at), one.seed], one)
-        for one in ended
-        if (one.method, str(one.at), one.seed) in rounds
-    ]
+    rounds = {place_of(run): run.config.rounds for run in runs}
+    known = [(rounds[place], one) for one in ended if (place := place_of(one)) in rounds]
     longest = max((length for length, one in known if one.method == target), default=0)
     ends = {one.seed: one for length, one in known if one.method == target and length == longest}
     return [

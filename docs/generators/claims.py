@@ -18,10 +18,11 @@ from gossamer.report.paired import effect, holm, trend
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.document import load
-from gossamer.run.experiment import Point, points
+from gossamer.run.experiment import Point, place_of, points
 
 __all__ = [
     "CHECKS",
+    "NOT_RUN",
     "Arm",
     "Found",
     "claims_page",
@@ -204,7 +205,7 @@ def _pairs(ended: Sequence[PointResult], praised: str, other: str) -> list[Arm]:
     places: dict[str, tuple[Mapping[str, Any], dict[str, dict[int, float]]]] = {}
     for one in ended:
         if one.method in (praised, other) and one.row["loss"] is not None:
-            _, losses = places.setdefault(str(one.at), (one.at, {}))
+            _, losses = places.setdefault(place_of(one)[1], (one.at, {}))
             losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
     arms = list[Arm]()
     for at, losses in places.values():

@@ -5,7 +5,6 @@ those of `configs/demo.toml` are in no folder.
 """
 
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from gossamer.report.figures import Figure, draw_figure, table
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import markdown_table
 from gossamer.run.document import load
-from gossamer.run.experiment import Point, figure, points
+from gossamer.run.experiment import Point, figure, place_of, points
 from gossamer.run.tune import contenders, searched
 
 __all__ = ["FOLDERS", "ROOT", "config_of", "drawn", "outcome_files", "page"]
@@ -116,13 +115,9 @@ def _has_target(found: Sequence[PointResult], asked: Figure) -> bool:
 
 def _in_order(outcomes: Path, runs: Sequence[Point]) -> list[PointResult]:
     """The runs that have ended, in the order of the file, whichever ended first."""
-    ended = {_place(one): one for one in read_results(outcomes)}
-    places = [_place(run) for run in runs]
+    ended = {place_of(one): one for one in read_results(outcomes)}
+    places = [place_of(run) for run in runs]
     return [ended[place] for place in places if place in ended]
-
-
-def _place(run: Any) -> tuple[str, str, int]:
-    return run.method, json.dumps(run.at, sort_keys=True), run.seed
 
 
 def _about(file: Path) -> str:

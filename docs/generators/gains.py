@@ -15,7 +15,7 @@ from gossamer.report.paired import effect, effect_cells, effect_heads
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config import RunConfig, decisive
-from gossamer.run.experiment import Point
+from gossamer.run.experiment import Point, place_of
 
 __all__ = ["MARGIN", "Gain", "drawn_gains", "gains", "gains_page", "rank_correlation"]
 
@@ -45,7 +45,7 @@ def gains(runs: Sequence[Point], ended: Iterable[PointResult]) -> list[Gain]:
 
     Args: `runs` are all runs of the file, with the seeds of `ended`.
     """
-    found, cells = {_place(one): one for one in ended}, dict[str, dict[str, list[Point]]]()
+    found, cells = {place_of(one): one for one in ended}, dict[str, dict[str, list[Point]]]()
     for run in runs:
         rule = run.config.rule.name
         if run.config.kind == "rounds" and rule in {*_WITHOUT, *_WITHOUT.values()}:
@@ -56,10 +56,10 @@ def gains(runs: Sequence[Point], ended: Iterable[PointResult]) -> list[Gain]:
         plain = next((name for name, own in arms.items() if own[0].config.rule.name in _WITHOUT.values()), None)
         for name, own in arms.items():
             if plain is not None and own[0].config.rule.name in _WITHOUT:
-                base = {run.seed: found.get(_place(run)) for run in arms[plain]}
+                base = {run.seed: found.get(place_of(run)) for run in arms[plain]}
                 both = [
                     (one, other) for run in own
-                    if (one := _ended(found.get(_place(run)))) and (other := _ended(base.get(run.seed)))
+                    if (one := _ended(found.get(place_of(run)))) and (other := _ended(base.get(run.seed)))
                 ]  # fmt: skip
                 if both:
                     made.append(_gain(name, plain, own[0].config, both))
@@ -152,7 +152,3 @@ def _cell(config: RunConfig) -> str:
 def _ended(run: PointResult | None) -> PointResult | None:
     """A run with a finite loss."""
     return run if run is not None and run.row["loss"] is not None and math.isfinite(run.row["loss"]) else None
-
-
-def _place(run: Point | PointResult) -> tuple[str, str, int]:
-    return run.method, json.dumps(run.at, sort_keys=True), run.seed

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from generators.claims import NOT_RUN
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.document import load
@@ -13,7 +14,6 @@ from gossamer.run.document import load
 __all__ = ["Standing", "leaderboard_page", "leaderboard_table", "standings"]
 
 ROOT = Path(__file__).parents[2]
-NOT_RUN = "not run yet"
 _BUDGET = "gasloc"
 _MEGA, _MINUTE = 1e6, 60
 

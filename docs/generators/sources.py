@@ -1,6 +1,5 @@
 """What numbers of a page are read from: committed outcomes of runs, and tables of other pages."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from gossamer.report.figures import swept
 from gossamer.report.reach import reach
 from gossamer.report.results import PointResult, read_results
+from gossamer.run.experiment import place_of
 
 __all__ = ["NUMBER", "TEXT", "Reading", "Source", "source"]
 
@@ -54,8 +54,7 @@ def _of_outcomes(results: list[PointResult], label: str, only: Mapping[str, str]
         values |= {"seed": str(run.seed)}
         if run.method == label and all(value in map(values.get, name.split("/")) for name, value in only.items()):
             value = _measured(run, results, measure)
-            point = json.dumps(run.at, sort_keys=True)
-            found += [] if value is None else [Reading(point, run.seed, value)]
+            found += [] if value is None else [Reading(place_of(run)[1], run.seed, value)]
     return found
 
 

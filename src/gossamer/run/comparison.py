@@ -1,6 +1,5 @@
 """Training the runs of a comparison, several at a time, each with a line in `outcomes.jsonl` as soon as it has ended."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.report.table import summary_rows
 from gossamer.run.apart import Apart, RunEnd
 from gossamer.run.config import digest
-from gossamer.run.experiment import Point
+from gossamer.run.experiment import Point, place_of
 from gossamer.run.finished import is_finished
 from gossamer.run.trunks import shared_trunks, stands_at_its_trunk
 
@@ -34,14 +33,14 @@ def train_all(
     Returns: what each run was computed by; None of a finished run without a line.
     Raises: ConfigError when a finished run had other settings, DataError for a line that is none.
     """
-    known = {_place(one): one for one in read_results(file)} if resume and file.exists() else {}
+    known = {place_of(one): one for one in read_results(file)} if resume and file.exists() else {}
     kept, origins = list[PointResult](), dict[str, Origin | None]()
     trunks = dict(zip((run.label for run in runs), shared_trunks([run.config for run in runs]), strict=True))
     for run in runs if resume else ():
         if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):
             continue
         if is_finished(run.config, folders[run.label]):
-            origins[run.label], line = None, known.get(_place(run))
+            origins[run.label], line = None, known.get(place_of(run))
             if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
                 origins[run.label] = line.origin
                 kept.append(line)
@@ -76,12 +75,7 @@ def _in_turn(runs: Sequence[Point]) -> list[Point]:
     points, seeds = dict[str, list[str]](), [*dict.fromkeys(run.seed for run in runs)]
     places = []
     for run in runs:
-        mine, here = points.setdefault(run.method, []), _place(run)[1]
+        mine, here = points.setdefault(run.method, []), place_of(run)[1]
         mine += [] if here in mine else [here]
         places.append((mine.index(here), seeds.index(run.seed)))
     return [run for _, run in sorted(zip(places, runs, strict=True), key=lambda pair: pair[0])]
-
-
-def _place(run: Point | PointResult) -> tuple[str, str, int]:
-    """Where a run stands in its experiment."""
-    return run.method, json.dumps(run.at, sort_keys=True), run.seed

@@ -1,17 +1,19 @@
 """Experiment files: variants times a grid, over one base."""
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, choose
 from gossamer.report.figures import Figure, swept
+from gossamer.report.results import PointResult
 from gossamer.run.config import RunConfig, parse
 from gossamer.run.document import EXPERIMENT, flat, with_settings
 from gossamer.run.methods import recipes
 from gossamer.schema import build
 
-__all__ = ["Draft", "Point", "Variant", "drafts", "figure", "folder_name", "laid_out", "points"]
+__all__ = ["Draft", "Point", "Variant", "drafts", "figure", "folder_name", "laid_out", "place_of", "points"]
 
 
 class Point(NamedTuple):
@@ -44,6 +46,11 @@ class Variant(NamedTuple):
     """Its dotted keys."""
     table: Mapping[str, Any]
     """All that the file says of it."""
+
+
+def place_of(run: Point | PointResult) -> tuple[str, str, int]:
+    """Where a run stands in its experiment, before it has ended and after: method, swept keys and values, and seed."""
+    return run.method, json.dumps(run.at, sort_keys=True), run.seed
 
 
 _NO_SETTINGS = ("label", "sweep", "scale", "tune")
