@@ -38,6 +38,8 @@ GRACE_S = 10.0
 """How long a process may outlive its deadline: a timeout after its last sign of work."""
 START_S = 120.0
 """How long a process may take to start; this machine may be busy."""
+STOPS = 10
+"""How often a run of the kind `stop` is stopped."""
 METHODS = {
     "gossip": ({"name": "gasloc"}, {"name": "random"}),
     "mean": ({"name": "diloco", "lr": 0.4}, {"name": "complete"}),
@@ -236,14 +238,21 @@ def partition(run: Running, net: Network) -> None:
 
 
 def stop(run: Running) -> None:
-    """Everything is killed at a random moment, and resumed."""
-    run.at(run.rng.randrange(10, 36))
-    run.kill(run.fleet.living)
-    run.until(lambda: not run.fleet.living, 10)
-    held = checkpoint.owned(run.out / "checkpoints", range(run.trial.workers), digest(run.config))
-    run.values["all_had"] = max((r for r in held[0] if all(r in one for one in held)), default=0)
-    run.values["newest"] = max((r for one in held for r in one), default=0)
-    run.resume()
+    """Everything is killed at a random moment and resumed, ten times: one time in four while the workers start."""
+    had, last = 8, run.config.rounds - 4  # the first stop comes after the first checkpoint
+    for i in range(STOPS):
+        if i and run.rng.random() < 0.25:
+            time.sleep(3 * run.rng.random())
+        else:
+            run.at(min(had + run.rng.randrange(2, 16), last))
+        if not all(one.runs for one in run.fleet.processes[-run.trial.workers :]):
+            break  # it has come to its end
+        run.kill(run.fleet.living)
+        run.until(lambda: not run.fleet.living, 10)
+        held = checkpoint.owned(run.out / "checkpoints", range(run.trial.workers), digest(run.config))
+        had = max((r for r in held[0] if all(r in one for one in held)), default=0)
+        run.values["stops"] = i + 1
+        run.resume()
 
 
 def mixed(run: Running) -> None:

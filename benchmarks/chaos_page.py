@@ -16,7 +16,7 @@ WHAT = {
     "leave": "SIGTERM three times, each with a newcomer",
     "disk": "one worker with a full disk, one with a limit of the size of files; two newcomers",
     "partition": "the network cut in two for 1.5 to 2.5 timeouts, then healed",
-    "stop": "all killed at a random moment, then `--resume`",
+    "stop": "all killed at random moments, up to ten times, each time followed by `--resume`",
     "mixed": "kills, stops and leaves in any order",
 }
 NAMES = {"gossip": "GASLoC", "mean": "DiLoCo"}
@@ -133,8 +133,8 @@ def _hashes(lines: Sequence[Line]) -> str:
 
 
 def _bitwise(lines: Sequence[Line]) -> str:
-    stopped = [line["bitwise"] for line in lines if "bitwise" in line]
-    return f"{sum(stopped)} of {len(stopped)}"
+    stopped = [(line["stops"], line["bitwise"]) for line in lines if "bitwise" in line]
+    return f"{sum(stops for stops, same in stopped if same)} of {sum(stops for stops, _ in stopped)}"
 
 
 def _with(lines: Sequence[Line], *words: str) -> int:

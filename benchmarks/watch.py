@@ -1,6 +1,6 @@
 """What the live page costs: its first paint, an update and its memory with many workers, a long run, and the run that it shows.
 
-    python benchmarks/watch.py          # then docs/results/watch.md; half an hour on two idle cores
+    python benchmarks/watch.py          # then docs/results/watch.md; ten minutes on two idle cores
     python benchmarks/watch.py --pairs 2 --rounds 100 --long 1000 --page /tmp/watch.md    # a trial
 
 It needs Chromium and Playwright for Python. Records are written as a run would write them; the runs of the pairs train.
@@ -28,8 +28,10 @@ from gossamer.record.seconds import RoundSeconds, read_seconds, seconds_line
 from gossamer.record.trace import Entry, Operation, line_of
 
 ROOT = Path(__file__).parents[1]
-WIDE, LONG, UPDATES, LOCAL_STEPS = 256, 8, 20, 15
-MB, INF = 1e6, float("inf")
+WIDE, LONG, UPDATES, LOCAL_STEPS, PAIRED = 256, 8, 20, 15, 25
+SETTLING = 3
+"""Rounds after a page was opened or closed that count for neither."""
+MB, INF, EMPTY = 1e6, float("inf"), "about:blank"
 SIZE = 4_000_000
 """Bytes that a worker of a written record sends in a round."""
 STOPWATCH = """
@@ -188,7 +190,7 @@ def long(root: Path, rounds: int) -> list[Measured]:
 
 
 def document(workers: int, rounds: int) -> dict[str, Any]:
-    """The run file of the pairs."""
+    """The run file of the run that is watched."""
     return {
         "name": "watched", "method": "gasloc", "workers": workers, "model": {"size": "1m"},
         "data": {"source": str(ROOT / "docs" / "adr"), "seq_len": 64, "batch_size": 4},
@@ -200,13 +202,21 @@ def document(workers: int, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def round_s(folder: Path, workers: int, rounds: int) -> float:
-    """Trains on real processes into `folder/runs`; returns the median of the rounds, without the first and the last."""
+@contextmanager
+def training(folder: Path, workers: int, rounds: int) -> Iterator[Path]:
+    """The run folder of real processes that train meanwhile."""
+    folder.mkdir(parents=True)
     file, run = folder / "run.toml", folder / "runs" / "run"
     file.write_text(tomli_w.dumps(document(workers, rounds)))
     words = ["train", str(file), "--local", str(workers), "--out", str(run), "--quiet"]
-    subprocess.run([sys.executable, "-m", "gossamer", *words], check=True, stdout=subprocess.DEVNULL)
-    return statistics.median(one.total_s for one in read_seconds(run) if 0 < one.round < rounds - 1)
+    process = subprocess.Popen([sys.executable, "-m", "gossamer", *words], stdout=subprocess.DEVNULL)
+    try:
+        while not run.exists() or not read_seconds(run):
+            time.sleep(0.2)
+        yield run
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def cpu_s(pid: int) -> float:
@@ -215,44 +225,44 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def watched_round_s(folder: Path, workers: int, rounds: int) -> tuple[float, float, float]:
-    """The same with a page open in a browser, and the shares of a core that the page's server and the browser take."""
-    with served(folder / "runs") as (address, pid), browsed() as browser:
-        page, session = browser.new_page(viewport={"width": 1400, "height": 900}), browser.new_browser_cdp_session()
-        page.goto(address)
-
-        def spent_s() -> tuple[float, float]:
-            browsing = session.send("SystemInfo.getProcessInfo")["processInfo"]
-            return cpu_s(pid), sum(one["cpuTime"] for one in browsing)
-
-        began_s, before = time.perf_counter(), spent_s()
-        found_s = round_s(folder, workers, rounds)
-        took_s, after = time.perf_counter() - began_s, spent_s()
-        return found_s, (after[0] - before[0]) / took_s, (after[1] - before[1]) / took_s
-
-
 def pairs(root: Path, count: int, workers: int, rounds: int) -> list[Measured]:
-    """Runs with and without a page, one after the other in alternating order."""
-    slower, shares = [], []
-    for pair in range(count):
-        found_s = {}
-        for open_ in (pair % 2 == 1, pair % 2 == 0):
-            folder = root / f"{pair}-{open_}"
-            (folder / "runs").mkdir(parents=True)
-            if open_:
-                found_s[True], *share = watched_round_s(folder, workers, rounds)
-                shares.append(share)
-            else:
-                found_s[False] = round_s(folder, workers, rounds)
-        slower.append(found_s[True] / found_s[False] - 1)
-        print(
-            f"pair {pair}: {100 * slower[-1]:+.2f} %, server {shares[-1][0]:.4f}, browser {shares[-1][1]:.4f}",
-            flush=True,
-        )
+    """One run, which has a page open for some rounds and none for as many, in alternating order."""
+    slower, shares, folder = list[float](), list[tuple[float, float]](), root / "pairs"
+    with (
+        training(folder, workers, 2 * (count + 1) * (rounds + SETTLING)) as run,
+        served(folder / "runs") as (address, pid),
+        browsed() as browser,
+    ):
+        page, session = browser.new_page(viewport={"width": 1400, "height": 900}), browser.new_browser_cdp_session()
+
+        def spent_s() -> tuple[float, float, float]:
+            browsing = session.send("SystemInfo.getProcessInfo")["processInfo"]
+            return time.perf_counter(), cpu_s(pid), sum(one["cpuTime"] for one in browsing)
+
+        def passed(first: int) -> None:
+            """Waits until all workers have ended the rounds before this one."""
+            while sum(one.round < first for one in read_seconds(run)) < workers * first:
+                time.sleep(1)
+
+        def round_s(address: str) -> float:
+            """The median of the next rounds, without those in which the page opens or closes."""
+            page.goto(address)
+            first = max(one.round for one in read_seconds(run)) + SETTLING
+            passed(first)
+            before = spent_s()
+            passed(first + rounds)
+            took_s, *spent = (after - a for a, after in zip(before, spent_s(), strict=True))
+            if address != EMPTY:
+                shares.append((spent[0] / took_s, spent[1] / took_s))
+            return statistics.median(one.total_s for one in read_seconds(run) if first <= one.round < first + rounds)
+
+        for pair in range(count):
+            found_s = {open_: round_s(address if open_ else EMPTY) for open_ in (pair % 2 == 1, pair % 2 == 0)}
+            slower.append(found_s[True] / found_s[False] - 1)
+            print(f"pair {pair}: {100 * slower[-1]:+.2f} %", *(f"{share:.4f}" for share in shares[-1]), flush=True)
     low, high = interval(slower)
-    shape = f"{workers} processes × {rounds} rounds"
     return [
-        Measured(f"{shape}, with a page open: longer rounds, median of {count} pairs", 100 * statistics.median(slower), 1, "%"),
+        Measured(f"with a page open: longer rounds, median of {count} pairs", 100 * statistics.median(slower), 1, "%"),
         Measured("the same, low end of its 90 % interval", 100 * low, INF, "%"),
         Measured("the same, high end of its 90 % interval", 100 * high, INF, "%"),
         *(
@@ -271,9 +281,11 @@ def page_of(found: Sequence[Measured], words: str, load: float) -> str:
     ]
     paired = (
         f"""
-In the pairs, real processes of 1M parameters and one thread each train rounds of {LOCAL_STEPS} inner steps, and a run counts with
-the median of its rounds."""
-        if any("pairs" in one.what for one in found)
+In the pairs, two processes of 1M parameters and one thread each train rounds of {LOCAL_STEPS} inner steps, which is all that
+the two cores can do. The page of their one run is open for {PAIRED} rounds and closed for as many, in alternating order, and
+each part counts with the median of its rounds, without the {SETTLING} after a change. The browser runs on the same machine.
+Rounds of a virtual machine scatter by several per cent on their own, so the shares of a core are the sharper figures."""
+        if any("page open" in one.what for one in found)
         else "\nNo pairs of runs with and without a page were made."
     )
     busy = "\n**Other programs kept the cores busy, so all times but those of CPU are too long.**" if load > 1 else ""
@@ -305,7 +317,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         for part in (
             lambda root: wide(root, options.workers, options.rounds), lambda root: long(root, options.long),
-            lambda root: pairs(root, options.pairs, 2, 16) if options.pairs else [],
+            lambda root: pairs(root, options.pairs, 2, PAIRED) if options.pairs else [],
         ):  # fmt: skip
             for one in part(Path(made)):
                 found.append(one)

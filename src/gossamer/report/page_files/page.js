@@ -1,8 +1,9 @@
-// Puts the parts together. A report has its contents in the page; a live page asks its server for them once a second.
+// Puts the parts together. A report has its contents in the page; a live page asks its server for them.
 "use strict";
 
 G.page = (root, frozen) => {
-  const MANY = 12, OPEN = 4, EVERY_MS = 1000;
+  const MANY = 12, OPEN = 4;
+  const SOONEST_MS = 1000, LATEST_MS = 15000, SHARE = 1 / 200;  // of one core for drawing, as a run may train on the same machine
   const state = { axis: null, hidden: new Set(), focus: null, seeds: "spread", charts: new Map(), cards: new Map(), contents: null, sort: null, seen: false };
   const part = (name, attributes = {}) => G.make(name, attributes);
   const banner = part("div", { role: "status" }), head = part("header"), notes = part("div"), controls = part("div", { class: "controls" });
@@ -303,9 +304,12 @@ G.page = (root, frozen) => {
     });
   };
 
+  // How long drawing took until now, with what the browser does after the script.
+  const drawn = (begun) => new Promise((tell) => requestAnimationFrame(() => setTimeout(() => tell(performance.now() - begun))));
+
   let revision = "", answered = null;
   const ask = async () => {
-    let wait = EVERY_MS;
+    let wait = SOONEST_MS;
     try {
       const answer = await fetch(`data.json?have=${encodeURIComponent(revision)}`);
       if (!answer.ok) throw new TypeError(`the server answers ${answer.status}`);
@@ -314,9 +318,11 @@ G.page = (root, frozen) => {
       banner.replaceChildren();
       if (found.pulse) pulse(found);
       else {
+        const begun = performance.now();
         draw(found);
         revision = found.revision;
         if (found.runs.some((run) => run.progress < 1)) wait = 50;
+        else if (!document.hidden) wait = Math.min(LATEST_MS, Math.max(SOONEST_MS, await drawn(begun) / SHARE));
       }
     } catch (error) {
       wait = 3000;
