@@ -13,6 +13,7 @@ from gossamer.record.folder import RunFolder
 from gossamer.record.outcomes import Begun, OutcomeWriter, RoundOutcome
 from gossamer.record.seconds import RoundSeconds
 from gossamer.record.trace import Entry, Operation
+from gossamer.report.contents import page_contents
 from gossamer.report.follow import FollowedRun
 from gossamer.report.moment import moment_of
 from gossamer.report.tail import Marks, Tail
@@ -60,6 +61,20 @@ def test_a_run_that_grows_gives_the_same_figures_as_one_that_is_read_at_its_end(
     }  # fmt: skip
     assert shown["spent"][""] == {"kinds": [[4.0, 2.0, 1.0, 0.0]] * 2, "waits": [[0, 1, 2.0], [1, 0, 2.0]]}
     assert shown["tokens_per_s"] == {"": pytest.approx(256 / 7)}
+
+
+def test_what_the_workers_validated_stays_when_the_mean_model_is_scored_afterwards(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "a", RUN_TOML) as run:
+        for r in range(4):
+            for i in range(2):
+                run.log("validation", round=r, worker=i, step=9 * (r + 1), loss=3.0 - 0.5 * r + i)
+        own = view(followed(tmp_path / "a"))["evals"]
+        assert own["x"]["round"] == [1, 2, 3, 4] and own["y"] == {"own": [3.5, 3.0, 2.5, 2.0]}
+        run.log("eval", round=3, step=36, tokens=256, loss=1.75, disagreement=0.1)
+    shown = view(followed(tmp_path / "a"))
+    assert shown["evals"]["y"]["loss"] == [1.75] and shown["own"] == own
+    titles = {one["key"]: one["title"] for one in page_contents([shown], [], title="", live=True, command="", date="")["figures"]}
+    assert {"loss", "own"} <= titles.keys()
 
 
 def test_only_what_was_appended_is_read(tmp_path: Path) -> None:

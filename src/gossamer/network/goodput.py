@@ -364,4 +364,6 @@ def goodput_rows(table: GoodputTable) -> list[tuple[str, ...]]:
 
 def _share_text(share: float) -> str:
     """A share in percent; one that rounds to all has more digits."""
-    return f"{share:.1%}" if share < 0.9995 or share == 1 else f"{share:.4%}"
+    if share < 0.9995 or share == 1:
+        return f"{share:.1%}"
+    return f"{min(share, 0.999999):.4%}"

@@ -147,7 +147,7 @@ def _default_axis(axes: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str,
 
 
 def _figures(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    names = dict.fromkeys(name for view in views for name in view.get("evals", {}).get("y", {}))
+    names = dict.fromkeys(name for view in views for key in ("evals", "own") for name in view.get(key, {}).get("y", {}))
     ordered = [name for name in _TITLES if name in names] + [name for name in names if name not in _TITLES]
     figures = [
         {"key": name, "title": _TITLES.get(name, name.replace("_", " ")), "log": name in _LOG} for name in ordered

@@ -45,7 +45,7 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         return {**found, "name": run.label, "empty": True}
     axes = _Axes(run, priced or {})
     words = standings(run, now_s)
-    losses = run.losses.values()
+    losses, evals, own = run.losses.values(), _evals(run, axes), _own(run, axes)
     return {
         **found,
         "empty": False,
@@ -55,7 +55,8 @@ def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.flo
         "standings": words, "rounds_of": run.rounds_of,
         "last_losses": [_rounded(_last(losses[:, worker])) for worker in range(file.workers)],
         "networks": {name: _placed(network, file.workers) for name, network in file.networks.items()},
-        "evals": _evals(run, axes),
+        "evals": evals if evals["y"] else own,
+        "own": own,
         "training": _training(run, axes, losses),
         "by_worker": _by_worker(run, losses),
         "spent": _spent(run),
@@ -126,22 +127,30 @@ def _along(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.floa
 
 
 def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
-    """The validations of the mean model; where there are none, the mean of the workers' own."""
-    lines, figures = run.evaluations.lines(), {}
-    if lines:
-        names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
-        figures = {key: [figure_of(line.get(key)) for line in lines] for key in names}
-        rounds = [line["round"] for line in lines]
-        if run.aligned:
-            for key in ("alignment", "persistence"):
-                figures[key] = [figure_of(run.aligned.get(r, {}).get(key)) for r in rounds]
-    else:
-        rounds_, values = run.validations.rounds(), run.validations.values()
-        known = np.isfinite(values).any(axis=1) if len(values) else np.zeros(0, bool)
-        untrained = [loss for loss in run.untrained.values() if math.isfinite(loss)]
-        rounds = [*[-1] * bool(untrained), *map(int, rounds_[known])]
-        own = [*map(statistics.fmean, [untrained] if untrained else []), *map(float, np.nanmean(values[known], axis=1))]
-        figures = {"own": own} if rounds else {}
+    """The validations of the mean model."""
+    lines = run.evaluations.lines()
+    names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
+    figures = {key: [figure_of(line.get(key)) for line in lines] for key in names}
+    rounds = [line["round"] for line in lines]
+    if run.aligned and lines:
+        for key in ("alignment", "persistence"):
+            figures[key] = [figure_of(run.aligned.get(r, {}).get(key)) for r in rounds]
+    return _curves(figures, rounds, axes, lines)
+
+
+def _own(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
+    """The mean of what the workers of a real run validate, each its own parameters."""
+    rounds, values = run.validations.rounds(), run.validations.values()
+    known = np.isfinite(values).any(axis=1) if len(values) else np.zeros(0, bool)
+    untrained = [loss for loss in run.untrained.values() if math.isfinite(loss)]
+    at = [*[-1] * bool(untrained), *map(int, rounds[known])]
+    own = [*map(statistics.fmean, [untrained] if untrained else []), *map(float, np.nanmean(values[known], axis=1))]
+    return _curves({"own": own} if at else {}, at, axes)
+
+
+def _curves(
+    figures: Mapping[str, Sequence[float]], rounds: Sequence[int], axes: _Axes, lines: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
     kept = thinned(next(iter(figures.values())), _MOST_POINTS) if figures else []
     at = axes.at([rounds[k] for k in kept], [lines[k] for k in kept] if lines else ())
     return {"x": at, "y": {key: [_rounded(values[k]) for k in kept] for key, values in figures.items()}}

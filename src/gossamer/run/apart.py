@@ -24,6 +24,8 @@ from gossamer.run.trunks import anneal
 
 __all__ = ["Apart", "RunEnd"]
 
+log = logging.getLogger("gossamer")
+
 
 class RunEnd(NamedTuple):
     """A run that has ended."""
@@ -35,6 +37,8 @@ class RunEnd(NamedTuple):
     seconds: float
     text: str = ""
     """The fingerprint of its text, where that is files."""
+    warnings: tuple[str, ...] = ()
+    """What it warned of in a process of its own."""
 
 
 class _Running(NamedTuple):
@@ -49,11 +53,11 @@ class Apart:
 
     Args:
         jobs: with one, a run takes place in this process, as `ended` is called.
-        began: is told of each run that begins, by its key; the warnings of one that takes place here are then shown.
+        began: is told of each run that begins, by its key; warnings are then shown, of several runs with the same each once.
     """
 
     def __init__(self, jobs: int, *, began: Callable[[Any], None] | None = None) -> None:
-        self._jobs, self._began = jobs, began
+        self._jobs, self._began, self._warned = jobs, began, set[str]()
         self._waiting: list[tuple[Hashable, RunConfig, Path, Path | None]] = []
         self._running: list[_Running] = []
         self._context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
@@ -98,7 +102,13 @@ class Apart:
         done = {*wait([one.result for one in self._running])}
         ended = [one for one in self._running if one.result in done]
         self._running = [one for one in self._running if one.result not in done]
-        return [(one.key, _result_of(one)) for one in ended]
+        ends = [(one.key, _result_of(one)) for one in ended]
+        for key, end in ends if self._began is not None else ():
+            for sentence in end.warnings:
+                if sentence not in self._warned:
+                    log.warning("%s: %s", key, sentence)
+            self._warned.update(end.warnings)
+        return ends
 
     def _start(self, key: Hashable, config: RunConfig, folder: Path) -> None:
         lane = min({*range(self._jobs)} - {one.lane for one in self._running})
@@ -133,10 +143,25 @@ def _work(result: Connection, config: RunConfig, folder: Path, lane: int, lanes:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which kills what is under way
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, _share(sorted(os.sched_getaffinity(0)), lane, lanes))
+    kept = _Kept()
+    log.addHandler(kept)
+    log.propagate = False
     try:
-        result.send(_trained(config, folder))
+        result.send(_trained(config, folder, warns=True)._replace(warnings=tuple(kept.sentences)))
     except GossamerError as error:
         result.send(error)
+
+
+class _Kept(logging.Handler):
+    """Keeps the warnings of a process of its own, for the one that shows them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.sentences = list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps one."""
+        self.sentences.append(record.getMessage())
 
 
 def _share(cores: Sequence[int], lane: int, lanes: int) -> Sequence[int]:
@@ -148,8 +173,7 @@ def _trained(config: RunConfig, folder: Path, trunk: Path | None = None, *, warn
     """Trains a run from its start."""
     if (folder / "run.toml").exists():  # nothing but a run is ours to remove
         shutil.rmtree(folder)
-    log, began = logging.getLogger("gossamer"), time.perf_counter()
-    level = log.level
+    began, level = time.perf_counter(), log.level
     if not warns:
         log.setLevel(logging.ERROR)  # the same warnings for every run
     try:

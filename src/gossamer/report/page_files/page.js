@@ -15,16 +15,18 @@ G.page = (root, frozen) => {
 
   // --- curves -------------------------------------------------------------------------------------------------------
 
+  const ofRun = (view, key) => (key === "training" || key === "own" ? view[key] : view.evals);
+
   // What is drawn for a key of the figures: a curve for each method with its spread, or one for each run.
   const lines = () => {
     const { runs: views, groups } = state.contents;
     const grouped = state.seeds === "spread" && groups.some((group) => group.mean);
-    if (!grouped) return views.map((view, place) => ({ name: view.label, place, of: (key) => (key === "training" ? view.training : view.evals) }));
+    if (!grouped) return views.map((view, place) => ({ name: view.label, place, of: (key) => ofRun(view, key) }));
     return groups.map((group, place) => {
       const first = views[group.runs[0]];
       return {
         name: group.label, place, group,
-        of: (key) => (key === "training" ? first.training : group.mean || first.evals),
+        of: (key) => (group.mean && key in group.mean.y ? group.mean : ofRun(first, key)),
       };
     });
   };
@@ -40,7 +42,7 @@ G.page = (root, frozen) => {
       const source = of(figure.key) || { x: {}, y: {} }, key = figure.key === "training" ? "loss" : figure.key;
       const x = source.x[state.axis], y = source.y[key];
       const ok = x && y, { colour, dash } = G.style(place);
-      const spread = ok && group && group.mean && figure.key !== "training";
+      const spread = ok && group && group.mean === source;
       return {
         label: name, x: ok ? x : [], y: ok ? y : [], low: spread ? group.low[key] : null, high: spread ? group.high[key] : null,
         colour: pale.has(name) ? "var(--faint)" : colour, dash, faint: pale.has(name) || (state.focus && state.focus !== name), strong: state.focus === name, hidden: state.hidden.has(name),
