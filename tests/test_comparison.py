@@ -24,10 +24,10 @@ CHECKOUT = Path(gossamer.__file__).parents[2]
 
 
 def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_goes_on_with_several_at_a_time(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"label": "pairs"}, {"label": "wild", "inner": {"optimizer": "sgd", "lr": 1e18, "warmup_steps": 0}}]
-    runs = points(document(workers=2, run__steps=4, variant=rows), seeds=[3, 4])
+    runs = points(document(workers=3, run__steps=4, rule__momentum=0.97, variant=rows), seeds=[3, 4])
     folders, file = {run.label: tmp_path / folder_name(run.label) for run in runs}, tmp_path / "outcomes.jsonl"
     ended: list[str] = []
 
@@ -43,10 +43,14 @@ def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_
     assert [(one.method, one.seed) for one in read_results(file)] == [("pairs", 3), ("wild", 3), ("pairs", 4)]
     file.write_text(before + before.splitlines()[0][:40])  # what a killed process leaves
     again: list[str] = []
+    caplog.clear()
     found = train_all(
         runs, folders, file, jobs=2, resume=True, began=lambda run: None, told=lambda run, end: again.append(run.label)
     )
     assert sorted(again) == ["wild seed=3", "wild seed=4"], "runs that diverged have no last validation"
+    assert caplog.text.count("predicted to lose consensus") == 1, (
+        "what several runs in processes of their own warn of is shown once"
+    )
     after = file.read_text().splitlines()
     assert after[:2] == before.splitlines()[::2] and len(after) == 4
     for run in runs:

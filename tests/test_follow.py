@@ -73,7 +73,10 @@ def test_what_the_workers_validated_stays_when_the_mean_model_is_scored_afterwar
         run.log("eval", round=3, step=36, tokens=256, loss=1.75, disagreement=0.1)
     shown = view(followed(tmp_path / "a"))
     assert shown["evals"]["y"]["loss"] == [1.75] and shown["own"] == own
-    titles = {one["key"]: one["title"] for one in page_contents([shown], [], title="", live=True, command="", date="")["figures"]}
+    titles = {
+        one["key"]: one["title"]
+        for one in page_contents([shown], [], title="", live=True, command="", date="")["figures"]
+    }
     assert {"loss", "own"} <= titles.keys()
 
 

@@ -57,14 +57,18 @@ class Lanes:
 
 @functools.cache  # an experiment of many runs waits once
 def _busy_cores(window_s: float = 0.1) -> float:
-    """How many cores others use while this process waits a moment; 0 where the system does not report it."""
-
-    def ticks() -> tuple[int, int]:
-        fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        return sum(fields), fields[3] + fields[4]  # all, and those idle or waiting for a disk
-
+    """How many of the cores of this process others use while it waits a moment; 0 where the system does not report it."""
     if not Path("/proc/stat").exists():
         return 0.0
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}  # of its runs at a time each has its own
+
+    def ticks() -> tuple[int, int]:
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+        fields = [[*map(int, words[1:9])] for words in lines if words[0] in ours]
+        return sum(map(sum, fields)), sum(
+            one[3] + one[4] for one in fields
+        )  # all, and those idle or waiting for a disk
+
     (total, idle), _ = ticks(), time.sleep(window_s)
     total, idle = (after - before for after, before in zip(ticks(), (total, idle), strict=True))
-    return (os.cpu_count() or 1) * (1 - idle / total) if total else 0.0
+    return len(ours) * (1 - idle / total) if total else 0.0
