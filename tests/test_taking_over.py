@@ -1,17 +1,29 @@
 """Workers that take over another's state: what is theirs of it, and what is not."""
 
+import contextlib
+import socket
+import threading
+import time
+
 import pytest
 import torch
 
+from gossamer.errors import PeerError
 from gossamer.record import checkpoint
 from gossamer.record.outcomes import Begun, OutcomeWriter, RoundOutcome
+from gossamer.run import elastic
 from gossamer.run.config import digest, dump
+from gossamer.run.meeting import Seat
 from gossamer.run.replay import replay_elastic
 from gossamer.run.replica import Replica
 from gossamer.run.settle import in_rounds
 from gossamer.run.synchronous import train_together
 from gossamer.run.task import task_of
 from gossamer.run.worker import Worker
+from gossamer.transport import newcomer
+from gossamer.transport.elastic import ElasticTransport
+from gossamer.transport.link import Station
+from gossamer.transport.members import Members, SlotEntry, Standing
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
 from tiny import tiny
@@ -68,3 +80,30 @@ def test_with_error_feedback_workers_stay_equal_when_one_dies_and_another_joins(
     store = tmp_path / "again" / "checkpoints"
     saved = [checkpoint.load(store, 6, worker, digest(config))["x"] for worker in range(3)]
     assert torch.equal(saved[0], saved[1]) and torch.equal(saved[0], saved[2])
+
+
+def test_who_asks_for_a_state_while_a_worker_starts_up_gets_none_and_disturbs_nothing(monkeypatch, tmp_path):
+    config, asked = run_of(run__timeout_s=0.5), threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    station = Station(listener, 77, b"a secret", config.run.timeout_s)
+    members = Members(3, 0, [SlotEntry(0, 0, 5, Standing.ALIVE, 0, address)])
+    answers: list[object] = []
+
+    def ask() -> None:
+        with contextlib.suppress(PeerError, OSError):
+            place = newcomer.Applicant(7, "127.0.0.1:1")
+            answers.append(newcomer.ask(address, station.secret, place, run=station.run, slots=3, timeout_s=20))
+        asked.set()
+
+    def slowly(*args, **options):
+        transport = ElasticTransport(*args, **options)
+        threading.Thread(target=ask).start()
+        time.sleep(1)  # in which it is asked
+        return transport
+
+    monkeypatch.setattr(elastic, "ElasticTransport", slowly)
+    seat = Seat(members, station, digest(config), Begun(0, 0, 0, 0, 0))
+    participant = elastic._Participant(config, tmp_path, in_rounds(config)[0], task_of(config), seat, threading.Event())
+    assert asked.wait(20) and not answers
+    participant._transport.close()

@@ -283,8 +283,8 @@ class AsyncParticipant(ABC, Generic[Core]):
         self._kept = Handover(after, frozen(self._state), cold)
 
     def _host(self, sock: socket.socket) -> None:
-        self._ready.wait(self._seat.station.timeout_s)
-        give_state(sock, self.transport, self._seat.station, lambda: self._kept)
+        if self._ready.wait(self._seat.station.timeout_s):  # before, it has no state, and who asks may ask another
+            give_state(sock, self.transport, self._seat.station, lambda: self._kept)
 
     def _save(self, finished: int) -> None:
         save_state(self._seat.line, self.folder, finished, self.slot, self._state)

@@ -402,7 +402,6 @@ class _Participant:
         return {**state, "data": self._fresh, "steps_taken": steps, "under_way": []}
 
     def _host(self, sock: socket.socket) -> None:
-        if self._transport.members.own.standing == Standing.GHOST:
-            return  # it has no state to give, and who asks may ask another
-        self._ready.wait(self._seat.station.timeout_s)
-        give_state(sock, self._transport, self._seat.station, lambda: self._kept)
+        # Somebody may ask while this object is made. Who asks one without a state may ask another.
+        if self._seat.members.own.standing != Standing.GHOST and self._ready.wait(self._seat.station.timeout_s):
+            give_state(sock, self._transport, self._seat.station, lambda: self._kept)
