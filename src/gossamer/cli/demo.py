@@ -9,8 +9,6 @@ from gossamer.cli.watch import WATCHABLE, Watchable
 
 __all__ = ["command"]
 
-_METHODS = 4
-
 
 def command(
     *, overrides: Overrides = (), out: Path = Path("runs/demo"), seeds: str = "", jobs: int | None = None, resume: bool = False,
@@ -24,12 +22,12 @@ def command(
     Args:
         out: folder of all runs (default: runs/demo)
         seeds: run every variant with each of these seeds, such as 0,1,2
-        jobs: runs at a time, each in a process of its own (default: one for each core, at most the four methods)
+        jobs: runs at a time, each in a process of its own (default: one for each core)
         resume: keep the finished runs, and train the others
     """
     from gossamer.transport.launch import available_cores
 
-    jobs = min(_METHODS, available_cores()) if jobs is None else jobs
+    jobs = available_cores() if jobs is None else jobs
     compare.command(
         EXAMPLES / "demo.toml", overrides=overrides, out=out, seeds=seeds, jobs=jobs, resume=resume, output=output
     )

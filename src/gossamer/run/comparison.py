@@ -27,7 +27,7 @@ def train_all(
 
     Args:
         file: gets a line of each run that has ended, in the order of their ends.
-        jobs: runs at a time, each in a process of its own with its share of the cores; one runs here.
+        jobs: at most so many runs at a time, each in a process of its own with its share of the cores; one runs here.
         resume: keep the finished runs; the others start again.
         began, told: are called for each run that begins here, and for each that ends.
     Returns: what each run was computed by; None of a finished run without a line.
@@ -45,6 +45,7 @@ def train_all(
                 origins[run.label] = line.origin
                 kept.append(line)
     waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
+    jobs = min(jobs, max(1, len(waiting)))  # a run has no use for the cores of one that does not exist
     origin("", None)  # asks which commit this is before the first run
     make_folder(file.parent)
     atomic_write(file, result_lines(kept).encode())
