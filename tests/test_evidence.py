@@ -95,6 +95,35 @@ def test_every_registered_claim_has_a_row_and_each_test_belongs_to_a_claim() -> 
         assert check.found(lambda stem: ([], [])) is None or check is claims.CHECKS[5]
 
 
+@pytest.mark.parametrize(
+    ("number", "stem", "praised", "other", "at"),
+    [
+        (4, "workers_tuned-n16", ["Nesterov", "heavy ball"], "SGD", {}),
+        (8, "local_steps_tuned", ["DiLoCo"], "DiLoCo", {"run.local_steps": 5}),
+        (26, "narrow_muon_tuned-h64", ["ResBM 8"], "uncompressed", {}),
+        (27, "narrow_adamw_tuned", ["subspace 2"], "uncompressed", {}),
+        (28, "tahquant_tuned-h64", ["TAH-Quant 4 bits", "TAH-Quant 3 bits"], "uncompressed", {}),
+        (29, "experts_tuned", ["FoMoE"], "DiLoCo, equal bytes per token", {}),
+    ],
+)
+def test_a_claim_finds_its_pairs_in_the_outcomes_of_its_file(
+    number: int, stem: str, praised: Sequence[str], other: str, at: dict[str, int]
+) -> None:
+    def outcomes(gain: float) -> claims.Outcomes:
+        losses = [*((name, at, 2.0 - gain * (len(praised) - k)) for k, name in enumerate(praised))]
+        losses.append((other, dict.fromkeys(at, 1), 2.0))
+        lines = [
+            PointResult(name, where, seed, {"loss": loss + 0.001 * seed * seed})
+            for name, where, loss in losses
+            for seed in range(3)
+        ]
+        return lambda asked: ([], lines if asked == stem else [])
+
+    for gain, verdict in ((0.05, "holds"), (-0.05, "fails")):
+        found = claims.CHECKS[number].found(outcomes(gain))
+        assert found is not None and found.verdict == verdict, found
+
+
 def ended(run: Point, loss: float, **row: Any) -> PointResult:
     return PointResult(run.method, run.at, run.seed, {"loss": loss, "alignment": None, **row})
 

@@ -284,6 +284,49 @@ def _along_local_steps(of: Outcomes) -> Found | None:
     return rises(rows) if rows else None
 
 
+def _single_steps_are_worst(of: Outcomes) -> Found | None:
+    """Claim 8: with five steps in a round against with one, each method at its own optimum."""
+    arms = list[Arm]()
+    _, ended = of("local_steps_tuned")
+    for name in dict.fromkeys(one.method for one in ended):
+        one, five = (
+            {run.seed: run.row["loss"] for run in ended if (run.method, run.at["run.local_steps"]) == (name, h)}
+            for h in (1, 5)
+        )
+        if both := [seed for seed in one if None not in (one[seed], five.get(seed))]:
+            arms.append(Arm(name, [(five[seed] - one[seed], one[seed]) for seed in both]))
+    return leads(arms) if arms else None
+
+
+def _over_workers(of: Outcomes) -> Found | None:
+    """Claim 4: Nesterov against heavy ball, and that against SGD, for each number of workers."""
+    arms = [
+        Arm(f"{praised} with {workers}", arm.pairs)
+        for workers, scale in ((4, "-n4"), (8, ""), (16, "-n16"), (32, "-n32"))
+        for praised, other in (("Nesterov", "heavy ball"), ("heavy ball", "SGD"))
+        for arm in _pairs(of(f"workers_tuned{scale}")[1], praised, other)
+    ]
+    return leads(arms) if arms else None
+
+
+def _uncompressed(of: Outcomes, stems: Mapping[str, str], praised: Sequence[str]) -> Found | None:
+    """Claims 26 to 28: against the uncompressed pipeline with the same inner optimizer, at each hidden size."""
+    arms = [
+        Arm(f"{arm.name}{inner}, hidden {hidden}", arm.pairs)
+        for stem, inner in stems.items()
+        for hidden, scale in ((64, "-h64"), (128, ""), (256, "-h256"))
+        for one in praised
+        for arm in _pairs(of(f"{stem}{scale}")[1], one, "uncompressed")
+    ]
+    return matches(arms) if arms else None
+
+
+_WIDTHS, _BITS = (32, 16, 8, 4, 2), ("4", "4 and 3", "3")
+_PIPELINES = {"narrow_adamw_tuned": ", AdamW", "narrow_muon_tuned": ", Muon"}
+_NARROW = (
+    "compare configs/evidence/narrow_adamw_tuned.toml --seeds 0,1,2` and `gossamer compare "
+    "configs/evidence/narrow_muon_tuned.toml --seeds 0,1,2"
+)
 _TUNED = "compare configs/evidence/tuned.toml --seeds 0,1,2,3,4"
 _LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2"
 _SYSTEMS = "compare configs/evidence/systems_tuned.toml --seeds 0,1,2"
@@ -299,6 +342,7 @@ CHECKS: Mapping[int, Check] = {
     ),
     2: Check(_LENGTHS, _along_local_steps),
     3: Check("compare configs/evidence/straggler.toml --seeds 0,1,2", _sooner),
+    4: Check("compare configs/evidence/workers_tuned.toml --seeds 0,1,2,3,4", _over_workers),
     5: Check("tune configs/evidence/tuning.toml", _grids),
     6: Check(
         "compare configs/evidence/single_step_tuned.toml --seeds 0,1,2",
@@ -307,6 +351,7 @@ CHECKS: Mapping[int, Check] = {
         ),
     ),
     7: Check(_TUNED, lambda of: _momentum(of, lambda cell: cell.plain == "local SGD", "tuned")),
+    8: Check(_LENGTHS, _single_steps_are_worst),
     10: Check(
         _SYSTEMS,
         _against("systems_tuned", ("streaming, overlap 10", "DiLoCo"), rule=lambda arms: costs_little(arms, 0.2)),
@@ -328,5 +373,15 @@ CHECKS: Mapping[int, Check] = {
         _against("ring_of_32_tuned", ("A2CiD2", "AD-PSGD"), rule=leads),
     ),
     25: Check(_ASYNCHRONOUS, _against("asynchronous_tuned", ("delayed Nesterov, paced", "DiLoCo"), rule=equal)),
+    26: Check(_NARROW, lambda of: _uncompressed(of, _PIPELINES, [f"ResBM {width}" for width in _WIDTHS])),
+    27: Check(_NARROW, lambda of: _uncompressed(of, _PIPELINES, [f"subspace {width}" for width in _WIDTHS])),
+    28: Check(
+        "compare configs/evidence/tahquant_tuned.toml --seeds 0,1,2",
+        lambda of: _uncompressed(of, {"tahquant_tuned": ""}, [f"TAH-Quant {bits} bits" for bits in _BITS]),
+    ),
+    29: Check(
+        "compare configs/evidence/experts_tuned.toml --seeds 0,1,2",
+        _against("experts_tuned", ("FoMoE", "DiLoCo, equal bytes per token"), rule=matches),
+    ),
 }
 """How each claim is tested, by its number."""
