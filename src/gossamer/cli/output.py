@@ -15,7 +15,7 @@ from cyclopts import Parameter
 if TYPE_CHECKING:
     from gossamer.report.terminal import Terminal
 
-__all__ = ["PLAIN", "Json", "Output", "plain", "print_json"]
+__all__ = ["PLAIN", "Json", "Output", "plain", "print_json", "working"]
 
 Json = Annotated[bool, Parameter(name="--json", help="print the result as one JSON object on one line (docs/json.md)")]
 """Of a verb that shows no progress."""
@@ -51,6 +51,15 @@ class Output:
 
 PLAIN = Output()
 """Text, with progress."""
+
+
+@contextmanager
+def working(sentence: str) -> Iterator[None]:
+    """Says on a terminal what takes a while, as long as it does."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(sentence):
+        yield
 
 
 def print_json(result: Any) -> None:

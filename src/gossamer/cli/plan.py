@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from gossamer.cli.output import Json, print_json
+from gossamer.cli.output import Json, print_json, working
 from gossamer.cli.run_file import whole_numbers
 from gossamer.cli.tables import print_table
 from gossamer.errors import ConfigError, choose
@@ -89,7 +89,8 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
     if options.memory_bytes is not None:
         cut = plan_in_stages(links, model, settings, options.memory_bytes, boundaries)
     made = plan(links, model, settings) if cut is None else cut.made
-    priced = price_recipes(made, options.method)
+    with working("pricing every method" if options.method is None else f"pricing {options.method}"):
+        priced = price_recipes(made, options.method)
     chosen = made.best if options.method is None else best_of(made, priced, options.method)
     text = None if options.out is None else _run_file(made, chosen, options, options.out)
     if json:

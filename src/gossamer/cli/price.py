@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gossamer.cli.output import Json, print_json
+from gossamer.cli.output import Json, print_json, working
 from gossamer.errors import ConfigError
 
 __all__ = ["command"]
@@ -34,11 +34,13 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
             f"cannot re-price '{folder}': in an asynchronous run the network affects the result; simulate it again with "
             f"'{network}' as its [network.NAME]"
         )
-    trace = read_trace(folder)
     links = read_network(network)
+    with working("reading the trace"):
+        trace = read_trace(folder)
     if config.pipeline.stages > 1:
         links = in_stages(links, config, layout_for(config.model, vocabulary(config.data.tokenizer) or 256))
-    timeline = price(trace, links)
+    with working(f"pricing {trace.rounds} rounds of {trace.workers} workers"):
+        timeline = price(trace, links)
     if json:
         counted = {"rounds": trace.rounds, "workers": trace.workers, "total_s": timeline.total_s}
         print_json({"folder": folder, "network": network, **counted, "utilisation": timeline.mean_utilisation})
