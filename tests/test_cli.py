@@ -213,6 +213,8 @@ def test_compare_runs_every_variant_and_reports_them_on_one_page(tmp_path, capsy
     for name in ("run.toml", "trace.jsonl", "metrics.jsonl", "sample.txt", "model", "checkpoints"):
         assert (tmp_path / "out" / "pairs-lr=0.001" / name).exists(), name
     refused(["compare", tmp_path / "experiment.toml", "--out", tmp_path / "out"], capsys, "already exists")
+    of_a_run = tmp_path / "out" / "pairs-lr=0.001"
+    refused(["compare", tmp_path / "experiment.toml", "--out", of_a_run], capsys, "is the folder of a run")
 
 
 def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_was_stopped(tmp_path, capsys):
