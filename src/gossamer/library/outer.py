@@ -158,6 +158,16 @@ class Outer(Generic[M]):
         self._before: int | None = self._checksum()
         """Of the parameters, until the first exchange has seen whether training changes them."""
 
+    def __repr__(self) -> str:
+        """What it does, and how far it is.
+
+        >>> import gossamer, torch
+        >>> gossamer.Outer(torch.nn.Linear(2, 1), "gossip", local_steps=5)
+        Outer(gossip() on random(peers=1), local_steps=5, worker=0 of 1, rounds=0, steps=0)
+        """
+        at = f"worker={self.worker} of {self.n}, rounds={self.rounds}, steps={self.steps}"
+        return f"Outer({self.method.rule} on {self.method.topology}, local_steps={self.local_steps}, {at})"
+
     @property
     def steps_taken(self) -> int:
         """Inner steps of this worker since the start, those before a resume included."""
