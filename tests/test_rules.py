@@ -228,7 +228,7 @@ def test_an_empty_graph_makes_gasloc_n_independent_outer_loops(form):
     n, drift, start = 3, random_drift(P), random_vectors(3, P)
     topology = make_topology("ring", n)
     nobody = topology._replace(mixing=lambda round, alive=None: topology.mixing(round, frozenset()))
-    xs, _ = play(gasloc(form=form), nobody, start, 8, drift)
+    xs, _ = play(gasloc(momentum=0.7, form=form), nobody, start, 8, drift)
     for i in range(n):
         expected = torch_outer(
             start[i], [-drift(i, t, start[i]) for t in range(8)], lr=0.7, momentum=0.7, nesterov=True

@@ -223,7 +223,7 @@ def test_islands_never_agree() -> None:
     topology = ring(4)._replace(mixing=lambda round, alive=None: islands)
     assert stability(Consensus(1.0, 0.5, "post"), topology).radius == pytest.approx(1.0)
     assert math.isnan(largest_stable_gamma(1.0, "post", topology))
-    said = warning(gasloc(), topology)
+    said = warning(gasloc(momentum=0.7), topology)
     assert said is not None
     assert "no momentum is stable with gossip step 1" in said and "with momentum 0.7 no gossip step is stable" in said
 

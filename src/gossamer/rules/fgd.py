@@ -50,7 +50,7 @@ def fgd(
     Differs: the paper's appendix A, with the algorithm, was not readable: the equations are reconstructed from summaries,
         and agree with every property stated there. In the first round all parameters are equal and nothing is sent; what is sent
         after the last round is not used. `mix_updates` covers all parameters, where the paper also mixes a part of them.
-        The default momentum is that of `gasloc`, since random pairs alone are mixed; with a global mean 0.9 costs less.
+        The default momentum is below that of `diloco`, since random pairs alone are mixed; with a global mean 0.9 costs less.
     Fails when: μ is large and only pairs are mixed: the disagreement stays bounded for every μ < 1, as its factor per round is
         max(√a, μ) with a that of gossip alone, but its variance grows from 8 to 24 as μ goes from 0.7 to 0.9 with 8 workers.
 
