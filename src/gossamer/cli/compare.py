@@ -97,7 +97,9 @@ def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, P
     from gossamer.run.experiment import folder_name
 
     if (out / "run.toml").exists():
-        raise ConfigError(f"'{out}' is the folder of a run, and a comparison has one of its own; name another with --out")
+        raise ConfigError(
+            f"'{out}' is the folder of a run, and a comparison has one of its own; name another with --out"
+        )
     folders = {run.label: out / folder_name(run.label) for run in runs}
     if alike := [run.label for run in runs if [*folders.values()].count(folders[run.label]) > 1]:
         raise ConfigError(
