@@ -145,10 +145,12 @@ def test_those_alive_are_connected_over_time(name: str, options: dict) -> None:
     for topology in sizes(name, options):
         for alive in subsets(topology.n):
             workers = range(topology.n) if alive is None else sorted(alive)
-            rounds = 1 if topology.static else 24
-            edges = set().union(*(links(topology.mixing(t, alive)) for t in range(rounds)))
-            reach = reachable(topology.n, edges)
-            assert reach[np.ix_(workers, workers)].all()
+            edges, connected = set[tuple[int, int]](), False
+            for rounds in [range(1)] if topology.static else [range(4), range(4, 8), range(8, 24)]:  # most need few
+                if not connected:
+                    edges.update(*(links(topology.mixing(t, alive)) for t in rounds))
+                    connected = reachable(topology.n, edges)[np.ix_(workers, workers)].all()
+            assert connected
 
 
 @each_topology
