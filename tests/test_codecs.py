@@ -197,10 +197,11 @@ def test_an_exact_codec_changes_no_bit(codec):
 
 
 @every_codec
-@settings(max_examples=15, deadline=None)
-@given(numel=st.integers(0, 30_000) | st.sampled_from(LENGTHS))
+@settings(max_examples=6, deadline=None)
+@given(numel=st.integers(0, 30_000))
 def test_a_payload_has_the_bytes_that_the_formula_says(codec, numel):
-    payload = codec.encode(torch.empty(numel, device="meta"), 0)  # whose shapes are those of data: the next test
+    """Of data, too, as the next test says, which has the lengths that are on edges."""
+    payload = codec.encode(torch.empty(numel, device="meta"), 0)
     assert nbytes(payload) == codec.payload_bytes(numel)
 
 
@@ -212,6 +213,7 @@ def test_shapes_of_a_payload_are_known_without_data(codec, dtype):
         meta = leaves(codec.encode(torch.empty(numel, dtype=dtype, device="meta"), 0))
         assert all(frame.is_meta and frame.dim() == 1 for frame in meta)
         assert [(f.shape, f.dtype) for f in real] == [(f.shape, f.dtype) for f in meta]
+        assert dtype != torch.float32 or nbytes(tuple(real)) == codec.payload_bytes(numel)
 
 
 def test_two_bit_values_and_their_places_take_14_bits_and_the_whole_140_times_less_than_fp32():
@@ -303,8 +305,11 @@ def test_inputs_are_left_alone(codec):
     assert all(torch.equal(a, b) for a, b in zip(frames, leaves(payload), strict=True))
 
 
-@every_codec
-def test_equal_tensors_and_keys_give_equal_payloads_whatever_the_number_of_threads(codec):
+@pytest.mark.parametrize(  # the others do the same, on other lengths
+    "name", [*CODECS, "int8 stochastic", "int4 stochastic", "fp4 stochastic", "topk2bit in runs"]
+)
+def test_equal_tensors_and_keys_give_equal_payloads_whatever_the_number_of_threads(name):
+    codec = VARIANTS[name]
     x = gaussian(SLAB + 77)  # torch divides what is longer than 2¹⁵ among threads
     threads = torch.get_num_threads()
     payloads = []

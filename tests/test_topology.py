@@ -225,7 +225,7 @@ def test_random_peers_are_matchings_without_a_common_pair(n: int, round: int, da
 @pytest.mark.parametrize(("n", "k"), [(5, 1), (6, 1), (6, 2), (5, 2), (7, 3)])
 def test_random_peers_favour_no_pair_and_no_worker(n: int, k: int) -> None:
     topology = make_topology("random", n, seed=1, peers=k)
-    draws = 3000
+    draws = 1500
     count = sum((matrix(topology.mixing(t)) * (1 - np.eye(n)) > 0 for t in range(draws)), np.zeros((n, n)))
     expected = (k * (n - n % 2)) / (n * (n - 1))  # the chance of a pair
     error = 5 * math.sqrt(draws * expected * (1 - expected))
