@@ -18,7 +18,7 @@ from gossamer.transport.elastic_core import ElasticCore, Outcome
 from gossamer.transport.letter import Letter, LetterKind, body_of
 from gossamer.transport.members import Members, SlotEntry, Standing, merged, news, read_news
 
-PARTS, SEEDS, FULL = 4, 100, 1000
+PARTS, SEEDS, FULL = 4, 120, 1000
 BODY = torch.zeros(4, dtype=torch.uint8)
 TICKET = Ticket(0)
 

@@ -137,7 +137,7 @@ def test_the_steady_variance_is_that_of_a_simulation(name: str, consensus: Conse
     topology = make_topology(name, 16 if name == "hypercube" else 12)
     found = stability(consensus, topology)
     assert found.method == ("closed form" if topology.exchangeable else "companion")
-    simulated = simulate(consensus, topology, drift=1.0, rounds=600)[120:].mean()  # a multiple of every period here
+    simulated = simulate(consensus, topology, drift=1.0, rounds=360)[120:].mean()  # a multiple of every period here
     assert simulated == pytest.approx(found.variance, rel=0.04)
 
 
