@@ -1,4 +1,4 @@
-"""A process that saves checkpoints and is killed while it does: `python dying_saver.py FOLDER`, for test_checkpoint.
+"""Processes that save checkpoints and are killed while they do, for test_checkpoint.
 
 `FOLDER/call-K` is left by a process that was killed at the K-th change it made to the disk while saving round 3, for
 every K there is; `FOLDER/again-K` likewise, where that round had been saved before with other values; `FOLDER/time-K` by
@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +74,9 @@ def killed_after(folder: Path, delay_s: float) -> None:
     os.waitpid(child, 0)
 
 
-def main(folder: Path) -> None:
+def leave_folders(words: list[str]) -> int:
+    """What such processes leave behind, in the folder that is named."""
+    folder = Path(*words)
     for kind in ("call", "again"):
         for k in itertools.count():
             if not killed_at_call(folder / f"{kind}-{k:02d}", k, again=kind == "again"):
@@ -83,8 +84,4 @@ def main(folder: Path) -> None:
     delays = random.Random(0)
     for k in range(12):
         killed_after(folder / f"time-{k:02d}", delays.uniform(0.0, 0.03))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    return 0

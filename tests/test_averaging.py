@@ -18,7 +18,7 @@ from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
 from test_train import parameters, words_of
-from tiny import tiny
+from tiny import single
 
 ALONE = {"workers": 1, "rule__name": "gossip", "run__steps": 6, "inner__averaging": "gpa", "inner__mu_x": 0.8}
 TOGETHER = {
@@ -43,7 +43,7 @@ def evaluations(folder):
 @pytest.mark.parametrize("averaging", ["gpa", "schedule_free"])
 @pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw"])
 def test_one_worker_alone_is_evaluated_and_saved_at_its_average(averaging, optimizer, tmp_path):
-    config = tiny(**{**ALONE, "inner__averaging": averaging, "inner__optimizer": optimizer})
+    config = single(**{**ALONE, "inner__averaging": averaging, "inner__optimizer": optimizer})
     result = simulate(config, tmp_path / "run")
     worker = by_hand(config)
     assert isinstance(worker.optimizer, GPA)
@@ -59,7 +59,7 @@ def test_gradients_are_taken_where_evaluation_is_not(tmp_path):
     """The first steps of a run are evaluated at other points and trained at the same ones, whatever is averaged at μ_y = 0."""
     plain = {key: value for key, value in ALONE.items() if not key.startswith("inner")}
     for name, options in {"plain": plain, "averaged": {**ALONE, "inner__mu_y": 0.0}}.items():
-        simulate(tiny(**options), tmp_path / name)
+        simulate(single(**options), tmp_path / name)
     train = [
         [line["loss"] for line in read_metrics(tmp_path / n) if line["kind"] == "train"] for n in ("plain", "averaged")
     ]
@@ -69,11 +69,11 @@ def test_gradients_are_taken_where_evaluation_is_not(tmp_path):
 
 def test_an_average_without_memory_changes_no_bit_of_a_run(tmp_path):
     plain = {key: value for key, value in ALONE.items() if not key.startswith("inner")}
-    with_average = tiny(**{**ALONE, "inner__mu_x": 0.0})
-    simulate(tiny(**plain), tmp_path / "plain")
+    with_average = single(**{**ALONE, "inner__mu_x": 0.0})
+    simulate(single(**plain), tmp_path / "plain")
     simulate(with_average, tmp_path / "averaged")
     assert torch.equal(
-        parameters(tmp_path / "plain", tiny(**plain))[0], parameters(tmp_path / "averaged", with_average)[0]
+        parameters(tmp_path / "plain", single(**plain))[0], parameters(tmp_path / "averaged", with_average)[0]
     )
     assert read_metrics(tmp_path / "plain") == read_metrics(tmp_path / "averaged")
 
@@ -86,7 +86,7 @@ GOSSIP = {
 
 @pytest.mark.parametrize("options", [ALONE, GOSSIP], ids=["alone", "gossip"])
 def test_a_run_with_an_average_that_is_stopped_and_resumed_equals_the_uninterrupted_run(options, tmp_path):
-    config = tiny(**options)
+    config = single(**options)
     simulate(config, tmp_path / "whole")
     simulate(config, tmp_path / "parts", until=2)
     simulate(config, tmp_path / "parts", resume=True)
@@ -100,7 +100,7 @@ def test_a_run_with_an_average_that_is_stopped_and_resumed_equals_the_uninterrup
 
 
 def test_a_real_run_with_an_average_leaves_what_its_simulation_leaves(tmp_path):
-    config = tiny(**GOSSIP, run__timeout_s=60)
+    config = single(**GOSSIP, run__timeout_s=60)
     code, output = run(*words_of(config, tmp_path / "real"))
     assert code == 0, output
     simulate(config, tmp_path / "simulated")
@@ -113,7 +113,7 @@ def test_a_real_run_with_an_average_leaves_what_its_simulation_leaves(tmp_path):
 
 
 def test_gossip_mixes_the_average_and_the_iterate_and_the_parameters_follow_from_them(tmp_path):
-    config = tiny(**GOSSIP)
+    config = single(**GOSSIP)
     simulate(config, tmp_path / "run")
     states = [checkpoint.load(tmp_path / "run" / "checkpoints", config.rounds, w, digest(config)) for w in range(3)]
     for name in ("x", "z"):
@@ -140,7 +140,7 @@ def test_mixing_the_average_and_the_iterate_is_mixing_the_parameters_too(seed, m
 
 def test_schedule_free_workers_exchange_average_and_iterate_and_the_average_is_evaluated_and_saved(tmp_path):
     """Four local phases of two workers, of which two are warm-up, against algorithm 1 of arXiv 2405.15682 for each worker."""
-    config = tiny(
+    config = single(
         workers=2, rule__name="local_sgd", topology__name="complete", run__steps=12, run__local_steps=3, run__eval_every=12,
         inner={"averaging": "schedule_free", "schedule": "constant", "warmup_steps": 6, "mu_y": 0.9, "weight_decay": 0.5},
     )  # fmt: skip
@@ -190,4 +190,4 @@ def schedule_free_by_hand(config):
 
 def test_fragments_of_an_average_and_its_iterate_are_refused():
     with pytest.raises(ConfigError, match="exchanged together"):
-        settle(tiny(schedule__fragments=2, inner__averaging="gpa"))
+        settle(single(schedule__fragments=2, inner__averaging="gpa"))

@@ -145,16 +145,16 @@ def test_a_codec_that_draws_loses_at_most_that_share_in_the_mean_over_keys(codec
         "outlier": torch.cat((torch.ones(1), torch.full((254,), 2**-7))),
         "even": torch.ones(777),
     }[kind]
-    losses = torch.tensor([lost(codec, x, key) for key in range(120)])
-    assert losses.mean() - 5 * losses.std() / math.sqrt(120) <= 1 - codec.contraction + 1e-5
+    losses = torch.tensor([lost(codec, x, key) for key in range(60)])
+    assert losses.mean() - 5 * losses.std() / math.sqrt(60) <= 1 - codec.contraction + 1e-5
 
 
 @tagged("unbiased")
 def test_the_mean_over_keys_of_an_unbiased_codec_is_the_tensor(codec):
     x = gaussian(515)
-    draws = torch.stack([through(codec, x, key) for key in range(600)])
-    spread = draws.std(0) / math.sqrt(600)
-    rare = 10 / 600 * (draws - x).abs().max()  # a jump too improbable to be seen leaves no spread
+    draws = torch.stack([through(codec, x, key) for key in range(300)])
+    spread = draws.std(0) / math.sqrt(300)
+    rare = 10 / 300 * (draws - x).abs().max()  # a jump too improbable to be seen leaves no spread
     assert ((draws.mean(0) - x).abs() <= 5 * spread + rare + 1e-6 * x.abs()).all()
 
 
@@ -197,10 +197,11 @@ def test_an_exact_codec_changes_no_bit(codec):
 
 
 @every_codec
-@settings(max_examples=15, deadline=None)
-@given(numel=st.integers(0, 30_000) | st.sampled_from(LENGTHS))
+@settings(max_examples=6, deadline=None)
+@given(numel=st.integers(0, 30_000))
 def test_a_payload_has_the_bytes_that_the_formula_says(codec, numel):
-    payload = codec.encode(torch.zeros(numel), 0)
+    """Of data, too, as the next test says, which has the lengths that are on edges."""
+    payload = codec.encode(torch.empty(numel, device="meta"), 0)
     assert nbytes(payload) == codec.payload_bytes(numel)
 
 
@@ -212,6 +213,7 @@ def test_shapes_of_a_payload_are_known_without_data(codec, dtype):
         meta = leaves(codec.encode(torch.empty(numel, dtype=dtype, device="meta"), 0))
         assert all(frame.is_meta and frame.dim() == 1 for frame in meta)
         assert [(f.shape, f.dtype) for f in real] == [(f.shape, f.dtype) for f in meta]
+        assert dtype != torch.float32 or nbytes(tuple(real)) == codec.payload_bytes(numel)
 
 
 def test_two_bit_values_and_their_places_take_14_bits_and_the_whole_140_times_less_than_fp32():
@@ -303,9 +305,12 @@ def test_inputs_are_left_alone(codec):
     assert all(torch.equal(a, b) for a, b in zip(frames, leaves(payload), strict=True))
 
 
-@every_codec
-def test_equal_tensors_and_keys_give_equal_payloads_whatever_the_number_of_threads(codec):
-    x = gaussian(3 * SLAB + 77)
+@pytest.mark.parametrize(  # the others do the same, on other lengths
+    "name", [*CODECS, "int8 stochastic", "int4 stochastic", "fp4 stochastic", "topk2bit in runs"]
+)
+def test_equal_tensors_and_keys_give_equal_payloads_whatever_the_number_of_threads(name):
+    codec = VARIANTS[name]
+    x = gaussian(SLAB + 77)  # torch divides what is longer than 2¹⁵ among threads
     threads = torch.get_num_threads()
     payloads = []
     try:
@@ -565,7 +570,7 @@ def tiles_by_hand(layout: Layout, side: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("side", "k"), [(64, 64), (6, 8), (64, 1)])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 100))
 def test_sparselocos_codec_keeps_the_largest_of_every_tile_of_a_matrix_and_run_of_a_vector(side, k, data, seed):
     layout = data.draw(layouts(side))

@@ -1,5 +1,7 @@
-"""Event-driven training over virtual time, on quadratics and random walks that need no model."""
+"""Event-driven training over virtual time, on quadratics and random walks that need no model; `test_virtual` trains models."""
 
+import copy
+import functools
 import itertools
 import math
 import tempfile
@@ -34,16 +36,8 @@ from gossamer.layout import Layout, Leaf, arrange
 from gossamer.network.links import Network, from_options
 from gossamer.record import checkpoint
 from gossamer.rules import RULES, diloco, gasloc, gossip
-from gossamer.run.config import digest
-from gossamer.run.evaluate import Probe
-from gossamer.run.replica import Replica
-from gossamer.run.settle import in_rounds
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
 from gossamer.topologies import make_topology, ring
 from rounds import play, random_vectors
-from test_virtual import timed
-from tiny import tiny
 
 P = 6
 LAYOUT = Layout((Leaf("embed", (3,), 0, 3), Leaf("a", (2,), 3, 5), Leaf("b", (1,), 5, 6)), P)
@@ -122,6 +116,13 @@ RUNS = {
 every_run = pytest.mark.parametrize("make", RUNS.values(), ids=RUNS.keys())
 
 
+@functools.cache
+def calm(make):
+    """What happened in 30 seconds in which nobody was away, and the models then."""
+    run = make(walkers(4))
+    return list(run.run(30.0)), models(run)
+
+
 SITES = from_options(
     {
         "step_s": [1.0, 1.3, 2.9, 0.4], "latency_s": 0.05, "uplink_bps": 1e4, "downlink_bps": 1e4,
@@ -144,31 +145,37 @@ def test_every_method_is_run_here():
 
 @every_run
 def test_a_run_is_deterministic(make):
-    first, second = make(walkers(4)), make(walkers(4))
-    assert plain(first.run(30.0)) == plain(second.run(30.0))
-    assert all(torch.equal(a, b) for a, b in zip(models(first), models(second), strict=True))
+    again, (records, ends) = make(walkers(4)), calm(make)
+    assert plain(again.run(30.0)) == plain(records)
+    assert all(torch.equal(a, b) for a, b in zip(models(again), ends, strict=True))
 
 
 @every_run
 def test_a_run_may_be_stopped_anywhere_and_called_again(make):
-    whole, parts = make(walkers(4)), make(walkers(4))
-    expected = plain(whole.run(20.0))
+    parts, (whole, ends) = make(walkers(4)), calm(make)
     records = plain(parts.run(7.3))
-    records += plain(itertools.islice(parts.run(20.0), 5))
-    assert records == expected[: len(records)]
-    for _ in parts.run(20.0):
+    records += plain(itertools.islice(parts.run(30.0), 5))
+    assert records == plain(whole)[: len(records)]
+    for _ in parts.run(30.0):
         pass
-    assert parts.time_s == whole.time_s == 20.0
-    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(models(parts), models(whole), strict=True))
+    assert parts.time_s == 30.0
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(models(parts), ends, strict=True))
+
+
+@functools.cache
+def spent(make, away):
+    """The options of a run of 40 steps, what happened in it, and its models."""
+    options = {"budget": 40, "absences": [Absence(3.2, 1, "leave"), Absence(6.7, 1, "return")] if away else []}
+    run = make(walkers(4), **options)
+    return options, plain(run.run()), models(run)
 
 
 @pytest.mark.parametrize("make", SAVED.values(), ids=SAVED.keys())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(cut=st.integers(0, 150), away=st.booleans())
 def test_a_run_that_is_saved_after_any_event_and_loaded_is_the_one_that_went_on(make, cut, away):
-    options = {"budget": 40, "absences": [Absence(3.2, 1, "leave"), Absence(6.7, 1, "return")] if away else []}
-    whole, first, again = (make(walkers(4), **options) for _ in range(3))
-    expected, records = plain(whole.run()), []
+    options, expected, ends = spent(make, away)
+    (first, again), records = (make(walkers(4), **options) for _ in range(2)), []
     for _ in range(cut):
         records += first.step() or []
     with tempfile.TemporaryDirectory() as folder:
@@ -179,7 +186,7 @@ def test_a_run_that_is_saved_after_any_event_and_loaded_is_the_one_that_went_on(
     for learner, x in zip(again.learners, saved["learners"], strict=True):
         learner.x.copy_(x)
     assert plain(records) + plain(again.run()) == expected
-    assert all(torch.equal(a, b) for a, b in zip(models(again), models(whole), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(models(again), ends, strict=True))
 
 
 SPOILT = {
@@ -194,14 +201,21 @@ SPOILT = {
 }
 
 
-@every_run
-@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT.keys())
-def test_a_state_that_does_not_fit_is_refused(make, spoil):
+@functools.cache
+def begun(make):
+    """The state after 20 events, with an end of a phase first."""
     run = make(walkers(4))
     for _ in range(20):
         run.step()
     state = run.state()
     state["agenda"]["planned"].sort(key=lambda one: one["name"] != "PhaseEnd")
+    return state
+
+
+@every_run
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT.keys())
+def test_a_state_that_does_not_fit_is_refused(make, spoil):
+    state = copy.deepcopy(begun(make))
     spoil(state)
     with pytest.raises(ValueError, match=r"."):
         make(walkers(4)).restore(state)
@@ -209,7 +223,7 @@ def test_a_state_that_does_not_fit_is_refused(make, spoil):
 
 @every_run
 def test_records_come_in_the_order_of_time_and_cost_what_the_network_says(make):
-    records = list(make(walkers(4)).run(30.0))
+    records, _ = calm(make)
     ends = [record.end_s if isinstance(record, Phase | Transfer | Relay) else record.time_s for record in records]
     assert ends == sorted(ends) and ends[-1] <= 30.0
     assert of(Transfer, records)
@@ -223,7 +237,7 @@ def test_records_come_in_the_order_of_time_and_cost_what_the_network_says(make):
 
 @every_run
 def test_the_phases_of_a_worker_are_numbered_and_do_not_overlap(make):
-    phases = of(Phase, make(walkers(4)).run(30.0))
+    phases = of(Phase, calm(make)[0])
     for worker in range(4):
         mine = [phase for phase in phases if phase.worker == worker]
         assert [phase.number for phase in mine] == list(range(len(mine)))
@@ -232,7 +246,7 @@ def test_the_phases_of_a_worker_are_numbered_and_do_not_overlap(make):
 
 @every_run
 def test_faster_workers_do_more_phases(make):
-    count = Counter(phase.worker for phase in of(Phase, make(walkers(4)).run(60.0)))
+    count = Counter(phase.worker for phase in of(Phase, calm(make)[0]))
     assert min(count[0], count[1], count[3]) > count[2] > 0
 
 
@@ -252,7 +266,7 @@ def test_a_worker_that_left_is_silent_until_it_returns(make):
 @every_run
 def test_the_others_go_on_when_one_leaves_for_good(make):
     run = make(walkers(4), absences=[Absence(3.1, 3, "leave")])
-    count = Counter(phase.worker for phase in of(Phase, run.run(80.0)) if phase.start_s > 60.0)
+    count = Counter(phase.worker for phase in of(Phase, run.run(40.0)) if phase.start_s > 30.0)
     assert set(count) == {0, 1, 2}
 
 
@@ -292,8 +306,8 @@ def test_absences_that_cannot_be_are_refused(make, absences):
 )  # takes gradients, not local phases: see below
 def test_training_on_a_shared_quadratic_gets_closer_to_its_minimum(name):
     start, target = random_vectors(2, P, seed=5)
-    run = RUNS[name](walkers(4, start, lambda worker: lambda phase, x: 0.02 * (target - x)))
-    for _ in run.run(300.0):
+    run = RUNS[name](walkers(4, start, lambda worker: lambda phase, x: 0.05 * (target - x)))
+    for _ in run.run(300.0 if "cgad" in name else 120.0):  # whose steps have a length of their own
         pass
     assert all(float((m - target).norm()) < 0.7 * float((start - target).norm()) for m in models(run))
 
@@ -547,8 +561,8 @@ def log_slope(rule, rates, n, start_s, end_s):
 
 def test_a2cid2_contracts_a_ring_of_32_at_least_three_times_faster_than_plain_meetings():
     rates = meeting_rates(ring(32).mixing(0), 1.0)
-    plain_slope = log_slope(ad_psgd(), rates, 32, 150.0, 350.0)
-    fast_slope = log_slope(a2cid2(*acceleration(*conditions(32, rates))), rates, 32, 150.0, 350.0)
+    plain_slope = log_slope(ad_psgd(), rates, 32, 100.0, 200.0)
+    fast_slope = log_slope(a2cid2(*acceleration(*conditions(32, rates))), rates, 32, 100.0, 200.0)
     assert plain_slope == pytest.approx(-0.0097, abs=0.002)
     assert fast_slope < 3 * plain_slope
 
@@ -663,7 +677,7 @@ def test_consensus_is_a_fixed_point_of_gossip_without_waiting_to_the_last_bit(ru
 
 
 @given(st.lists(st.floats(0.2, 3.0), min_size=4, max_size=4), st.floats(0.0, 2.0))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_still_workers_agree_within_the_hull_of_where_they_began(step_s, latency_s):
     starts = random_vectors(4, P)
     rule, links = gasloc(momentum=0.0, lr=1.0), network(tuple(step_s), latency_s=latency_s)
@@ -743,55 +757,3 @@ def test_a_rule_that_is_not_settled_for_its_topology_is_refused():
 def test_a_topology_of_other_workers_is_refused():
     with pytest.raises(ConfigError, match="is for 5 workers, but the run has 4"):
         GossipRun(gossip(), make_topology("ring", 5), walkers(4), network())
-
-
-# Real models
-
-
-def workers_of(config):
-    """Real replicas, all with the same start, and their data."""
-    task = task_of(config)
-    return [Replica(i, config, task, torch.device("cpu")) for i in range(config.workers)], task
-
-
-def test_real_models_with_equal_clocks_are_what_the_simulator_trains_to_the_last_bit(tmp_path):
-    config = tiny()
-    simulate(config, tmp_path)
-    chosen = in_rounds(config).method
-    run = GossipRun(chosen.rule, chosen.topology, workers_of(config)[0], network())
-    for _ in run.run(config.rounds * 2.0):
-        pass
-    for worker, x in enumerate(run.models()):
-        saved = checkpoint.load(tmp_path / "checkpoints", config.rounds, worker, digest(config))
-        assert torch.equal(saved["x"], x)
-
-
-@pytest.mark.parametrize(
-    ("config", "make"),
-    [
-        (
-            tiny(),
-            lambda workers: ServerRun(delayed_nesterov(delay=3, momentum=0.5), workers, network((1.0, 1.5, 0.7))),
-        ),
-        (
-            timed(server={"name": "decoupled_diloco"}, events={"fragments": 4}, run__steps=12),
-            lambda workers: ServerRun(
-                decoupled_diloco(quorum=2, momentum=0.5), workers, network((1.0, 1.5, 0.7)), spans=workers[0].spans,
-                overlap=True,
-            ),
-        ),
-        (
-            tiny(),
-            lambda workers: PairRun(a2cid2(0.05), workers, network((1.0, 1.5, 0.7)), {(0, 1): 0.3, (1, 2): 0.3}),
-        ),
-    ],
-    ids=["delayed_nesterov", "decoupled_diloco", "a2cid2"],
-)  # fmt: skip
-def test_real_models_learn_without_waiting_for_each_other(config, make):
-    workers, task = workers_of(config)
-    probe = Probe(config, task, torch.device("cpu"))
-    run = make(workers)
-    before = probe.loss(models(run)[0])
-    phases = of(Phase, run.run(24.0))
-    assert all(phase.report.tokens == 64 for phase in phases)
-    assert all(probe.loss(model) < before - 0.2 for model in models(run))

@@ -108,8 +108,8 @@ def test_one_step_of_sgd_without_momentum_is_dpsgd_that_combines_and_then_adapts
 @pytest.mark.parametrize("updates", ["none", "random", "ring", "complete"])
 def test_the_mean_of_the_workers_follows_dilocos_outer_optimizer(name, updates):
     n, drift, start = 8, random_drift(P), alike(8)
-    xs, _ = play(fgd(0.6, 0.7, mix_updates=updates), make_topology(name, n), start, 10, drift)
-    averaged = [-sum(drift(i, t, start[0]) for i in range(n)) / n for t in range(10)]
+    xs, _ = play(fgd(0.6, 0.7, mix_updates=updates), make_topology(name, n), start, 6, drift)
+    averaged = [-sum(drift(i, t, start[0]) for i in range(n)) / n for t in range(6)]
     close(sum(xs) / n, torch_outer(start[0], averaged, lr=0.6, momentum=0.7, nesterov=True))
 
 
@@ -142,14 +142,14 @@ def test_it_contracts_like_the_slower_of_gossip_and_momentum(topology):
 def test_workers_that_drift_are_as_far_apart_as_predicted():
     rule, topology, numel, apart = fgd(1.0, 0.5, mix_updates="random"), random(8), 500, []
     crew = simulated(Method(rule, topology, exact(), Schedule(), PLAIN), [torch.zeros(numel)] * 8)
-    for t in range(240):
+    for t in range(160):
         crew.train(range(t, t + 1), random_drift(numel, dtype=torch.float32))
         apart.append(float(torch.stack(crew.xs).var(0).mean()))
     found = stability_of(rule, topology)
-    assert found is not None and sum(apart[40:]) / 200 == pytest.approx(found.variance, rel=0.05)
+    assert found is not None and sum(apart[40:]) / 120 == pytest.approx(found.variance, rel=0.05)
 
 
-@pytest.mark.parametrize("rule", [fgd(), fgd(mix_updates="random"), GLOBAL], ids=repr)
+@pytest.mark.parametrize("rule", [fgd(mix_updates="random"), GLOBAL], ids=repr)  # `test_master` has the default
 def test_in_half_precision_it_follows_full_precision(rule):
     half_precision_follows_full_precision(rule, [complete(4) if rule is GLOBAL else random(4)])
 

@@ -155,7 +155,7 @@ def exchange_by_hand(trace: Trace, network: Network) -> list[list[float]]:
     return ends
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_exchanges_cost_what_the_model_says_message_by_message(data: st.DataObject) -> None:
     trace = data.draw(runs(kinds=("exchange",)))
@@ -191,7 +191,7 @@ def test_where_two_messages_share_a_direction_more_bandwidth_for_one_may_be_less
         np.testing.assert_allclose(price(trace, network).end_s, [ends])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_round_never_takes_longer_than_if_its_messages_shared_their_links_evenly_all_the_time(
     data: st.DataObject,
@@ -207,7 +207,7 @@ def test_a_round_never_takes_longer_than_if_its_messages_shared_their_links_even
     assert (fair.end_s <= even.end_s * (1 + 1e-9)).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_compute_and_exposed_communication_add_up_to_the_wall_clock(data: st.DataObject) -> None:
     trace = data.draw(runs())
@@ -492,7 +492,7 @@ def test_a_change_of_a_site_moves_the_link_that_its_workers_share() -> None:
     assert price(from_targets(np.array([[2, 1, 0, 3]]), 1000, steps=1), network).total_s == pytest.approx(10.0)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_replay_of_the_whole_run_on_links_of_their_own_costs_what_its_rounds_cost(data: st.DataObject) -> None:
     trace = data.draw(runs())
@@ -501,7 +501,7 @@ def test_a_replay_of_the_whole_run_on_links_of_their_own_costs_what_its_rounds_c
     np.testing.assert_allclose(replayed.end_s, price(trace, network).end_s, rtol=1e-9)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_a_replay_ends_and_its_seconds_add_up(data: st.DataObject) -> None:
     trace = data.draw(runs())

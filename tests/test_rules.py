@@ -101,13 +101,19 @@ def graphs(name):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_every_rule_keeps_every_promise(name, request):
-    """`test_master` and `test_coding` run the two promises that are not here; of the mean under codecs a part is below."""
+    """`test_master` and `test_coding` run the two promises that are not here; of the mean under codecs a part is below.
+
+    On the topology that each rule has by default and on three others, which come in turn; `--full` takes all with each.
+    """
     elsewhere = {half_precision_follows_full_precision, allowed_codecs_change_equal_workers_as_little_as_said}
+    first, *others = graphs(name)
     if not request.config.getoption("--full"):
         elsewhere.add(no_codec_moves_the_mean_of_a_rule_that_keeps_it)
+        place = 3 * [*ROWS].index(name)
+        others = [others[k % len(others)] for k in range(place, place + min(3, len(others)))]
     for promise in PROMISES:
         if promise not in elsewhere:
-            keep(promise, ROWS[name], graphs(name))
+            keep(promise, ROWS[name], [first, *others])
 
 
 def allowed(rule, topology):
@@ -182,7 +188,7 @@ def test_no_codec_moves_the_mean_of_a_rule_that_keeps_it(name):
     torch.testing.assert_close(sum(xs), sum(start), rtol=0, atol=1e-12 * max(1.0, spread(xs)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_the_mean_survives_any_codec_odd_numbers_missing_peers_and_uneven_local_steps(data):
     """fp64, within 1e-12."""
@@ -338,8 +344,8 @@ EQUAL = list(pairs_of_rules_that_are_equal())
 @pytest.mark.parametrize(("left", "right", "a", "b", "n"), [row[1:] for row in EQUAL], ids=[row[0] for row in EQUAL])
 def test_two_rules_are_one(left, right, a, b, n):
     start, drift = [random_vectors(1, P)[0]] * n, random_drift(P)
-    xs, _ = play(left, make_topology(**graph(a), n=n), start, 8, drift)
-    ys, _ = play(right, make_topology(**graph(b), n=n), start, 8, drift)
+    xs, _ = play(left, make_topology(**graph(a), n=n), start, 6, drift)
+    ys, _ = play(right, make_topology(**graph(b), n=n), start, 6, drift)
     for x, y in zip(xs, ys, strict=True):
         torch.testing.assert_close(x, y)
 

@@ -304,14 +304,14 @@ def test_the_running_sum_of_choco_is_the_pull_of_the_public_copies():
 
 @pytest.mark.parametrize(
     ("codec", "alpha", "rounds"),
-    [(int4(), 0.8, 40), (topk(k=1, chunk=4), 0.2, 150), (CODECS["sign"](), 0.2, 150)],
+    [(int4(), 0.8, 30), (topk(k=1, chunk=4), 0.25, 100), (CODECS["sign"](), 0.25, 100)],
     ids=["int4", "topk", "sign"],
 )
 def test_choco_comes_to_the_exact_mean_through_codecs_that_leave_plain_gossip_apart(codec, alpha, rounds):
     start, topology = [random_vectors(1, P)[0] + 10] * 6, make_topology("ring", 6)
     parted, _ = play(gossip(), make_topology("ring", 6)._replace(mixing=alone), start, 1, once)
     ours, _ = play(choco(alpha), topology, start, rounds, once, codec=codec)
-    plain, _ = play(gossip(), topology, start, 40, once, codec=codec)
+    plain, _ = play(gossip(), topology, start, 20, once, codec=codec)
     assert spread(ours) < 1e-3 * spread(parted)
     assert spread(plain) > 10 * spread(ours)
     close(sum(ours) / 6, sum(parted) / 6)

@@ -41,7 +41,7 @@ from gossamer.transport.secret import SECRET
 from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
 from test_transport import eventually
 from test_virtual import EVEN, evals, timed
-from tiny import PARAMETERS
+from tiny import OF_ONE_LAYER as PARAMETERS
 
 
 def served(network=EVEN, **overrides):

@@ -145,10 +145,12 @@ def test_those_alive_are_connected_over_time(name: str, options: dict) -> None:
     for topology in sizes(name, options):
         for alive in subsets(topology.n):
             workers = range(topology.n) if alive is None else sorted(alive)
-            rounds = 1 if topology.static else 24
-            edges = set().union(*(links(topology.mixing(t, alive)) for t in range(rounds)))
-            reach = reachable(topology.n, edges)
-            assert reach[np.ix_(workers, workers)].all()
+            edges, connected = set[tuple[int, int]](), False
+            for rounds in [range(1)] if topology.static else [range(4), range(4, 8), range(8, 24)]:  # most need few
+                if not connected:
+                    edges.update(*(links(topology.mixing(t, alive)) for t in rounds))
+                    connected = reachable(topology.n, edges)[np.ix_(workers, workers)].all()
+            assert connected
 
 
 @each_topology
@@ -223,7 +225,7 @@ def test_random_peers_are_matchings_without_a_common_pair(n: int, round: int, da
 @pytest.mark.parametrize(("n", "k"), [(5, 1), (6, 1), (6, 2), (5, 2), (7, 3)])
 def test_random_peers_favour_no_pair_and_no_worker(n: int, k: int) -> None:
     topology = make_topology("random", n, seed=1, peers=k)
-    draws = 3000
+    draws = 1500
     count = sum((matrix(topology.mixing(t)) * (1 - np.eye(n)) > 0 for t in range(draws)), np.zeros((n, n)))
     expected = (k * (n - n % 2)) / (n * (n - 1))  # the chance of a pair
     error = 5 * math.sqrt(draws * expected * (1 - expected))

@@ -21,7 +21,7 @@ from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
 from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
-from tiny import document, tiny
+from tiny import document, single
 
 UNEVEN = {"step_s": [0.1, 0.25, 0.3], "uplink_bps": 1e8, "downlink_bps": 1e8, "latency_s": 0.01}
 EVEN = {"step_s": 1.0, "uplink_bps": math.inf, "downlink_bps": math.inf}
@@ -34,6 +34,7 @@ def timed(network=UNEVEN, clockless=False, **overrides):
     if {"server", "pair"} & {key.partition("__")[0] for key in overrides}:
         del base["rule"], base["topology"]
     base["run"] |= {"steps": 8, "checkpoint_every": 0}
+    base["model"]["layers"] = 1
     base["data"]["max_bytes"] = 300_000
     for key, value in overrides.items():
         *path, last = key.split("__")
@@ -94,7 +95,8 @@ def test_a_run_is_a_function_of_its_file_and_trains_the_tokens_of_a_run_in_round
     assert read_seconds(tmp_path / "a") == read_seconds(tmp_path / "b")
     assert outcome.tokens == config.workers * config.run.steps * config.step_tokens
     scored = evals(tmp_path / "a")
-    assert [line["round"] for line in scored] == [-1, 1, 3] and scored[-1]["loss"] == outcome.loss < 5.7
+    assert [line["round"] for line in scored] == [-1, 1, 3] and scored[-1]["loss"] == outcome.loss
+    assert outcome.loss < scored[0]["loss"]
     log = read_events(tmp_path / "a")
     assert log is not None and {"clock": log.end_s[-1]} == outcome.time_s
     phases = [line for line in lines(tmp_path / "a") if line["event"] == "phase"]
@@ -116,7 +118,7 @@ def every_push_is_absorbed(folder):
 def test_a_full_quorum_with_equal_clocks_is_diloco_in_rounds_to_the_last_bit(tmp_path):
     served = timed(EVEN, server={"name": "decoupled_diloco", "quorum": 3, "merging": "average"})
     simulate(served, tmp_path / "served")
-    rounds = tiny(
+    rounds = single(
         rule__name="diloco", topology__name="complete", rule__momentum=0.9, run__steps=8, data__max_bytes=300_000
     )
     simulate(rounds, tmp_path / "rounds")
@@ -131,7 +133,7 @@ def test_gossip_without_waiting_with_equal_clocks_is_gossip_in_rounds_to_the_las
     codec = {"name": "int8", "rounding": "stochastic"}
     config = timed(EVEN, run__wait=False, codec=codec)
     simulate(config, tmp_path / "timed")
-    rounds = tiny(run__steps=8, codec=codec, data__max_bytes=300_000)
+    rounds = single(run__steps=8, codec=codec, data__max_bytes=300_000)
     simulate(rounds, tmp_path / "rounds")
     saved = [checkpoint.load(tmp_path / "rounds" / "checkpoints", 4, i, digest(rounds))["x"] for i in range(3)]
     assert all(map(torch.equal, snapshots(tmp_path / "timed", config), saved))

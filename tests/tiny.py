@@ -8,6 +8,8 @@ from gossamer.run.document import with_settings
 
 PARAMETERS = 47_328
 """Of the tiny run's model, whose tokens are bytes."""
+OF_ONE_LAYER = 26_720
+"""Parameters of that model with one layer."""
 TEXT = Path(__file__).parents[1] / "docs" / "adr"
 """A few short texts; to tokenise the standard library takes as long as a dozen inner steps."""
 

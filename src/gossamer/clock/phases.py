@@ -62,6 +62,7 @@ class Learner(Protocol):
         ...
 
 
+_EXACT = exact()  # for every message, where to check the options of another takes longer than to send it
 Begins = Callable[[int, int], None]
 """Called with a worker and the number of the phase it begins; until that phase ends, nothing else changes its parameters."""
 
@@ -87,7 +88,7 @@ class LoopOptions(NamedTuple):
         """
         name = f"the message of worker {worker} in its phase {number}"
         must_be_finite({name: message})
-        codec = fitted(self.codec or exact(), layout)
+        codec = fitted(self.codec or _EXACT, layout)
         decoded, size = round_trip(codec, message, self.seed, worker, number, fragment)
         if decoded is not message:
             must_be_finite({f"{name}, decoded,": decoded})
