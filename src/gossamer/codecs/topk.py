@@ -181,11 +181,11 @@ def _two_bits(cut_of: Callable[[int], Cut], k: int, chunk: int) -> Codec:
 def _form(sizes: Sequence[tuple[int, int]]) -> KeptCoarsely:
     """Shapes and dtypes of a payload; to find them by encoding without data takes longer than to encode a small model."""
 
-    def empty(numel: int, dtype: torch.dtype) -> Tensor:
+    def empty(numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="meta")
 
-    packed = (empty(num_bytes(_total(sizes), bits), torch.uint8) for bits in (12, 2))
-    return KeptCoarsely(*packed, empty(2 * sum(count for count, _ in sizes), torch.bfloat16))
+    indices, codes = (empty(num_bytes(_total(sizes), bits)) for bits in (12, 2))
+    return KeptCoarsely(indices, codes, empty(2 * sum(count for count, _ in sizes), torch.bfloat16))
 
 
 def fits_chunk(codec: str, k: int, chunk: int) -> None:
