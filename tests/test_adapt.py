@@ -63,9 +63,9 @@ def test_a_slow_uplink_settles_on_the_published_steps_within_three_rounds(slowed
 
 
 def test_steps_follow_a_link_that_changes_and_a_slow_computer(tmp_path):
-    later = {"at_s": 60.0, "factor": 0.2, "worker": 1}
+    later = {"at_s": 40.0, "factor": 0.2, "worker": 1}
     network = declared(1.0, changes=[later]) | {"step_s": [1.0, 1.0, 2.0, 1.0]}
-    config = adaptive({"one": network}, run__local_steps=10, run__steps=180)
+    config = adaptive({"one": network}, run__local_steps=10, run__steps=120)
     simulate(config, tmp_path / "run")
     steps = read_trace(tmp_path / "run").steps
     assert steps[4].tolist() == [10, 10, 5, 10]
@@ -73,12 +73,12 @@ def test_steps_follow_a_link_that_changes_and_a_slow_computer(tmp_path):
 
 
 def test_jitter_moves_no_steps_back_and_forth(tmp_path):
-    config = adaptive({"one": declared(0.2, jitter=0.05)}, run__steps=210)
+    config = adaptive({"one": declared(0.2, jitter=0.05)}, run__local_steps=15, run__steps=105)
     simulate(config, tmp_path / "run")
     steps = read_trace(tmp_path / "run").steps
     changes = (steps[4:] != steps[3:-1]).sum(axis=0)
     assert changes.max() <= 2
-    assert all(abs(own - wanted) <= 3 for own, wanted in zip(steps[-1], (30, 30, 30, 23), strict=True))
+    assert all(abs(own - wanted) <= 2 for own, wanted in zip(steps[-1], (15, 15, 15, 8), strict=True))
 
 
 def test_a_resumed_run_goes_on_with_the_steps_in_force_and_to_the_same_bits(tmp_path):
@@ -109,9 +109,9 @@ def test_tokens_are_those_that_were_trained_on(slowed, tmp_path):
 
 
 def test_declared_steps_are_what_a_run_begins_with_and_the_largest_the_most(tmp_path):
-    config = adaptive({"slow": declared(0.1)}, run__local_steps=[30, 30, 30, 15], run__steps=60)
+    config = adaptive({"slow": declared(0.1)}, run__local_steps=[10, 10, 10, 5], run__steps=20)
     simulate(config, tmp_path / "run")
-    assert read_trace(tmp_path / "run").steps.tolist() == [[30, 30, 30, 15]] * 2
+    assert read_trace(tmp_path / "run").steps.tolist() == [[10, 10, 10, 5]] * 2
 
 
 @pytest.mark.parametrize(

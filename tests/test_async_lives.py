@@ -26,7 +26,7 @@ from gossamer.run.settle import InPairs, settle
 from gossamer.run.task import task_of
 from gossamer.transport.link import Station
 from gossamer.transport.members import Members, SlotEntry, Standing
-from tiny import tiny
+from tiny import single as tiny
 
 RUN, SECRET = 77, "0123456789abcdef0123456789abcdef"
 LIMIT_S = 60.0

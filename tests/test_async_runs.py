@@ -18,7 +18,7 @@ from gossamer.record.events import read_events
 from gossamer.record.order import Met, Mixed, Published, phases_in, read_order
 from gossamer.run.async_replay import replay_asynchronous
 from gossamer.run.config import digest, dump
-from tiny import tiny
+from tiny import single as tiny
 
 
 def after_round_2(acts, until):

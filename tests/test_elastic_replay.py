@@ -17,8 +17,6 @@ from gossamer.run.config import digest, dump
 from gossamer.run.simulate import simulate
 from tiny import tiny
 
-SHORT = {"run__steps": 24, "run__checkpoint_every": 2}
-
 
 def trained(folder):
     """What each worker recorded of each round: losses, inner steps, and hashes of what it sent."""
@@ -41,14 +39,14 @@ def churned(tmp_path_factory):
     """A run whose fragments are in flight while it trains; see `churn`."""
     return churn(
         tmp_path_factory.mktemp("churned"), topology__peers=2, inner__clip=0.5, schedule__fragments=2,
-        schedule__overlap_steps=1,
+        schedule__overlap_steps=1, run__checkpoint_every=4,
     )  # fmt: skip
 
 
 def churn(root, **settings):
     """An elastic run of real processes in which worker 1 was killed after a few rounds, and another process took its slot."""
     given = {
-        "workers": 4, "model__layers": 2, "run__steps": 36, "run__eval_every": 0, "run__checkpoint_every": 5, "run__pace_s": 1.0,
+        "workers": 4, "model__layers": 2, "run__steps": 24, "run__eval_every": 0, "run__checkpoint_every": 2, "run__pace_s": 1.0,
         "run__timeout_s": 30, "run__rejoin_rounds": 0, **settings,
     }  # fmt: skip
     config = tiny(run__elastic=True, record__hash=True, **given)
@@ -81,14 +79,13 @@ def test_a_run_with_a_death_and_a_newcomer_is_replayed_to_the_last_bit(churned, 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rule__name": "fgd", "rule__mix_updates": "ring", "run__ghost_rounds": 2, **SHORT},
+        {"rule__name": "fgd", "rule__mix_updates": "ring", "run__ghost_rounds": 2, "model__layers": 1},
         {
             "workers": 3,
             "rule__name": "diloco",
             "topology__name": "complete",
             "schedule__fragments": 2,
             "data__constant_batch": True,
-            **SHORT,
         },
     ],
     ids=["fgd and a ghost", "means of fragments and shared slots"],

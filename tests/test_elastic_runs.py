@@ -18,7 +18,7 @@ from gossamer.run.config import digest, dump
 from gossamer.run.simulate import simulate
 from gossamer.transport.elastic import ElasticTransport
 from gossamer.transport.members import Standing
-from tiny import tiny
+from tiny import single as tiny
 
 
 def train_but_kill_worker_2(argv):
@@ -98,7 +98,7 @@ def test_a_run_ends_well_without_a_worker_that_died_and_goes_on_with_fewer_and_w
 
     without_disk(folder, 0)
     sets = [
-        f"--set={each}" for each in ("run.steps=8000", "run.pace_s=0.05", "run.eval_every=0", "run.checkpoint_every=50")
+        f"--set={each}" for each in ("run.steps=8000", "run.pace_s=0.1", "run.eval_every=0", "run.checkpoint_every=50")
     ]
     rest = Command("train", "--resume", folder, "--local", 2, *sets)
     eventually(

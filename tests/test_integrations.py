@@ -1,4 +1,7 @@
-"""Gossamer in the trainers of others: the scripts of the how-to page in two processes, against plain loops on their batches."""
+"""Gossamer in the trainers of others: the scripts of the how-to page in two processes, against plain loops on their batches.
+
+The example of a loop of one's own is here too, as it needs `transformers`, which takes seconds to import.
+"""
 
 import ast
 import contextlib
@@ -8,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import re
+import runpy
 import shutil
 import sys
 import textwrap
@@ -29,6 +33,7 @@ from gossamer.integrations.begin import OuterOptions, must_resume_alike
 from gossamer.transport.local import loopback
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "trainers.md"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
 SCRIPTS = dict(re.findall(r'```python title="(\w+)"\n(.*?)```', PAGE.read_text(encoding="utf-8"), re.DOTALL))
 SMALL = {"3000": "12", "=500": "=4", "% 500": "% 4", "=30": "=3", "=100": "=1"}  # the page's steps, in a size for tests
 BATCHES = 2  # of a step
@@ -310,25 +315,53 @@ def work(rank, port):
     torch.save(found, f"found-{place.worker}.pt")
 
 
+def train_the_example(rank, port):
+    """The script of the example: in two processes that find what torchrun sets, and as the third alone."""
+    sys.argv[1:] = ["--steps", "20"]
+    if rank < 2:
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
 def work_in_two(argv):
-    """`work` in two forks of a process that has imported what both need, without Lightning, which looks for its rank then."""
+    """`work` in two forks of a process that has imported what both need, without Lightning, which looks for its rank then.
+
+    Then the example in three.
+    """
     sys.modules["datasets"] = None  # type: ignore[assignment]  # the Trainer imports it, and pandas, where it is there
     from transformers import LlamaForCausalLM, Trainer  # noqa: F401
 
     for name in ("accelerate", "torchmetrics"):
         importlib.import_module(name)
-    return in_forks(2, lambda rank: work(rank, argv[0]))
+    return in_forks(2, lambda rank: work(rank, argv[0])) or in_forks(3, lambda rank: train_the_example(rank, argv[1]))
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What the two workers found."""
+def worked(tmp_path_factory):
+    """The folder of the two workers, and all that was said."""
     folder = tmp_path_factory.mktemp("integrations")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     with contextlib.chdir(folder):
-        code, output = Command(store.port, work=work_in_two, GLOO_SOCKET_IFNAME=loopback()).finish(290.0)
+        ports = [store.port for store in stores]
+        code, output = Command(*ports, work=work_in_two, GLOO_SOCKET_IFNAME=loopback()).finish(290.0)
     assert code == 0, output
-    return [torch.load(folder / f"found-{worker}.pt") for worker in range(2)]
+    return folder, output
+
+
+@pytest.fixture(scope="module")
+def found(worked):
+    """What the two workers found."""
+    return [torch.load(worked[0] / f"found-{worker}.pt") for worker in range(2)]
+
+
+def test_the_example_trains_alone_and_under_torchrun(worked):
+    """Under what torchrun sets in the environment: `test_resume` has its agent."""
+    for worker in ("0 of 1", "0 of 2", "1 of 2"):
+        assert f"worker {worker}, step 20: loss" in worked[1], worked[1]
+    assert len(EXAMPLE.read_text().splitlines()) < 60
 
 
 FRAMEWORKS = list(SCRIPTS)

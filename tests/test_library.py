@@ -1,14 +1,8 @@
 """Gossamer in someone else's loop: any model, any optimizer, alone or under torchrun."""
 
 import copy
-import importlib
-import multiprocessing
-import os
-import runpy
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import gossamer
-from commands import Command
 from gossamer import rng
 from gossamer.codecs import CODECS, bf16, both_ways, topk
 from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerError
@@ -36,8 +29,6 @@ from gossamer.topologies import make_topology
 from gossamer.transport.local import run_local
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
 from rounds import layout, serially
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
 
 
 def train(model, outer, steps, seed=0):
@@ -215,41 +206,6 @@ def test_what_cannot_work_is_refused_in_a_sentence():
         gossamer.Outer(net(), "diloco", reduction="all_reduce", schedule=SCHEDULES["overlap"])
     with pytest.raises(ConfigError, match="reduction = 'mean'; allowed are ordered, all_reduce"):
         gossamer.Outer(net(), "diloco", reduction="mean")
-
-
-def train_the_example(words, environment):
-    """The script of the example."""
-    sys.argv[1:] = words
-    os.environ.update(environment)
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
-
-
-def train_the_examples(words):
-    """The script alone, and in two processes that find what torchrun sets; all are forks, as what it imports takes longest."""
-    port, *words = words
-    importlib.import_module("transformers.models.llama.modeling_llama")
-    torchrun = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    environments = [{}, *({**torchrun, "RANK": str(rank)} for rank in range(2))]
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=train_the_example, args=(words, environment)) for environment in environments]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    return 0 if all(process.exitcode == 0 for process in processes) else 1
-
-
-def test_the_example_trains_alone_and_under_torchrun(forks, tmp_path):
-    """Under what torchrun sets in the environment: `test_resume` has its agent."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    code, output = Command(store.port, "--steps", 20, work=train_the_examples).finish()
-    assert code == 0, output
-    for worker in ("0 of 1", "0 of 2", "1 of 2"):
-        assert f"worker {worker}, step 20: loss" in output, output
-    assert len(EXAMPLE.read_text().splitlines()) < 60
 
 
 def begin_of_two(rule, **options):

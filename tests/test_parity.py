@@ -30,11 +30,11 @@ from gossamer.tree import leaves
 from parity_worker import train_cases
 
 SIZES, FEW, STOP = (5, 4, 3), (4, 3), 2
-ROUNDS, FEWER = 4, 3  # of each run with `--full`, and of the cover, where a run that is stopped has one round left
+ROUNDS, FEWER = 4, 2  # of each run with `--full`, and of the cover, see `rounds_of`
 pytestmark = pytest.mark.timeout(1800)  # all cases are trained for whichever test comes first
 TINY = {  # the least that has heads, and a layer more where there are fragments: each layer costs as much time as all the rest
     "model": {"hidden_size": 16, "intermediate_size": 24, "layers": 1, "heads": 2, "kv_heads": 1},
-    "data": {"source": str(Path(__file__)), "seq_len": 16, "batch_size": 2},
+    "data": {"source": str(Path(__file__)), "seq_len": 8, "batch_size": 2},
     "record": {"tensorboard": False, "export": False},
 }
 ONCE = {"threads": 1, "eval_every": 0, "eval_batches": 1}
@@ -224,6 +224,16 @@ def marks(made, case):
     }  # fmt: skip
 
 
+def rounds_of(made, full):
+    """The rounds of a case: in the cover two, as the state of one goes into the next, and one more where that is too few.
+
+    A run that is stopped has one round left, and what is done every third round is done once.
+    """
+    often = make_rule(**made["rule"]).options
+    more = made["run"]["checkpoint_every"] or often.get("every") or often.get("adapt_every")
+    return ROUNDS if full else FEWER + bool(more)
+
+
 def scheduled(full):
     """Fragments and overlap, with equal and unequal steps, and workers that are weighed by their steps."""
     found, numbers = {}, SIZES if full else FEW
@@ -259,7 +269,8 @@ def trained(request, tmp_path_factory, forks):
     found = {**(all_of_them or covered(every(2, FEW))), **scheduled(full), **mixtures()}
     if not full:
         for name, (made, case) in found.items():
-            found[name] = {**made, "run": {**made["run"], "steps": made["run"]["steps"] * FEWER // ROUNDS}}, case
+            steps = made["run"]["steps"] * rounds_of(made, full) // ROUNDS
+            found[name] = {**made, "run": {**made["run"], "steps": steps}}, case
     plan = []
     for name, (made, case) in found.items():
         if case["resumed"]:  # what real processes go on from was written by the simulator
@@ -296,12 +307,12 @@ def differences(a, b, where="state"):
 
 def test_simulator_and_processes_agree_to_the_last_bit(trained, request):
     root, found = trained
-    different, rounds = {}, ROUNDS if request.config.getoption("--full") else FEWER
+    different, full = {}, request.config.getoption("--full")
     for name, (made, _) in found.items():
         config = parse(made)
         real, real_losses = outcome(root / "real" / name, config)
         simulated, losses = outcome(root / "simulated" / name, config)
-        assert len(losses) == config.workers * config.rounds and config.rounds == rounds
+        assert len(losses) == config.workers * config.rounds and config.rounds == rounds_of(made, full)
         places = differences(real, simulated, "workers") + [at for at in losses if real_losses.get(at) != losses[at]]
         if places:
             different[name] = places[:5]

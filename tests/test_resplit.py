@@ -15,7 +15,7 @@ from gossamer.run.simulate import simulate
 from tiny import preset as tiny
 
 RUN = {
-    "workers": 2, "model__layers": 4, "data__accumulate": 4, "run__steps": 8, "pipeline__stages": 2, "pipeline__cuts": [1],
+    "workers": 2, "model__layers": 4, "data__accumulate": 2, "run__steps": 6, "pipeline__stages": 2, "pipeline__cuts": [1],
 }  # fmt: skip
 ANEW = {**RUN, "pipeline__resplit_every": 4, "pipeline__speeds": [3.0, 1.0]}
 LOSSY = {
@@ -38,7 +38,7 @@ def test_stages_that_are_laid_anew_have_the_bits_of_a_run_that_was_stopped_and_t
     told = {**RUN, **LOSSY}
     simulate(tiny(**told), tmp_path / "told", until=2)
     by_hand = simulate(tiny(**{**told, "pipeline__cuts": [3]}), tmp_path / "told", resume=True)
-    simulate(config, tmp_path / "parts", until=3)
+    simulate(config, tmp_path / "parts", until=2)
     resumed = simulate(config, tmp_path / "parts", resume=True)
     assert whole.loss == by_hand.loss == resumed.loss
     lines = {
@@ -46,16 +46,16 @@ def test_stages_that_are_laid_anew_have_the_bits_of_a_run_that_was_stopped_and_t
         for name in ("whole", "parts")
     }
     assert lines["whole"] == lines["parts"] == [{"kind": "resplit", "round": 1, "cuts": [3]}]
-    for one, other in zip(*(states(tmp_path / name, config, 4) for name in ("whole", "parts")), strict=True):
+    for one, other in zip(*(states(tmp_path / name, config, 3) for name in ("whole", "parts")), strict=True):
         assert torch.equal(one["x"], other["x"]) and [*one["boundaries"]] == [*other["boundaries"]] == [3]
 
 
 def test_with_exact_boundaries_a_run_whose_stages_are_laid_anew_is_that_of_whole_workers(tmp_path: Path) -> None:
-    plain = {"inner__clip": None, "workers": 2, "model__layers": 4, "data__accumulate": 4, "run__steps": 8}
+    plain = {"inner__clip": None, "workers": 2, "model__layers": 4, "data__accumulate": 2, "run__steps": 6}
     config = tiny(**{**plain, **ANEW})
     simulate(config, tmp_path / "anew")
     simulate(tiny(**plain), tmp_path / "whole")
-    one, other = states(tmp_path / "anew", config, 4), states(tmp_path / "whole", tiny(**plain), 4)
+    one, other = states(tmp_path / "anew", config, 3), states(tmp_path / "whole", tiny(**plain), 3)
     assert all(torch.equal(a["x"], b["x"]) for a, b in zip(one, other, strict=True)) and [*one[0]["boundaries"]] == [3]
 
 
@@ -75,6 +75,6 @@ def test_the_slowest_worker_says_how_fast_a_stage_is_and_cuts_that_cannot_be_are
 
 def test_stages_are_laid_anew_every_so_many_inner_steps_but_not_after_the_last_round() -> None:
     config = tiny(**ANEW)
-    assert [finished for finished in range(1, 5) if lays_anew(config, finished)] == [2]
+    assert [finished for finished in range(1, 4) if lays_anew(config, finished)] == [2]
     with pytest.raises(ConfigError, match=r"pipeline.resplit_every is 2 and pipeline.stages is 1"):
         tiny(pipeline__resplit_every=2)

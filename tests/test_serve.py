@@ -118,10 +118,10 @@ def together(config, folder, monkeypatch, workers=None):
 
 
 ALONE = {
-    "heloco": {"server": {"name": "heloco"}},
+    "heloco": {"server": {"name": "heloco"}, "model__layers": 1},
     "cgad in fragments, int8": {"server": {"name": "cgad"}, "events": {"fragments": 3}, "codec": {"name": "int8"}},
-    "delayed nesterov": {"server": {"name": "delayed_nesterov", "delay": 2}},
-    "a window": {"server": {"name": "decoupled_diloco"}, "codec": {"name": "randomk"}},
+    "delayed nesterov": {"server": {"name": "delayed_nesterov", "delay": 2}, "model__layers": 1},
+    "a window": {"server": {"name": "decoupled_diloco"}, "codec": {"name": "randomk"}, "model__layers": 1},
     "fragments in tiles": {"server": {"name": "heloco"}, "events": {"fragments": 3}, "codec": {"name": "topk2bit"}},
 }
 
@@ -190,7 +190,7 @@ def consistent(folder, config):
 @pytest.mark.parametrize("name", ["heloco", "cgad", "decoupled_diloco"])
 def test_several_workers_take_all_steps_and_every_push_counts_with_its_age(name, tmp_path, monkeypatch):
     options = {"quorum": 2, "grace_s": 0.01} if name == "decoupled_diloco" else {}
-    config = served(workers=3, server={"name": name, **options}, run__steps=16)
+    config = served(workers=3, server={"name": name, **options}, run__steps=16, model__layers=1)
     together(config, tmp_path, monkeypatch)
     log = read_events(tmp_path)
     phases = [e for i in range(3) for e in events(tmp_path, i) if e["event"] == "phase"]

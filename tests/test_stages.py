@@ -55,7 +55,7 @@ CASES = {
     },
     "aqsgd, resumed": {
         **TWO, "pipeline__forward": "aqsgd", "pipeline__backward": {"name": "intk", "bits": 8}, "data__windows": 5,
-        "pipeline__schedule": "1f1b", "run__steps": 8,
+        "pipeline__schedule": "1f1b",
     },
     "interleaved, tahquant and cast": {
         **TWO, "pipeline__schedule": "interleaved", "pipeline__chunks": 2, "model__layers": 4, "inner__clip": 0.5,
@@ -87,7 +87,7 @@ CASES = {
     },
 }  # fmt: skip
 
-SOME = {**TWO, "workers": 3, "model__layers": 4, "run__steps": 6}
+SOME = {**TWO, "workers": 3, "model__layers": 2, "data__accumulate": 3}
 MIXED = {
     "narrow, of a sparse mean, resumed": {
         **SOME, "pipeline__workers": [2], "rule": {"name": "sparseloco"}, "topology": {"name": "complete"},
@@ -99,8 +99,9 @@ MIXED = {
         "pipeline__forward": "aqsgd", "data__windows": 5, "inner__optimizer": "muon", "pipeline__schedule": "1f1b",
     },
     "gossip of fragments that overlap": {
-        **SOME, "pipeline__workers": [0], "topology": {"name": "ring"}, "schedule__fragments": 2, "schedule__overlap_steps": 1,
-        "codec": {"name": "int8", "rounding": "stochastic"}, "pipeline__forward": "tahquant", "pipeline__backward": "intk",
+        **SOME, "pipeline__workers": [0], "topology": {"name": "ring"}, "model__layers": 4, "schedule__fragments": 2,
+        "schedule__overlap_steps": 1, "codec": {"name": "int8", "rounding": "stochastic"}, "pipeline__forward": "tahquant",
+        "pipeline__backward": "intk",
     },
 }  # fmt: skip
 """Runs of three workers, one of which is in two stages: four processes.
@@ -108,8 +109,9 @@ MIXED = {
 Not worker 1: its processes have taken part in different earlier cases, and torch names a group by how many a process has.
 """
 MEASURED = {
-    **SOME, "pipeline__workers": [2], "pipeline__cuts": [1], "pipeline__resplit_every": 2, "pipeline__forward": "aqsgd",
-    "data__windows": 5, "codec__name": "int8", "schedule__overlap_steps": 1, "inner__optimizer": "muon",
+    **SOME, "model__layers": 4, "pipeline__workers": [2], "pipeline__cuts": [1], "pipeline__resplit_every": 2,
+    "pipeline__forward": "aqsgd", "data__windows": 5, "codec__name": "int8", "schedule__overlap_steps": 1,
+    "inner__optimizer": "muon",
 }  # fmt: skip
 """One whose stages are laid anew as fast as they turn out to be."""
 
@@ -296,7 +298,7 @@ def test_evaluate_puts_each_worker_together_from_its_stages(trained):
 
 def test_a_simulation_goes_on_from_what_stages_have_saved(trained, tmp_path):
     name = "aqsgd, resumed"
-    longer = tiny(**{**CASES[name], "run__steps": 12, "pipeline__cuts": [2]})
+    longer = tiny(**{**CASES[name], "run__steps": 6, "pipeline__cuts": [2]})
     for kind in ("real", "simulated"):
         shutil.copytree(trained / kind / name, tmp_path / kind)
         simulate(longer, tmp_path / kind, resume=True)
@@ -305,11 +307,11 @@ def test_a_simulation_goes_on_from_what_stages_have_saved(trained, tmp_path):
 
 
 INNER = {
-    "adamw": {}, "sgd": {"inner__optimizer": "sgd"}, "accum_adamw": {"inner__optimizer": "accum_adamw"},
+    "accum_adamw": {"inner__optimizer": "accum_adamw"},
     "muon, gpa": {"inner__optimizer": "muon", "inner__averaging": "gpa"},
     "spectral_muon, schedule_free": {"inner__optimizer": "spectral_muon", "inner__averaging": "schedule_free"},
-    "fragments": {"schedule__fragments": 2},
-    "a rule that remembers": {"rule": {"name": "gasloc", "momentum": 0.9}},
+    "adamw, fragments": {"schedule__fragments": 2},
+    "sgd, a rule that remembers": {"inner__optimizer": "sgd", "rule": {"name": "gasloc", "momentum": 0.9}},
 }  # fmt: skip
 
 
@@ -326,7 +328,9 @@ def alike(one, other):
 
 @pytest.mark.parametrize("name", INNER)
 def test_a_state_that_is_cut_into_stages_and_joined_is_what_it_was(name, tmp_path):
-    config = tiny(**{**TWO, "model__layers": 4, "run__steps": 2, **INNER[name]})
+    config = tiny(
+        **{**TWO, "model__layers": 4, "data__accumulate": 2, "run__steps": 2, "run__eval_every": 0, **INNER[name]}
+    )
     simulate(config, tmp_path / "run")
     task, line = task_of(config), checkpoint.Lineage(digest(config))
     whole = Store(config, tmp_path / "run").load(task, 1, 1, line)

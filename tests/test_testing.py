@@ -3,9 +3,9 @@
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import gossamer
+from commands import Command
 from gossamer.codecs import bf16
 from gossamer.errors import ConfigError, PairingError
 from gossamer.rules import (
@@ -318,14 +319,16 @@ def test_where_a_process_cannot_be_forked_that_is_said(monkeypatch):
         check_parity(gossip())
 
 
+def train_and_check(words):
+    """A program of a user's, in a process of its own."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(4)
+    x = torch.randn(600, 600, requires_grad=True)
+    (x @ x).square().mean().backward()
+    check_parity(gasloc(), timeout_s=60)
+    print("equal")
+    return 0
+
+
 def test_a_program_that_has_trained_on_several_threads_can_check_parity():
-    program = """
-import torch, gossamer
-torch.set_num_threads(4)
-x = torch.randn(600, 600, requires_grad=True)
-(x @ x).square().mean().backward()
-gossamer.testing.check_parity(gossamer.gasloc(), timeout_s=60)
-print("equal")
-"""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=250)
-    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+    assert Command(work=train_and_check).finish() == (0, "equal\n")

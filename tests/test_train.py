@@ -146,7 +146,7 @@ def test_an_all_reduce_that_nothing_would_use_is_refused(options):
 def test_a_killed_worker_ends_the_others_with_its_name_and_the_run_resumes_to_the_same_bits(tmp_path):
     """With fragments in flight; `test_resume` kills a worker of a run without."""
     streaming = {"run__local_steps": 4, "schedule__fragments": 2, "schedule__overlap_steps": 3}
-    config = tiny(run__steps=20, run__timeout_s=20, workers=3, **streaming)
+    config = tiny(run__steps=20, run__timeout_s=20, workers=3, model__layers=2, **streaming)
     began = time.monotonic()
     code, output = fated(config, tmp_path / "real", "SIGKILL", 3)
     assert time.monotonic() - began < 60  # no survivor waits for its timeout more than once

@@ -1,6 +1,6 @@
 """Codecs that send the largest elements of every chunk and their indices: topk, and topk2bit with two-bit values."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from gossamer.codecs.packing import num_bytes, pack_codes, pack_indices, unpack_
 from gossamer.errors import TransportError
 from gossamer.layout import Layout
 from gossamer.options import Interval, check_option, factory
+from gossamer.tree import nbytes
 
 __all__ = [
     "LARGEST_CHUNK",
@@ -143,8 +144,10 @@ def _two_bits(cut_of: Callable[[int], Cut], k: int, chunk: int) -> Codec:
 
     def encode(x: Tensor, key: int) -> KeptCoarsely:
         plan = cut_of(x.numel())
-        indices, kept = _gather(x, plan, k, chunk)
         sizes = plan.kept(k, chunk)
+        if x.is_meta:
+            return _form(sizes)
+        indices, kept = _gather(x, plan, k, chunk)
         parts = kept.split([count * size for count, size in sizes])
         rows = [part.view(-1, size) for part, (_, size) in zip(parts, sizes, strict=True)] or [kept.view(0, 1)]
         codes, magnitudes = (
@@ -168,12 +171,21 @@ def _two_bits(cut_of: Callable[[int], Cut], k: int, chunk: int) -> Codec:
         return _place(unpack_indices(payload.indices, _total(sizes)), values, like, plan, k, chunk)
 
     def payload_bytes(numel: int) -> int:
-        sizes = cut_of(numel).kept(k, chunk)
-        return num_bytes(_total(sizes), 12) + num_bytes(_total(sizes), 2) + 4 * sum(count for count, _ in sizes)
+        return nbytes(_form(cut_of(numel).kept(k, chunk)))
 
     # What arrives of a chunk is its projection on the groups: at least (Σ_K |x|)² / k of ||x||², which is least for k
     # equal elements above equal others, k / chunk, or for a single one, 1 / k. The last factor rounds c₁ and c₂ to bf16.
     return Codec(encode, decode, contraction=min(k / chunk, 1 / k) * (1 - 2**-16), payload_bytes=payload_bytes)
+
+
+def _form(sizes: Sequence[tuple[int, int]]) -> KeptCoarsely:
+    """Shapes and dtypes of a payload; to find them by encoding without data takes longer than to encode a small model."""
+
+    def empty(numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    indices, codes = (empty(num_bytes(_total(sizes), bits)) for bits in (12, 2))
+    return KeptCoarsely(indices, codes, empty(2 * sum(count for count, _ in sizes), torch.bfloat16))
 
 
 def fits_chunk(codec: str, k: int, chunk: int) -> None:
@@ -258,7 +270,7 @@ def _two_levels(values: Tensor) -> tuple[Tensor, Tensor]:
     """Codes (1: the larger magnitude, 2: negative; uint8) and the two magnitudes (bf16 `[rows, 2]`) for rows of values."""
     size = values.float().abs()
     border = size.mean(1, keepdim=True)
-    for _ in range(0 if size.is_meta else _LLOYD_STEPS):  # which change no shape
+    for _ in range(_LLOYD_STEPS):
         border = _group_means(size, size > border).mean(1, keepdim=True)
     high = size > border
     return high.to(torch.uint8) | (values < 0).to(torch.uint8) << 1, storable(_group_means(size, high))
