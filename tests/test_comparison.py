@@ -23,6 +23,7 @@ from tiny import PARAMETERS, document
 CHECKOUT = Path(gossamer.__file__).parents[2]
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_goes_on_with_several_at_a_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

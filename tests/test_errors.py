@@ -1,6 +1,7 @@
 """Errors: one tree, and sentences that say what was given."""
 
 import ast
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -73,9 +74,15 @@ def formats(node: ast.AST) -> bool:
     return any(isinstance(part, ast.FormattedValue) for part in ast.walk(node))
 
 
+@functools.cache
+def functions_of(module: ast.Module) -> dict[str, ast.FunctionDef]:
+    """All functions of a module by their names."""
+    return {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
+
+
 def shows_a_value(call: ast.Call, module: ast.Module) -> bool:
     """Whether a message is formatted from some value: in place, by `choose`, or by a function of the module that makes it."""
-    makers = {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
+    makers = functions_of(module)
     called = [part.func for part in ast.walk(call) if isinstance(part, ast.Call)]
     names = {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in called}
     return formats(call) or "choose" in names or any(formats(makers[name]) for name in names & set(makers))
