@@ -170,7 +170,9 @@ def test_the_page_follows_real_runs_and_outlives_an_end_a_kill_and_its_own_serve
 ) -> None:
     monkeypatch.setattr(view, "_SILENT_S", 2.0)
     for name, steps in (("ended", 20), ("killed", 2000)):
-        text = tomli_w.dumps(document(name=name, workers=2, run__steps=steps, run__checkpoint_every=0, run__pace_s=0.2))
+        text = tomli_w.dumps(
+            document(name=name, workers=2, run__steps=steps, run__checkpoint_every=0, run__pace_s=0.2, model__layers=1)
+        )
         (tmp_path / f"{name}.toml").write_text(text)
     (tmp_path / "runs").mkdir()
     with served(tmp_path / "runs") as server:

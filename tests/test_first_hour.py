@@ -109,7 +109,7 @@ def test_a_run_that_will_keep_no_checkpoints_resumes_until_it_has_ended(tmp_path
     from gossamer.run.config import parse
     from gossamer.run.simulate import simulate
 
-    config = parse(document(record__keep_checkpoints=False, run__steps=8))
+    config = parse(document(record__keep_checkpoints=False, run__steps=8, model__layers=1))
     simulate(config, tmp_path / "cut", until=2)
     assert (tmp_path / "cut" / "checkpoints").exists()
     assert simulate(config, tmp_path / "cut", resume=True).loss == simulate(config, tmp_path / "whole").loss
@@ -131,7 +131,7 @@ def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import tomli_w
 
     folder = tmp_path_factory.mktemp("json")
-    experiment = document(run__steps=2, workers=2, run__local_steps=1, data__max_bytes=100_000)
+    experiment = document(run__steps=2, workers=2, run__local_steps=1, model__layers=1)
     (folder / "run.toml").write_text(tomli_w.dumps(experiment))
     (folder / "two.toml").write_text(tomli_w.dumps({**experiment, "sweep": {"seed": [0]}}))
     tune = {"budget_tokens": 192, "lr": [1e-3], "outer": [], "rungs": [1.0]}

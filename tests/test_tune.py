@@ -122,7 +122,7 @@ METHODS = [
 
 
 def tuning(**changes: Any) -> dict[str, Any]:
-    base = document(workers=2, run__steps=4, run__eval_batches=1)
+    base = document(workers=2, run__steps=4, run__eval_batches=1, model__layers=1)
     return {**base, "tune": {**TUNE, **changes.pop("tune", {})}, "variant": METHODS, **changes}
 
 
