@@ -26,7 +26,7 @@ from gossamer.run.settle import faults
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
 from test_virtual import timed
-from tiny import PARAMETERS, document, tiny
+from tiny import PARAMETERS, document, single, tiny
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = [
@@ -70,7 +70,7 @@ def test_a_run_without_rounds_sends_what_was_said_and_takes_about_as_long(tmp_pa
 @pytest.mark.parametrize("averaging", [None, "gpa", "schedule_free"])
 def test_an_inner_optimizer_keeps_as_many_copies_as_were_said(optimizer, averaging):
     averages = {"inner__averaging": averaging} if averaging else {}
-    run = tiny(inner__optimizer=optimizer, data__max_bytes=200_000, **averages)
+    run = single(inner__optimizer=optimizer, **averages)
     replica = Replica(0, run, task_of(run), torch.device("cpu"))
     replica.local_phase(0)
     kept: dict[int, int] = {}

@@ -23,11 +23,13 @@ from tiny import PARAMETERS, document
 CHECKOUT = Path(gossamer.__file__).parents[2]
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_comparison_that_is_stopped_keeps_the_line_of_each_run_that_ended_and_goes_on_with_several_at_a_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = [{"label": "pairs"}, {"label": "wild", "inner": {"optimizer": "sgd", "lr": 1e18, "warmup_steps": 0}}]
-    runs = points(document(workers=3, run__steps=4, rule__momentum=0.97, variant=rows), seeds=[3, 4])
+    asked = {"workers": 3, "run__steps": 4, "rule__momentum": 0.97, "model__layers": 1}
+    runs = points(document(**asked, variant=rows), seeds=[3, 4])
     folders, file = {run.label: tmp_path / folder_name(run.label) for run in runs}, tmp_path / "outcomes.jsonl"
     ended: list[str] = []
 
@@ -103,7 +105,14 @@ def test_outcomes_are_read_as_they_were_written_and_a_loss_that_was_not_finite_i
 def test_runs_that_are_compared_are_trained_one_after_the_other_point_by_point_and_seed_by_seed(tmp_path: Path) -> None:
     rows = [{"label": "a", "sweep": [{"run.local_steps": 2, "workers": 3}, {"run.local_steps": 1}]}, {"label": "b"}]
     sweep = [{"run.local_steps": 2}, {"run": {"local_steps": 4}, "inner.lr": 1e-4}]
-    tiniest = {"run__steps": 4, "run__eval_batches": 1, "run__eval_every": 0, "run__checkpoint_every": 0, "workers": 2}
+    tiniest = {
+        "run__steps": 4,
+        "run__eval_batches": 1,
+        "run__eval_every": 0,
+        "run__checkpoint_every": 0,
+        "workers": 2,
+        "model__layers": 1,
+    }
     runs = points(document(**tiniest, variant=rows, sweep=sweep), seeds=[3, 4])
     assert [(run.config.workers, run.config.run.local_steps) for run in runs[::2]] == [(3, 2), (2, 1), (2, 2), (2, 4)]
     assert runs[-1].at == {"run.local_steps": 4, "inner.lr": 1e-4} and runs[-1].config.inner.lr == 1e-4

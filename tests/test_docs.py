@@ -154,10 +154,14 @@ def test_the_tutorial_works_as_written(tmp_path, monkeypatch):
     """With fewer and shorter steps of a model of one layer; the commands are those of the page, in their order."""
     monkeypatch.chdir(tmp_path)
     for name, text in re.findall(r"```toml title=\"(.+?)\"\n(.*?)```", TUTORIAL, re.DOTALL):
-        text = text.replace("steps = 240", "steps = 30").replace("seq_len = 64", "seq_len = 16")
+        text = text.replace("steps = 240", "steps = 10").replace("local_steps = 15", "local_steps = 5")
+        text = text.replace("seq_len = 64", "seq_len = 16")
         text = text.replace('size = "0.2m"', 'size = "0.2m", layers = 1')
         Path(name).write_text(text, encoding="utf-8")
-    assert all(part in Path("first.toml").read_text(encoding="utf-8") for part in ("steps = 30\n", "layers = 1"))
+    assert all(
+        part in Path("first.toml").read_text(encoding="utf-8")
+        for part in ("\nsteps = 10\n", "\nlocal_steps = 5\n", "seq_len = 16", "layers = 1")
+    )
     printed: dict[str, str] = {}
     for command in re.findall(r"^\$ gossamer (.+)$", TUTORIAL, re.MULTILINE):
         with contextlib.redirect_stdout(io.StringIO()) as out:

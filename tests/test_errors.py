@@ -1,6 +1,7 @@
 """Errors: one tree, and sentences that say what was given."""
 
 import ast
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -59,12 +60,15 @@ def test_a_slip_of_one_letter_is_answered_with_the_name_that_was_meant(name: str
 
 def messages() -> list[tuple[str, ast.Call, ast.Module]]:
     """Every place in the sources where one of our errors is made, and every row of the table of pairings."""
+    makers = {*ERRORS, "Pairing"}
     return [
         (f"{path.relative_to(SOURCE)}:{node.lineno}", node, module)
         for path in sorted(SOURCE.rglob("*.py"))
-        for module in [ast.parse(path.read_text(encoding="utf-8"))]
+        for text in [path.read_text(encoding="utf-8")]
+        if any(f"{name}(" in text for name in makers)  # to parse all takes a second
+        for module in [ast.parse(text)]
         for node in ast.walk(module)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {*ERRORS, "Pairing"}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makers
     ]
 
 
@@ -73,9 +77,15 @@ def formats(node: ast.AST) -> bool:
     return any(isinstance(part, ast.FormattedValue) for part in ast.walk(node))
 
 
+@functools.cache
+def functions_of(module: ast.Module) -> dict[str, ast.FunctionDef]:
+    """All functions of a module by their names."""
+    return {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
+
+
 def shows_a_value(call: ast.Call, module: ast.Module) -> bool:
     """Whether a message is formatted from some value: in place, by `choose`, or by a function of the module that makes it."""
-    makers = {one.name: one for one in ast.walk(module) if isinstance(one, ast.FunctionDef)}
+    makers = functions_of(module)
     called = [part.func for part in ast.walk(call) if isinstance(part, ast.Call)]
     names = {func.id if isinstance(func, ast.Name) else getattr(func, "attr", "") for func in called}
     return formats(call) or "choose" in names or any(formats(makers[name]) for name in names & set(makers))

@@ -1,14 +1,20 @@
-"""The experiments in configs/paper, rivals and evidence: each starts, runs in small, and draws what its file asks for."""
+"""The experiments in configs/paper, rivals and evidence: each starts, runs in small, and draws what its file asks for.
+
+Methods that differ in numbers alone run once for all of them, and figures of one kind are drawn once; with `--full`, each for
+itself.
+"""
 
 import dataclasses
+import tomllib
 import xml.etree.ElementTree
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gossamer.models.sizes import parameter_count
-from gossamer.report.figures import draw_figure, table
+from gossamer.report.figures import Figure, draw_figure, table
 from gossamer.report.reach import ROUNDS, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import summary_rows
@@ -45,15 +51,24 @@ def small(config: RunConfig) -> RunConfig:
     )
 
 
+def form(value: Any) -> Any:
+    """Settings with the kinds of their numbers in place of the numbers."""
+    if isinstance(value, dict):
+        return {key: form(own) for key, own in value.items()}
+    return [*map(form, value)] if isinstance(value, list) else value if isinstance(value, str | bool) else type(value)
+
+
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RunConfig], Path]:
-    """The folder of a method that has run in small; files share methods, and a learning rate changes nothing there."""
+def ran(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Callable[[RunConfig], Path]:
+    """The folder of a method that has run in small, or of one of the same form: that its numbers may be, `test_check` sees."""
     folders: dict[str, Path] = {}
 
     def of(config: RunConfig) -> Path:
         inner = dataclasses.replace(config.inner, lr=1e-3, warmup_steps=1)
-        config = dataclasses.replace(small(config), name="small", inner=inner)
-        if (key := dump(config)) not in folders:
+        network = config.network if config.event_driven else {}  # which else decides nothing but prices
+        config = dataclasses.replace(small(config), name="small", inner=inner, network=network)
+        text = dump(config)
+        if (key := text if pytestconfig.getoption("--full") else str(form(tomllib.loads(text)))) not in folders:
             folders[key] = tmp_path_factory.mktemp("small")
             simulate(config, folders[key])
         return folders[key]
@@ -61,8 +76,24 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[RunConfig], Path]
     return of
 
 
+@pytest.fixture(scope="module")
+def drawn(pytestconfig: pytest.Config) -> Callable[[list[PointResult], Figure], bytes]:
+    """A figure, or one of the same kind that has been drawn."""
+    pictures: dict[str, bytes] = {}
+
+    def of(outcomes: list[PointResult], asked: Figure) -> bytes:
+        kind = [*map(type, asked.keys)], bool(asked.y), bool(asked.target), asked.paired, asked.log_x
+        if (key := str(asked if pytestconfig.getoption("--full") else kind)) not in pictures:
+            pictures[key] = draw_figure(outcomes, asked)
+        return pictures[key]
+
+    return of
+
+
 @pytest.mark.parametrize("file", FILES + RIVALS + REGISTERED, ids=lambda file: file.stem)
-def test_every_experiment_runs_in_small_and_draws_its_figure(file: Path, ran: Callable[[RunConfig], Path]) -> None:
+def test_every_experiment_runs_in_small_and_draws_its_figure(
+    file: Path, ran: Callable[[RunConfig], Path], drawn: Callable[[list[PointResult], Figure], bytes]
+) -> None:
     document = load(file)
     asked = figure(document)
     first: dict[str, Point] = {}
@@ -73,7 +104,7 @@ def test_every_experiment_runs_in_small_and_draws_its_figure(file: Path, ran: Ca
     outcomes = [PointResult(p.method, p.at, p.seed, row) for p, row in zip(first.values(), rows, strict=True)]
     assert asked is not None
     assert all(method in table(outcomes, asked) for method in first)
-    assert xml.etree.ElementTree.fromstring(draw_figure(outcomes, asked)).tag.endswith("svg")
+    assert xml.etree.ElementTree.fromstring(drawn(outcomes, asked)).tag.endswith("svg")
 
 
 def test_every_registered_tuning_can_start_at_each_of_its_sizes_and_its_budget_suffices() -> None:

@@ -139,8 +139,8 @@ def test_an_empty_table_of_a_wrapper_survives_an_experiment_file():
 COMPARISON = load(ROOT / "src" / "gossamer" / "configs" / "methods.toml")
 TINY = {
     "workers": 4, "network.straggler.uplink_bps": 1e6, "model.hidden_size": 32, "model.intermediate_size": 64, "model.layers": 1,
-    "data.source": str(TEXT), "data.seq_len": 16, "data.batch_size": 2, "run.steps": 6, "run.local_steps": 3,
-    "run.eval_every": 0, "run.eval_batches": 2, "run.threads": 1,
+    "data.source": str(TEXT), "data.seq_len": 8, "data.batch_size": 1, "run.steps": 6, "run.local_steps": 3,
+    "run.eval_every": 0, "run.eval_batches": 1, "run.threads": 1,
 }  # fmt: skip
 LONGER = [  # their messages are under way for more steps than the others have in a round
     {"method": name, "run.steps": 10, "run.local_steps": 5, "model.layers": 3}

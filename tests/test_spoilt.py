@@ -33,7 +33,7 @@ from gossamer.run.experiment import figure, points
 from gossamer.run.history import history
 from gossamer.run.simulate import simulate
 from gossamer.transport.local import run_local
-from tiny import document, tiny
+from tiny import document, single, tiny
 
 CONFIGS = sorted(Path(__file__).parent.with_name("src").joinpath("gossamer", "configs").glob("*.toml"))
 DOCUMENTS = {path.stem: tomllib.loads(path.read_text()) for path in CONFIGS} | {"tiny": document()}
@@ -111,8 +111,8 @@ def test_deep_toml_is_refused_in_one_sentence(text: str, sentence: str, tmp_path
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with every record that there is."""
     folder = tmp_path_factory.mktemp("recorded")
-    simulate(tiny(run__steps=4), folder, until=1)
-    simulate(tiny(run__steps=4, inner__lr=1e-4), folder, resume=True)
+    simulate(single(run__steps=4), folder, until=1)
+    simulate(single(run__steps=4, inner__lr=1e-4), folder, resume=True)
     return folder
 
 
@@ -134,7 +134,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": read_metrics, "trace.jsonl": read_trace, "seconds.jsonl": read_seconds, "branches.json": read_branches,
-    "events.jsonl": read_events, "arrivals.jsonl": read_arrivals, "run.toml": lambda folder: history(tiny(run__steps=4), folder),
+    "events.jsonl": read_events, "arrivals.jsonl": read_arrivals,
+    "run.toml": lambda folder: history(single(run__steps=4), folder),
 }  # fmt: skip
 DEEP = "[" * 100_000
 
@@ -192,7 +193,7 @@ def main_on_a_small_disk(argv: Sequence[str]) -> int:
 
 @pytest.mark.usefixtures("forks")
 def test_a_disk_that_is_full_while_metrics_are_written_ends_a_run_with_a_sentence(tmp_path: Path) -> None:
-    config = tiny(run__steps=30, run__local_steps=1, run__eval_every=0, run__checkpoint_every=0)
+    config = single(run__steps=30, run__local_steps=1, run__eval_every=0, run__checkpoint_every=0)
     (tmp_path / "run.toml").write_text(dump(config))
     errors, words = io.StringIO(), ["simulate", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
     with contextlib.redirect_stderr(errors):

@@ -122,7 +122,7 @@ METHODS = [
 
 
 def tuning(**changes: Any) -> dict[str, Any]:
-    base = document(workers=2, run__steps=4, run__eval_batches=1)
+    base = document(workers=2, run__steps=4, run__eval_batches=1, model__layers=1)
     return {**base, "tune": {**TUNE, **changes.pop("tune", {})}, "variant": METHODS, **changes}
 
 
@@ -163,6 +163,7 @@ def test_only_methods_with_both_outer_settings_try_pairs() -> None:
     assert config.run.steps == 2 and found["gasloc"].tokens(0) == 2 * 2 * 2 * 16
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_finished_run(tmp_path: Path) -> None:
     import tomli_w
 

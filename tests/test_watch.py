@@ -170,7 +170,7 @@ def test_watch_starts_the_page_of_the_run_folder_and_lets_it_go_at_the_end(
 ) -> None:
     import gossamer.cli.watch as verb
 
-    (tmp_path / "run.toml").write_text(tomli_w.dumps(document(workers=2, run__steps=2)))
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(document(workers=2, run__steps=2, model__layers=1)))
     monkeypatch.setattr(verb, "_BESIDE", "import sys; open(sys.argv[1] + '.watched', 'w'); sys.stdin.read()")
     folder = tmp_path / "run"
     assert main(["simulate", str(tmp_path / "run.toml"), "--out", str(folder), "--quiet", "--watch"]) == 0

@@ -4,7 +4,8 @@ Rounds are played on tensors without data: every message and payload is really m
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,13 +16,13 @@ from gossamer.record.trace import Entry, Operation
 from gossamer.rounds.exchange import first_message
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.method import Method
-from gossamer.rules import Context
+from gossamer.rules import Context, Rule
 from gossamer.run.config import RunConfig
 from gossamer.run.layouts import arranged, holding_of
 from gossamer.run.settle import InPairs, Settled, WithServer, settle
 from gossamer.run.worker import parts_of
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.tree import leaves, nbytes
+from gossamer.tree import Tree, leaves, nbytes
 
 __all__ = ["PROBE", "Traffic", "period_of", "played", "probe_message", "traffic"]
 
@@ -71,7 +72,7 @@ def period_of(config: RunConfig, m: Method) -> int:
 def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[Traffic, list[Entry]]:
     """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero."""
     n, network, schedule, size = config.workers, MemoryNetwork(config.workers), config.schedule, layout.numel
-    m = m._replace(codec=each_shape_once(m.codec))
+    m = m._replace(codec=each_shape_once(m.codec), rule=_once(m.rule))
     x = torch.empty(size, device="meta")
     averages = config.inner.averaging is not None and m.rule.site == "parameters"
     averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every)
@@ -118,6 +119,25 @@ def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[T
         flight / nbytes(x),
     )
     return counted, entries
+
+
+def _once(rule: Rule) -> Rule:
+    """A rule for tensors without data, whose first states and messages of a round look alike for all workers, made once."""
+
+    def kept(make: Callable[..., Tree]) -> Callable[..., Tree]:
+        made: dict[Hashable, Tree] = {}
+
+        def of(*given: Any) -> Tree:
+            *trees, ctx = given
+            alike = ctx._replace(worker=0, peers=(0,) * len(ctx.peers))
+            key = (alike, *((t.shape, t.dtype) for t in leaves(tuple(trees))))
+            if key not in made:
+                made[key] = make(*given)
+            return made[key]
+
+        return of
+
+    return rule._replace(init=kept(rule.init), send=kept(rule.send))
 
 
 def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout) -> Traffic:
