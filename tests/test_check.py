@@ -1,6 +1,7 @@
 """`gossamer check`: what it says of a run is what the run then does, and what is wrong with a file is said all at once."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def test_every_file_that_comes_with_gossamer_can_start(path, capsys):
     file = load(path)
     if any(key in file for key in EXPERIMENT):
         first, *others = [draft.document for draft in drafts(file)]
+        # Code that a file names is not imported by a check; tests/test_experiments.py runs it.
+        others = [one for one in others if not re.search(r"'\w+:\w+'", repr(one))]
         found, wrong = checked(first)
         assert not wrong and all("per worker" in "\n".join(lines(one)) for one in found)
         assert not [sentence for one in others for sentence in faults_of_keys(one) or faults(parse(one))]
