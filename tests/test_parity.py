@@ -31,7 +31,7 @@ from parity_worker import train_cases
 
 SIZES, FEW, STOP = (5, 4, 3), (4, 3), 2
 ROUNDS, FEWER = 4, 2  # of each run with `--full`, and of the cover, see `rounds_of`
-pytestmark = pytest.mark.timeout(7200)  # all cases are trained for whichever test comes first, with --full in an hour on a busy machine
+pytestmark = pytest.mark.timeout(7200)  # all cases are trained for whichever test comes first
 TINY = {  # the least that has heads, and a layer more where there are fragments: each layer costs as much time as all the rest
     "model": {"hidden_size": 16, "intermediate_size": 24, "layers": 1, "heads": 2, "kv_heads": 1},
     "data": {"source": str(Path(__file__)), "seq_len": 8, "batch_size": 2},
