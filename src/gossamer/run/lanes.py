@@ -65,9 +65,7 @@ def _busy_cores(window_s: float = 0.1) -> float:
     def ticks() -> tuple[int, int]:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
         fields = [[*map(int, words[1:9])] for words in lines if words[0] in ours]
-        return sum(map(sum, fields)), sum(
-            one[3] + one[4] for one in fields
-        )  # all, and those idle or waiting for a disk
+        return sum(map(sum, fields)), sum(one[3] + one[4] for one in fields)  # all, and idle or waiting for a disk
 
     (total, idle), _ = ticks(), time.sleep(window_s)
     total, idle = (after - before for after, before in zip(ticks(), (total, idle), strict=True))
