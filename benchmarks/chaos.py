@@ -250,7 +250,7 @@ def stop(run: Running) -> None:
         run.kill(run.fleet.living)
         run.until(lambda: not run.fleet.living, 10)
         held = checkpoint.owned(run.out / "checkpoints", range(run.trial.workers), digest(run.config))
-        had = max((r for r in held[0] if all(r in one for one in held)), default=0)
+        had = checkpoint.newest_common(held) or 0
         run.values["stops"] = i + 1
         run.resume()
 

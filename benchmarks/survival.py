@@ -178,7 +178,7 @@ def measured(machines: Machines) -> tuple[int, float, str]:
 def newest_checkpoint(config: RunConfig, folder: Path) -> int:
     """The newest round of which all workers have a checkpoint; they write one after each."""
     held = checkpoint.owned(folder / "checkpoints", range(WORKERS), digest(config))
-    return max((r for r in held[0] if all(r in one for one in held)), default=0)
+    return checkpoint.newest_common(held) or 0
 
 
 def real_round_s(processes: Sequence[Process]) -> float | None:

@@ -9,7 +9,8 @@ from torch import Tensor
 from gossamer.clock.agenda import ABSENCE, PHASE, Agenda
 from gossamer.clock.durations import Durations
 from gossamer.clock.events import Absence, Record
-from gossamer.codecs import Codec, exact, fitted
+from gossamer.codecs import Codec, fitted
+from gossamer.codecs.exact import EXACT
 from gossamer.codecs.message import round_trip
 from gossamer.errors import ConfigError
 from gossamer.finite import must_be_finite
@@ -62,7 +63,6 @@ class Learner(Protocol):
         ...
 
 
-_EXACT = exact()  # for every message, where to check the options of another takes longer than to send it
 Begins = Callable[[int, int], None]
 """Called with a worker and the number of the phase it begins; until that phase ends, nothing else changes its parameters."""
 
@@ -88,7 +88,7 @@ class LoopOptions(NamedTuple):
         """
         name = f"the message of worker {worker} in its phase {number}"
         must_be_finite({name: message})
-        codec = fitted(self.codec or _EXACT, layout)
+        codec = fitted(self.codec or EXACT, layout)
         decoded, size = round_trip(codec, message, self.seed, worker, number, fragment)
         if decoded is not message:
             must_be_finite({f"{name}, decoded,": decoded})

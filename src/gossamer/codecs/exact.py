@@ -3,7 +3,7 @@
 from gossamer.codecs.codec import Codec
 from gossamer.options import factory
 
-__all__ = ["exact"]
+__all__ = ["EXACT", "exact"]
 
 
 @factory
@@ -28,3 +28,7 @@ def exact() -> Codec:
         blockwise=1,
         payload_bytes=lambda numel: 4 * numel,
     )
+
+
+EXACT = exact()
+"""The one of every message that names none: to make another takes longer than to send a small one."""

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.codecs import exact
+from gossamer.codecs.exact import EXACT
 from gossamer.codecs.message import decode, encode
 from gossamer.finite import must_be_finite
 from gossamer.record.trace import Operation
@@ -53,7 +53,6 @@ __all__ = [
 ]
 
 
-_EXACT = exact()  # for every exchange, as to make one takes as long as some operations
 Each = Callable[[Callable[[Any], Any], Iterable[Any]], Any]  # a map over workers, in parallel or not
 
 
@@ -288,7 +287,7 @@ def _through_owners(job: _Job) -> _Legs:
     Both ways have a codec, exact or not; whoever made a payload also uses what decodes from it, so that all get the same.
     """
     (rule, codec, transport, part, seed, *_), mixing, ctx, _ = job
-    i, back, leg = ctx.worker, codec.back or _EXACT, 2 * job.setup.attempt
+    i, back, leg = ctx.worker, codec.back or EXACT, 2 * job.setup.attempt
     there, gather = Ticket(ctx.round, part.fragment, leg), Ticket(ctx.round, part.fragment, leg + 1)
     owners, others = [j for j, _ in mixing.rows[i]], mixing.hears_from(i)  # all workers that take part
     n, place = len(owners), {j: k for k, j in enumerate(owners)}

@@ -106,8 +106,8 @@ class Apart:
         for key, end in ends if self._began is not None else ():
             for sentence in end.warnings:
                 if sentence not in self._warned:
+                    self._warned.add(sentence)
                     log.warning("%s: %s", key, sentence)
-            self._warned.update(end.warnings)
         return ends
 
     def _start(self, key: Hashable, config: RunConfig, folder: Path) -> None:
