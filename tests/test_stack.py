@@ -83,7 +83,7 @@ def test_a_stack_ends_at_the_first_loss_that_is_not_a_number(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model.dropout", 0.1), ("inner.optimizer", "sgd"), ("inner.averaging", "gpa"), ("inner.autocast", "bf16"),
+        ("model.dropout", 0.1), ("inner.optimizer", "sgd"), ("inner.averaging", "gpa"),
         ("run.adapt", True), ("run.pace_s", 0.1), ("data.source", "package.module:name"), ("schedule.inner_every", [1, 1]),
     ],
 )  # fmt: skip
@@ -96,3 +96,19 @@ def test_rules_on_gradients_are_refused_with_batched_replicas(tmp_path):
     config = tiny(run__batched=2, rule__name="data_parallel", topology__name="complete", run__local_steps=1)
     with pytest.raises(PairingError, match=r"run\.batched is 2"):
         Rounds(config, tmp_path)
+
+
+def test_a_stack_computes_in_the_precision_of_the_run(tmp_path):
+    settings = {"run__local_steps": 2, "inner__autocast": "bf16"}
+    alone = trained(tiny(**settings), tmp_path / "alone")
+    together = trained(tiny(**settings, run__batched=8), tmp_path / "together")
+    exact = trained(tiny(run__local_steps=2, run__batched=8), tmp_path / "exact")
+    assert (x_of(together) - x_of(alone)).abs().max() < (x_of(together) - x_of(exact)).abs().max() / 2
+
+
+def test_a_compiled_stack_is_equal_to_another_but_for_rounding_and_resumes_to_the_same_bits(tmp_path):
+    config = tiny(run__batched=2, inner__compile=True)
+    whole = trained(config, tmp_path / "whole")
+    torch.testing.assert_close(x_of(whole), x_of(trained(tiny(run__batched=2), tmp_path / "plain")), rtol=0, atol=2e-5)
+    trained(config, tmp_path / "cut", until=2)
+    assert torch.equal(x_of(whole), x_of(trained(config, tmp_path / "cut", resume=True)))

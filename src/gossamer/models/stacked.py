@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.models.llama import NORM_EPS, rotary, rotated
+from gossamer.models.llama import NORM_EPS, attended, rotary, rotated
 from gossamer.models.sizes import Shape
 
 __all__ = ["stacked_losses"]
@@ -39,7 +39,7 @@ def stacked_losses(weights: Mapping[str, Tensor], shape: Shape, batch: Tensor) -
         x = x + _attention(_norm(x, layer["input_layernorm.weight"]), layer, shape, (R, B, S), positions)
         x = x + _mlp(_norm(x, layer["post_attention_layernorm.weight"]), layer)
     logits = _linear(_norm(x, weights["model.norm.weight"]), weights.get("lm_head.weight", embedding))
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     return losses.view(R, -1).mean(1)
 
 
@@ -64,7 +64,7 @@ def _attention(
         for name in "qkv"
     )
     q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=S > 1, enable_gqa=shape.kv_heads < shape.heads)
+    y = attended(q, k, v)
     return _linear(y.transpose(1, 2).reshape(R, B * S, -1), layer["self_attn.o_proj.weight"])
 
 

@@ -72,6 +72,9 @@ class InnerConfig:
     """The last part of the run in which wsd decays."""
     autocast: Literal["bf16"] | None = None
     """Lower precision for forward and backward; parameters and optimizer stay in fp32."""
+    compile: bool = False
+    """Compile the forward and backward pass (needs a C++ compiler): faster, and the numbers differ by rounding. With bf16 on a
+    CPU, small models trained more than twice as fast."""
     averaging: Literal["gpa", "schedule_free"] | None = None
     """What is evaluated: an exponential average of the optimizer's iterates (gpa), their mean weighted by the squared learning
     rate (schedule_free, which steps without momentum and takes weight decay where it takes gradients), or the last."""

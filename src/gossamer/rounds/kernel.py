@@ -16,7 +16,7 @@ from gossamer.rules import Context, Rule
 from gossamer.topologies.mixing import Hear, Row
 from gossamer.tree import Tree, leaves, map_leaves
 
-__all__ = ["PLAIN", "Decoded", "Kernel", "compiled", "cut", "outer_update", "update_spans"]
+__all__ = ["PLAIN", "Decoded", "Kernel", "compiled", "cut", "must_have_compiler", "outer_update", "update_spans"]
 
 CHUNK = 1 << 15  # small enough that the temporaries of an elementwise update stay in the cache
 
@@ -84,17 +84,20 @@ def update_spans(kernel: Kernel, rule: Rule, device: torch.device, start: int, s
 PLAIN = Kernel(outer_update, CHUNK)
 
 
+def must_have_compiler(key: str) -> None:
+    """Raises ConfigError when there is no C++ compiler for what this key of a run file shall have compiled."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ConfigError(f"{key} = true needs a C++ compiler and '{compiler}' is not there; install it or set false")
+
+
 @functools.cache
 def compiled() -> Kernel:
     """The kernel that does a whole elementwise update in one pass over the memory, bitwise equal to the plain one.
 
     Raises: ConfigError when there is no C++ compiler. Cost: some seconds of compilation at its first use.
     """
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
-        raise ConfigError(
-            f"run.compile = true needs a C++ compiler and '{compiler}' is not there; install it or set false"
-        )
+    must_have_compiler("run.compile")
     one = torch.ones(())
 
     def fused(rule: Rule, combine: Hear, x: Tensor, s: Tree, messages: Decoded, ctx: Context) -> None:

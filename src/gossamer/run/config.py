@@ -37,7 +37,7 @@ _IN_TOKENS = ("tokens", "tokens_per_parameter")
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _BATCHED: dict[str, Any] = {
     "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1,
-    "inner.optimizer": "adamw", "inner.averaging": None, "inner.autocast": None,
+    "inner.optimizer": "adamw", "inner.averaging": None,
     "schedule.inner_every": (), "run.adapt": False, "run.pace_s": 0.0,
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
@@ -166,6 +166,11 @@ class RunConfig:
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
         must_fit(self.pipeline, self.model, self.data, self.workers, self.schedule)
+        if self.inner.compile and self.pipeline.stages > 1:
+            raise ConfigError(
+                f"inner.compile is true and pipeline.stages is {self.pipeline.stages}, but only whole replicas are compiled; "
+                "remove one of the two"
+            )
         if self.run.batched > 1:
             self._must_be_batched()
         must_deal(self.model.experts, self.workers)
@@ -188,7 +193,7 @@ class RunConfig:
         for key in wrong:
             raise ConfigError(
                 f"run.batched is {self.run.batched} and {key} is {attrgetter(key)(self)!r:.60}, but only whole replicas of the "
-                "built-in model with AdamW, in fp32 and with fixed local steps, train as one computation; remove one of the two"
+                "built-in model with AdamW and fixed local steps train as one computation; remove one of the two"
             )
 
     def _split_totals(self) -> None:

@@ -1,6 +1,7 @@
 """A replica: a model with its inner optimizer and its place in the data, which trains on its own and has no peers."""
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,12 +19,13 @@ from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
+from gossamer.rounds.kernel import must_have_compiler
 from gossamer.run.config import RunConfig
 from gossamer.run.layouts import arranged
 from gossamer.run.staged import InStages, StagedModel, computing
 from gossamer.run.task import Task, buffers_of, moved
 
-__all__ = ["LocalPhase", "Replica", "joined", "must_be_finite", "must_start_alike"]
+__all__ = ["LocalPhase", "Replica", "joined", "made_ready", "must_be_finite", "must_start_alike"]
 
 
 class LocalPhase(NamedTuple):
@@ -45,6 +47,22 @@ def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
     """Consecutive phases as one."""
     losses = tuple(loss for phase in phases for loss in phase.losses)
     return LocalPhase(losses, phases[-1].lr, sum(p.compute_s for p in phases), sum(p.tokens for p in phases))
+
+
+def made_ready(losses: Callable[..., Tensor], config: RunConfig) -> Callable[..., Tensor]:
+    """What computes losses, compiled where the run asks for it.
+
+    Raises: ConfigError when there is no C++ compiler. Cost: ten seconds or more at the first step of a process.
+    """
+    return _compiled(losses) if config.inner.compile else losses
+
+
+@functools.cache
+def _compiled(losses: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    must_have_compiler("inner.compile")
+    # An experiment trains many shapes in one process, and the compiler gives up on a function at the ninth.
+    torch._dynamo.config.recompile_limit = 1000
+    return torch.compile(losses, dynamic=False)
 
 
 def must_be_finite(loss: float, replica: "Replica", round: int) -> None:
@@ -95,6 +113,7 @@ class Replica:
             self.model = self.staged.model
             self.layout, self.spans = restricted(self.layout, self.spans, dict(self.model.named_parameters()))
         self.model.to(device)
+        self._loss = made_ready(task.loss, config)
         self.buffers = buffers_of(self.model)
         """Its own, as the running statistics of batch norm; they are never exchanged."""
         self.x = attach(self.model, self.layout, buffer)
@@ -207,7 +226,7 @@ class Replica:
             for number in range(step * accumulate, (step + 1) * accumulate):
                 batch = moved(self.task.data.batch(slot, number), self.device)
                 with self._drawing(slot, number), computing(self.config, self.device):
-                    value = self.task.loss(self.model, batch)
+                    value = self._loss(self.model, batch)
                 (value / passes if passes > 1 else value).backward()
                 losses.append(value.item())
         return losses

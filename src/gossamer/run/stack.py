@@ -11,7 +11,8 @@ from torch.optim import AdamW
 from gossamer.models.stacked import stacked_losses
 from gossamer.optimizers.inner import lr_scale
 from gossamer.rounds.exchange import Each
-from gossamer.run.replica import LocalPhase, Replica, must_be_finite
+from gossamer.run.replica import LocalPhase, Replica, made_ready, must_be_finite
+from gossamer.run.staged import computing
 from gossamer.run.task import moved
 from gossamer.run.worker import Segment, Worker
 
@@ -32,6 +33,7 @@ class Stack:
             name: torch.empty(len(replicas), *p.shape, dtype=p.dtype, device=p.device).requires_grad_()
             for name, p in like.model.named_parameters()
         }
+        self._losses = made_ready(stacked_losses, like.config)
         names = {p: name for name, p in like.model.named_parameters()}
         self._optimizer = AdamW(
             {**group, "params": [self._weights[names[p]] for p in group["params"]]}
@@ -68,7 +70,8 @@ class Stack:
         for micro in range(accumulate):
             number = like.steps_taken * accumulate + micro
             batch = torch.stack([replica.task.data.batch(replica.index, number) for replica in self._replicas])
-            losses = stacked_losses(self._weights, like.config.model.shape, moved(batch, like.device))
+            with computing(like.config, like.device):
+                losses = self._losses(self._weights, like.config.model.shape, moved(batch, like.device))
             (losses.sum() / accumulate).backward()
             total += losses.detach()
         values = (total / accumulate).tolist()
