@@ -1,14 +1,14 @@
 """The registered experiments: settings that were tuned, what their pages make of outcomes, and the verdicts on claims."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from generators import annealed, claims, gains, leaderboard
-from generators.claims import Arm
+from generators import annealed, claims, gains, leaderboard, verdicts
+from generators.verdicts import Arm
 from gossamer.data.corpus import fingerprint, open_corpus
 from gossamer.errors import DataError
 from gossamer.models.sizes import parameter_count
@@ -40,24 +40,24 @@ LEADS, TRAILS, ALIKE, OPEN = (
 @pytest.mark.parametrize(
     ("rule", "arms", "verdict"),
     [
-        (claims.leads, [LEADS, LEADS], "holds"),
-        (claims.leads, [LEADS, TRAILS], "holds in part"),
-        (claims.leads, [LEADS, OPEN], "holds in part"),
-        (claims.leads, [TRAILS, ALIKE], "fails"),
-        (claims.leads, [ALIKE, OPEN], "open"),
-        (claims.leads, [arm(-0.05)], "open"),
-        (claims.leads, [arm(-0.05, -0.054, -0.046, -0.058)], "holds"),
-        (claims.leads, [arm(-0.05, -0.04, -0.017), *[OPEN] * 9], "open"),
-        (claims.equal, [ALIKE, ALIKE], "holds"),
-        (claims.equal, [ALIKE, LEADS], "holds in part"),
-        (claims.equal, [LEADS], "fails"),
-        (claims.equal, [OPEN], "open"),
-        (claims.matches, [ALIKE, LEADS], "holds"),
-        (claims.matches, [ALIKE, OPEN], "holds in part"),
-        (claims.matches, [TRAILS], "fails"),
-        (lambda arms: claims.costs_little(arms, 0.2), [ALIKE], "holds"),
-        (lambda arms: claims.costs_little(arms, 0.2), [TRAILS], "fails"),
-        (lambda arms: claims.costs_little(arms, 0.2), [arm(0.001, 0.006)], "open"),
+        (verdicts.leads, [LEADS, LEADS], "holds"),
+        (verdicts.leads, [LEADS, TRAILS], "holds in part"),
+        (verdicts.leads, [LEADS, OPEN], "holds in part"),
+        (verdicts.leads, [TRAILS, ALIKE], "fails"),
+        (verdicts.leads, [ALIKE, OPEN], "open"),
+        (verdicts.leads, [arm(-0.05)], "open"),
+        (verdicts.leads, [arm(-0.05, -0.054, -0.046, -0.058)], "holds"),
+        (verdicts.leads, [arm(-0.05, -0.04, -0.017), *[OPEN] * 9], "open"),
+        (verdicts.equal, [ALIKE, ALIKE], "holds"),
+        (verdicts.equal, [ALIKE, LEADS], "holds in part"),
+        (verdicts.equal, [LEADS], "fails"),
+        (verdicts.equal, [OPEN], "open"),
+        (verdicts.matches, [ALIKE, LEADS], "holds"),
+        (verdicts.matches, [ALIKE, OPEN], "holds in part"),
+        (verdicts.matches, [TRAILS], "fails"),
+        (lambda arms: verdicts.costs_little(arms, 0.2), [ALIKE], "holds"),
+        (lambda arms: verdicts.costs_little(arms, 0.2), [TRAILS], "fails"),
+        (lambda arms: verdicts.costs_little(arms, 0.2), [arm(0.001, 0.006)], "open"),
     ],
 )
 def test_a_verdict_follows_from_the_differences_by_a_rule_that_was_fixed(
@@ -70,18 +70,94 @@ def test_a_verdict_follows_from_the_differences_by_a_rule_that_was_fixed(
 def test_a_trend_holds_where_it_is_sure_and_fails_where_its_opposite_is() -> None:
     up = [[1.0, 1.1, 1.2, 1.3]] * 3
     down = [[*reversed(row)] for row in up]
-    assert claims.rises({"a": up}).verdict == "holds"
-    assert claims.rises({"a": up, "b": down}).verdict == "holds in part"
-    assert claims.rises({"a": down}).verdict == "fails"
-    assert claims.rises({"a": up[:1]}).verdict == "open"
+    assert verdicts.rises({"a": up}).verdict == "holds"
+    assert verdicts.rises({"a": up, "b": down}).verdict == "holds in part"
+    assert verdicts.rises({"a": down}).verdict == "fails"
+    assert verdicts.rises({"a": up[:1]}).verdict == "open"
+
+
+def test_growth_is_bounded_only_if_that_is_sure() -> None:
+    assert verdicts.stays({"a": [1.0, 1.01, 0.99]}, 1.5).verdict == "holds"
+    assert verdicts.stays({"a": [1.0, 1.01, 0.99], "b": [4.0, math.inf, 4.0]}, 1.5).verdict == "holds in part"
+    assert verdicts.stays({"a": [4.0, 4.1, 3.9]}, 1.5).verdict == "fails"
+    assert verdicts.stays({"a": [1.0]}, 1.5).verdict == verdicts.stays({"a": [1.0, 2.0]}, 1.5).verdict == "open"
+
+
+def told(
+    number: int, lines: Sequence[tuple[str, Mapping[str, Any], Mapping[str, float | None]]]
+) -> verdicts.Found | None:
+    """What a claim's test says of these variants, places and rows, over three seeds that scatter a little."""
+    stem = claims.CHECKS[number].command.split("/")[2].split(".")[0]
+    runs = points(load(CONFIGS / f"{stem}.toml"), seeds=range(3))
+    ended = [
+        PointResult(
+            name, at, seed, {key: None if value is None else value * (1 + seed / 1e4) for key, value in row.items()}
+        )
+        for name, at, row in lines
+        for seed in range(3)
+    ]
+    return claims.CHECKS[number].found(lambda asked: (runs, ended) if asked == stem else ([], []))
+
+
+@pytest.mark.parametrize(("slope", "verdict"), [(1, "holds"), (-1, "fails")])
+def test_the_best_outer_learning_rate_is_that_of_the_lowest_loss_with_each_number_of_workers(
+    slope: int, verdict: str
+) -> None:
+    rates, numbers = [0.5, 0.7, 1.0, 1.4], [4, 8, 16, 32]
+    best = dict(zip(numbers, rates[::slope], strict=True))
+    lines = [
+        ("DiLoCo", {"workers": n, "rule.lr": rate, "inner.lr": lr}, {"loss": 2.0 + abs(rate - best[n]) + lr})
+        for n in numbers
+        for rate in rates
+        for lr in (2e-3, 4e-3)
+    ]
+    found = told(9, lines)
+    assert found is not None and found.verdict == verdict and f"{best[4]:.2f} with 4" in found.effect
+    assert told(9, lines[:-1]) is None  # the best of some is not the best of all
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "holds"), (3.0, "fails"), (None, "fails")])
+def test_disagreement_is_bounded_where_a_longer_run_ends_with_as_much(factor: float | None, verdict: str) -> None:
+    ends: dict[int, Mapping[str, float | None]] = {1350: {"loss": 2.0, "disagreement": 0.1}}
+    ends[2700] = {"loss": factor and 2.0, "disagreement": 0.1 * (factor or 1.0)}
+    lines = [
+        ("Factored Gossip", {"rule.lr": 0.07, "rule.momentum": 0.95, "run.steps": steps}, row)
+        for steps, row in ends.items()
+    ]
+    found = told(13, lines)
+    assert found is not None and found.verdict == verdict
+
+
+def test_stale_adam_counts_at_the_best_of_its_outer_learning_rates() -> None:
+    losses = {"CGAD": (2.2, 2.0), "Adam-Decay": (2.1, 2.05), "Adam": (2.3, 2.1)}
+    lines = [
+        (name, {"server.lr": rate}, {"loss": loss})
+        for name, some in losses.items()
+        for rate, loss in zip((3e-4, 1e-3), some, strict=True)
+    ]
+    found = told(15, lines)
+    assert found is not None and found.verdict == "holds" and "CGAD above Adam -0.1" in found.effect
+
+
+def test_restarts_are_judged_by_the_share_of_settings_near_the_best_run() -> None:
+    def lines(lost: str) -> list[tuple[str, Mapping[str, Any], Mapping[str, float | None]]]:
+        return [
+            (name, {"rule.lr": k}, {"loss": 2.5 if (name, k) == (lost, 1) else None if name == lost else 2.0})
+            for name in ("restarts every three rounds", "no restarts")
+            for k in range(4)
+        ]
+
+    for lost, verdict in (("no restarts", "holds"), ("restarts every three rounds", "fails")):
+        found = told(17, lines(lost))
+        assert found is not None and found.verdict == verdict
 
 
 def test_rankings_are_alike_only_if_that_is_sure() -> None:
     some = [*range(20)]
-    assert claims.ranked_alike(some, [x**3 for x in some]).verdict == "holds"
-    assert claims.ranked_alike(some, [-x for x in some]).verdict == "fails"
-    assert claims.ranked_alike(some[:4], some[:4]).verdict == "open"
-    assert claims.ranked_alike(some[:6], [1, 0, 2, 4, 3, 5]).verdict == "open"
+    assert verdicts.ranked_alike(some, [x**3 for x in some]).verdict == "holds"
+    assert verdicts.ranked_alike(some, [-x for x in some]).verdict == "fails"
+    assert verdicts.ranked_alike(some[:4], some[:4]).verdict == "open"
+    assert verdicts.ranked_alike(some[:6], [1, 0, 2, 4, 3, 5]).verdict == "open"
 
 
 def test_every_registered_claim_has_a_row_and_each_test_belongs_to_a_claim() -> None:

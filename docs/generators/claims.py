@@ -9,53 +9,21 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from generators.annealed import branches, time_shares
-from generators.gains import MARGIN, Gain, gains
+from generators.gains import Gain, gains
+from generators.verdicts import Arm, Found, costs_little, equal, leads, matches, ranked_alike, rises, stays
 from gossamer.record.jsonl import json_lines
-from gossamer.report.paired import effect, holm, trend
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, place_of, points
 
-__all__ = [
-    "CHECKS",
-    "NOT_RUN",
-    "Arm",
-    "Found",
-    "claims_page",
-    "costs_little",
-    "equal",
-    "leads",
-    "ranked_alike",
-    "registered",
-    "rises",
-]
+__all__ = ["CHECKS", "NOT_RUN", "Check", "Outcomes", "claims_page", "registered"]
 
 ROOT = Path(__file__).parents[2]
 NOT_RUN = "not run yet"
-_LEVEL = 0.05
-_ALIKE = 0.5
-"""Spearman's ρ that two rankings must surely exceed to count as alike."""
-_FEW = 3
-
-
-class Arm(NamedTuple):
-    """One comparison of a claim."""
-
-    name: str
-    pairs: Sequence[tuple[float, float]]
-    """Of each seed the loss of the method that the claim praises minus the other's, and the other's."""
-
-
-class Found(NamedTuple):
-    """What outcomes say of a claim."""
-
-    effect: str
-    verdict: str
-    """holds, holds in part, fails, open, not testable here, or not run yet."""
 
 
 Outcomes = Callable[[str], tuple[Sequence[Point], Sequence[PointResult]]]
@@ -69,76 +37,6 @@ class Check(NamedTuple):
     """What makes its outcomes; empty while no file does."""
     found: Callable[[Outcomes], Found | None]
     """None without outcomes."""
-
-
-def leads(arms: Sequence[Arm]) -> Found:
-    """Whether the praised method leads: the 95 % interval of the difference is below 0, after Holm's correction over the arms.
-
-    It holds if it leads in each arm, in part if in some, fails if every arm is decided and none for it, and is open otherwise.
-    """
-    apart = _apart(arms)
-    below = [p is not None and p < _LEVEL and _mean(arm) < 0 for arm, p in zip(arms, apart, strict=True)]
-    decided = [(p is not None and p < _LEVEL) or _equivalent(arm) for arm, p in zip(arms, apart, strict=True)]
-    return Found(
-        _effects(arms), _verdict(below, [not led and known for led, known in zip(below, decided, strict=True)])
-    )
-
-
-def equal(arms: Sequence[Arm]) -> Found:
-    """Whether the two are equivalent: the 90 % interval of the difference lies within the margin of all stages.
-
-    It holds if they are so in each arm, in part if in some, fails if they surely differ in all, and is open otherwise.
-    """
-    alike = [_equivalent(arm) for arm in arms]
-    apart = [p is not None and p < _LEVEL and not same for p, same in zip(_apart(arms), alike, strict=True)]
-    return Found(_effects(arms), _verdict(alike, apart))
-
-
-def matches(arms: Sequence[Arm]) -> Found:
-    """Whether the praised method leads or is equivalent, by the same rules, in each arm; it fails where all surely trail."""
-    apart, alike = _apart(arms), [_equivalent(arm) for arm in arms]
-    sure = [p is not None and p < _LEVEL for p in apart]
-    reached = [same or (known and _mean(arm) < 0) for arm, known, same in zip(arms, sure, alike, strict=True)]
-    return Found(
-        _effects(arms), _verdict(reached, [known and not own for known, own in zip(sure, reached, strict=True)])
-    )
-
-
-def costs_little(arms: Sequence[Arm], percent: float) -> Found:
-    """Whether the praised method costs less than so many per cent of the other's loss, by the 95 % interval of each arm."""
-    effects = [effect(arm.pairs) for arm in arms]
-    ends = [
-        (one.percent - 100 * half / loss, one.percent + 100 * half / loss)
-        if (half := one.half) is not None and one.percent is not None
-        else (-float("inf"), float("inf"))
-        for one, arm in zip(effects, arms, strict=True)
-        for loss in [statistics.fmean(loss for _, loss in arm.pairs)]
-    ]
-    return Found(_effects(arms), _verdict([high < percent for _, high in ends], [low > percent for low, _ in ends]))
-
-
-def rises(rows: Mapping[str, Sequence[Sequence[float]]]) -> Found:
-    """Whether values rise along a sweep by Page's test, after Holm's correction; of each name a row for each seed."""
-    up, down = (holm([trend(own, slope) for own in rows.values()]) for slope in ("rising", "falling"))
-    said = ", ".join(f"{name}: p = {DASH if p is None else f'{p:.3f}'}" for name, p in zip(rows, up, strict=True))
-    sure = [[p is not None and p < _LEVEL for p in some] for some in (up, down)]
-    return Found(said, _verdict(*sure))
-
-
-def ranked_alike(ours: Sequence[float], theirs: Sequence[float]) -> Found:
-    """Whether two methods rank the same settings alike: the 95 % interval of Spearman's ρ (Fisher's z) lies above 0.5.
-
-    It fails where the interval lies below. No threshold was registered; this is that of the expectation for stage 7.
-    """
-    from scipy.stats import spearmanr
-
-    rho, n = float(cast(Any, spearmanr(ours, theirs)).statistic), len(ours)
-    if n < 5 or not math.isfinite(rho):
-        return Found(f"ρ = {rho:.2f} over {n} settings", "open")
-    half = 1.96 * math.sqrt((1 + rho**2 / 2) / (n - 3))  # the variance of z for ranks: Bonett and Wright 2000
-    bounded = max(-1 + 1e-9, min(1 - 1e-9, rho))
-    low, high = math.tanh(math.atanh(bounded) - half), math.tanh(math.atanh(bounded) + half)
-    return Found(f"ρ = {rho:.2f} [{low:.2f}, {high:.2f}] over {n} settings", _verdict([low > _ALIKE], [high < _ALIKE]))
 
 
 def registered() -> dict[int, tuple[str, str, str]]:
@@ -168,36 +66,6 @@ def _committed(stem: str) -> tuple[Sequence[Point], Sequence[PointResult]]:
     ended = read_results(outcomes)
     seeds = sorted({one.seed for one in ended})
     return points(load(ROOT / "configs" / "evidence" / f"{name}.toml"), seeds=seeds, scale=scale), ended
-
-
-def _verdict(fulfilled: Sequence[bool], refuted: Sequence[bool]) -> str:
-    if all(fulfilled):
-        return "holds"
-    return "holds in part" if any(fulfilled) else "fails" if all(refuted) else "open"
-
-
-def _apart(arms: Sequence[Arm]) -> list[float | None]:
-    return holm([effect(arm.pairs).apart for arm in arms])
-
-
-def _equivalent(arm: Arm) -> bool:
-    p = effect(arm.pairs, margin=MARGIN).equivalent
-    return p is not None and p < _LEVEL
-
-
-def _mean(arm: Arm) -> float:
-    return statistics.fmean(difference for difference, _ in arm.pairs)
-
-
-def _effects(arms: Sequence[Arm]) -> str:
-    if len(arms) > _FEW:
-        means = sorted(_mean(arm) for arm in arms)
-        return f"{len(arms)} cells, means from {means[0]:+.3f} to {means[-1]:+.3f}"
-    return "; ".join(
-        f"{arm.name} {one.mean:+.4f}" + ("" if one.half is None else f" ± {one.half:.4f}") + f" ({len(arm.pairs)} seeds)"
-        for arm in arms
-        for one in [effect(arm.pairs)]
-    )  # fmt: skip
 
 
 def _pairs(ended: Sequence[PointResult], praised: str, other: str) -> list[Arm]:
@@ -321,6 +189,84 @@ def _uncompressed(of: Outcomes, stems: Mapping[str, str], praised: Sequence[str]
     return matches(arms) if arms else None
 
 
+def _best_outer_rates(of: Outcomes) -> Found | None:
+    """Claim 9: η of the lowest loss with each number of workers, where all its runs have ended."""
+    runs, ended = of("outer_lr")
+    asked: dict[tuple[int, int], int] = {}
+    for run in runs:
+        asked[run.seed, run.at["workers"]] = asked.get((run.seed, run.at["workers"]), 0) + 1
+    tried: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for one in ended:
+        loss = math.inf if one.row["loss"] is None else one.row["loss"]
+        tried.setdefault((one.seed, one.at["workers"]), []).append((loss, one.at["rule.lr"]))
+    best = {cell: min(some)[1] for cell, some in tried.items() if len(some) == asked.get(cell)}
+    numbers = sorted({workers for _, workers in asked})
+    rows = [
+        [best[seed, workers] for workers in numbers]
+        for seed in sorted({seed for seed, _ in asked})
+        if all((seed, workers) in best for workers in numbers)
+    ]
+    if not rows:
+        return None
+    found = rises({"DiLoCo": rows})
+    said = ", ".join(
+        f"{statistics.fmean(each):.2f} with {workers}" for workers, *each in zip(numbers, *rows, strict=True)
+    )
+    return Found(f"mean best η {said}; {found.effect}", found.verdict)
+
+
+def _disagreement(of: Outcomes) -> Found | None:
+    """Claim 13: how the disagreement of Factored Gossip grows from 45 rounds to 90, for each γ."""
+    ends: dict[tuple[float, int], dict[int, float]] = {}
+    for one in of("disagreement")[1]:
+        if one.method == "Factored Gossip":
+            apart = one.row["disagreement"] if one.row["loss"] is not None else math.inf
+            ends.setdefault((one.at["rule.momentum"], one.seed), {})[one.at["run.steps"]] = apart
+    growth: dict[str, list[float]] = {}
+    for (momentum, _), own in sorted(ends.items()):
+        if len(own) == 2:
+            growth.setdefault(f"γ = {momentum:g}", []).append(own[max(own)] / own[min(own)])
+    return stays(growth, 1.5) if growth else None
+
+
+def _stale(of: Outcomes) -> Found | None:
+    """Claim 15: each at the outer learning rate that is best for it in the mean over the seeds."""
+    losses: dict[str, dict[float, dict[int, float]]] = {}
+    for one in of("stale_adam")[1]:
+        if one.row["loss"] is not None:
+            losses.setdefault(one.method, {}).setdefault(one.at["server.lr"], {})[one.seed] = one.row["loss"]
+    best = {
+        name: min(
+            (own for own in rates.values() if len(own) == max(map(len, rates.values()))),
+            key=lambda own: statistics.fmean(own.values()),
+        )
+        for name, rates in losses.items()
+    }
+    ours = best.get("CGAD", {})
+    arms = [
+        Arm(f"CGAD above {name}", [(ours[seed] - theirs[seed], theirs[seed]) for seed in sorted(ours.keys() & theirs)])
+        for name, theirs in best.items()
+        if name != "CGAD" and ours.keys() & theirs
+    ]
+    return leads(arms) if arms else None
+
+
+def _restarts(of: Outcomes) -> Found | None:
+    """Claim 17: the share of settings that end within 0.1 nats of the best of all, without restarts minus with them."""
+    losses: dict[int, dict[str, list[float]]] = {}
+    for one in of("restarts")[1]:
+        loss = math.inf if one.row["loss"] is None else one.row["loss"]
+        losses.setdefault(one.seed, {}).setdefault(one.method, []).append(loss)
+    pairs = list[tuple[float, float]]()
+    for own in losses.values():
+        best = min(min(some) for some in own.values())
+        stable = {name: statistics.fmean(loss < best + 0.1 for loss in some) for name, some in own.items()}
+        if len(stable) == 2 and len({len(some) for some in own.values()}) == 1:
+            with_them = stable["restarts every three rounds"]
+            pairs.append((stable["no restarts"] - with_them, with_them))
+    return leads([Arm("share of stable settings, none minus restarts", pairs)]) if pairs else None
+
+
 _WIDTHS, _BITS = (32, 16, 8, 4, 2), ("4", "4 and 3", "3")
 _PIPELINES = {"narrow_adamw_tuned": ", AdamW", "narrow_muon_tuned": ", Muon"}
 _NARROW = (
@@ -352,21 +298,33 @@ CHECKS: Mapping[int, Check] = {
     ),
     7: Check(_TUNED, lambda of: _momentum(of, lambda cell: cell.plain == "local SGD", "tuned")),
     8: Check(_LENGTHS, _single_steps_are_worst),
+    9: Check("compare configs/evidence/outer_lr.toml --seeds 0,1,2", _best_outer_rates),
     10: Check(
         _SYSTEMS,
         _against("systems_tuned", ("streaming, overlap 10", "DiLoCo"), rule=lambda arms: costs_little(arms, 0.2)),
     ),
     11: Check(_SYSTEMS, _against("systems_tuned", ("DiLoCo, fp4", "DiLoCo"), rule=equal)),
     12: Check(_SYSTEMS, _against("systems_tuned", ("eager", "naive delay"), rule=leads)),
+    13: Check("compare configs/evidence/disagreement.toml --seeds 0,1,2", _disagreement),
     14: Check(_LEADERS, _against("leaderboard_tuned", ("fgd_pairs", "gossip"), rule=leads)),
+    15: Check("compare configs/evidence/stale_adam.toml --seeds 0,1,2", _stale),
     16: Check(
         _ASYNCHRONOUS,
         _against("asynchronous_tuned", ("HeLoCo, contiguous", "delayed Nesterov, contiguous"), rule=leads),
     ),
+    17: Check("compare configs/evidence/restarts.toml --seeds 0,1,2", _restarts),
     18: Check(_LEADERS, _against("leaderboard_tuned", ("sparseloco", "diloco"), rule=leads)),
     19: Check(_LEADERS, _against("leaderboard_tuned", ("muloco", "diloco"), rule=leads)),
     20: Check(_TUNED, _against("tuned", ("NoLoCo", "DiLoCo"), rule=equal)),
     21: Check(_SYSTEMS, _against("systems_tuned", ("DES-LOC", "local Adam"), rule=equal)),
+    22: Check(
+        "compare configs/evidence/primal_tuned.toml --seeds 0,1,2",
+        _against(
+            "primal_tuned",
+            *((f"GPA, {some} of the steps", "AdamW") for some in ("nine tenths", "three quarters")),
+            rule=matches,
+        ),
+    ),
     23: Check(_SYSTEMS, _against("systems_tuned", ("SGP", "data parallel"), rule=equal)),
     24: Check(
         "compare configs/evidence/ring_of_32_tuned.toml --seeds 0,1,2",
