@@ -6,7 +6,8 @@
 The bare loop trains the same n models one after the other on one thread, with the same batches, optimizer and clipping, and
 never exchanges. Ratio = simulator / (cores x bare loop). Each side runs in its own process, the two alternate, and the ratio is
 that of the medians; memory is the peak of the process minus its memory after imports. With `--batched` a third side trains so
-many replicas as one computation (`run.batched`).
+many replicas as one computation (`run.batched`), and a fourth compiles it too, with products in bf16 (`inner.compile`,
+`inner.autocast`); every side runs twice, and the second time counts, when all is compiled.
 """
 
 import argparse
@@ -31,10 +32,10 @@ def config_of(args: argparse.Namespace):
             "topology": {"name": "random"},
             "model": {"size": args.size} | ({"layers": args.layers} if args.layers else {}),
             "data": {"batch_size": args.sequences, "seq_len": args.seq_len},
-            "inner": {"clip": 1.0},
+            "inner": {"clip": 1.0} | ({"autocast": "bf16", "compile": True} if args.side == "compiled" else {}),
             "run": {
                 "steps": args.steps, "local_steps": args.steps // 3, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0,
-                "device": "cpu", "batched": args.batched if args.side == "batched" else 1,
+                "device": "cpu", "batched": args.batched if args.side in ("batched", "compiled") else 1,
             },
             "record": {"tensorboard": False, "export": False},
         }
@@ -91,20 +92,22 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--batched", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--side", choices=["simulated", "batched", "bare"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["simulated", "batched", "compiled", "bare"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         import gossamer.run.simulate
 
         assert gossamer.run.simulate
         config, before = config_of(args), peak_bytes()
-        rate = bare(config) if args.side == "bare" else simulated(config)
+        of = bare if args.side == "bare" else simulated
+        of(config)
+        rate = of(config)
         print(json.dumps([rate, peak_bytes() - before]))
         return
 
     found: dict[str, list[tuple[float, int]]] = {"simulated": [], "bare": []}
     if args.batched > 1:
-        found["batched"] = []
+        found |= {"batched": [], "compiled": []}
     for _ in range(args.repeats):
         for side, results in found.items():
             words = [sys.executable, __file__, *sys.argv[1:], "--side", side]
@@ -120,7 +123,8 @@ def main() -> None:
     print(f"simulator / (cores x loop) = {rate['simulated'] / rate['bare'] / cores:.2f}   (aim 0.93)")
     print(f"memory / loop              = {memory['simulated'] / memory['bare']:.2f}   (aim at most 2)")
     if args.batched > 1:
-        print(f"batched / simulator        = {rate['batched'] / rate['simulated']:.2f}   (aim 3)")
+        print(f"batched / simulator        = {rate['batched'] / rate['simulated']:.2f}")
+        print(f"compiled in bf16 / simulator = {rate['compiled'] / rate['simulated']:.2f}   (aim 3)")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from gossamer.models.stacked import stacked_losses
 from gossamer.run.config import RunConfig, digest
 from gossamer.run.stack import Stack
 from gossamer.run.synchronous import Rounds
-from tiny import tiny
+from tiny import single, tiny
 
 
 def trained(config: RunConfig, folder, until: int | None = None, **given) -> Rounds:
@@ -107,8 +107,8 @@ def test_a_stack_computes_in_the_precision_of_the_run(tmp_path):
 
 
 def test_a_compiled_stack_is_equal_to_another_but_for_rounding_and_resumes_to_the_same_bits(tmp_path):
-    config = tiny(run__batched=2, inner__compile=True)
+    config, plain = (single(workers=2, run__batched=2, inner__compile=compiled) for compiled in (True, False))
     whole = trained(config, tmp_path / "whole")
-    torch.testing.assert_close(x_of(whole), x_of(trained(tiny(run__batched=2), tmp_path / "plain")), rtol=0, atol=2e-5)
+    torch.testing.assert_close(x_of(whole), x_of(trained(plain, tmp_path / "plain")), rtol=0, atol=2e-5)
     trained(config, tmp_path / "cut", until=2)
     assert torch.equal(x_of(whole), x_of(trained(config, tmp_path / "cut", resume=True)))

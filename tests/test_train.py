@@ -122,6 +122,20 @@ def test_workers_that_resume_a_run_that_has_ended_say_so_once_and_leave_it_as_it
     assert {path: path.read_bytes() for path in (root / "real").glob("*.jsonl")} == before
 
 
+def test_compiled_workers_compute_what_their_compiled_simulation_computes(tmp_path):
+    options = {"workers": 2, "inner__compile": True, "inner__autocast": "bf16", "run__steps": 4, "run__eval_every": 0}
+    config = single(**options, run__timeout_s=300)
+    code, output = run(*words_of(config, tmp_path / "real"))
+    assert code == 0, output
+    simulate(config, tmp_path / "simulated")
+    assert all(map(torch.equal, parameters(tmp_path / "real", config), parameters(tmp_path / "simulated", config)))
+    plain = single(**{**options, "inner__compile": False})
+    simulate(plain, tmp_path / "plain")
+    for ours, theirs in zip(parameters(tmp_path / "real", config), parameters(tmp_path / "plain", plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)  # two steps of Adam at most
+        assert not torch.equal(ours, theirs)
+
+
 def test_all_reduce_as_an_option_agrees_within_rounding(tmp_path):
     options = {"rule__name": "diloco", "topology__name": "complete", "run__steps": 4, "run__timeout_s": 60}
     config = single(**options, run__reduction="all_reduce")
