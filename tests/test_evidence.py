@@ -291,6 +291,8 @@ def test_the_leaderboard_reads_every_method_at_equal_tokens_at_equal_bytes_and_a
     table = leaderboard.leaderboard_table(found, ["gasloc", "sgp"])
     assert "| gasloc | 2.0500 ± 0.0707 | 3.0 | 2.0500 ± 0.0707 | 3.0 |" in table
     assert "| a2cid2 | 2.4000 ± 0.0000 | 9.0 | – | – |" in table and "| sgp | not run yet | – | – | – |" in table
+    picture = leaderboard.drawn_standings(found).decode()
+    assert all(picture.count(name) >= 1 for name in ("a2cid2", "gasloc", "even", "nats per byte"))
     assert leaderboard.standings(every[1:3]) == [], "no seed that both have"
     assert "| gasloc | not run yet |" in leaderboard.leaderboard_table([], ["gasloc"])
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
 from generators.gains import Gain, drawn_gains, gains, gains_page
+from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
 from gossamer.report.figures import Figure, draw_figure, table
@@ -62,6 +63,9 @@ def page(outcomes: Path) -> str:
         cells = _cells(outcomes, runs, found)
         at_ends = [] if asked is not None else _branches(found, runs)
         parts.append(_said(lines, len(runs)))
+        picture = f"![{outcomes.stem}]({outcomes.stem}.svg)\n"
+        if ranked := _ranked(outcomes, found):
+            return "\n\n".join([*parts, leaderboard_table(ranked), picture])
         if asked is not None and _has_target(found, asked):
             parts.append(table(found, asked))
         elif at_ends:
@@ -71,12 +75,12 @@ def page(outcomes: Path) -> str:
         if cells:
             parts.append(f"## With momentum and without\n\n{gains_page(cells)}")
         if (cells or at_ends) if asked is None else _has_target(found, asked):
-            parts.append(f"![{outcomes.stem}]({outcomes.stem}.svg)\n")
+            parts.append(picture)
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 
 def drawn(outcomes: Path) -> bytes | None:
-    """The figure of an experiment: that which its file asks for, else of annealed losses or of the gain of momentum."""
+    """The figure of an experiment: what its file asks for, the leaderboard, annealed losses or the gain of momentum."""
     file, scale = config_of(outcomes)
     document = load(file)
     if _is_tuning([line for _, line in json_lines(outcomes)]):
@@ -85,9 +89,16 @@ def drawn(outcomes: Path) -> bytes | None:
     found, asked = _in_order(outcomes, runs), figure(document)
     if asked is not None:
         return draw_figure(found, asked) if _has_target(found, asked) else None
+    if ranked := _ranked(outcomes, found):
+        return drawn_standings(ranked)
     if at_ends := _branches(found, runs):
         return drawn_branches(at_ends, runs[0].method)
     return drawn_gains(cells) if (cells := _cells(outcomes, runs, found)) else None
+
+
+def _ranked(outcomes: Path, found: Sequence[PointResult]) -> list[Standing]:
+    """The standings of the leaderboard; of any other experiment none."""
+    return standings(found) if outcomes.stem == LEADERBOARD else []
 
 
 def _cells(outcomes: Path, runs: Sequence[Point], found: Sequence[PointResult]) -> list[Gain]:

@@ -1,5 +1,6 @@
 """The leaderboard: methods at their tuned settings, at equal tokens, at equal bytes, and by the time to a loss that all reach."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -7,13 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from generators.claims import NOT_RUN
+from gossamer.report.charts import drawing, plain_axes, svg
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.document import load
 
-__all__ = ["Standing", "leaderboard_page", "leaderboard_table", "standings"]
+__all__ = ["LEADERBOARD", "Standing", "drawn_standings", "leaderboard_page", "leaderboard_table", "standings"]
 
 ROOT = Path(__file__).parents[2]
+LEADERBOARD = "leaderboard_tuned"
+"""The stem of its outcomes."""
 _BUDGET = "gasloc"
 _MEGA, _MINUTE = 1e6, 60
 
@@ -77,10 +81,37 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
 
 def leaderboard_page() -> str:
     """The table of the committed outcomes, with a row for each registered method."""
-    outcomes = ROOT / "docs" / "results" / "evidence" / "leaderboard_tuned.jsonl"
+    outcomes = ROOT / "docs" / "results" / "evidence" / f"{LEADERBOARD}.jsonl"
     rows: list[dict[str, Any]] = load(ROOT / "configs" / "evidence" / "leaderboard.toml")["variant"]
     asked = [row["method"] for row in rows]
     return leaderboard_table(standings(read_results(outcomes)) if outcomes.exists() else [], asked)
+
+
+def drawn_standings(found: Sequence[Standing]) -> bytes:
+    """The standings as SVG: the loss of each method, best at the top, and its minutes to the worst's on each network."""
+    from matplotlib.figure import Figure as Canvas
+
+    networks, places = [*found[0].seconds], range(len(found))
+    with drawing():
+        canvas = Canvas(figsize=(8.0, 1.0 + 0.3 * len(found)), layout="constrained")
+        losses, minutes = canvas.subplots(1, 2, sharey=True)
+        means = [statistics.fmean(one.loss) for one in found]
+        spreads = [statistics.stdev(one.loss) if len(one.loss) > 1 else 0.0 for one in found]
+        losses.errorbar(means, places, xerr=spreads, fmt="o")
+        losses.set_yticks(places, [one.method for one in found])
+        losses.invert_yaxis()
+        for marker, name in zip(itertools.cycle("os^Dv"), networks):
+            known = [
+                (statistics.fmean(some) / _MINUTE, place)
+                for place, one in enumerate(found)
+                if (some := [each for each in one.seconds[name] if each is not None]) and len(some) == len(one.loss)
+            ]
+            minutes.plot([x for x, _ in known], [y for _, y in known], marker, linestyle="none", label=name)
+        minutes.set_xscale("log")
+        minutes.legend()
+        plain_axes(losses, "loss at equal tokens, nats per byte")
+        plain_axes(minutes, "minutes to the loss of the worst")
+        return svg(canvas)
 
 
 def _last(curve: Sequence[tuple[float, float]], most: float) -> float | None:
