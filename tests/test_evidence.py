@@ -1,6 +1,7 @@
 """The registered experiments: settings that were tuned, what their pages make of outcomes, and the verdicts on claims."""
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from generators.verdicts import Arm
 from gossamer.data.corpus import fingerprint, open_corpus
 from gossamer.errors import DataError
 from gossamer.models.sizes import parameter_count
-from gossamer.report.results import PointResult
+from gossamer.report.results import PointResult, read_results
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, points
 from gossamer.run.settle import settle
@@ -317,6 +318,31 @@ def test_later_stages_use_the_settings_that_tuning_chose() -> None:
             wanted = wanted or chosen["iid", rule.name, "random2" if topology.name == "ring" else "random1"]
             given = {"inner.lr": run.config.inner.lr, **{f"rule.{key}": value for key, value in rule.options.items()}}
             assert wanted.items() <= given.items(), (name, run.label, wanted)
+
+
+def test_bf16_moves_the_gain_of_momentum_by_less_than_a_tenth_of_it() -> None:
+    """The numbers that docs/evidence.md says of it: the largest difference of a run, and that of the gains."""
+    of = {
+        name: {
+            (one.method, one.seed): one.row["loss"]
+            for one in read_results(FIRST_STAGE / f"{name}.jsonl")
+            if one.at["workers"] == 8 and one.at["run.local_steps"] == 40
+        }
+        for name in ("momentum", "momentum_fp32")
+    }
+    ours, exact = of["momentum"], of["momentum_fp32"]
+    assert ours.keys() == exact.keys() and len(ours) == 60
+    furthest = max(abs(ours[run] - exact[run]) for run in ours)
+    plain = {"GASLoC": "gossip", "DiLoCo": "local SGD"}
+    moved = [
+        ours[method, seed] - ours[other, seed] - exact[method, seed] + exact[other, seed]
+        for method, seed in ours
+        for name, without in plain.items()
+        if method.startswith(name) and (other := method.replace(name, without))
+    ]
+    said = f"{statistics.fmean(moved):.4f} ± {statistics.stdev(moved):.4f}<!-- tests/test_evidence.py -->"
+    text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    assert len(moved) == 30 and said in text and f"{furthest:.4f}<!-- tests/test_evidence.py -->" in text
 
 
 def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None:

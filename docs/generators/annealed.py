@@ -75,7 +75,7 @@ def annealed_page(found: Sequence[Branch], target: str) -> str:
                 each, mean = ", ".join(f"{one.above:+.4f}" for one in here), statistics.fmean(one.above for one in here)
                 share = statistics.fmean(one.share for one in here)
                 rows.append([method, str(rounds), f"{share:.3f}", each, f"{mean:+.4f}"])
-        heads = [f"on {network}", f"first annealed as low as {target}, over its time; each seed", "mean"]
+        heads = [f"on {network}", f"first annealed as low as {target}, over its time; each seed", "mean share"]
         parts.append(markdown_lines([heads, ["---", "---:", "---:"], *firsts]))
         heads = ["method", "rounds", f"time over {target}'s", f"annealed loss above {target}'s last; each seed", "mean"]
         parts.append(markdown_lines([heads, ["---", *["---:"] * 4], *rows]))
