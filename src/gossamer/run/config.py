@@ -166,11 +166,8 @@ class RunConfig:
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
         must_fit(self.pipeline, self.model, self.data, self.workers, self.schedule)
-        if self.inner.compile and self.pipeline.stages > 1:
-            raise ConfigError(
-                f"inner.compile is true and pipeline.stages is {self.pipeline.stages}, but only whole replicas are compiled; "
-                "remove one of the two"
-            )
+        if self.inner.compile:
+            self._must_compile()
         if self.run.batched > 1:
             self._must_be_batched()
         must_deal(self.model.experts, self.workers)
@@ -184,6 +181,21 @@ class RunConfig:
                 f"record.alignment is true and the run is asynchronous ({self.kind}), but pseudo-gradients are compared round by "
                 "round; remove record.alignment"
             )
+
+    def _must_compile(self) -> None:
+        """Raises ConfigError unless the steps of a replica can be compiled."""
+        for key, given, why in (
+            ("pipeline.stages", self.pipeline.stages > 1, "only whole replicas are compiled"),
+            (
+                "model.experts",
+                self.model.experts is not None,
+                "a mixture of experts computes other shapes in every step",
+            ),
+        ):
+            if given:
+                raise ConfigError(
+                    f"inner.compile is true and {key} is {attrgetter(key)(self)!r:.60}, but {why}; remove one of the two"
+                )
 
     def _must_be_batched(self) -> None:
         """Raises ConfigError unless replicas can train as one computation."""

@@ -60,9 +60,9 @@ def made_ready(losses: Callable[..., Tensor], config: RunConfig) -> Callable[...
 @functools.cache
 def _compiled(losses: Callable[..., Tensor]) -> Callable[..., Tensor]:
     must_have_compiler("inner.compile")
-    # An experiment trains many shapes in one process, and the compiler gives up on a function at the ninth.
-    torch._dynamo.config.recompile_limit = 1000
-    return torch.compile(losses, dynamic=False)
+    # An experiment trains many shapes in one process, where the compiler would give up on a function at the ninth; and dropout
+    # shall drop what it drops without the compiler.
+    return torch.compile(losses, dynamic=False, recompile_limit=1000, options={"fallback_random": True})
 
 
 def must_be_finite(loss: float, replica: "Replica", round: int) -> None:
