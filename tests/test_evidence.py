@@ -1,6 +1,7 @@
 """The registered experiments: settings that were tuned, what their pages make of outcomes, and the verdicts on claims."""
 
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -343,6 +344,22 @@ def test_bf16_moves_the_gain_of_momentum_by_less_than_a_tenth_of_it() -> None:
     said = f"{statistics.fmean(moved):.4f} ± {statistics.stdev(moved):.4f}<!-- tests/test_evidence.py -->"
     text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
     assert len(moved) == 30 and said in text and f"{furthest:.4f}<!-- tests/test_evidence.py -->" in text
+
+
+def test_what_was_predicted_of_the_held_out_size_is_compared_with_what_came() -> None:
+    losses: dict[str, dict[int, float]] = {}
+    for one in read_results(FIRST_STAGE / "size-870k.jsonl"):
+        losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    registered = (ROOT / "docs" / "results" / "registered.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| -?[\d.]+ \| (-?[\d.]+) to (-?[\d.]+) \|$", registered, re.MULTILINE)
+    assert len(rows) == 4
+    for what, low, high in rows:
+        ours, _, theirs = what.removeprefix("loss of ").partition(" minus ")
+        seeds = losses[ours].keys() & losses[theirs].keys() if theirs else losses[ours].keys()
+        mean = statistics.fmean(losses[ours][seed] - (losses[theirs][seed] if theirs else 0.0) for seed in seeds)
+        word = "held" if float(low) <= mean <= float(high) else "failed"
+        assert re.search(rf"^\| {what} \|.*\| {low} to {high} \| {word} \|$", page, re.MULTILINE), (what, mean)
 
 
 def test_the_registered_sizes_have_the_parameters_that_their_names_say() -> None:
