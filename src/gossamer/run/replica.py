@@ -60,9 +60,17 @@ def made_ready(losses: Callable[..., Tensor], config: RunConfig) -> Callable[...
 @functools.cache
 def _compiled(losses: Callable[..., Tensor]) -> Callable[..., Tensor]:
     must_have_compiler("inner.compile")
-    # An experiment trains many shapes in one process, where the compiler would give up on a function at the ninth; and dropout
-    # shall drop what it drops without the compiler.
-    return torch.compile(losses, dynamic=False, recompile_limit=1000, options={"fallback_random": True})
+    from torch._dynamo import config as dynamo  # takes seconds to import
+
+    # Dropout shall drop what it drops without the compiler.
+    compiled = torch.compile(losses, dynamic=False, options={"fallback_random": True})
+
+    def within_limits(*args: Any) -> Tensor:
+        # An experiment trains many shapes in one process, where the compiler would give up on a function at the ninth.
+        with dynamo.patch(recompile_limit=1000):
+            return compiled(*args)
+
+    return within_limits
 
 
 def must_be_finite(loss: float, replica: "Replica", round: int) -> None:
