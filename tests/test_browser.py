@@ -133,6 +133,7 @@ def test_the_report_sorts_hides_zooms_reads_and_copies_by_mouse_and_by_keyboard(
     page.select_option("#axis", "tokens")
     assert "tokens" in (svg.get_attribute("aria-label") or "")
     chart.locator("summary").click()
+    until(chart.locator("textarea").input_value)  # filled once the browser says that it is open
     lines = chart.locator("textarea").input_value().splitlines()
     assert len(lines) == 1 + ROUNDS and [float(x) for x in lines[-1].split("\t")] == [64 * 4 * ROUNDS, 2.5, 2.5]
 
