@@ -39,10 +39,10 @@ def small(config: RunConfig) -> RunConfig:
     h = config.run.local_steps
     local_steps = tuple(min(2, own) for own in h) if isinstance(h, tuple) else min(2, h)
     steps = 2 * (max(local_steps) if isinstance(local_steps, tuple) else local_steps)
-    cut = (
-        config.pipeline.stages > 1 or config.model.bottleneck
-    )  # which keep their layers, and room for tiles and bottlenecks
-    size = {"hidden_size": 64} if cut else {"hidden_size": 8, "layers": 1}
+    narrow = (
+        config.pipeline.stages > 1 or config.model.bottleneck is not None
+    )  # keeps its layers, and room for tiles and widths
+    size = {"hidden_size": 64} if narrow else {"hidden_size": 8, "layers": 1}
     model = dataclasses.replace(config.model, heads=2, kv_heads=2, intermediate_size=8, **size)
     return dataclasses.replace(
         config,

@@ -63,19 +63,18 @@ def page(outcomes: Path) -> str:
         cells = _cells(outcomes, runs, found)
         at_ends = [] if asked is not None else _branches(found, runs)
         parts.append(_said(lines, len(runs)))
-        picture = f"![{outcomes.stem}]({outcomes.stem}.svg)\n"
         if ranked := _ranked(outcomes, found):
-            return "\n\n".join([*parts, leaderboard_table(ranked), picture])
-        if asked is not None and _has_target(found, asked):
+            parts.append(leaderboard_table(ranked))
+        elif asked is not None and _has_target(found, asked):
             parts.append(table(found, asked))
         elif at_ends:
             parts.append(annealed_page(at_ends, runs[0].method))
         elif asked is not None or not cells:
             parts.append(markdown_table([one.row for one in found]))
-        if cells:
+        if cells and not ranked:
             parts.append(f"## With momentum and without\n\n{gains_page(cells)}")
-        if (cells or at_ends) if asked is None else _has_target(found, asked):
-            parts.append(picture)
+        if (ranked or cells or at_ends) if asked is None else _has_target(found, asked):
+            parts.append(f"![{outcomes.stem}]({outcomes.stem}.svg)\n")
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
 

@@ -41,6 +41,11 @@ _BATCHED: dict[str, Any] = {
     "schedule.inner_every": (), "run.adapt": False, "run.pace_s": 0.0,
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
+_COMPILED: dict[str, tuple[Any, str]] = {
+    "pipeline.stages": (1, "only whole replicas are compiled"),
+    "model.experts": (None, "a mixture of experts computes other shapes in every step"),
+}
+"""The only values with which steps are compiled, and why."""
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
@@ -184,18 +189,9 @@ class RunConfig:
 
     def _must_compile(self) -> None:
         """Raises ConfigError unless the steps of a replica can be compiled."""
-        for key, given, why in (
-            ("pipeline.stages", self.pipeline.stages > 1, "only whole replicas are compiled"),
-            (
-                "model.experts",
-                self.model.experts is not None,
-                "a mixture of experts computes other shapes in every step",
-            ),
-        ):
-            if given:
-                raise ConfigError(
-                    f"inner.compile is true and {key} is {attrgetter(key)(self)!r:.60}, but {why}; remove one of the two"
-                )
+        for key, (value, why) in _COMPILED.items():
+            if (given := attrgetter(key)(self)) != value:
+                raise ConfigError(f"inner.compile is true and {key} is {given!r:.60}, but {why}; remove one of the two")
 
     def _must_be_batched(self) -> None:
         """Raises ConfigError unless replicas can train as one computation."""
