@@ -157,6 +157,26 @@ def test_a_run_in_stages_takes_the_seconds_of_its_pipeline_and_one_in_one_piece_
         assert in_stages(replace(network, step_s=step_s), one_of_two, LAYOUT).step_s == (6.0, even[0])
 
 
+def test_a_boundary_that_remembers_is_priced_by_how_often_samples_come_again():
+    network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=1.0, stages=StageLinks(bandwidth_bps=1e5))
+    cut = {
+        "model__layers": 4, "data__accumulate": 4, "pipeline__stages": 2, "pipeline__backward": "intk", "run__local_steps": 1,
+    }  # fmt: skip
+
+    def priced_s(steps: int, windows: int) -> float:
+        """Of all steps of a run."""
+        config = tiny(**cut, run__steps=steps, pipeline__forward="aqsgd", data__windows=windows)
+        return steps * in_stages(network, config, LAYOUT).step_s
+
+    of_a_step = 4 * tiny(**cut).data.batch_size
+    once = priced_s(10, 10 * of_a_step)
+    assert once == pytest.approx(10 * in_stages(network, tiny(**cut), LAYOUT).step_s), "first visits are sent whole"
+    assert priced_s(10, 99 * of_a_step) == once
+    twice, thrice = priced_s(20, 10 * of_a_step), priced_s(30, 10 * of_a_step)
+    assert thrice - twice == pytest.approx(twice - once), "every epoch after the first takes as long"
+    assert twice - once < 0.5 * once
+
+
 def test_speeds_of_another_number_of_stages_are_refused():
     network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=1.0, stages=StageLinks(speeds=(1.0, 1.0, 1.0)))
     with pytest.raises(ConfigError, match=r"stages\.speeds lists 3 stages but pipeline\.stages is 2"):

@@ -31,14 +31,19 @@ class Boundary(NamedTuple):
     """Whether h' is h to the last bit."""
     unit: int = 1
     """The hidden size D must be a multiple of it."""
-    remembers: bool = False
-    """Whether what is encoded is the difference to what the receiver has of this sample since its last visit, on both ends."""
+    again_bytes: Callable[[tuple[int, int, int]], int] | None = None
+    """Of a boundary that remembers: the bytes of a payload for samples that have been here before."""
     linear: bool = False
     """Whether h' is a fixed linear projection of h, so that what both ends know of h may be taken off before and put on after."""
     name: str = ""
     """The name of its factory; the factory decorator fills in name and options."""
     options: Mapping[str, Any] = MappingProxyType({})
     """The options of its factory, by name."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what is encoded is the difference to what the receiver has of a sample since its last visit, on both ends."""
+        return self.again_bytes is not None
 
     def __repr__(self) -> str:
         return in_short(self)

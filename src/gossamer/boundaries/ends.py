@@ -24,7 +24,7 @@ class BoundaryEnd:
         self.codec, self.shape = codec, shape
         _, S, D = shape
         self._first_bytes = 4 * S * D
-        self._change_bytes = codec.encode(torch.zeros(1, S, D)).numel() if codec.remembers else 0
+        self._change_bytes = codec.again_bytes((1, S, D)) if codec.again_bytes else 0
         self.memory: dict[int, Tensor] = {}
         """What the receiver has of each sample since its last visit, `[S, D]`."""
         self.sent_bytes = 0

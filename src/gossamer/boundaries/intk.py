@@ -100,4 +100,8 @@ def aqsgd(bits: Bits = 4) -> Boundary:
     def most_bytes(shape: tuple[int, int, int]) -> int:
         return 4 * math.prod(shape)  # of first visits
 
-    return Boundary(encode, decode, most_bytes, fixed=False, remembers=True)
+    def again_bytes(shape: tuple[int, int, int]) -> int:
+        B, S, D = shape
+        return B * (num_bytes(S * D, bits) + 2 * D)  # each sample is sent on its own
+
+    return Boundary(encode, decode, most_bytes, fixed=False, again_bytes=again_bytes)

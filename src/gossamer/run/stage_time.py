@@ -1,10 +1,12 @@
 """The seconds of an inner step of a worker in stages, in place of those of a whole replica."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
 import numpy as np
 
+from gossamer.boundaries import Boundary
 from gossamer.boundaries.ends import LENGTH_BYTES
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
@@ -24,7 +26,8 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
 
     `step_s` is that of a whole replica on one machine. A stage takes the share of it that its matrices have of all
     parameters, over its speed; a third of it forward, two thirds backward (`gossamer.network.pipeline`). Payloads count with the
-    most bytes that they can have. Workers that `pipeline.workers` leaves whole keep theirs.
+    most bytes that they can have. Where a boundary remembers samples it is the mean step of the run, whose first ones visit each
+    of `data.windows` for the first time. Workers that `pipeline.workers` leaves whole keep theirs.
 
     Args: `layout` is that of the whole model.
     Raises: ConfigError when the network gives the speeds of another number of stages.
@@ -39,22 +42,30 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
             f"{pipeline.stages} speeds, or remove stages.speeds"
         )
     cuts = cuts_of(pipeline, config.model)
-    shape = (data.batch_size, data.seq_len)
-    payloads: list[list[int]] = []
-    for direction in DIRECTIONS:
-        boundary = boundary_of(getattr(pipeline, direction))
-        length = 0 if boundary.fixed or boundary.remembers else LENGTH_BYTES
-        payloads.append([boundary.most_bytes((*shape, crossing(config.model, cut))) + length for cut in cuts])
+    shapes = [(data.batch_size, data.seq_len, crossing(config.model, cut)) for cut in cuts]
+    codecs = [boundary_of(getattr(pipeline, direction)) for direction in DIRECTIONS]
+
+    def most_bytes(codec: Boundary) -> list[int]:
+        length = 0 if codec.fixed or codec.remembers else LENGTH_BYTES
+        return [codec.most_bytes(shape) + length for shape in shapes]
+
+    there, back = map(most_bytes, codecs)
     shares = shares_of(layout, cuts)
 
-    def seconds(step_s: float) -> float:
+    def seconds_with(there: Sequence[int], step_s: float) -> float:
         micro_s = [step_s / data.accumulate * share / speeds[k % pipeline.stages] for k, share in enumerate(shares)]
-        there, back = payloads
         forward_s, backward_s = [s / 3 for s in micro_s], [2 * s / 3 for s in micro_s]
         schedule = cast(Order, pipeline.schedule)  # its settings allow no other
         return pipeline_step(
             forward_s, backward_s, there, back, data.accumulate, links, schedule, pipeline.chunks
         ).seconds  # fmt: skip
+
+    def seconds(step_s: float) -> float:
+        whole, again = seconds_with(there, step_s), codecs[0].again_bytes
+        if again is None or data.windows is None:  # nothing backward remembers
+            return whole
+        first = min(1.0, data.windows / (config.run.steps * data.accumulate * data.batch_size))
+        return first * whole + (1 - first) * seconds_with([*map(again, shapes)], step_s)
 
     times = np.asarray(network.step_s, float)
     if pipeline.workers is None and not times.ndim:
