@@ -189,6 +189,11 @@ def _uncompressed(of: Outcomes, stems: Mapping[str, str], praised: Sequence[str]
     return matches(arms) if arms else None
 
 
+def _loss(one: PointResult) -> float:
+    """Infinite where training has lost its numbers."""
+    return math.inf if one.row["loss"] is None else one.row["loss"]
+
+
 def _best_outer_rates(of: Outcomes) -> Found | None:
     """Claim 9: η of the lowest loss with each number of workers, where all its runs have ended."""
     runs, ended = of("outer_lr")
@@ -197,8 +202,7 @@ def _best_outer_rates(of: Outcomes) -> Found | None:
         asked[run.seed, run.at["workers"]] = asked.get((run.seed, run.at["workers"]), 0) + 1
     tried: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for one in ended:
-        loss = math.inf if one.row["loss"] is None else one.row["loss"]
-        tried.setdefault((one.seed, one.at["workers"]), []).append((loss, one.at["rule.lr"]))
+        tried.setdefault((one.seed, one.at["workers"]), []).append((_loss(one), one.at["rule.lr"]))
     best = {cell: min(some)[1] for cell, some in tried.items() if len(some) == asked.get(cell)}
     numbers = sorted({workers for _, workers in asked})
     rows = [
@@ -255,8 +259,7 @@ def _restarts(of: Outcomes) -> Found | None:
     """Claim 17: the share of settings that end within 0.1 nats of the best of all, without restarts minus with them."""
     losses: dict[int, dict[str, list[float]]] = {}
     for one in of("restarts")[1]:
-        loss = math.inf if one.row["loss"] is None else one.row["loss"]
-        losses.setdefault(one.seed, {}).setdefault(one.method, []).append(loss)
+        losses.setdefault(one.seed, {}).setdefault(one.method, []).append(_loss(one))
     pairs = list[tuple[float, float]]()
     for own in losses.values():
         best = min(min(some) for some in own.values())

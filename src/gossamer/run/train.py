@@ -176,8 +176,12 @@ def _train_rounds(
     stages = made.part and open_.enter_context(
         stage_log(store.folder, member.worker, member.part, member.parts, newest)
     )
-    save = _saver(store.path, line, made.worker, board, first)
-    journal = Journal(config, lambda: record, _validator(config, made), save, kind="validation")
+
+    def kept(store: Store, made: _Made) -> tuple[Save, Journal]:
+        save = _saver(store.path, line, made.worker, board, first)
+        return save, Journal(config, lambda: record, _validator(config, made), save, kind="validation")
+
+    save, journal = kept(store, made)
     if not first:
         journal.begin(worker=member.worker)
     stopwatch.start()
@@ -204,8 +208,7 @@ def _train_rounds(
         if now is not before:
             _, store, made = now
             record.log("resplit", round=round, cuts=cuts_of(now.config.pipeline, config.model))
-            save = _saver(store.path, line, made.worker, board, first)
-            journal = Journal(config, lambda: record, _validator(config, made), save, kind="validation")
+            save, journal = kept(store, made)
         end_round(journal, made.worker.replica, round + 1)
         if now is not before and run.checkpoint_every:
             _keep_only(store, member, round + 1, save)
