@@ -5,7 +5,7 @@ make results
 
 import logging
 
-from generators import bound, experiments
+from generators import bound, experiments, sources
 
 __all__ = ["write"]
 
@@ -17,7 +17,7 @@ def write() -> None:
         if (picture := experiments.drawn(outcomes)) is not None:
             outcomes.with_suffix(".svg").write_bytes(picture)
     for page in bound.PAGES:
-        file = bound.ROOT / page
+        file = sources.ROOT / page
         file.write_text(bound.filled(file.read_text(encoding="utf-8"), page), encoding="utf-8")
 
 

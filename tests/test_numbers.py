@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from generators import bound
+from generators import bound, sources
 from generators.bound import filled, unbound
 
 SOURCES = """<!-- sources
@@ -25,13 +25,13 @@ def said(text: str) -> str:
 
 @pytest.mark.parametrize("page", bound.PAGES)
 def test_the_numbers_of_a_page_are_those_of_their_sources(page: str) -> None:
-    text = (bound.ROOT / page).read_text(encoding="utf-8")
+    text = (sources.ROOT / page).read_text(encoding="utf-8")
     assert filled(text, page) == text, "run make results"
 
 
 @pytest.mark.parametrize("page", bound.PAGES[:3])
 def test_a_page_of_claims_has_no_measured_number_without_a_source(page: str) -> None:
-    assert unbound((bound.ROOT / page).read_text(encoding="utf-8")) == []
+    assert unbound((sources.ROOT / page).read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_cells_have_the_key_of_their_row_and_column_and_others_stay() -> None:
 
 def test_a_whole_table_is_that_of_the_experiment() -> None:
     page = f"{SOURCES}<!-- table 1 of h by paper/h_sweep.toml -->\n\n| old |\n|---|\n\nafter\n"
-    made = Path(bound.ROOT / "docs" / "results" / "paper" / "h_sweep.md").read_text(encoding="utf-8")
+    made = Path(sources.ROOT / "docs" / "results" / "paper" / "h_sweep.md").read_text(encoding="utf-8")
     (table,) = [part for part in made.split("\n\n") if part.startswith("|")]
     assert filled(page, "page.md").endswith(f"-->\n\n{table}\n\nafter\n")
 

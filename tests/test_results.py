@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from generators import experiments
+from generators import experiments, sources
 from gossamer.report.results import PointResult, result_lines
 from gossamer.run.document import load
 from gossamer.run.experiment import points
@@ -85,14 +85,15 @@ def test_an_experiment_has_an_outcome_for_each_of_its_runs_and_seeds(file: Path)
 @pytest.mark.parametrize("file", experiments.outcome_files(), ids=lambda file: file.stem)
 def test_the_page_of_an_experiment_is_what_its_outcomes_say(file: Path) -> None:
     assert file.with_suffix(".md").read_text(encoding="utf-8") == experiments.page(file), "run make results"
-    if "figure" in load(experiments.config_of(file)[0]):
+    if "figure" in load(sources.config_of(file)[0]):
         assert b"</svg>" in file.with_suffix(".svg").read_bytes()
 
 
 def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiments, "ROOT", tmp_path)
+    for module in (experiments, sources):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
     config = tmp_path / "configs" / "evidence" / "gap-at-h.toml"
     outcomes = tmp_path / "docs" / "results" / "evidence" / "gap-at-h-twice.jsonl"
     for path in (config, outcomes):
@@ -131,7 +132,7 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
     early = experiments.page(outcomes)
     assert "1 of 2 runs" in early and "| GASLoC | 2.1110 |" in early and experiments.drawn(outcomes) is None
     with pytest.raises(FileNotFoundError, match="other"):
-        experiments.config_of(outcomes.with_name("other.jsonl"))
+        sources.config_of(outcomes.with_name("other.jsonl"))
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)

@@ -48,15 +48,14 @@ from typing import Any, cast
 
 from generators.claims import claims_page
 from generators.leaderboard import leaderboard_page
-from generators.sources import NUMBER, TEXT, Reading, Source, source
+from generators.sources import NUMBER, RESULTS, ROOT, TEXT, Reading, Source, source
 from gossamer.report.figures import table
 from gossamer.report.results import read_results
 from gossamer.run.document import load
 from gossamer.run.experiment import figure
 
-__all__ = ["PAGES", "ROOT", "filled", "unbound"]
+__all__ = ["PAGES", "filled", "unbound"]
 
-ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
     "docs/evidence.md",
@@ -148,7 +147,7 @@ def unbound(text: str) -> list[str]:
 
 def _names(text: str) -> dict[str, Path]:
     listed = [line.split(" = ") for block in _SOURCES.findall(text) for line in block.strip().splitlines()]
-    return {name: ROOT / "docs" / "results" / file for name, file in listed}
+    return {name: RESULTS / file for name, file in listed}
 
 
 def _parts(key: str) -> list[str]:

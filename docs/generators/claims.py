@@ -8,11 +8,11 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from generators.annealed import branches, time_shares
 from generators.gains import Gain, gains
+from generators.sources import RESULTS, config_of
 from generators.verdicts import Arm, Found, costs_little, equal, leads, matches, ranked_alike, rises, stays
 from gossamer.record.jsonl import json_lines
 from gossamer.report.results import PointResult, read_results
@@ -22,7 +22,6 @@ from gossamer.run.experiment import Point, place_of, points
 
 __all__ = ["CHECKS", "NOT_RUN", "Check", "Outcomes", "claims_page", "registered"]
 
-ROOT = Path(__file__).parents[2]
 NOT_RUN = "not run yet"
 
 
@@ -41,7 +40,7 @@ class Check(NamedTuple):
 
 def registered() -> dict[int, tuple[str, str, str]]:
     """The claims of the registered page by number: sentence, source, setting."""
-    text = (ROOT / "docs" / "results" / "registered.md").read_text(encoding="utf-8")
+    text = (RESULTS / "registered.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.+?) \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
     return {int(number): (claim, source, setting) for number, claim, source, setting in rows}
 
@@ -59,13 +58,11 @@ def claims_page() -> str:
 
 
 def _committed(stem: str) -> tuple[Sequence[Point], Sequence[PointResult]]:
-    outcomes = ROOT / "docs" / "results" / "evidence" / f"{stem}.jsonl"
+    outcomes = RESULTS / "evidence" / f"{stem}.jsonl"
     if not outcomes.exists():
         return [], []
-    name, _, scale = stem.partition("-")
-    ended = read_results(outcomes)
-    seeds = sorted({one.seed for one in ended})
-    return points(load(ROOT / "configs" / "evidence" / f"{name}.toml"), seeds=seeds, scale=scale), ended
+    (file, scale), ended = config_of(outcomes), read_results(outcomes)
+    return points(load(file), seeds=sorted({one.seed for one in ended}), scale=scale), ended
 
 
 def _pairs(ended: Sequence[PointResult], praised: str, other: str) -> list[Arm]:
@@ -105,7 +102,7 @@ def _momentum(of: Outcomes, wanted: Callable[[Gain], bool], *stems: str) -> Foun
 
 def _grids(_: Outcomes) -> Found | None:
     """Claim 5: the settings that both were tried at, at the same length, with the same seed."""
-    file = ROOT / "docs" / "results" / "evidence" / "tuning.jsonl"
+    file = RESULTS / "evidence" / "tuning.jsonl"
     if not file.exists():
         return None
     losses: dict[str, dict[tuple[Any, ...], float]] = {}
@@ -273,8 +270,8 @@ def _restarts(of: Outcomes) -> Found | None:
 _WIDTHS, _BITS = (32, 16, 8, 4, 2), ("4", "4 and 3", "3")
 _PIPELINES = {"narrow_adamw_tuned": ", AdamW", "narrow_muon_tuned": ", Muon"}
 _NARROW = (
-    "compare configs/evidence/narrow_adamw_tuned.toml --seeds 0,1,2` and `gossamer compare "
-    "configs/evidence/narrow_muon_tuned.toml --seeds 0,1,2"
+    "compare configs/evidence/narrow_adamw_tuned-h64.toml --seeds 0,1,2` and `gossamer compare "
+    "configs/evidence/narrow_muon_tuned-h64.toml --seeds 0,1,2"
 )
 _TUNED = "compare configs/evidence/tuned.toml --seeds 0,1,2,3,4"
 _LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2"

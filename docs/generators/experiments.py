@@ -12,6 +12,7 @@ from typing import Any
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
 from generators.gains import Gain, drawn_gains, gains, gains_page
 from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
+from generators.sources import RESULTS, ROOT, config_of
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
 from gossamer.report.figures import Figure, draw_figure, table
@@ -21,28 +22,15 @@ from gossamer.run.document import load
 from gossamer.run.experiment import Point, figure, place_of, points
 from gossamer.run.tune import contenders, searched
 
-__all__ = ["FOLDERS", "ROOT", "config_of", "drawn", "outcome_files", "page"]
+__all__ = ["FOLDERS", "drawn", "outcome_files", "page"]
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = ("", "paper", "evidence")
-_RESULTS = ROOT / "docs" / "results"
 _HOUR = 3600
 
 
 def outcome_files() -> list[Path]:
     """The committed outcomes that get a page of their own."""
-    return [file for folder in FOLDERS for file in sorted((_RESULTS / folder).glob("*.jsonl"))]
-
-
-def config_of(outcomes: Path) -> tuple[Path, str]:
-    """The experiment file of some outcomes, and its size: the longest name that fits is the file's, the rest the size."""
-    folder, words = ROOT / "configs" / outcomes.parent.name.removeprefix(_RESULTS.name), outcomes.stem.split("-")
-    for many in range(len(words), 0, -1):
-        if (file := folder / f"{'-'.join(words[:many])}.toml").exists():
-            return file, "-".join(words[many:])
-    raise FileNotFoundError(
-        f"{outcomes} has no experiment file {folder / outcomes.stem}.toml; add it, or rename the outcomes"
-    )
+    return [file for folder in FOLDERS for file in sorted((RESULTS / folder).glob("*.jsonl"))]
 
 
 def page(outcomes: Path) -> str:

@@ -4,10 +4,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from generators.claims import NOT_RUN
+from generators.sources import RESULTS, ROOT
 from gossamer.report.charts import drawing, plain_axes, svg
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
@@ -15,7 +15,6 @@ from gossamer.run.document import load
 
 __all__ = ["LEADERBOARD", "Standing", "drawn_standings", "leaderboard_page", "leaderboard_table", "standings"]
 
-ROOT = Path(__file__).parents[2]
 LEADERBOARD = "leaderboard_tuned"
 """The stem of its outcomes."""
 _BUDGET = "gasloc"
@@ -81,7 +80,7 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
 
 def leaderboard_page() -> str:
     """The table of the committed outcomes, with a row for each registered method."""
-    outcomes = ROOT / "docs" / "results" / "evidence" / f"{LEADERBOARD}.jsonl"
+    outcomes = RESULTS / "evidence" / f"{LEADERBOARD}.jsonl"
     rows: list[dict[str, Any]] = load(ROOT / "configs" / "evidence" / "leaderboard.toml")["variant"]
     asked = [row["method"] for row in rows]
     return leaderboard_table(standings(read_results(outcomes)) if outcomes.exists() else [], asked)

@@ -11,12 +11,26 @@ from gossamer.report.reach import reach
 from gossamer.report.results import PointResult, read_results
 from gossamer.run.experiment import place_of
 
-__all__ = ["NUMBER", "TEXT", "Reading", "Source", "source"]
+__all__ = ["NUMBER", "RESULTS", "ROOT", "TEXT", "Reading", "Source", "config_of", "source"]
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
 
 NUMBER = r"[+−-]?\d+(?:\.\d+)?"
 TEXT = "text "
 """Before the heading of a column whose cells are taken as they are."""
 _MEGA = 1e6
+
+
+def config_of(outcomes: Path) -> tuple[Path, str]:
+    """The experiment file of some outcomes, and its size: the longest name that fits is the file's, the rest the size."""
+    folder, words = ROOT / "configs" / outcomes.parent.name.removeprefix(RESULTS.name), outcomes.stem.split("-")
+    for many in range(len(words), 0, -1):
+        if (file := folder / f"{'-'.join(words[:many])}.toml").exists():
+            return file, "-".join(words[many:])
+    raise FileNotFoundError(
+        f"{outcomes} has no experiment file {folder / outcomes.stem}.toml; add it, or rename the outcomes"
+    )
 
 
 class Reading(NamedTuple):
