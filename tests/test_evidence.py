@@ -177,7 +177,6 @@ def test_every_registered_claim_has_a_row_and_each_test_belongs_to_a_claim() -> 
     ("number", "stem", "praised", "other", "at"),
     [
         (4, "workers_tuned-n16", ["Nesterov", "heavy ball"], "SGD", {}),
-        (8, "local_steps_tuned", ["DiLoCo"], "DiLoCo", {"run.local_steps": 5}),
         (26, "narrow_muon_tuned-h64", ["ResBM 8"], "uncompressed", {}),
         (27, "narrow_adamw_tuned", ["subspace 2"], "uncompressed", {}),
         (28, "tahquant_tuned-h64", ["TAH-Quant 4 bits", "TAH-Quant 3 bits"], "uncompressed", {}),
@@ -200,6 +199,29 @@ def test_a_claim_finds_its_pairs_in_the_outcomes_of_its_file(
     for gain, verdict in ((0.05, "holds"), (-0.05, "fails")):
         found = claims.CHECKS[number].found(outcomes(gain))
         assert found is not None and found.verdict == verdict, found
+
+
+def test_local_steps_are_compared_over_the_files_of_their_own_settings() -> None:
+    def outcomes(**losses: float) -> claims.Outcomes:
+        def of(stem: str) -> tuple[Sequence[Point], Sequence[PointResult]]:
+            name, _, scale = stem.partition("-")
+            if name != "local_steps_tuned" or (scale or "h30") not in losses:
+                return [], []
+            loss = losses[scale or "h30"]
+            found = [
+                PointResult(m, {}, seed, {"loss": loss + 1e-3 * seed})
+                for m in ("DiLoCo", "GASLoC")
+                for seed in range(5)
+            ]
+            return [], [*found, PointResult("GASLoC", {}, 5, {"loss": None})]
+
+        return of
+
+    rising = outcomes(h1=1.5, h5=1.6, h30=1.7, h120=1.9)
+    assert claims.CHECKS[2].found(rising).verdict == "holds", "a seed that was lost at one of them is left out"
+    assert claims.CHECKS[8].found(rising).verdict == "fails", "one step is not the worst"
+    assert claims.CHECKS[8].found(outcomes(h1=1.7, h5=1.6)).verdict == "holds"
+    assert claims.CHECKS[2].found(outcomes(h30=1.7)) is None, "one number of local steps is no trend"
 
 
 def ended(run: Point, loss: float, **row: Any) -> PointResult:
