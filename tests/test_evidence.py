@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from generators import annealed, claims, gains, leaderboard, verdicts
+from generators import annealed, claims, experiments, gains, leaderboard, verdicts
 from generators.verdicts import Arm
 from gossamer.data.corpus import fingerprint, open_corpus
 from gossamer.errors import DataError
@@ -366,6 +366,44 @@ def test_bf16_moves_the_gain_of_momentum_by_less_than_a_tenth_of_it() -> None:
     said = f"{statistics.fmean(moved):.4f} ± {statistics.stdev(moved):.4f}<!-- tests/test_evidence.py -->"
     text = (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
     assert len(moved) == 30 and said in text and f"{furthest:.4f}<!-- tests/test_evidence.py -->" in text
+
+
+def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
+    def losses(name: str, method: str) -> dict[int, float]:
+        return {
+            one.seed: one.row["loss"] for one in read_results(FIRST_STAGE / f"{name}.jsonl") if one.method == method
+        }
+
+    def said(ours: dict[int, float], theirs: dict[int, float], *, spread: bool = True, digits: int = 3) -> str:
+        found = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)]
+        text = f"{abs(statistics.fmean(found)):.{digits}f}"
+        return f"{text} ± {statistics.stdev(found):.{digits}f}" if spread else text
+
+    page = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split())
+    slower = losses("noise", "DiLoCo")
+    plain, faster = losses("tuned", "local SGD"), losses("tuned", "DiLoCo")
+    assert all(slower[seed] < plain[seed] for seed in plain)
+    for number, words in (
+        (said(slower, plain), " below local SGD, lower in every seed"),
+        (said(slower, faster, spread=False), " below itself at 4e-3"),
+        (said(losses("tuned", "GASLoC 2-Peer"), slower), " above it."),
+        (said(faster, plain, spread=False), " over five seeds, not"),
+        (said(losses("size", "DiLoCo"), losses("size", "local SGD"), spread=False), ". Nothing was tuned anew"),
+    ):
+        assert f"{number}<!-- tests/test_evidence.py -->{words}" in page
+    spread = statistics.stdev(losses("noise", "GASLoC 1-Peer")[seed] - slower[seed] for seed in slower)
+    assert 0.006 < spread < 0.017, "what stage 0 expected"
+    gated = losses("attempts", "the same, with the step to 1"), losses("attempts", "GASLoC 1-Peer")
+    assert f"{said(*gated, digits=4)}<!-- tests/test_evidence.py --> |" in page
+    one, everyone = (
+        {stem: losses(stem, method) for stem in ("size", "size-440k", "size-870k")}
+        for method in ("GASLoC 1-Peer", "DiLoCo")
+    )
+    for seed in range(3):
+        gaps = [one[stem][seed] - everyone[stem][seed] for stem in one]
+        assert gaps == sorted(gaps, reverse=True), "the gap falls from size to size in each seed"
+    rho = re.search(r"over (\d+) cells: (-?[\d.]+)", experiments.page(FIRST_STAGE / "momentum.jsonl"))
+    assert rho is not None and f"Over the {rho[1]} cells so far ρ is {rho[2].rstrip('.')}" in page
 
 
 def test_what_was_predicted_of_the_held_out_size_is_compared_with_what_came() -> None:

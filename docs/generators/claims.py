@@ -291,7 +291,7 @@ CHECKS: Mapping[int, Check] = {
         ),
     ),
     2: Check(_LENGTHS, _along_local_steps),
-    3: Check("compare configs/evidence/straggler.toml --seeds 0,1,2", _sooner),
+    3: Check("compare configs/evidence/straggler.toml --seeds 0,1,2` and with `--scale uplink_20", _sooner),
     4: Check(
         "compare configs/evidence/workers_tuned.toml --seeds 0,1,2,3,4` and of its `-n4`, `-n16` and `-n32",
         _over_workers,

@@ -41,9 +41,7 @@ def leads(arms: Sequence[Arm]) -> Found:
     apart = _apart(arms)
     below = [p is not None and p < _LEVEL and _mean(arm) < 0 for arm, p in zip(arms, apart, strict=True)]
     decided = [(p is not None and p < _LEVEL) or _equivalent(arm) for arm, p in zip(arms, apart, strict=True)]
-    return Found(
-        _effects(arms), _verdict(below, [not led and known for led, known in zip(below, decided, strict=True)])
-    )
+    return _found(arms, below, [not led and known for led, known in zip(below, decided, strict=True)])
 
 
 def equal(arms: Sequence[Arm]) -> Found:
@@ -53,7 +51,7 @@ def equal(arms: Sequence[Arm]) -> Found:
     """
     alike = [_equivalent(arm) for arm in arms]
     apart = [p is not None and p < _LEVEL and not same for p, same in zip(_apart(arms), alike, strict=True)]
-    return Found(_effects(arms), _verdict(alike, apart))
+    return _found(arms, alike, apart)
 
 
 def matches(arms: Sequence[Arm]) -> Found:
@@ -61,9 +59,7 @@ def matches(arms: Sequence[Arm]) -> Found:
     apart, alike = _apart(arms), [_equivalent(arm) for arm in arms]
     sure = [p is not None and p < _LEVEL for p in apart]
     reached = [same or (known and _mean(arm) < 0) for arm, known, same in zip(arms, sure, alike, strict=True)]
-    return Found(
-        _effects(arms), _verdict(reached, [known and not own for known, own in zip(sure, reached, strict=True)])
-    )
+    return _found(arms, reached, [known and not own for known, own in zip(sure, reached, strict=True)])
 
 
 def costs_little(arms: Sequence[Arm], percent: float) -> Found:
@@ -76,7 +72,7 @@ def costs_little(arms: Sequence[Arm], percent: float) -> Found:
         for one, arm in zip(effects, arms, strict=True)
         for loss in [statistics.fmean(loss for _, loss in arm.pairs)]
     ]
-    return Found(_effects(arms), _verdict([high < percent for _, high in ends], [low > percent for low, _ in ends]))
+    return _found(arms, [high < percent for _, high in ends], [low > percent for low, _ in ends])
 
 
 def rises(rows: Mapping[str, Sequence[Sequence[float]]]) -> Found:
@@ -142,12 +138,19 @@ def _mean(arm: Arm) -> float:
     return statistics.fmean(difference for difference, _ in arm.pairs)
 
 
-def _effects(arms: Sequence[Arm]) -> str:
+def _found(arms: Sequence[Arm], fulfilled: Sequence[bool], refuted: Sequence[bool]) -> Found:
+    """Few arms are listed; of many, how many there are for the claim and against it."""
     if len(arms) > _FEW:
         means = sorted(_mean(arm) for arm in arms)
-        return f"{len(arms)} cells, means from {means[0]:+.3f} to {means[-1]:+.3f}"
-    return "; ".join(
-        f"{arm.name} {one.mean:+.4f}" + ("" if one.half is None else f" ± {one.half:.4f}") + f" ({len(arm.pairs)} seeds)"
-        for arm in arms
-        for one in [effect(arm.pairs)]
-    )  # fmt: skip
+        open_ = len(arms) - sum(fulfilled) - sum(refuted)
+        said = (
+            f"{len(arms)} arms: {sum(fulfilled)} for it, {sum(refuted)} against it, {open_} open; means from {means[0]:+.3f} to "
+            f"{means[-1]:+.3f}"
+        )
+    else:
+        said = "; ".join(
+            f"{arm.name} {one.mean:+.4f}" + ("" if one.half is None else f" ± {one.half:.4f}") + f" ({len(arm.pairs)} seeds)"
+            for arm in arms
+            for one in [effect(arm.pairs)]
+        )  # fmt: skip
+    return Found(said, _verdict(fulfilled, refuted))
