@@ -76,6 +76,20 @@ def test_runs_are_paired_at_the_targets_bytes_after_its_rounds_and_in_its_time()
     assert draw_figure(runs, Figure(target="mean", paired=True)).count(b'id="axes_') == 3
 
 
+def test_pairs_of_runs_that_are_validated_once_are_drawn_as_differences():
+    def drawn(ends: int) -> str:
+        def run(method: str, seed: int, loss: float | None) -> PointResult:
+            curve = [] if loss is None else [(5 + k, loss) for k in range(ends)]
+            row = {"loss": loss, "loss_at_s": {}, "loss_at_bytes": curve, "loss_at_round": curve}
+            return PointResult(method, {}, seed, row)
+
+        methods = {"mean": 2.0, "pairs": 2.1, "ring": 2.3}
+        runs = [run(method, seed, loss + seed) for method, loss in methods.items() for seed in (0, 1, 2)]
+        return draw_figure([*runs, run("lost", 0, None)], Figure(target="mean", paired=True, margin=0.01)).decode()
+
+    assert "each seed and mean" in drawn(1) and "each seed and mean" not in drawn(2)
+
+
 def test_each_seed_is_held_against_its_own_target():
     runs = [timed(m, (s, 3.0 - seed), seed=seed) for m, s in (("slow", 8), ("fast", 4)) for seed in (0, 1)]
     assert [one.ratio for one in reach(runs, "slow")] == [1.0, 1.0, 0.5, 0.5]

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from gossamer.errors import ConfigError, choose, require
 from gossamer.report.charts import drawing, line_style, plain_axes, svg
-from gossamer.report.paired import Side, Slope, effect_cells, effect_heads, p_text, trend
+from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_text, trend
 from gossamer.report.reach import ROUNDS, SENT, curves_of, paired_table, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
@@ -35,7 +35,8 @@ class Figure:
     """In place of x, a variant: when each variant first reaches the last loss of this one, on every network."""
     paired: bool = False
     """With a target: how far each variant's loss is from the target's last, seed by seed, when it has sent the target's bytes,
-    after the target's rounds, and in the target's time on every network."""
+    after the target's rounds, and in the target's time on every network. Of runs that are validated only once, the figure has
+    these differences in place of curves."""
     against: str = ""
     """With x, a variant: the difference of every other variant's last loss from its, seed by seed at each x."""
     margin: Annotated[float | None, Field(gt=0)] = None
@@ -114,7 +115,10 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
 def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
     """The figure as SVG; equal results give equal bytes. Raises MissingPackageError without matplotlib."""
     require("matplotlib.figure", "plots", "the figure of an experiment")
-    paint = _draw_reach if figure.target else _draw_maps if figure.y else _draw_curves
+    if figure.target:
+        paint = _draw_ends if figure.paired and _validated_once(results) else _draw_reach
+    else:
+        paint = _draw_maps if figure.y else _draw_curves
     with drawing():
         return svg(paint(results, figure))
 
@@ -336,4 +340,34 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
     panels[0].set_ylabel(f"validation loss above {figure.target}'s last")
     handles = [panels[-1].plot([], [], color=line_style(i)[0], label=name)[0] for i, name in enumerate(methods)]
     panels[-1].legend(handles=handles, frameon=False)
+    return canvas
+
+
+def _validated_once(results: Sequence[PointResult]) -> bool:
+    return all(len(curve) < 2 for run in results for curve in curves_of(run, paired=True).values())
+
+
+def _draw_ends(results: Sequence[PointResult], figure: Figure) -> Any:
+    from matplotlib.figure import Figure as Canvas
+
+    losses: dict[str, dict[int, float]] = {}
+    for run in results:
+        own = losses.setdefault(run.method, {})
+        if run.row["loss"] is not None:
+            own[run.seed] = run.row["loss"]
+    theirs = losses.pop(figure.target)
+    canvas = Canvas(figsize=(6.0, 1.0 + 0.3 * len(losses)), layout="constrained")
+    axes = canvas.subplots()
+    for place, own in enumerate(losses.values()):
+        if not (pairs := [(own[seed] - theirs[seed], theirs[seed]) for seed in sorted(own.keys() & theirs)]):
+            continue
+        found, (colour, _) = effect(pairs), line_style(place)
+        axes.plot([difference for difference, _ in pairs], [place] * len(pairs), ".", color=colour, alpha=0.5)
+        axes.errorbar(found.mean, place, xerr=found.half or 0.0, fmt="o", color=colour)
+    axes.set_yticks(range(len(losses)), list(losses))
+    axes.invert_yaxis()
+    axes.axvline(0.0, color="#2b2b2b", linewidth=0.8)
+    if figure.margin is not None:
+        axes.axvspan(-figure.margin, figure.margin, color="#2b2b2b", alpha=0.1, linewidth=0)
+    plain_axes(axes, f"loss above {figure.target}'s, each seed and mean with its 95 % interval")
     return canvas
