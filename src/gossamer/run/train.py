@@ -176,12 +176,7 @@ def _train_rounds(
     stages = made.part and open_.enter_context(
         stage_log(store.folder, member.worker, member.part, member.parts, newest)
     )
-
-    def kept(store: Store, made: _Made) -> tuple[Save, Journal]:
-        save = _saver(store.path, line, made.worker, board, first)
-        return save, Journal(config, lambda: record, _validator(config, made), save, kind="validation")
-
-    save, journal = kept(store, made)
+    save, journal = _keepers(now, config, line, board, first, record)
     if not first:
         journal.begin(worker=member.worker)
     stopwatch.start()
@@ -208,13 +203,21 @@ def _train_rounds(
         if now is not before:
             _, store, made = now
             record.log("resplit", round=round, cuts=cuts_of(now.config.pipeline, config.model))
-            save, journal = kept(store, made)
+            save, journal = _keepers(now, config, line, board, first, record)
         end_round(journal, made.worker.replica, round + 1)
         if now is not before and run.checkpoint_every:
             _keep_only(store, member, round + 1, save)
         record.log_seconds(stopwatch.round(round))
     for transport in made.transports:
         transport.close()
+
+
+def _keepers(
+    now: _Laid, config: RunConfig, line: Lineage, board: Board, first: int, record: RunFolder | Unrecorded
+) -> tuple[Save, Journal]:  # fmt: skip
+    """What saves this process, and what enters its rounds into the record."""
+    save = _saver(now.store.path, line, now.made.worker, board, first)
+    return save, Journal(config, lambda: record, _validator(config, now.made), save, kind="validation")
 
 
 def _record(
