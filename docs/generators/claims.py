@@ -237,14 +237,11 @@ def _factored(of: Outcomes) -> Found | None:
     """
     (_, ours), (_, theirs) = of("leaderboard_tuned"), of("tuned")
     arms = [
-        *_pairs(ours, "fgd_pairs", "gossip"),
-        *_pairs([*ours, *theirs], "fgd_pairs", "gossip 2-Peer"),
-    ]
-    named = [
         arm._replace(name=name)
-        for arm, name in zip(arms, ("after as many rounds", "after as many bytes"), strict=False)
+        for name, other in (("after as many rounds", "gossip"), ("after as many bytes", "gossip 2-Peer"))
+        for arm in _pairs([*ours, *theirs], "fgd_pairs", other)
     ]
-    return leads(named) if named else None
+    return leads(arms) if arms else None
 
 
 def _stale(of: Outcomes) -> Found | None:

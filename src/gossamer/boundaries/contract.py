@@ -45,6 +45,11 @@ class Boundary(NamedTuple):
         """Whether what is encoded is the difference to what the receiver has of a sample since its last visit, on both ends."""
         return self.again_bytes is not None
 
+    @property
+    def length_first(self) -> bool:
+        """Whether only the sender knows the length of a payload, so that it is sent before it."""
+        return not (self.fixed or self.remembers)
+
     def __repr__(self) -> str:
         return in_short(self)
 

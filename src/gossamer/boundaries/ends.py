@@ -33,7 +33,7 @@ class BoundaryEnd:
     @property
     def length_first(self) -> bool:
         """Whether only the sender knows the length of a payload."""
-        return not (self.codec.fixed or self.codec.remembers)
+        return self.codec.length_first
 
     def encode(self, h: Tensor, samples: Sequence[int]) -> Tensor:
         """The payload of the activations (or gradients) `[B, S, D]` of these samples."""

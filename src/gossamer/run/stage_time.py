@@ -46,7 +46,7 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
     codecs = [boundary_of(getattr(pipeline, direction)) for direction in DIRECTIONS]
 
     def most_bytes(codec: Boundary) -> list[int]:
-        length = 0 if codec.fixed or codec.remembers else LENGTH_BYTES
+        length = LENGTH_BYTES if codec.length_first else 0
         return [codec.most_bytes(shape) + length for shape in shapes]
 
     there, back = map(most_bytes, codecs)
