@@ -16,7 +16,7 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.run.document import load
 from gossamer.run.experiment import points
 from gossamer.run.halving import Found, GridPoint, Space, Trial, needed_tokens, search
-from gossamer.run.tune import contenders, searched
+from gossamer.run.tune import contenders, searched, tune
 from tiny import document
 
 Loss = Callable[[Trial], float]
@@ -46,12 +46,13 @@ def valley(at: float, momentum: float = 0.0) -> Loss:
 
 
 spaces = st.builds(
-    lambda rates, outers, tokens, more: (space := Space(rates, outers, tokens, 0))._replace(
+    lambda rates, outers, tokens, final, more: (space := Space(rates, outers, tokens, 0, final))._replace(
         budget=needed_tokens(space) + more
     ),
     st.integers(1, 5),
     st.sampled_from([(None,), PAIRS[:1], PAIRS]),
     st.lists(st.integers(1, 50), min_size=1, max_size=3).map(lambda some: tuple(sorted(some))),
+    st.sampled_from([0, 20]),
     st.integers(0, 2000),
 )
 
@@ -65,14 +66,18 @@ def test_no_search_exceeds_its_budget_tries_a_trial_twice_or_leaves_out_the_grid
 
     trials, found = answered(space, loss)
     assert len({*trials}) == len(trials)
-    assert found.spent == sum(space.tokens[trial.rung] for trial in trials) <= space.budget
+    assert found.spent == sum(space.cost(trial) for trial in trials) <= space.budget
     grid = {Trial(GridPoint(k, outer), 0) for k in range(space.rates) for outer in space.outers}
     assert grid <= {*trials}
-    last = [trial for trial in trials if trial.rung == len(space.tokens) - 1]
+    deciding = max(trial.rung for trial in trials)
+    last = [trial for trial in trials if trial.rung == deciding]
     least = min((table[trial] for trial in last if math.isfinite(table[trial])), default=None)
     assert (found.best is None) == (least is None)
     if found.best is not None:
-        assert table[Trial(found.best, len(space.tokens) - 1)] == least
+        assert table[Trial(found.best, deciding)] == least
+    if deciding == len(space.tokens):
+        before = sorted(loss for trial, loss in table.items() if trial.rung == deciding - 1 and math.isfinite(loss))
+        assert space.final and [*map(table.get, (Trial(one, deciding - 1) for one, _ in last))] == before[:2]
     assert answered(space, loss) == (trials, found), "equal losses, equal trials, the same choice"
 
 
@@ -114,6 +119,17 @@ def test_a_search_whose_runs_all_diverge_goes_down_and_chooses_nothing() -> None
     assert found == Found(None, (), 6)
 
 
+def test_a_final_decides_between_the_two_best_and_the_grid_grows_around_both() -> None:
+    def loss(trial: Trial) -> float:  # on one seed 0 doublings are best, over all seeds 1 is
+        return abs(trial.setting.doublings - (0.4 if trial.rung < 2 else 1))
+
+    space = Space(2, (None,), (1, 4), 100, final=8)
+    trials, found = answered(space, loss)
+    assert {trial.setting.doublings for trial in trials if trial.rung == 2} == {0, 1}
+    assert {trial.setting.doublings for trial in trials if trial.rung == 1} >= {-1, 0, 1, 2}
+    assert found.best == GridPoint(1, None) and found.edges == ()
+
+
 TUNE = {"budget_tokens": 1_100, "lr": [1e-3, 2e-3], "outer": [[0.7, 0.5]], "rungs": [0.5, 1.0]}
 METHODS = [
     {"label": "GASLoC", "rule.name": "gasloc"},
@@ -132,6 +148,8 @@ def tuning(**changes: Any) -> dict[str, Any]:
         ({"tune": {"lr": [1e-3, 3e-3]}}, r"tune\.lr is \[0\.001, 0\.003\], but each must be twice the one before"),
         ({"tune": {"rungs": [0.5]}}, r"tune\.rungs is \[0\.5\], but they must grow and end in 1\.0"),
         ({"tune": {"seeds": [1, 1]}}, r"tune\.seeds is \[1, 1\], which has a value twice"),
+        ({"tune": {"final_seeds": [1, 2]}}, r"tune\.final_seeds is \[1, 2\], but it must hold all .*, \[0\].* \[0, 1\]"),
+        ({"tune": {"final_seeds": [0, 1]}}, r"the budget is 1,100 tokens, .* take 1,536, those of the final included;"),
         ({"tune": {"budget": 3}}, r"tune.*budget"),
         ({"tune": {"outer": [[0.7, 1.0]]}}, r"tune\.outer is 1\.0 but must be a list of pairs \[η, γ\] with"),
         ({"tune": {"budget_tokens": 100}}, r"the budget is 100 tokens, but the grid .* take 1,024; raise tune\.budget_tokens"),
@@ -161,6 +179,26 @@ def test_only_methods_with_both_outer_settings_try_pairs() -> None:
     config = found["gasloc"].run(trial, 3)
     assert (config.seed, config.inner.lr, dict(config.rule.options)) == (3, 2e-3, {"lr": 0.7, "momentum": 0.5})
     assert config.run.steps == 2 and found["gasloc"].tokens(0) == 2 * 2 * 2 * 16
+
+
+def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path: Path) -> None:
+    asked = tuning(tune={"final_seeds": [0, 1, 2], "budget_tokens": 2_400}, variant=METHODS[1:])
+    (found,) = tune(contenders(asked), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
+    assert len({line["run"] for line in lines}) == len(lines), "no run twice"
+    full = {line["lr"]: line["loss"] for line in lines if line["rung"] == 1}
+    finals = {found.contender.lr(trial.setting): losses for trial, losses in found.losses.items() if trial.rung == 2}
+    assert [*finals] == sorted(full, key=full.__getitem__)[:2]
+    assert [losses[0] for losses in finals.values()] == [full[lr] for lr in finals]
+    assert {(line["lr"], line["seed"]) for line in lines if line["rung"] == 2} == {
+        (lr, seed) for lr in finals for seed in (1, 2)
+    }
+    assert found.found is not None and found.found.best is not None
+    assert found.contender.lr(found.found.best) == min(finals, key=lambda lr: sum(finals[lr]))
+    assert found.found.spent == sum(line["tokens"] for line in lines)
+    (again,) = searched(contenders(asked), tmp_path / "outcomes.jsonl")
+    assert (again.found, again.losses) == (found.found, found.losses), "from the outcomes alone"
+    assert "at the edge" in tuned_page([found]) or "an interior optimum" in tuned_page([found])
 
 
 @pytest.mark.usefixtures("forks")

@@ -79,8 +79,7 @@ def _lines(one: "Tuned") -> list[str]:
     spent = f"{found.spent:,} of {contender.asked.budget_tokens:,} tokens"
     if found.best is None:
         return [f"{contender.row.label}: no run of full length has a finite loss ({spent}); lower tune.lr"]
-    last = len(contender.asked.rungs) - 1
-    loss = next(_loss(losses) for trial, losses in one.losses.items() if trial == (found.best, last))
+    loss = next(_loss(losses) for trial, losses in one.losses.items() if trial == (found.best, contender.deciding))
     outer = f", (η, γ) = {_outer(found.best)}" if found.best.outer else ""
     ends = {"lr": "the learning rate", "momentum": "γ"}
     where = f"at the edge of {' and of '.join(ends[edge] for edge in found.edges)}, as the budget ended"

@@ -1,9 +1,10 @@
 """Successive halving over learning rates and outer settings: a function of losses that reads no files and trains nothing.
 
-Rung r runs every setting for the same number of tokens, fewer than the next. All settings of the grid run on the first; the best
-half, at most, goes on to the next, until the last, whose losses alone decide. On every rung the grid grows where the best setting
-stands at its edge. As an outer momentum γ and a learning rate trade against each other (an outer step moves by η / (1 - γ) of
-a steady drift), every pair (η, γ) gets its own best learning rate on the first rung.
+Rung r runs every setting for the same number of tokens, fewer than the next. All settings of the grid run on the first; the
+best half, at most, goes on to the next, until the last, whose losses alone decide. On every rung the grid grows where the best
+setting stands at its edge. If there is a final, the two best of the last rung run again with more seeds, and the final decides
+between them. As an outer momentum γ and a learning rate trade against each other (an outer step moves by η / (1 - γ) of a
+steady drift), every pair (η, γ) gets its own best learning rate on the first rung.
 """
 
 import math
@@ -18,6 +19,7 @@ OuterPair = tuple[float, float]
 """Outer learning rate η and outer momentum γ."""
 _LARGEST = 0.99  # no γ beyond it is tried
 _NEIGHBOURHOOD = 3  # the best setting and its two neighbours, without which nobody knows that it is the best
+_FINALISTS = 2  # seeds reverse close settings, which are the first ones
 
 
 class GridPoint(NamedTuple):
@@ -34,6 +36,7 @@ class Trial(NamedTuple):
 
     setting: GridPoint
     rung: int
+    """From 0; in the final one more than that of the last rung."""
 
 
 class Space(NamedTuple):
@@ -46,13 +49,19 @@ class Space(NamedTuple):
     """Of a trial on each rung."""
     budget: int
     """The most tokens of all trials together."""
+    final: int = 0
+    """Tokens of a trial in the final, beyond those of the last rung; 0 without a final."""
+
+    def cost(self, trial: Trial) -> int:
+        """The tokens of a trial."""
+        return self.tokens[trial.rung] if trial.rung < len(self.tokens) else self.final
 
 
 class Found(NamedTuple):
     """What a search found."""
 
     best: GridPoint | None
-    """None if no trial of the last rung has a finite loss."""
+    """None if no trial of the final, or without one of the last rung, has a finite loss."""
     edges: tuple[str, ...]
     """Where the best stands at the edge of what was tried on the last rung: "lr", "momentum"; empty at an interior optimum."""
     spent: int
@@ -63,16 +72,16 @@ Search = Generator[tuple[Trial, ...], Mapping[Trial, float], Found]
 
 
 def needed_tokens(space: Space) -> int:
-    """The smallest budget: the whole grid on the first rung, and on each further one the best setting with its two neighbours."""
+    """The smallest budget: the grid on the first rung, the best with its two neighbours on each further one, and the final."""
     grid = space.rates * len(space.outers) * space.tokens[0]
-    return grid + _NEIGHBOURHOOD * sum(space.tokens[1:])
+    return grid + _NEIGHBOURHOOD * sum(space.tokens[1:]) + _FINALISTS * space.final
 
 
 def search(space: Space) -> Search:
     """Yields batches of trials until the budget or the questions end; equal losses lead to equal trials and the same choice.
 
-    The rungs share the budget equally, and a rung keeps enough for the neighbourhood of the best on those after it. A loss that
-    is not finite ranks last.
+    The rungs share what a final leaves of the budget equally, and a rung keeps enough for the neighbourhood of the best on those
+    after it. A loss that is not finite ranks last.
 
     Raises: ConfigError for a budget below `needed_tokens`.
     Cost: no more tokens than the budget.
@@ -88,7 +97,8 @@ def search(space: Space) -> Search:
     if space.budget < (least := needed_tokens(space)):
         raise ConfigError(
             f"the budget is {space.budget:,} tokens, but the grid on the first rung and three settings on each further one take "
-            f"{least:,}; raise tune.budget_tokens, shorten tune.lr, tune.outer or tune.seeds, or lower run.steps"
+            f"{least:,}{', those of the final included' if space.final else ''}; raise tune.budget_tokens, shorten tune.lr, "
+            "tune.outer or tune.seeds, or lower run.steps"
         )
     state = _State(space)
     wanted: Iterable[GridPoint] = [GridPoint(k, outer) for outer in space.outers for k in range(space.rates)]
@@ -98,6 +108,9 @@ def search(space: Space) -> Search:
             state.losses |= {trial: _rank(losses[trial]) for trial in trials}
             wanted = state.beyond(rung)
         wanted = state.survivors(rung)
+    if final := state.final():
+        losses = yield final
+        state.losses |= {trial: _rank(losses[trial]) for trial in final}
     return state.found()
 
 
@@ -118,12 +131,15 @@ class _State:
         return tuple(new[: self._left(rung) // self._space.tokens[rung]])
 
     def beyond(self, rung: int) -> list[GridPoint]:
-        """The neighbours that may be better than the best of each pair on the first rung, and on others than the best of all."""
-        best = self._best_of_each(rung)
-        sound = [setting for setting in best if math.isfinite(self.losses[Trial(setting, rung)])]
-        leading = (sound if rung == 0 else sound[:1]) or best[:1]
-        found = [near for setting in leading for near in self._neighbours(setting, rung)]
-        return found + (self._more_momentum(best[0]) if sound else [])
+        """The neighbours that may be better than the leading settings: the best, or those of the final, and on the first rung the
+        best of each pair."""
+        ranked = self._ranked(rung)
+        leading = self._sound(ranked[: self._leaders(rung)], rung)
+        pairs = self._sound(self._best_of_each(rung), rung) if rung == 0 else []
+        found = [
+            near for one in dict.fromkeys([*leading, *pairs] or ranked[:1]) for near in self._neighbours(one, rung)
+        ]
+        return found + [near for one in leading for near in self._more_momentum(one)]
 
     def survivors(self, rung: int) -> list[GridPoint]:
         """The settings for the next rung: the best, its neighbours, and the others in their order, at most half of them all."""
@@ -137,30 +153,47 @@ class _State:
         around = [
             near for k in (-1, 1) if Trial(near := GridPoint(best.doublings + k, best.outer), rung) in self.losses
         ]
-        sound = [one for one in ranked[1:] if math.isfinite(self.losses[Trial(one, rung)])]
-        return [*dict.fromkeys([best, *around, *sound])][:many]
+        return [*dict.fromkeys([best, *around, *self._sound(ranked[1:], rung)])][:many]
+
+    def final(self) -> tuple[Trial, ...]:
+        """The trials of the final, none without one: those of the settings with the lowest losses on the last rung."""
+        if not self._space.final:
+            return ()
+        rungs = len(self._space.tokens)
+        first = self._ranked(rungs - 1)[: self._leaders(rungs - 1)]
+        return tuple(Trial(one, rungs) for one in self._sound(first, rungs - 1))
 
     def found(self) -> Found:
-        """The best of the last rung."""
+        """The best of the final, and without one of the last rung."""
         last = len(self._space.tokens) - 1
-        best = self._ranked(last)[0]
-        spent = self._spent(len(self._space.tokens))
-        if not math.isfinite(self.losses[Trial(best, last)]):
+        deciding = max(trial.rung for trial in self.losses)
+        best = self._ranked(deciding)[0]
+        spent = self._spent(deciding + 1)
+        if not math.isfinite(self.losses[Trial(best, deciding)]):
             return Found(None, (), spent)
         open_ends = {"lr": self._neighbours(best, last), "momentum": self._more_momentum(best)}
         return Found(best, tuple(name for name, settings in open_ends.items() if settings), spent)
 
     def _spent(self, rungs: int) -> int:
         """The tokens of all trials on the first so many rungs."""
-        return sum(self._space.tokens[trial.rung] for trial in self.losses if trial.rung < rungs)
+        return sum(self._space.cost(trial) for trial in self.losses if trial.rung < rungs)
 
     def _left(self, rung: int) -> int:
         """The tokens that a rung may still spend: up to its share of the budget, and what it needs at least."""
         space = self._space
-        before, fair = self._spent(rung), space.budget * (rung + 1) // len(space.tokens)
+        budget = space.budget - _FINALISTS * space.final
+        before, fair = self._spent(rung), budget * (rung + 1) // len(space.tokens)
         grid = space.rates * len(space.outers) if rung == 0 else _NEIGHBOURHOOD
         kept = _NEIGHBOURHOOD * sum(space.tokens[rung + 1 :])
-        return min(space.budget - kept, max(fair, before + grid * space.tokens[rung])) - self._spent(rung + 1)
+        return min(budget - kept, max(fair, before + grid * space.tokens[rung])) - self._spent(rung + 1)
+
+    def _leaders(self, rung: int) -> int:
+        """How many settings lead a rung: those that go to a final, or the best alone."""
+        return _FINALISTS if self._space.final and rung == len(self._space.tokens) - 1 else 1
+
+    def _sound(self, settings: Iterable[GridPoint], rung: int) -> list[GridPoint]:
+        """Those that have not diverged."""
+        return [one for one in settings if math.isfinite(self.losses[Trial(one, rung)])]
 
     def _ranked(self, rung: int) -> list[GridPoint]:
         """The settings of a rung from the best on; equal ones in the order in which they were tried."""

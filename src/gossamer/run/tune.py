@@ -54,6 +54,9 @@ class TuneConfig:
     """Lengths of the runs as shares of the whole run, from the first rung of successive halving to the last, which is 1."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     """Every setting is run with each of them, and judged by the mean."""
+    final_seeds: tuple[int, ...] = ()
+    """With these the two best settings of the last rung are run again, and the mean decides between them; empty for no final. A
+    seed that a setting has been run with is not run again."""
 
     def __post_init__(self) -> None:
         if any(abs(high / low - 2) > 1e-6 for low, high in zip(self.lr, self.lr[1:], strict=False)):
@@ -62,9 +65,14 @@ class TuneConfig:
             )
         if sorted(set(self.rungs)) != [*self.rungs] or self.rungs[-1] != 1:
             raise ConfigError(f"tune.rungs is {[*self.rungs]}, but they must grow and end in 1.0; write [0.25, 1.0]")
-        for name, values in (("outer", self.outer), ("seeds", self.seeds)):
+        for name, values in (("outer", self.outer), ("seeds", self.seeds), ("final_seeds", self.final_seeds)):
             if len(set(values)) < len(values):
                 raise ConfigError(f"tune.{name} is {[*values]}, which has a value twice; name each once")
+        if self.final_seeds and not {*self.final_seeds} > {*self.seeds}:
+            raise ConfigError(
+                f"tune.final_seeds is {[*self.final_seeds]}, but it must hold all of tune.seeds, {[*self.seeds]}, and one more; "
+                f"write {[*self.seeds, max(self.seeds) + 1]}, or leave it out"
+            )
 
 
 @with_config(RECORD)
@@ -99,15 +107,25 @@ class Contender(NamedTuple):
     @property
     def space(self) -> Space:
         """What is searched."""
-        seeds = len(self.asked.seeds)
-        tokens = tuple(self.tokens(rung) * seeds for rung in range(len(self.asked.rungs)))
+        seeds, rungs = len(self.asked.seeds), len(self.asked.rungs)
+        tokens = tuple(self.tokens(rung) * seeds for rung in range(rungs))
         outers: tuple[OuterPair | None, ...] = self.asked.outer if self.table else (None,)
-        return Space(len(self.asked.lr), outers, tokens, self.asked.budget_tokens)
+        final = self.tokens(rungs) * max(0, len(self.asked.final_seeds) - seeds)
+        return Space(len(self.asked.lr), outers, tokens, self.asked.budget_tokens, final)
+
+    @property
+    def deciding(self) -> int:
+        """The rung that decides: the final, or without one the last."""
+        return len(self.asked.rungs) - (not self.asked.final_seeds)
+
+    def seeds(self, rung: int) -> tuple[int, ...]:
+        """Of the runs on a rung."""
+        return self.asked.seeds if rung < len(self.asked.rungs) else self.asked.final_seeds
 
     def steps(self, rung: int) -> int:
-        """Inner steps of a run on a rung: whole rounds, at least one."""
-        config = self.config
-        return max(1, math.floor(self.asked.rungs[rung] * config.rounds)) * config.full_steps
+        """Inner steps of a run on a rung: whole rounds, at least one. The final has those of the last rung."""
+        config, share = self.config, 1.0 if rung == len(self.asked.rungs) else self.asked.rungs[rung]
+        return max(1, math.floor(share * config.rounds)) * config.full_steps
 
     def tokens(self, rung: int) -> int:
         """Tokens of a run on a rung, by all workers."""
@@ -192,7 +210,7 @@ def _contender(table: Any, base: Mapping[str, Any], row: Variant) -> Contender:
 class _Method:
     """One method in the course of its search.
 
-    Args: `known` are the outcomes of earlier runs by what decides them.
+    Args: `known` are the outcomes of all runs that have ended, by what decides them.
     """
 
     def __init__(self, contender: Contender, known: Mapping[str, RunOutcome]) -> None:
@@ -206,9 +224,9 @@ class _Method:
     def ready(self) -> list[tuple[Trial, int]]:
         """The runs, each a trial and a seed, of the next batch; none while the last is under way, and none when all is found."""
         while self.found is None and not self._left:
-            seeds = self.contender.asked.seeds
             missing = []
             for trial in self._batch:
+                seeds = self.contender.seeds(trial.rung)
                 self.losses.setdefault(trial, [math.nan] * len(seeds))
                 for seed in seeds:
                     outcome = self._known.get(_key(self.contender.run(trial, seed)))
@@ -230,7 +248,7 @@ class _Method:
             self._advance()
 
     def _enter(self, trial: Trial, seed: int, loss: float | None) -> None:
-        self.losses[trial][self.contender.asked.seeds.index(seed)] = math.nan if loss is None else loss
+        self.losses[trial][self.contender.seeds(trial.rung).index(seed)] = math.nan if loss is None else loss
 
     def _advance(self) -> None:
         try:
@@ -267,7 +285,9 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
                 break
             for (label, trial, seed), ended in apart.ended():
                 method = searches[label]
-                kept.write(_outcome(method.contender, trial, seed, ended))
+                outcome = _outcome(method.contender, trial, seed, ended)
+                kept.write(outcome)
+                known[outcome["run"]] = outcome
                 method.end(trial, seed, ended.loss)
     return [
         Tuned(method.contender, method.found, method.losses) for method in searches.values() if method.found is not None
@@ -285,7 +305,7 @@ def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     for contender in methods:
         known = dict[str, RunOutcome]()
         for line in lines:
-            if line["method"] == contender.row.label and line["rung"] < len(contender.asked.rungs):
+            if line["method"] == contender.row.label and line["rung"] <= contender.deciding:
                 setting = GridPoint(round(math.log2(line["lr"] / contender.asked.lr[0])), line["outer"])
                 known[_key(contender.run(Trial(setting, line["rung"]), line["seed"]))] = line
         method = _Method(contender, known)
