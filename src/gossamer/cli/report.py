@@ -57,12 +57,15 @@ def show(
     runs: Mapping[str, Path], rows: Sequence[Mapping[str, Any]], page: Path, *, json: bool, **more: Path | None
 ) -> None:
     """Prints the table of some runs and where their page is, with `more` files of the same comparison, or all of it as JSON."""
+    from gossamer.report.page import table_of
+
+    files = {"report": page, "table": table_of(page), **more}
     if json:
         shown = [
             {"folder": folder, **{key: value for key, value in row.items() if not key.startswith("loss_at_")}}
             for folder, row in zip(runs.values(), rows, strict=True)
         ]
-        print_json({"report": page, **more, "runs": shown})
+        print_json({**files, "runs": shown})
         return
     from rich.console import Console
 
@@ -74,6 +77,6 @@ def show(
         if len(losses) > 1:
             each = ", ".join(f"{loss:.4f}" for loss in losses)
             print(f"{method}: {mean:.4f} ± {deviation:.4f} over {len(losses)} seeds ({each})")
-    for name, file in {"report": page, **more}.items():
+    for name, file in files.items():
         if file is not None:
             print(f"{name}: {file}")

@@ -22,7 +22,7 @@ from gossamer.report.runs import RunData, loss_curves, read_runs, summary_row
 from gossamer.report.table import MANY, html_table, loss_rank, markdown_table, summary_rows
 from gossamer.report.view import run_view
 
-__all__ = ["pictures", "write_pages", "write_report"]
+__all__ = ["pictures", "table_of", "write_pages", "write_report"]
 
 log = logging.getLogger("gossamer")
 
@@ -66,20 +66,29 @@ def write_report(
 def write_pages(
     runs: Mapping[str, Path], page: Path, networks: Mapping[str, Network], *, command: str = ""
 ) -> list[dict[str, Any]]:
-    """Writes the page, and next to it `table.md` and the pictures of many runs; returns the rows of the table.
+    """Writes the page, and next to it its table and the pictures of many runs, named after it; returns the rows of the table.
 
     Without matplotlib there are no pictures, and a line of the log says so. Raises: as `write_report`.
     """
     make_folder(page.parent)
     write_report(runs, page, networks, command=command)
     rows = summary_rows(runs, networks)
-    atomic_write(page.with_name("table.md"), markdown_table(rows).encode())
+    atomic_write(table_of(page), markdown_table(rows).encode())
     try:
         for name, image in pictures(runs).items():
-            atomic_write(page.with_name(name), image)
+            atomic_write(page.with_name(f"{page.stem}-{name}"), image)
     except MissingPackageError as missing:
         log.warning("%s", missing)
     return rows
+
+
+def table_of(page: Path) -> Path:
+    """Where the table of a page is.
+
+    >>> table_of(Path("runs/report.html")).name
+    'report-table.md'
+    """
+    return page.with_name(f"{page.stem}-table.md")
 
 
 def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
