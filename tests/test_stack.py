@@ -84,7 +84,7 @@ def test_a_stack_ends_at_the_first_loss_that_is_not_a_number(tmp_path):
     ("key", "value"),
     [
         ("model.dropout", 0.1), ("inner.optimizer", "sgd"), ("inner.averaging", "gpa"),
-        ("run.adapt", True), ("run.pace_s", 0.1), ("data.source", "package.module:name"), ("schedule.inner_every", [1, 1]),
+        ("run.adapt", True), ("run.pace_s", 0.1), ("data.source", "package.module:name"),
     ],
 )  # fmt: skip
 def test_what_cannot_train_as_one_computation_is_refused_by_its_key(key, value):
@@ -92,8 +92,32 @@ def test_what_cannot_train_as_one_computation_is_refused_by_its_key(key, value):
         tiny(run__batched=2, **{key.replace(".", "__"): value})
 
 
-def test_rules_on_gradients_are_refused_with_batched_replicas(tmp_path):
-    config = tiny(run__batched=2, rule__name="data_parallel", topology__name="complete", run__local_steps=1)
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"rule__name": "data_parallel", "topology__name": "complete", "run__local_steps": 1},
+        {"rule__name": "local_sgd", "topology__name": "complete", "schedule__inner_every": [1, 1]},
+    ],
+    ids=["gradients", "moments"],
+)
+def test_stacked_replicas_exchange_gradients_and_moments_as_each_alone_does(tmp_path, own):
+    settings = {"workers": 3, "inner__clip": 0.5, "data__accumulate": 2, **own}
+    alone = trained(tiny(**settings), tmp_path / "alone")
+    together = trained(tiny(**settings, run__batched=2), tmp_path / "together")
+    torch.testing.assert_close(x_of(together), x_of(alone), rtol=0, atol=2e-5)
+    for mine, theirs in zip(together.workers, alone.workers, strict=True):
+        ours, others = (one.replica.optimizer.state_dict()["state"] for one in (mine, theirs))
+        torch.testing.assert_close(ours, others, rtol=1e-3, atol=1e-5)
+        for shared, wanted in zip(mine.replica.moments or (), theirs.replica.moments or (), strict=True):
+            torch.testing.assert_close(shared, wanted, rtol=1e-3, atol=1e-5)
+    trained(tiny(**settings, run__batched=2), tmp_path / "cut", until=2)
+    resumed = trained(tiny(**settings, run__batched=2), tmp_path / "cut", resume=True)
+    assert torch.equal(x_of(together), x_of(resumed))
+
+
+def test_rules_that_decide_on_local_steps_are_refused_with_batched_replicas(tmp_path):
+    rule = {"name": "dilocox", "adapt_every": 2}
+    config = tiny(run__batched=2, rule=rule, topology__name="complete")
     with pytest.raises(PairingError, match=r"run\.batched is 2"):
         Rounds(config, tmp_path)
 

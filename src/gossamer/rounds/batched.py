@@ -23,10 +23,10 @@ BATCHED = (
     ),
     Pairing(
         "batched and rule",
-        lambda f: f.batched > 1 and (f.rule.site == "gradients" or f.rule.adapted is not None),
+        lambda f: f.batched > 1 and f.rule.adapted is not None,
         lambda f: (
-            f"run.batched is {f.batched}, and rule '{f.rule.name}' exchanges gradients or decides on the local steps, which "
-            "replicas in one computation have in common; set run.batched to 1"
+            f"run.batched is {f.batched}, and rule '{f.rule.name}' decides on the local steps, which replicas in one computation "
+            "have in common; set run.batched to 1"
         ),
     ),
 )

@@ -38,7 +38,7 @@ _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
 _BATCHED: dict[str, Any] = {
     "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1,
     "inner.optimizer": "adamw", "inner.averaging": None,
-    "schedule.inner_every": (), "run.adapt": False, "run.pace_s": 0.0,
+    "run.adapt": False, "run.pace_s": 0.0,
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
 _COMPILED: dict[str, tuple[Any, str]] = {

@@ -41,24 +41,26 @@ class Stack:
         )
 
     def train(self, round: int, start: int, stop: int) -> list[LocalPhase]:
-        """The inner steps `start` to `stop` of a round; what each replica reports.
+        """The inner steps `start` to `stop` of a round, or their gradients alone; what each replica reports.
 
         Raises: TrainingError at the first loss that is not finite.
         """
         began, like, R = time.perf_counter(), self._replicas[0], len(self._replicas)
+        steps = like.gradient is None  # else each replica steps on its own, once it has the mean
         losses: list[list[float]] = []
-        self._take()
+        self._take(moments=steps)
         for h in range(start, stop):
             losses.append(self._backward(round))
-            progress = (round + h / like.local_steps) * like.config.full_steps
-            scale = lr_scale(like.config.inner, progress, like.config.run.steps)
-            for group, base in zip(self._optimizer.param_groups, like.base_lrs, strict=True):
-                group["lr"] = base * scale
-            if like.config.inner.clip is not None:
-                self._clip(like.config.inner.clip)
-            self._optimizer.step()
-        self._give()
-        lr, each_s = self._optimizer.param_groups[0]["lr"], (time.perf_counter() - began) / R
+            if steps:
+                self._step(round, h)
+        if steps:
+            self._give()
+        else:
+            self._give_gradients()
+        lr, each_s = (
+            (self._optimizer if steps else like.optimizer).param_groups[0]["lr"],
+            (time.perf_counter() - began) / R,
+        )
         tokens = len(losses) * like.config.step_tokens
         return [LocalPhase(tuple(values[r] for values in losses), lr, each_s, tokens) for r in range(R)]
 
@@ -80,6 +82,16 @@ class Stack:
             replica.steps_taken += 1
         return values
 
+    def _step(self, round: int, h: int) -> None:
+        like = self._replicas[0]
+        progress = (round + h / like.local_steps) * like.config.full_steps
+        scale = lr_scale(like.config.inner, progress, like.config.run.steps)
+        for group, base in zip(self._optimizer.param_groups, like.base_lrs, strict=True):
+            group["lr"] = base * scale
+        if like.config.inner.clip is not None:
+            self._clip(like.config.inner.clip)
+        self._optimizer.step()
+
     def _clip(self, max_norm: float) -> None:
         """Shortens each replica's gradient to this norm, as `clip_gradients` does."""
         gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
@@ -89,13 +101,13 @@ class Stack:
             g.mul_(shares.view(-1, *[1] * (g.ndim - 1)))
 
     @torch.no_grad()
-    def _take(self) -> None:
-        """Copies the parameters and moments of all replicas."""
+    def _take(self, *, moments: bool) -> None:
+        """Copies the parameters of all replicas, and their moments where it is to step."""
         for r, replica in enumerate(self._replicas):
             for name, p in replica.model.named_parameters():
                 weight, own = self._weights[name], cast(AdamW, replica.optimizer).state.get(p)
                 weight[r].copy_(p)
-                if own:
+                if moments and own:
                     state = self._optimizer.state[weight]
                     for key, saved in own.items():
                         if key == "step":
@@ -105,15 +117,26 @@ class Stack:
 
     @torch.no_grad()
     def _give(self) -> None:
-        """Copies them back."""
+        """Copies them back, moments to where they are, as these may be views of what is sent."""
         for r, replica in enumerate(self._replicas):
             for name, p in replica.model.named_parameters():
-                weight = self._weights[name]
+                weight, own = self._weights[name], cast(AdamW, replica.optimizer).state[p]
                 p.copy_(weight[r])
-                cast(AdamW, replica.optimizer).state[p] = {
-                    key: value.clone() if key == "step" else value[r].clone()
-                    for key, value in self._optimizer.state[weight].items()
-                }
+                for key, value in self._optimizer.state[weight].items():
+                    mine = value if key == "step" else value[r]
+                    if key in own:
+                        own[key].copy_(mine)
+                    else:
+                        own[key] = mine.clone()
+
+    @torch.no_grad()
+    def _give_gradients(self) -> None:
+        """Copies each replica's gradient to where it is sent from."""
+        for r, replica in enumerate(self._replicas):
+            for name, p in replica.model.named_parameters():
+                gradient = self._weights[name].grad
+                assert gradient is not None and p.grad is not None
+                p.grad.copy_(gradient[r])
 
 
 class Stacks:
