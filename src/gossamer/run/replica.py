@@ -17,7 +17,7 @@ from gossamer.finite import GO_ON
 from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
 from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
-from gossamer.optimizers import GPA
+from gossamer.optimizers import GPA, InnerOptimizer
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
 from gossamer.rounds.kernel import must_have_compiler
 from gossamer.run.config import RunConfig
@@ -256,12 +256,16 @@ class Replica:
             return contextlib.nullcontext()
         return rng.drawing(self.device, self.config.seed, slot, batch, "model")
 
-    def _step(self, round: int, h: int) -> None:
+    def set_lr(self, optimizer: InnerOptimizer, round: int, h: int) -> None:
+        """Gives an optimizer with the groups of this replica's own the learning rates of an inner step."""
         # Workers with fewer local steps walk the schedule faster, so that all are at the same point of it after a round.
         progress = (round + h / self.local_steps) * self.config.full_steps
         scale = lr_scale(self.config.inner, progress, self.config.run.steps)
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+        for group, base in zip(optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * scale
+
+    def _step(self, round: int, h: int) -> None:
+        self.set_lr(self.optimizer, round, h)
         if self.config.inner.clip is not None:
             if self.staged is None:
                 clip_gradients(list(self.model.parameters()), self.config.inner.clip)

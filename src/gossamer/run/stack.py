@@ -9,7 +9,6 @@ import torch
 from torch.optim import AdamW
 
 from gossamer.models.stacked import stacked_losses
-from gossamer.optimizers.inner import lr_scale
 from gossamer.rounds.exchange import Each
 from gossamer.run.replica import LocalPhase, Replica, made_ready, must_be_finite
 from gossamer.run.staged import computing
@@ -84,10 +83,7 @@ class Stack:
 
     def _step(self, round: int, h: int) -> None:
         like = self._replicas[0]
-        progress = (round + h / like.local_steps) * like.config.full_steps
-        scale = lr_scale(like.config.inner, progress, like.config.run.steps)
-        for group, base in zip(self._optimizer.param_groups, like.base_lrs, strict=True):
-            group["lr"] = base * scale
+        like.set_lr(self._optimizer, round, h)
         if like.config.inner.clip is not None:
             self._clip(like.config.inner.clip)
         self._optimizer.step()
