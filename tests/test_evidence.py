@@ -402,8 +402,43 @@ def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
     for seed in range(3):
         gaps = [one[stem][seed] - everyone[stem][seed] for stem in one]
         assert gaps == sorted(gaps, reverse=True), "the gap falls from size to size in each seed"
+    constant, cosine = (
+        {
+            one.seed: one.row["loss"]
+            for one in read_results(FIRST_STAGE / file)
+            if one.method == "GASLoC 1-Peer" and wanted.items() <= one.at.items()
+        }
+        for file, wanted in (
+            ("disagreement.jsonl", {"run.steps": 1350, "rule.momentum": 0.5}),
+            ("rounds.jsonl", {"run.steps": 1350}),
+        )
+    )
+    assert f"{said(constant, cosine, spread=False)}<!-- tests/test_evidence.py --> after 45 rounds" in page
     rho = re.search(r"over (\d+) cells: (-?[\d.]+)", experiments.page(FIRST_STAGE / "momentum.jsonl"))
     assert rho is not None and f"Over the {rho[1]} cells so far ρ is {rho[2].rstrip('.')}" in page
+
+
+def test_what_the_page_says_of_restarts_follows_from_the_outcomes() -> None:
+    losses: dict[str, dict[str, dict[int, float]]] = {}
+    for one in read_results(FIRST_STAGE / "restarts.jsonl"):
+        at = losses.setdefault(f"{one.at['run.local_steps']}, {one.at['rule.momentum']}, {one.at['rule.lr']}", {})
+        at.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    gains = {
+        at: statistics.fmean(own["no restarts"][seed] - own["restarts every three rounds"][seed] for seed in range(3))
+        for at, own in losses.items()
+    }
+    assert {at: round(gain, 2) for at, gain in gains.items() if gain > 0} == {
+        "90, 0.9, 0.9": 0.02,
+        "90, 0.9, 1.3": 0.06,
+    }
+    assert len(gains) == 12
+    for seed in range(3):
+        best = min(loss[seed] for own in losses.values() for loss in own.values())
+        near, far = (
+            sum(own[name][seed] < best + 0.1 for own in losses.values())
+            for name in ("restarts every three rounds", "no restarts")
+        )
+        assert near < far
 
 
 def test_what_was_predicted_of_the_held_out_size_is_compared_with_what_came() -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
 from generators.gains import Gain, drawn_gains, gains, gains_page
-from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
+from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, spread, standings
 from generators.sources import RESULTS, ROOT, config_of
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
-from gossamer.report.figures import Figure, draw_figure, table
+from gossamer.report.figures import Figure, draw_figure, swept, table
 from gossamer.report.results import PointResult, read_results
-from gossamer.report.table import markdown_table
+from gossamer.report.table import DASH, markdown_lines, markdown_table
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, figure, place_of, points
 from gossamer.run.tune import contenders, searched
@@ -57,6 +57,8 @@ def page(outcomes: Path) -> str:
             parts.append(table(found, asked))
         elif at_ends:
             parts.append(annealed_page(at_ends, runs[0].method))
+        elif asked is None and not cells and any(one.at for one in found):
+            parts.append(_points_table(found))
         elif asked is not None or not cells:
             parts.append(markdown_table([one.row for one in found]))
         if cells and not ranked:
@@ -116,6 +118,23 @@ def _in_order(outcomes: Path, runs: Sequence[Point]) -> list[PointResult]:
     ended = {place_of(one): one for one in read_results(outcomes)}
     places = [place_of(run) for run in runs]
     return [ended[place] for place in places if place in ended]
+
+
+def _points_table(found: Sequence[PointResult]) -> str:
+    """Loss at each point of a sweep over its seeds, and the disagreement of what does not agree."""
+    keys = [*dict.fromkeys(key for one in found for key in one.at)]
+    at_point: dict[tuple[str, str], list[PointResult]] = {}
+    for one in found:
+        at_point.setdefault(place_of(one)[:2], []).append(one)
+    figures = ["loss", *(["disagreement"] if any(one.row["disagreement"] for one in found) else [])]
+    heads = ["method", *(key.removeprefix("run.") for key in keys), "loss", *(f"{name}, each seed" for name in figures)]
+    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
+    for some in at_point.values():
+        columns = [[one.row[name] for one in some] for name in figures]
+        each = [", ".join(DASH if one is None else f"{one:.4f}" for one in own) for own in columns]
+        at = [str(swept(some[0].at.get(key, DASH))) for key in keys]
+        lines.append([some[0].method, *at, spread(columns[0]), *each])
+    return markdown_lines(lines)
 
 
 def _about(file: Path) -> str:

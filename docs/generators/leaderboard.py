@@ -13,7 +13,7 @@ from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.document import load
 
-__all__ = ["LEADERBOARD", "Standing", "drawn_standings", "leaderboard_page", "leaderboard_table", "standings"]
+__all__ = ["LEADERBOARD", "Standing", "drawn_standings", "leaderboard_page", "leaderboard_table", "spread", "standings"]
 
 LEADERBOARD = "leaderboard_tuned"
 """The stem of its outcomes."""
@@ -68,7 +68,7 @@ def leaderboard_table(found: Sequence[Standing], asked: Sequence[str] = ()) -> s
     ]  # fmt: skip
     rows = [
         [
-            one.method, _spread(one.loss), f"{one.sent_bytes / _MEGA:.1f}", _spread(one.at_bytes),
+            one.method, spread(one.loss), f"{one.sent_bytes / _MEGA:.1f}", spread(one.at_bytes),
             *(_mean(one.seconds[name]) for name in networks),
         ]
         for one in found
@@ -121,7 +121,8 @@ def _first(curve: Sequence[tuple[float, float]], wanted: float) -> float | None:
     return next((seconds for seconds, loss in curve if loss <= wanted), None)
 
 
-def _spread(values: Sequence[float | None]) -> str:
+def spread(values: Sequence[float | None]) -> str:
+    """Mean and sample standard deviation over the seeds; a dash where one is missing."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return DASH
