@@ -149,7 +149,7 @@ def tuning(**changes: Any) -> dict[str, Any]:
         ({"tune": {"rungs": [0.5]}}, r"tune\.rungs is \[0\.5\], but they must grow and end in 1\.0"),
         ({"tune": {"seeds": [1, 1]}}, r"tune\.seeds is \[1, 1\], which has a value twice"),
         ({"tune": {"final_seeds": [1, 2]}}, r"tune\.final_seeds is \[1, 2\], but it must hold all .*, \[0\].* \[0, 1\]"),
-        ({"tune": {"final_seeds": [0, 1]}}, r"the budget is 1,100 tokens, .* take 1,536, those of the final included;"),
+        ({"tune": {"final_seeds": [0, 1]}}, r"the budget is 1,100 tokens, .* two in the final take 1,536; raise"),
         ({"tune": {"budget": 3}}, r"tune.*budget"),
         ({"tune": {"outer": [[0.7, 1.0]]}}, r"tune\.outer is 1\.0 but must be a list of pairs \[η, γ\] with"),
         ({"tune": {"budget_tokens": 100}}, r"the budget is 100 tokens, but the grid .* take 1,024; raise tune\.budget_tokens"),
@@ -182,10 +182,16 @@ def test_only_methods_with_both_outer_settings_try_pairs() -> None:
 
 
 def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path: Path) -> None:
-    asked = tuning(tune={"final_seeds": [0, 1, 2], "budget_tokens": 2_400}, variant=METHODS[1:])
-    (found,) = tune(contenders(asked), tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
-    assert len({line["run"] for line in lines}) == len(lines), "no run twice"
+    twin = {**METHODS[1], "label": "twin"}
+    asked = tuning(tune={"final_seeds": [0, 1, 2], "budget_tokens": 2_400}, variant=[METHODS[1], twin])
+    found, other = tune(contenders(asked), tmp_path)
+    assert other.found == found.found and other.losses == found.losses
+    every = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
+    assert searched(contenders(asked), tmp_path / "outcomes.jsonl")[1].found == other.found, (
+        "each method has its own lines"
+    )
+    lines = [line for line in every if line["method"] == "gossip"]
+    assert len({line["run"] for line in lines}) == len(lines) == len(every) / 2, "no run of a method twice"
     full = {line["lr"]: line["loss"] for line in lines if line["rung"] == 1}
     finals = {found.contender.lr(trial.setting): losses for trial, losses in found.losses.items() if trial.rung == 2}
     assert [*finals] == sorted(full, key=full.__getitem__)[:2]
@@ -196,9 +202,10 @@ def test_the_final_repeats_no_run_and_decides_by_the_mean_of_its_seeds(tmp_path:
     assert found.found is not None and found.found.best is not None
     assert found.contender.lr(found.found.best) == min(finals, key=lambda lr: sum(finals[lr]))
     assert found.found.spent == sum(line["tokens"] for line in lines)
-    (again,) = searched(contenders(asked), tmp_path / "outcomes.jsonl")
+    again, _ = searched(contenders(asked), tmp_path / "outcomes.jsonl")
     assert (again.found, again.losses) == (found.found, found.losses), "from the outcomes alone"
-    assert "at the edge" in tuned_page([found]) or "an interior optimum" in tuned_page([found])
+    said = tuned_page([found])
+    assert f"({found.found.spent:,} of 2,400 tokens, {len(found.losses)} trials)" in said, said
 
 
 @pytest.mark.usefixtures("forks")

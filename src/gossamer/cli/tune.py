@@ -78,7 +78,8 @@ def _lines(one: "Tuned") -> list[str]:
         return [f"{contender.row.label}: the search has not ended"]
     spent = f"{found.spent:,} of {contender.asked.budget_tokens:,} tokens"
     if found.best is None:
-        return [f"{contender.row.label}: no run of full length has a finite loss ({spent}); lower tune.lr"]
+        where = "of the final" if contender.asked.final_seeds else "that was run to the end"
+        return [f"{contender.row.label}: every setting {where} has diverged ({spent}); lower tune.lr"]
     loss = next(_loss(losses) for trial, losses in one.losses.items() if trial == (found.best, contender.deciding))
     outer = f", (η, γ) = {_outer(found.best)}" if found.best.outer else ""
     ends = {"lr": "the learning rate", "momentum": "γ"}
@@ -110,13 +111,15 @@ def tuned_page(found: "Sequence[Tuned]") -> str:
 
 
 def _plain(one: "Tuned") -> dict[str, Any]:
+    from gossamer.run.halving import Trial
+
     found, contender = one.found, one.contender
     assert found is not None  # all searches have ended
     chosen = {} if found.best is None else contender.chosen(found.best)
     tried = [
         {
             "lr": contender.lr(setting), "outer": setting.outer, "steps": contender.steps(rung),
-            "tokens": contender.tokens(rung) * len(losses), "losses": losses,
+            "tokens": contender.space.cost(Trial(setting, rung)), "losses": losses,
         }
         for (setting, rung), losses in one.losses.items()
     ]  # fmt: skip

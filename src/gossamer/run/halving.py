@@ -96,9 +96,9 @@ def search(space: Space) -> Search:
     """
     if space.budget < (least := needed_tokens(space)):
         raise ConfigError(
-            f"the budget is {space.budget:,} tokens, but the grid on the first rung and three settings on each further one take "
-            f"{least:,}{', those of the final included' if space.final else ''}; raise tune.budget_tokens, shorten tune.lr, "
-            "tune.outer or tune.seeds, or lower run.steps"
+            f"the budget is {space.budget:,} tokens, but the grid on the first rung, three settings on each further one"
+            f"{' and two in the final' if space.final else ''} take {least:,}; raise tune.budget_tokens, shorten tune.lr, "
+            f"tune.outer{', tune.seeds or tune.final_seeds' if space.final else ' or tune.seeds'}, or lower run.steps"
         )
     state = _State(space)
     wanted: Iterable[GridPoint] = [GridPoint(k, outer) for outer in space.outers for k in range(space.rates)]

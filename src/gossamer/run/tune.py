@@ -116,7 +116,7 @@ class Contender(NamedTuple):
     @property
     def deciding(self) -> int:
         """The rung that decides: the final, or without one the last."""
-        return len(self.asked.rungs) - (not self.asked.final_seeds)
+        return len(self.asked.rungs) - 1 + bool(self.asked.final_seeds)
 
     def seeds(self, rung: int) -> tuple[int, ...]:
         """Of the runs on a rung."""
@@ -210,11 +210,11 @@ def _contender(table: Any, base: Mapping[str, Any], row: Variant) -> Contender:
 class _Method:
     """One method in the course of its search.
 
-    Args: `known` are the outcomes of all runs that have ended, by what decides them.
+    Args: `known` are the outcomes of its earlier runs by what decides them.
     """
 
     def __init__(self, contender: Contender, known: Mapping[str, RunOutcome]) -> None:
-        self.contender, self._known = contender, known
+        self.contender, self._known = contender, {**known}
         self.search: Search = search(contender.space)
         self.losses: dict[Trial, list[float]] = {}
         self._batch: tuple[Trial, ...] = next(self.search)
@@ -240,9 +240,10 @@ class _Method:
             self._advance()
         return []
 
-    def end(self, trial: Trial, seed: int, loss: float | None) -> None:
-        """Takes the loss of a run."""
-        self._enter(trial, seed, loss)
+    def end(self, trial: Trial, seed: int, outcome: RunOutcome) -> None:
+        """Takes the outcome of a run."""
+        self._known[outcome["run"]] = outcome
+        self._enter(trial, seed, outcome["loss"])
         self._left.remove((trial, seed))
         if not self._left:
             self._advance()
@@ -269,11 +270,14 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
     file = out / "outcomes.jsonl"
     if file.exists() and not resume:
         raise ConfigError(f"'{file}' already exists; name another folder with --out, remove it, or go on with --resume")
-    known = {one["run"]: one for _, one in records(file, _OUTCOMES)} if file.exists() else {}
-    searches = {contender.row.label: _Method(contender, known) for contender in methods}
+    lines = [one for _, one in records(file, _OUTCOMES)] if file.exists() else []
+    searches = dict[str, _Method]()
+    for contender in methods:
+        label = contender.row.label
+        searches[label] = _Method(contender, {one["run"]: one for one in lines if one["method"] == label})
     make_folder(out)
     origin("", None)  # asks which commit this is before the first run
-    atomic_write(file, "".join(map(json_line, known.values())).encode())  # without what a killed process left of a line
+    atomic_write(file, "".join(map(json_line, lines)).encode())  # without what a killed process left of a line
     with _Outcomes(file) as kept, Apart(jobs) as apart:
         while True:
             for label, method in searches.items():
@@ -287,8 +291,7 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
                 method = searches[label]
                 outcome = _outcome(method.contender, trial, seed, ended)
                 kept.write(outcome)
-                known[outcome["run"]] = outcome
-                method.end(trial, seed, ended.loss)
+                method.end(trial, seed, outcome)
     return [
         Tuned(method.contender, method.found, method.losses) for method in searches.values() if method.found is not None
     ]
