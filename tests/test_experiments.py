@@ -42,7 +42,7 @@ def small(config: RunConfig) -> RunConfig:
     narrow = (
         config.pipeline.stages > 1 or config.model.bottleneck is not None
     )  # keeps its layers, and room for tiles and widths
-    size = {"hidden_size": 64} if narrow else {"hidden_size": 8, "layers": 1}
+    size = {"hidden_size": 64} if narrow else {"hidden_size": 8, "layers": config.schedule.fragments}
     model = dataclasses.replace(config.model, heads=2, kv_heads=2, intermediate_size=8, **size)
     return dataclasses.replace(
         config,
@@ -51,6 +51,7 @@ def small(config: RunConfig) -> RunConfig:
         inner=dataclasses.replace(config.inner, compile=False),  # which takes longer than all of them
         data=dataclasses.replace(config.data, source=str(TEXT), seq_len=8, batch_size=1, global_batch=None),
         run=dataclasses.replace(config.run, steps=steps, local_steps=local_steps, eval_every=1, eval_batches=1),
+        schedule=dataclasses.replace(config.schedule, overlap_steps=min(1, config.schedule.overlap_steps)),
     )
 
 
