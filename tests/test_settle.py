@@ -143,8 +143,8 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
     "batched and real processes": (Facts(batched=8, driver="train"), ["run.batched is 8", "gossamer train"]),
     "batched and asynchronous": (GOSSIP._replace(batched=8), ["run.batched is 8", "'gasloc'", "no waiting"]),
     "batched and rule": (
-        Facts(batched=8, rule=RULES["data_parallel"](), topology=complete(4)),
-        ["run.batched is 8", "'data_parallel'"],
+        Facts(batched=8, rule=dilocox(adapt_every=2), topology=complete(4)),
+        ["run.batched is 8", "'dilocox'"],
     ),
     "scattered stages of some workers": (
         Facts(stages=2, driver="train", partly=True, averaging="gpa"),
