@@ -344,6 +344,28 @@ def test_later_stages_use_the_settings_that_tuning_chose() -> None:
             assert wanted.items() <= given.items(), (name, run.label, wanted)
 
 
+def losses_of(stem: str, method: str, **at: Any) -> dict[int, float]:
+    """Of each seed, at the points with these swept values; a dot of their keys is an underscore."""
+    return {
+        one.seed: one.row["loss"]
+        for one in read_results(FIRST_STAGE / f"{stem}.jsonl")
+        if one.method == method
+        and at.items() <= {key.replace(".", "_"): value for key, value in one.at.items()}.items()
+    }
+
+
+def difference(ours: Mapping[int, float], theirs: Mapping[int, float], *, spread: bool = True, digits: int = 3) -> str:
+    """As the page writes it: without its sign, over the seeds of both."""
+    found = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)]
+    text = f"{abs(statistics.fmean(found)):.{digits}f}"
+    return f"{text} ± {statistics.stdev(found):.{digits}f}" if spread else text
+
+
+def page_of_evidence() -> str:
+    """Without its line ends."""
+    return " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split())
+
+
 def test_bf16_moves_the_gain_of_momentum_by_less_than_a_tenth_of_it() -> None:
     """The numbers that docs/evidence.md says of it: the largest difference of a run, and that of the gains."""
     of = {
@@ -370,78 +392,61 @@ def test_bf16_moves_the_gain_of_momentum_by_less_than_a_tenth_of_it() -> None:
 
 
 def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
-    def losses(name: str, method: str) -> dict[int, float]:
-        return {
-            one.seed: one.row["loss"] for one in read_results(FIRST_STAGE / f"{name}.jsonl") if one.method == method
-        }
-
-    def said(ours: dict[int, float], theirs: dict[int, float], *, spread: bool = True, digits: int = 3) -> str:
-        found = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)]
-        text = f"{abs(statistics.fmean(found)):.{digits}f}"
-        return f"{text} ± {statistics.stdev(found):.{digits}f}" if spread else text
-
-    page = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split())
-    slower = losses("noise", "DiLoCo")
-    plain, faster = losses("tuned", "local SGD"), losses("tuned", "DiLoCo")
+    page = page_of_evidence()
+    slower = losses_of("noise", "DiLoCo")
+    plain, faster = losses_of("tuned", "local SGD"), losses_of("tuned", "DiLoCo")
     assert all(slower[seed] < plain[seed] for seed in plain)
     for number, words in (
-        (f"−{said(slower, plain)}", " | −"),
-        (said(slower, faster, spread=False), " lower at 2e-3 (stage 0)"),
-        (said(losses("tuned", "GASLoC 2-Peer"), slower), " above DiLoCo. Later"),
-        (said(faster, plain, spread=False), " over five seeds, not"),
-        (said(losses("size", "DiLoCo"), losses("size", "local SGD"), spread=False), ". Nothing was tuned anew"),
+        (f"−{difference(slower, plain)}", " | −"),
+        (difference(slower, faster, spread=False), " lower at 2e-3 (stage 0)"),
+        (difference(losses_of("tuned", "GASLoC 2-Peer"), slower), " above DiLoCo. Later"),
+        (difference(faster, plain, spread=False), " over five seeds, not"),
+        (
+            difference(losses_of("size", "DiLoCo"), losses_of("size", "local SGD"), spread=False),
+            ". Nothing was tuned anew",
+        ),
     ):
         assert f"{number}<!-- tests/test_evidence.py -->{words}" in page
-    spread = statistics.stdev(losses("noise", "GASLoC 1-Peer")[seed] - slower[seed] for seed in slower)
+    spread = statistics.stdev(losses_of("noise", "GASLoC 1-Peer")[seed] - slower[seed] for seed in slower)
     assert 0.006 < spread < 0.017, "what stage 0 expected"
-    gated = losses("attempts", "the same, with the step to 1"), losses("attempts", "GASLoC 1-Peer")
-    assert f"{said(*gated, digits=4)}<!-- tests/test_evidence.py --> |" in page
+    gated = losses_of("attempts", "the same, with the step to 1"), losses_of("attempts", "GASLoC 1-Peer")
+    assert f"{difference(*gated, digits=4)}<!-- tests/test_evidence.py --> |" in page
     one, everyone = (
-        {stem: losses(stem, method) for stem in ("size", "size-440k", "size-870k")}
+        {stem: losses_of(stem, method) for stem in ("size", "size-440k", "size-870k")}
         for method in ("GASLoC 1-Peer", "DiLoCo")
     )
     for seed in range(3):
         gaps = [one[stem][seed] - everyone[stem][seed] for stem in one]
         assert gaps == sorted(gaps, reverse=True), "the gap falls from size to size in each seed"
-    constant, cosine = (
-        {
-            one.seed: one.row["loss"]
-            for one in read_results(FIRST_STAGE / file)
-            if one.method == "GASLoC 1-Peer" and wanted.items() <= one.at.items()
-        }
-        for file, wanted in (
-            ("disagreement.jsonl", {"run.steps": 1350, "rule.momentum": 0.5}),
-            ("rounds.jsonl", {"run.steps": 1350}),
-        )
-    )
-    assert f"{said(constant, cosine, spread=False)}<!-- tests/test_evidence.py --> and in each seed" in page
+    constant = losses_of("disagreement", "GASLoC 1-Peer", run_steps=1350, rule_momentum=0.5)
+    cosine = losses_of("rounds", "GASLoC 1-Peer", run_steps=1350)
+    assert f"{difference(constant, cosine, spread=False)}<!-- tests/test_evidence.py --> and in each seed" in page
     assert all(constant[seed] < cosine[seed] for seed in constant)
     rho = re.search(r"over (\d+) cells: (-?[\d.]+)", experiments.page(FIRST_STAGE / "momentum.jsonl"))
     assert rho is not None and f"Over the {rho[1]} cells so far ρ is {rho[2].rstrip('.')}" in page
 
 
 def test_what_the_page_says_of_the_outer_learning_rate_follows_from_the_outcomes() -> None:
-    losses: dict[tuple[int, float, float], dict[int, float]] = {}
-    for one in read_results(FIRST_STAGE / "outer_lr.jsonl"):
-        losses.setdefault((one.at["workers"], one.at["rule.lr"], one.at["inner.lr"]), {})[one.seed] = one.row["loss"]
+    etas = (0.5, 0.7, 1.0, 1.4)
+    losses = {
+        (workers, eta, lr): losses_of("outer_lr", "DiLoCo", workers=workers, rule_lr=eta, inner_lr=lr)
+        for workers in (4, 8, 16, 32)
+        for eta in etas
+        for lr in (2e-3, 4e-3)
+    }
     lower = 0
     for workers in (4, 8, 16, 32):
         for seed in range(3):
-            best = {eta: min(losses[workers, eta, lr][seed] for lr in (2e-3, 4e-3)) for eta in (0.5, 0.7, 1.0, 1.4)}
+            best = {eta: min(losses[workers, eta, lr][seed] for lr in (2e-3, 4e-3)) for eta in etas}
             assert best[1.0] < min(best[0.5], best[1.4])
             lower += best[1.0] < best[0.7]
     assert lower == 11
-    plain = {
-        one.seed: one.row["loss"]
-        for one in read_results(FIRST_STAGE / "rounds.jsonl")
-        if one.method == "local SGD" and one.at["run.steps"] == 1350
-    }
-    page = " ".join((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8").split())
+    plain = losses_of("rounds", "local SGD", run_steps=1350)
     full, usual = losses[8, 1.0, 2e-3], losses[8, 0.7, 2e-3]
-    gossip: dict[tuple[str, float], dict[int, float]] = {}
-    for one in read_results(FIRST_STAGE / "full_step.jsonl"):
-        gossip.setdefault((one.method, one.at["rule.lr"]), {})[one.seed] = one.row["loss"]
-    pair, two = ([gossip[f"GASLoC {peers}-Peer", eta] for eta in (1.0, 0.7)] for peers in (1, 2))
+    pair, two = (
+        [losses_of("full_step", f"GASLoC {peers}-Peer", rule_lr=eta) for eta in (1.0, 0.7)] for peers in (1, 2)
+    )
+    page = page_of_evidence()
     for above, below, words in (
         (usual, full, "lower at η = 1 than at 0.7"),
         (plain, full, "below local SGD, twice"),
@@ -449,32 +454,20 @@ def test_what_the_page_says_of_the_outer_learning_rate_follows_from_the_outcomes
         (two[1], two[0], "lower with two"),
         (pair[1], full, "above DiLoCo at 1."),
     ):
-        found = [above[seed] - below[seed] for seed in range(3)]
-        said = f"{statistics.fmean(found):.3f} ± {statistics.stdev(found):.3f}"
-        assert f"{said}<!-- tests/test_evidence.py --> {words}" in page
+        assert len(above.keys() & below) == 3 and statistics.fmean(above.values()) > statistics.fmean(below.values())
+        assert f"{difference(above, below)}<!-- tests/test_evidence.py --> {words}" in page
 
 
 def test_what_the_page_says_of_momentum_at_one_learning_rate_follows_from_the_outcomes() -> None:
     pairs = (("DiLoCo", "local SGD"), ("GASLoC 2-Peer", "gossip 2-Peer"), ("GASLoC 1-Peer", "gossip 1-Peer"))
-    found = {
-        (one.method, name, one.seed): one.row["loss"]
-        for name in ("tuned", "noise", "second")
-        for one in read_results(FIRST_STAGE / f"{name}.jsonl")
-    }
-    arms = [
-        [
-            (loss - other, other)
-            for (method, where, seed), loss in found.items()
-            if (method, where) == (ours, here)
-            if (other := found.get((theirs, there, seed)))
-        ]
-        for ours, theirs, here, there in (
-            ("DiLoCo", "local SGD", "noise", "tuned"),
-            *((ours, theirs, "tuned", "tuned") for ours, theirs in pairs[1:]),
-            *((ours, theirs, "second", "second") for ours, theirs in pairs),
-        )
-    ]
-    assert all(difference < 0 for arm in arms for difference, _ in arm), "lower in each seed"
+    runs = [("noise", "DiLoCo", "tuned", "local SGD")]
+    runs += [("tuned", ours, "tuned", theirs) for ours, theirs in pairs[1:]]
+    runs += [("second", ours, "second", theirs) for ours, theirs in pairs]
+    arms = list[list[tuple[float, float]]]()
+    for here, ours, there, theirs in runs:
+        mine, others = losses_of(here, ours), losses_of(there, theirs)
+        arms.append([(mine[seed] - others[seed], others[seed]) for seed in sorted(mine.keys() & others)])
+    assert all(above < 0 for arm in arms for above, _ in arm), "lower in each seed"
     apart = [p is not None and p < 0.05 for p in holm([effect(arm).apart for arm in arms])]
     assert (apart, [len(arm) for arm in arms]) == ([True, True, False, True, True, True], [5] * 6)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
 from generators.gains import Gain, drawn_gains, gains, gains_page
-from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, spread, standings
+from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
 from generators.sources import RESULTS, ROOT, config_of
 from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
-from gossamer.report.figures import Figure, draw_figure, swept, table
+from gossamer.report.figures import Figure, draw_figure, spread, swept, table
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines, markdown_table
 from gossamer.run.document import load

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 from generators.claims import NOT_RUN
 from generators.sources import RESULTS, ROOT
 from gossamer.report.charts import drawing, plain_axes, svg
+from gossamer.report.figures import spread
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.document import load
 
-__all__ = ["LEADERBOARD", "Standing", "drawn_standings", "leaderboard_page", "leaderboard_table", "spread", "standings"]
+__all__ = ["LEADERBOARD", "Standing", "drawn_standings", "leaderboard_page", "leaderboard_table", "standings"]
 
 LEADERBOARD = "leaderboard_tuned"
 """The stem of its outcomes."""
@@ -119,14 +120,6 @@ def _last(curve: Sequence[tuple[float, float]], most: float) -> float | None:
 
 def _first(curve: Sequence[tuple[float, float]], wanted: float) -> float | None:
     return next((seconds for seconds, loss in curve if loss <= wanted), None)
-
-
-def spread(values: Sequence[float | None]) -> str:
-    """Mean and sample standard deviation over the seeds; a dash where one is missing."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return DASH
-    return f"{statistics.fmean(known):.4f}" + (f" ± {statistics.stdev(known):.4f}" if len(known) > 1 else "")
 
 
 def _mean(seconds: Sequence[float | None]) -> str:

@@ -19,7 +19,7 @@ from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.schema import settings
 
-__all__ = ["Figure", "draw_figure", "swept", "table"]
+__all__ = ["Figure", "draw_figure", "spread", "swept", "table"]
 
 
 @settings("figure")
@@ -96,7 +96,7 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
     if not figure.y:
         x_values = list(dict.fromkeys(x for _, x, _ in losses))
         names = list(dict.fromkeys(method for method, _, _ in losses))
-        rows = [[name, *(_spread(losses.get((name, x, None), [])) for x in x_values)] for name in names]
+        rows = [[name, *(spread(losses.get((name, x, None), [])) for x in x_values)] for name in names]
         parts = [_markdown([_axis(figure.keys[0]), *map(str, x_values)], rows)]
         by_seed = _by_seed(results, figure)
         parts += _against_tables(by_seed, figure) if figure.against else ()
@@ -105,7 +105,7 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
     parts = []
     for name in dict.fromkeys(method for method, _, _ in losses):
         x_values, y_values = _axes_of(losses, name)
-        rows = [[str(y), *(_spread(losses.get((name, x, y), [])) for x in x_values)] for y in y_values]
+        rows = [[str(y), *(spread(losses.get((name, x, y), [])) for x in x_values)] for y in y_values]
         parts.append(
             f"{name}\n\n" + _markdown([f"{_axis(figure.y)} \\ {_axis(figure.keys[0])}", *map(str, x_values)], rows)
         )
@@ -217,11 +217,17 @@ def _axis(key: str) -> str:
     return section if last == "name" else last.replace("_", " ")
 
 
-def _spread(values: Sequence[float], form: str = ".4f") -> str:
-    if not values:
+def spread(values: Sequence[float | None], form: str = ".4f") -> str:
+    """Mean and sample standard deviation over the seeds; a dash where one has none.
+
+    >>> spread([1.0, 3.0], ".1f"), spread([1.0]), spread([1.0, None])
+    ('2.0 ± 1.4', '1.0000', '–')
+    """
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
         return DASH
-    mean = format(statistics.fmean(values), form)
-    return f"{mean} ± {format(statistics.stdev(values), form)}" if len(values) > 1 else mean
+    mean = format(statistics.fmean(known), form)
+    return f"{mean} ± {format(statistics.stdev(known), form)}" if len(known) > 1 else mean
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -238,8 +244,8 @@ def _reach_table(results: Sequence[PointResult], target: str) -> str:
             ratios = [one.ratio for one in mine if one.ratio is not None]
             behind = [one.behind for one in mine if one.behind is not None]
             each = ", ".join(DASH if one.ratio is None else f"{one.ratio:.3f}" for one in mine)
-            share = _spread(ratios, ".3f") if len(ratios) == len(mine) else f"{len(ratios)} of {len(mine)} runs"
-            rows.append([method, share, each, _spread(behind, "+.4f").replace("± +", "± ")])
+            share = spread(ratios, ".3f") if len(ratios) == len(mine) else f"{len(ratios)} of {len(mine)} runs"
+            rows.append([method, share, each, spread(behind, "+.4f").replace("± +", "± ")])
         headings = [f"on {network}", f"time to {target}'s last loss, over {target}'s time", "each seed"]
         parts.append(_markdown([*headings, f"loss above {target}'s in its time"], rows))
     return "\n".join(parts)

@@ -160,8 +160,7 @@ class _State:
         if not self._space.final:
             return ()
         rungs = len(self._space.tokens)
-        first = self._ranked(rungs - 1)[: self._leaders(rungs - 1)]
-        return tuple(Trial(one, rungs) for one in self._sound(first, rungs - 1))
+        return tuple(Trial(one, rungs) for one in self._sound(self._ranked(rungs - 1)[:_FINALISTS], rungs - 1))
 
     def found(self) -> Found:
         """The best of the final, and without one of the last rung."""

@@ -56,10 +56,8 @@ class Stack:
             self._give()
         else:
             self._give_gradients()
-        lr, each_s = (
-            (self._optimizer if steps else like.optimizer).param_groups[0]["lr"],
-            (time.perf_counter() - began) / R,
-        )
+        each_s = (time.perf_counter() - began) / R
+        lr = (self._optimizer if steps else like.optimizer).param_groups[0]["lr"]
         tokens = len(losses) * like.config.step_tokens
         return [LocalPhase(tuple(values[r] for values in losses), lr, each_s, tokens) for r in range(R)]
 

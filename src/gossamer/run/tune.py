@@ -110,7 +110,7 @@ class Contender(NamedTuple):
         seeds, rungs = len(self.asked.seeds), len(self.asked.rungs)
         tokens = tuple(self.tokens(rung) * seeds for rung in range(rungs))
         outers: tuple[OuterPair | None, ...] = self.asked.outer if self.table else (None,)
-        final = self.tokens(rungs) * max(0, len(self.asked.final_seeds) - seeds)
+        final = self.tokens(rungs) * len({*self.asked.final_seeds} - {*self.asked.seeds})
         return Space(len(self.asked.lr), outers, tokens, self.asked.budget_tokens, final)
 
     @property
@@ -124,8 +124,8 @@ class Contender(NamedTuple):
 
     def steps(self, rung: int) -> int:
         """Inner steps of a run on a rung: whole rounds, at least one. The final has those of the last rung."""
-        config, share = self.config, 1.0 if rung == len(self.asked.rungs) else self.asked.rungs[rung]
-        return max(1, math.floor(share * config.rounds)) * config.full_steps
+        config, shares = self.config, (*self.asked.rungs, 1.0)
+        return max(1, math.floor(shares[rung] * config.rounds)) * config.full_steps
 
     def tokens(self, rung: int) -> int:
         """Tokens of a run on a rung, by all workers."""
@@ -210,11 +210,11 @@ def _contender(table: Any, base: Mapping[str, Any], row: Variant) -> Contender:
 class _Method:
     """One method in the course of its search.
 
-    Args: `known` are the outcomes of its earlier runs by what decides them.
+    Args: `known` are the outcomes of its earlier runs by what decides them, to which it adds the others.
     """
 
-    def __init__(self, contender: Contender, known: Mapping[str, RunOutcome]) -> None:
-        self.contender, self._known = contender, {**known}
+    def __init__(self, contender: Contender, known: dict[str, RunOutcome]) -> None:
+        self.contender, self._known = contender, known
         self.search: Search = search(contender.space)
         self.losses: dict[Trial, list[float]] = {}
         self._batch: tuple[Trial, ...] = next(self.search)
