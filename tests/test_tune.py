@@ -35,12 +35,15 @@ def answered(space: Space, loss: Loss) -> tuple[list[Trial], Found]:
             return trials, end.value
 
 
-def valley(at: float, momentum: float = 0.0) -> Loss:
-    """A loss that is best at a learning rate of so many doublings, and at a pair with this momentum."""
+def valley(at: float, momentum: float = 0.0, outer_lr: float | None = None) -> Loss:
+    """A loss that is best at a learning rate of so many doublings, and at a pair with this momentum and outer learning rate."""
 
     def loss(trial: Trial) -> float:
-        outer = trial.setting.outer
-        return abs(trial.setting.doublings - at) + (0.0 if outer is None else 3 * abs(outer[1] - momentum)) - trial.rung
+        height = abs(trial.setting.doublings - at) - trial.rung
+        if trial.setting.outer is not None:
+            lr, gamma = trial.setting.outer
+            height += 3 * abs(gamma - momentum) + (0.0 if outer_lr is None else 3 * abs(math.log2(lr / outer_lr)))
+        return height
 
     return loss
 
@@ -93,6 +96,15 @@ def test_a_momentum_at_the_edge_grows_or_shrinks_until_it_is_interior(at: int, m
     _, found = answered(Space(3, PAIRS[1:], (1, 4), 2000), valley(at, momentum))
     assert found.best is not None and found.best.outer is not None and found.edges == ()
     assert (found.best.doublings, found.best.outer[1]) == (at, momentum)
+
+
+@given(st.integers(0, 2), st.sampled_from([0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8]))
+def test_an_outer_learning_rate_at_the_edge_grows_or_shrinks_until_it_is_interior(at: int, outer_lr: float) -> None:
+    space = Space(3, ((0.7, 0.3), (0.7, 0.5), (0.7, 0.7)), (1, 4), 2000)
+    _, found = answered(space, valley(at, 0.5, outer_lr))
+    assert found == (GridPoint(at, (outer_lr, 0.5)), (), found.spent)
+    _, kept = answered(space._replace(grow_outer_lr=False), valley(at, 0.5, outer_lr))
+    assert kept == (GridPoint(at, (0.7, 0.5)), ("outer_lr",), kept.spent)
 
 
 def test_a_pair_is_judged_at_its_own_best_learning_rate() -> None:

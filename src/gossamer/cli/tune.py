@@ -82,8 +82,8 @@ def _lines(one: "Tuned") -> list[str]:
         return [f"{contender.row.label}: every setting {where} has diverged ({spent}); lower tune.lr"]
     loss = next(_loss(losses) for trial, losses in one.losses.items() if trial == (found.best, contender.deciding))
     outer = f", (η, γ) = {_outer(found.best)}" if found.best.outer else ""
-    ends = {"lr": "the learning rate", "momentum": "γ"}
-    where = f"at the edge of {' and of '.join(ends[edge] for edge in found.edges)}, as the budget ended"
+    ends = {"lr": "the learning rate", "outer_lr": "η", "momentum": "γ"}
+    where = f"at the edge of {' and of '.join(ends[edge] for edge in found.edges)}"
     return [
         f"{contender.row.label}: lr {contender.lr(found.best):g}{outer}, loss {loss:.4f}, "
         f"{where if found.edges else 'an interior optimum'} ({spent}, {len(one.losses)} trials)"

@@ -8,7 +8,7 @@ steady drift), every pair (η, γ) gets its own best learning rate on the first 
 """
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from typing import NamedTuple
 
 from gossamer.errors import ConfigError
@@ -51,6 +51,8 @@ class Space(NamedTuple):
     """The most tokens of all trials together."""
     final: int = 0
     """Tokens of a trial in the final, beyond those of the last rung; 0 without a final."""
+    grow_outer_lr: bool = True
+    """Whether η grows and shrinks at its edge too; if not, only the learning rate and γ do."""
 
     def cost(self, trial: Trial) -> int:
         """The tokens of a trial."""
@@ -63,7 +65,7 @@ class Found(NamedTuple):
     best: GridPoint | None
     """None if no trial of the final, or without one of the last rung, has a finite loss."""
     edges: tuple[str, ...]
-    """Where the best stands at the edge of what was tried on the last rung: "lr", "momentum"; empty at an interior optimum."""
+    """Where the best stands at the edge of what was tried: "lr", "outer_lr", "momentum"; empty at an interior optimum."""
     spent: int
 
 
@@ -139,7 +141,8 @@ class _State:
         found = [
             near for one in dict.fromkeys([*leading, *pairs] or ranked[:1]) for near in self._neighbours(one, rung)
         ]
-        return found + [near for one in leading for near in self._more_momentum(one)]
+        further = [near for one in leading for near in self._further_steps(one)] if self._space.grow_outer_lr else []
+        return found + further + [near for one in leading for near in self._more_momentum(one)]
 
     def survivors(self, rung: int) -> list[GridPoint]:
         """The settings for the next rung: the best, its neighbours, and the others in their order, at most half of them all."""
@@ -170,7 +173,9 @@ class _State:
         spent = self._spent(deciding + 1)
         if not math.isfinite(self.losses[Trial(best, deciding)]):
             return Found(None, (), spent)
-        open_ends = {"lr": self._neighbours(best, last), "momentum": self._more_momentum(best)}
+        open_ends = {
+            "lr": self._neighbours(best, last), "outer_lr": self._further_steps(best), "momentum": self._more_momentum(best),
+        }  # fmt: skip
         return Found(best, tuple(name for name, settings in open_ends.items() if settings), spent)
 
     def _spent(self, rungs: int) -> int:
@@ -214,6 +219,20 @@ class _State:
             return [GridPoint(lowest - 1, outer)]
         return [near for step in (-1, 1) if Trial(near := GridPoint(k + step, outer), rung) not in self.losses]
 
+    def _further_steps(self, setting: GridPoint) -> list[GridPoint]:
+        """The pair with the next η, a power of √2, where that of the best is the largest or the smallest tried."""
+        if setting.outer is None:
+            return []
+        lr, momentum = setting.outer
+        tried = self._tried(0)
+        ways = [way for way, end in ((1, max(tried)), (-1, min(tried))) if lr == end]
+        power = round(2 * math.log2(lr))
+        return [GridPoint(setting.doublings, (float(f"{2 ** ((power + way) / 2):.2g}"), momentum)) for way in ways]
+
+    def _tried(self, which: int) -> list[float]:
+        """All η (0) or γ (1) so far."""
+        return [trial.setting.outer[which] for trial in self.losses if trial.setting.outer is not None]
+
     def _more_momentum(self, setting: GridPoint) -> list[GridPoint]:
         """The pair with the next γ where that of the best is the largest or the smallest tried.
 
@@ -222,7 +241,7 @@ class _State:
         if setting.outer is None:
             return []
         lr, momentum = setting.outer
-        tried: Sequence[float] = [trial.setting.outer[1] for trial in self.losses if trial.setting.outer is not None]
+        tried = self._tried(1)
         found = []
         if momentum == max(tried) and momentum < _LARGEST:
             found.append(((lr, round((1 + momentum) / 2, 6)), -1))

@@ -48,8 +48,10 @@ class TuneConfig:
         (0.7, 0.5),
         (0.7, 0.7),
     )
-    """Outer learning rates and momenta (η, γ) that are tried with every `inner.lr`, of methods that have both. γ grows or shrinks
-    where the best is at its edge, η takes these values only. A method with an empty list keeps its own."""
+    """Outer learning rates and momenta (η, γ) that are tried with every `inner.lr`, of methods that have both. Each grows or
+    shrinks where the best is at its edge. A method with an empty list keeps its own."""
+    grow_outer_lr: bool = True
+    """Whether η may leave these values; false keeps it among them."""
     rungs: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (0.25, 1.0)
     """Lengths of the runs as shares of the whole run, from the first rung of successive halving to the last, which is 1."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
@@ -111,7 +113,7 @@ class Contender(NamedTuple):
         tokens = tuple(self.tokens(rung) * seeds for rung in range(rungs))
         outers: tuple[OuterPair | None, ...] = self.asked.outer if self.table else (None,)
         final = self.tokens(rungs) * len({*self.asked.final_seeds} - {*self.asked.seeds})
-        return Space(len(self.asked.lr), outers, tokens, self.asked.budget_tokens, final)
+        return Space(len(self.asked.lr), outers, tokens, self.asked.budget_tokens, final, self.asked.grow_outer_lr)
 
     @property
     def deciding(self) -> int:
