@@ -253,6 +253,9 @@ def test_compare_over_seeds_and_a_scale_draws_a_figure_and_continues_where_it_wa
     (tmp_path / "plain.toml").write_text(tomli_w.dumps(document()))
     refused(["compare", tmp_path / "plain.toml", "--scale", "paper"], capsys, "the file has no [scale.NAME]")
     refused(["compare", tmp_path / "experiment.toml", "--seeds", "0,x"], capsys, "--seeds got '0,x'")
+    (tmp_path / "wrong.toml").write_text(tomli_w.dumps(experiment | {"figure": {"x": "run.steps"}}))
+    refused(["compare", tmp_path / "wrong.toml", "--out", tmp_path / "none"], capsys, "'pairs' sweeps run.local_steps")
+    assert not (tmp_path / "none").exists(), "refused before the first run"
 
 
 def test_labels_that_share_a_folder_are_refused_before_anything_is_trained(tmp_path, capsys):

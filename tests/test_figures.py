@@ -1,5 +1,6 @@
 """Figures of an experiment: what their table says, what they refuse, and that equal outcomes give equal pictures."""
 
+import itertools
 import json
 import math
 from typing import Any
@@ -44,6 +45,17 @@ def test_variants_that_sweep_different_keys_share_an_axis():
     assert table(runs, wanted).splitlines()[2:] == ["| a | 1.0000 |", "| b | 2.0000 |"]
     with pytest.raises(ConfigError, match=r"'b' sweeps topology\.graph"):
         table(runs, Figure(x="topology.name"))
+
+
+def test_runs_that_differ_in_another_key_do_not_count_as_seeds():
+    runs = [outcome("a", 1.0, s, lr=lr, workers=n) for lr in (1, 2) for n in (4, 8) for s in (0, 1)]
+    with pytest.raises(ConfigError, match=r"'a' sweeps workers too, and its runs at 4 and 8 .* name it as figure\.y"):
+        table(runs, Figure(x="lr"))
+    with pytest.raises(ConfigError, match=r"figure\.target is 'a', but 'a' sweeps workers too.*leave \[figure\] out"):
+        draw_figure(runs, Figure(target="a"))
+    assert "± 0.0000" in table(runs, Figure(x="lr", y="workers"))
+    together = [outcome("a", 1.0, s, steps=n, warmup=n // 10) for n in (10, 20) for s in (0, 1)]
+    assert table(together, Figure(x="steps")).splitlines()[2] == "| a | 1.0000 ± 0.0000 | 1.0000 ± 0.0000 |"
 
 
 def test_the_first_evaluation_that_is_as_good_counts_and_none_is_interpolated():
@@ -101,9 +113,11 @@ def test_each_seed_is_held_against_its_own_target():
     "wanted", [Figure(x="h", log_x=True), Figure(x="name"), Figure(x="h", y="name"), Figure(target="a")]
 )
 def test_equal_outcomes_give_equal_bytes(wanted: Figure):
+    swept = {"h": (1, 10), "name": ("ring", "star")}
+    keys = [key for key in swept if key in (*wanted.keys, wanted.y)]
     runs = [
-        PointResult(m, {"h": h, "name": g}, s, {"loss": h + s, "loss_at_s": {"wan": [(1.0, 2.0), (2.0, 1.0)]}})
-        for m in ("a", "b") for h in (1, 10) for g in ("ring", "star") for s in (0, 1)
+        PointResult(m, dict(zip(keys, at, strict=True)), s, {"loss": s, "loss_at_s": {"wan": [(1.0, 2.0), (2.0, s)]}})
+        for m in ("a", "b") for at in itertools.product(*map(swept.__getitem__, keys)) for s in (0, 1)
     ]  # fmt: skip
     drawn = draw_figure(runs, wanted)
     assert drawn == draw_figure(runs, wanted) and drawn.startswith(b"<?xml")

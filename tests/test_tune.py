@@ -80,7 +80,8 @@ def test_no_search_exceeds_its_budget_tries_a_trial_twice_or_leaves_out_the_grid
         assert table[Trial(found.best, deciding)] == least
     if deciding == len(space.tokens):
         before = sorted(loss for trial, loss in table.items() if trial.rung == deciding - 1 and math.isfinite(loss))
-        assert space.final and [*map(table.get, (Trial(one, deciding - 1) for one, _ in last))] == before[:2]
+        assert space.final and [*map(table.get, (Trial(one, deciding - 1) for one, _ in last))] == before[: len(last)]
+        assert len(last) == min(2, len(before)) or not any(math.isfinite(table[trial]) for trial in last[:2])
     assert answered(space, loss) == (trials, found), "equal losses, equal trials, the same choice"
 
 
@@ -140,6 +141,16 @@ def test_a_final_decides_between_the_two_best_and_the_grid_grows_around_both() -
     assert {trial.setting.doublings for trial in trials if trial.rung == 2} == {0, 1}
     assert {trial.setting.doublings for trial in trials if trial.rung == 1} >= {-1, 0, 1, 2}
     assert found.best == GridPoint(1, None) and found.edges == ()
+
+
+def test_where_both_finalists_diverge_the_next_best_is_asked() -> None:
+    def loss(trial: Trial) -> float:
+        height = abs(trial.setting.doublings - 2.2)
+        return math.nan if trial.rung == 2 and trial.setting.doublings > 1 else height
+
+    trials, found = answered(Space(3, (None,), (1, 4), 100, final=8), loss)
+    assert [trial.setting.doublings for trial in trials if trial.rung == 2] == [2, 3, 1, 4]
+    assert found.best == GridPoint(1, None)
 
 
 TUNE = {"budget_tokens": 1_100, "lr": [1e-3, 2e-3], "outer": [[0.7, 0.5]], "rungs": [0.5, 1.0]}

@@ -42,6 +42,7 @@ def command(
         )
     if jobs < 1:
         raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")
+    from gossamer.report.figures import check_figure
     from gossamer.report.results import PointResult
     from gossamer.run.comparison import train_all
     from gossamer.run.document import load, settings
@@ -53,6 +54,8 @@ def command(
     runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
     out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
     folders = _folders(runs, out, resume=resume)
+    if asked is not None:
+        check_figure(runs, asked)
     told = set[str]()
     for run in runs:  # before the first of them is trained
         parts = imported_parts(run.config, told)

@@ -7,7 +7,7 @@ wall-clock at which each method first reaches the target's last loss, or the los
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import Field
 
@@ -19,7 +19,7 @@ from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.schema import settings
 
-__all__ = ["Figure", "draw_figure", "spread", "swept", "table"]
+__all__ = ["Figure", "check_figure", "draw_figure", "spread", "swept", "table"]
 
 
 @settings("figure")
@@ -87,6 +87,7 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
     | a | 1.2500 ± 0.3536 | 2.2500 ± 0.3536 |
     <BLANKLINE>
     """
+    check_figure(results, figure)
     if figure.paired:
         found = reach(results, figure.target, paired=True)
         return paired_table(found, figure.target, margin=figure.margin, side=figure.side)
@@ -114,6 +115,7 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
 
 def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
     """The figure as SVG; equal results give equal bytes. Raises MissingPackageError without matplotlib."""
+    check_figure(results, figure)
     require("matplotlib.figure", "plots", "the figure of an experiment")
     if figure.target:
         paint = _draw_ends if figure.paired and _validated_once(results) else _draw_reach
@@ -121,6 +123,47 @@ def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
         paint = _draw_maps if figure.y else _draw_curves
     with drawing():
         return svg(paint(results, figure))
+
+
+class _Placed(Protocol):
+    """A run of an experiment, before it has ended or after."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def at(self) -> Mapping[str, Any]: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def check_figure(runs: Sequence[_Placed], figure: Figure) -> None:
+    """Raises ConfigError for a variant or key that no run has, and if runs that differ in another key would count as seeds."""
+    methods = dict.fromkeys(run.method for run in runs)
+    for name, label in (("target", figure.target), ("against", figure.against)):
+        if label and label not in methods:
+            raise ConfigError(choose(f"figure.{name}", label, methods) + "; correct it")
+    first: dict[tuple[Any, ...], _Placed] = {}
+    for run in runs:
+        other = first.setdefault((run.method, *((None, None) if figure.target else _cell(run, figure)), run.seed), run)
+        if key := next((key for key in run.at if run.at[key] != other.at.get(key)), ""):
+            own = f"figure.target is '{figure.target}'" if figure.target else f"figure.x is {figure.x!r}"
+            raise ConfigError(
+                f"{own}, but '{run.method}' sweeps {key} too, and its runs at {swept(other.at.get(key))} and "
+                f"{swept(run.at[key])} would count as seeds; "
+                + ("leave [figure] out" if figure.target or figure.y else "name it as figure.y, or leave [figure] out")
+            )
+
+
+def _cell(run: _Placed, figure: Figure) -> tuple[Any, Any]:
+    """Where a run stands in the figure: its x and y."""
+    if figure.y and figure.y not in run.at:
+        raise ConfigError(choose("figure.y", figure.y, run.at) + "; name a key that every variant sweeps")
+    key = next((key for key in figure.keys if key in run.at), None)
+    if key is None:
+        raise ConfigError(
+            f"figure.x is {figure.x!r}, but '{run.method}' sweeps {', '.join(run.at) or 'nothing'}; name that key too"
+        )
+    return swept(run.at[key]), swept(run.at[figure.y]) if figure.y else None
 
 
 _BySeed = dict[tuple[str, Any], dict[int, float]]
@@ -139,8 +182,6 @@ def _by_seed(results: Sequence[PointResult], figure: Figure) -> _BySeed:
 
 def _differences(losses: _BySeed, against: str) -> _BySeed:
     """The losses of the other variants above those of one, of the seeds that both have."""
-    if against not in (methods := {method for method, _ in losses}):
-        raise ConfigError(choose("figure.against", against, methods) + "; correct it")
     return {
         (method, x): {seed: loss - own[seed] for seed, loss in here.items() if seed in own}
         for (method, x), here in losses.items()
@@ -181,15 +222,7 @@ def _losses(results: Sequence[PointResult], figure: Figure) -> _Losses:
     """Final losses of all seeds by method, x and y; a run that ended without a finite loss adds none."""
     losses: _Losses = {}
     for run in results:
-        for key in [figure.y] if figure.y else []:
-            if key not in run.at:
-                raise ConfigError(choose("figure.y", key, run.at) + "; name a key that every variant sweeps")
-        key = next((key for key in figure.keys if key in run.at), None)
-        if key is None:
-            raise ConfigError(
-                f"figure.x is {figure.x!r}, but '{run.method}' sweeps {', '.join(run.at) or 'nothing'}; name that key too"
-            )
-        x, y = swept(run.at[key]), swept(run.at[figure.y]) if figure.y else None
+        x, y = _cell(run, figure)
         loss = run.row["loss"]
         losses.setdefault((run.method, x, y), []).extend([loss] if loss is not None and math.isfinite(loss) else [])
     return losses

@@ -110,7 +110,7 @@ def search(space: Space) -> Search:
             state.losses |= {trial: _rank(losses[trial]) for trial in trials}
             wanted = state.beyond(rung)
         wanted = state.survivors(rung)
-    if final := state.final():
+    while final := state.final():
         losses = yield final
         state.losses |= {trial: _rank(losses[trial]) for trial in final}
     return state.found()
@@ -159,11 +159,13 @@ class _State:
         return [*dict.fromkeys([best, *around, *self._sound(ranked[1:], rung)])][:many]
 
     def final(self) -> tuple[Trial, ...]:
-        """The trials of the final, none without one: those of the settings with the lowest losses on the last rung."""
-        if not self._space.final:
-            return ()
+        """The next trials of the final: of the two best settings of the last rung, and while all have diverged of the next two."""
         rungs = len(self._space.tokens)
-        return tuple(Trial(one, rungs) for one in self._sound(self._ranked(rungs - 1)[:_FINALISTS], rungs - 1))
+        if not self._space.final or self._sound(self._ranked(rungs), rungs):
+            return ()
+        trials = [Trial(one, rungs) for one in self._sound(self._ranked(rungs - 1), rungs - 1)]
+        left = (self._space.budget - self._spent(rungs + 1)) // self._space.final
+        return tuple([trial for trial in trials if trial not in self.losses][: min(_FINALISTS, left)])
 
     def found(self) -> Found:
         """The best of the final, and without one of the last rung."""
