@@ -159,7 +159,7 @@ class _State:
         return [*dict.fromkeys([best, *around, *self._sound(ranked[1:], rung)])][:many]
 
     def final(self) -> tuple[Trial, ...]:
-        """The next trials of the final: of the two best settings of the last rung, and while all have diverged of the next two."""
+        """The next trials of the final: of the two best settings of the last rung, and while all diverged of the next two."""
         rungs = len(self._space.tokens)
         if not self._space.final or self._sound(self._ranked(rungs), rungs):
             return ()
