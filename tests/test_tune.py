@@ -49,7 +49,7 @@ def valley(at: float, momentum: float = 0.0, outer_lr: float | None = None) -> L
 
 
 spaces = st.builds(
-    lambda rates, outers, tokens, final, more: (space := Space(rates, outers, tokens, 0, final))._replace(
+    lambda rates, outers, tokens, final, more, cross: (space := Space(rates, outers, tokens, 0, final, cross))._replace(
         budget=needed_tokens(space) + more
     ),
     st.integers(1, 5),
@@ -57,6 +57,7 @@ spaces = st.builds(
     st.lists(st.integers(1, 50), min_size=1, max_size=3).map(lambda some: tuple(sorted(some))),
     st.sampled_from([0, 20]),
     st.integers(0, 2000),
+    st.booleans(),
 )
 
 
@@ -70,7 +71,11 @@ def test_no_search_exceeds_its_budget_tries_a_trial_twice_or_leaves_out_the_grid
     trials, found = answered(space, loss)
     assert len({*trials}) == len(trials)
     assert found.spent == sum(space.cost(trial) for trial in trials) <= space.budget
-    grid = {Trial(GridPoint(k, outer), 0) for k in range(space.rates) for outer in space.outers}
+    grid = {
+        Trial(GridPoint(k, outer), 0)
+        for k in range(space.rates)
+        for outer in (space.outers[:1] if space.cross else space.outers)
+    }
     assert grid <= {*trials}
     deciding = max(trial.rung for trial in trials)
     last = [trial for trial in trials if trial.rung == deciding]
@@ -104,11 +109,20 @@ def test_an_outer_learning_rate_at_the_edge_grows_or_shrinks_until_it_is_interio
     space = Space(3, ((0.7, 0.3), (0.7, 0.5), (0.7, 0.7)), (1, 4), 2000)
     _, found = answered(space, valley(at, 0.5, outer_lr))
     assert found == (GridPoint(at, (outer_lr, 0.5)), (), found.spent)
-    _, kept = answered(space._replace(grow_outer_lr=False), valley(at, 0.5, outer_lr))
+    _, kept = answered(space._replace(cross=False), valley(at, 0.5, outer_lr))
     assert kept == (GridPoint(at, (0.7, 0.5)), ("outer_lr",), kept.spent)
 
 
-def test_a_pair_is_judged_at_its_own_best_learning_rate() -> None:
+def test_a_cross_tries_the_rates_with_the_first_pair_and_then_every_pair_at_the_best_of_them() -> None:
+    pairs = ((0.7, 0.5), (1.0, 0.5), (0.5, 0.5), (0.7, 0.7), (0.7, 0.3))
+    trials, found = answered(Space(3, pairs, (1,), 100), valley(1, 0.5, 1.0))
+    tried = [(trial.setting.doublings, trial.setting.outer) for trial in trials]
+    assert tried[:7] == [*((k, pairs[0]) for k in range(3)), *((1, pair) for pair in pairs[1:])]
+    around = {(0, (1.0, 0.5)), (2, (1.0, 0.5)), (1, (1.4, 0.5)), (1, (1.0, 0.3)), (1, (1.0, 0.7))}
+    assert {*tried[7:]} == around and found == (GridPoint(1, pairs[1]), (), 12)
+
+
+def test_in_a_product_a_pair_is_judged_at_its_own_best_learning_rate() -> None:
     def loss(
         trial: Trial,
     ) -> float:  # the pair that is worse on the whole first grid is better at its optimum beyond it
@@ -116,8 +130,8 @@ def test_a_pair_is_judged_at_its_own_best_learning_rate() -> None:
         best, floor = (6, 0.0) if trial.setting.outer == PAIRS[0] else (1, 1.0)
         return floor + abs(trial.setting.doublings - best)
 
-    _, found = answered(Space(3, PAIRS[:2], (1, 4), 500), loss)
-    assert found.best == GridPoint(6, PAIRS[0]) and found.edges == ()
+    _, found = answered(Space(3, PAIRS[:2], (1, 4), 500, cross=False), loss)
+    assert found.best == GridPoint(6, PAIRS[0]) and found.edges == ("outer_lr",)
 
 
 def test_a_budget_that_ends_early_is_told_by_the_edge() -> None:

@@ -1,10 +1,13 @@
-"""Successive halving over learning rates and outer settings: a function of losses that reads no files and trains nothing.
+"""A search over learning rates and outer settings: a function of losses that reads no files and trains nothing.
 
-Rung r runs every setting for the same number of tokens, fewer than the next. All settings of the grid run on the first; the
-best half, at most, goes on to the next, until the last, whose losses alone decide. On every rung the grid grows where the best
-setting stands at its edge. If there is a final, the two best of the last rung run again with more seeds, and the final decides
-between them. As an outer momentum γ and a learning rate trade against each other (an outer step moves by η / (1 - γ) of a
-steady drift), every pair (η, γ) gets its own best learning rate on the first rung.
+On the first rung runs a cross: the learning rates with the first pair (η, γ), then all pairs at the best learning rate, and then
+whatever is missing of the cross through the best setting so far. Each arm grows where the best stands at its end. If there is a
+final, the two best run again with more seeds, and the final decides between them.
+
+There may be several rungs, of runs that become longer (successive halving): the best half of a rung, at most, goes on to the next,
+and the last decides. In place of the cross the first rung may run the product of learning rates and pairs, each pair with its own
+best learning rate, as an outer step moves by η / (1 - γ) of a steady drift. Both cost more trials than a cross of whole runs
+and, for DiLoCo at a quarter of its length, rank η the other way round (docs/adr/0033).
 """
 
 import math
@@ -17,6 +20,7 @@ __all__ = ["Found", "GridPoint", "OuterPair", "Search", "Space", "Trial", "neede
 
 OuterPair = tuple[float, float]
 """Outer learning rate η and outer momentum γ."""
+_LR, _MOMENTUM = 0, 1  # places in a pair
 _LARGEST = 0.99  # no γ beyond it is tried
 _NEIGHBOURHOOD = 3  # the best setting and its two neighbours, without which nobody knows that it is the best
 _FINALISTS = 2  # seeds reverse close settings, which are the first ones
@@ -51,8 +55,13 @@ class Space(NamedTuple):
     """The most tokens of all trials together."""
     final: int = 0
     """Tokens of a trial in the final, beyond those of the last rung; 0 without a final."""
-    grow_outer_lr: bool = True
-    """Whether η grows and shrinks at its edge too; if not, only the learning rate and γ do."""
+    cross: bool = True
+    """Whether the first rung runs a cross in place of the product, whose η does not grow."""
+
+    @property
+    def first(self) -> int:
+        """Trials of the first grid."""
+        return self.rates + len(self.outers) - 1 if self.cross else self.rates * len(self.outers)
 
     def cost(self, trial: Trial) -> int:
         """The tokens of a trial."""
@@ -75,8 +84,7 @@ Search = Generator[tuple[Trial, ...], Mapping[Trial, float], Found]
 
 def needed_tokens(space: Space) -> int:
     """The smallest budget: the grid on the first rung, the best with its two neighbours on each further one, and the final."""
-    grid = space.rates * len(space.outers) * space.tokens[0]
-    return grid + _NEIGHBOURHOOD * sum(space.tokens[1:]) + _FINALISTS * space.final
+    return space.first * space.tokens[0] + _NEIGHBOURHOOD * sum(space.tokens[1:]) + _FINALISTS * space.final
 
 
 def search(space: Space) -> Search:
@@ -88,7 +96,8 @@ def search(space: Space) -> Search:
     Raises: ConfigError for a budget below `needed_tokens`.
     Cost: no more tokens than the budget.
     Source: successive halving, arXiv 1502.07943; a grid that grows until its optimum is interior, arXiv 2503.09799.
-    Fails when: short runs rank the settings otherwise than long ones, as large learning rates and momenta pay late.
+    Fails when: of several rungs, short runs rank the settings otherwise than long ones; of a cross, the best pair at the first
+    learning rates is none at the best.
 
     >>> asked = search(Space(rates=2, outers=(None,), tokens=(1, 4), budget=30))
     >>> [trial.setting.doublings for trial in next(asked)]
@@ -103,7 +112,8 @@ def search(space: Space) -> Search:
             f"tune.outer{', tune.seeds or tune.final_seeds' if space.final else ' or tune.seeds'}, or lower run.steps"
         )
     state = _State(space)
-    wanted: Iterable[GridPoint] = [GridPoint(k, outer) for outer in space.outers for k in range(space.rates)]
+    pairs = space.outers[:1] if space.cross else space.outers
+    wanted: Iterable[GridPoint] = [GridPoint(k, outer) for outer in pairs for k in range(space.rates)]
     for rung in range(len(space.tokens)):
         while trials := state.affordable(wanted, rung):
             losses = yield trials
@@ -133,16 +143,35 @@ class _State:
         return tuple(new[: self._left(rung) // self._space.tokens[rung]])
 
     def beyond(self, rung: int) -> list[GridPoint]:
-        """The neighbours that may be better than the leading settings: the best, or those of the final, and on the first rung the
-        best of each pair."""
+        """The settings that may be better than the leading ones, which are the best, or those of the final: their neighbours, on the
+        first rung of a cross all pairs at the best's learning rate, and of a product the neighbours of the best of each pair."""
         ranked = self._ranked(rung)
         leading = self._sound(ranked[: self._leaders(rung)], rung)
+        if self._space.cross:
+            return self._beyond_a_cross(rung, leading or ranked[:1])
         pairs = self._sound(self._best_of_each(rung), rung) if rung == 0 else []
         found = [
             near for one in dict.fromkeys([*leading, *pairs] or ranked[:1]) for near in self._neighbours(one, rung)
         ]
-        further = [near for one in leading for near in self._further_steps(one)] if self._space.grow_outer_lr else []
-        return found + further + [near for one in leading for near in self._more_momentum(one)]
+        for (
+            one
+        ) in leading:  # a larger γ moves further, so the learning rate may be halved with it, or doubled with a smaller
+            found += [GridPoint(one.doublings + k, pair) for pair, way in self._ends(one, _MOMENTUM) for k in (0, -way)]
+        return found
+
+    def _beyond_a_cross(self, rung: int, leading: list[GridPoint]) -> list[GridPoint]:
+        """What is missing around the best, and then around the second; before that the pairs of the first grid, each once."""
+        tried = {trial.setting.outer for trial in self.losses}
+        if new := [pair for pair in self._space.outers if pair not in tried]:
+            return [GridPoint(one.doublings, pair) for one in self._sound(leading[:1], rung) for pair in new] or (
+                self._neighbours(leading[0], rung)
+            )
+        for one in leading:
+            outer = rung == 0 and self._sound([one], rung)  # a later rung has the pairs that this one leaves it
+            around = [*self._around(one, _LR), *self._around(one, _MOMENTUM)] if outer else []
+            if found := [*self._neighbours(one, rung), *around]:
+                return found
+        return []
 
     def survivors(self, rung: int) -> list[GridPoint]:
         """The settings for the next rung: the best, its neighbours, and the others in their order, at most half of them all."""
@@ -175,10 +204,11 @@ class _State:
         spent = self._spent(deciding + 1)
         if not math.isfinite(self.losses[Trial(best, deciding)]):
             return Found(None, (), spent)
-        open_ends = {
-            "lr": self._neighbours(best, last), "outer_lr": self._further_steps(best), "momentum": self._more_momentum(best),
-        }  # fmt: skip
-        return Found(best, tuple(name for name, settings in open_ends.items() if settings), spent)
+        edges = ["lr"] if self._neighbours(best, last) else []
+        for name, which in (("outer_lr", _LR), ("momentum", _MOMENTUM)):
+            if self._around(best, which) if self._space.cross else self._ends(best, which):
+                edges.append(name)
+        return Found(best, tuple(edges), spent)
 
     def _spent(self, rungs: int) -> int:
         """The tokens of all trials on the first so many rungs."""
@@ -189,7 +219,7 @@ class _State:
         space = self._space
         budget = space.budget - _FINALISTS * space.final
         before, fair = self._spent(rung), budget * (rung + 1) // len(space.tokens)
-        grid = space.rates * len(space.outers) if rung == 0 else _NEIGHBOURHOOD
+        grid = space.first if rung == 0 else _NEIGHBOURHOOD
         kept = _NEIGHBOURHOOD * sum(space.tokens[rung + 1 :])
         return min(budget - kept, max(fair, before + grid * space.tokens[rung])) - self._spent(rung + 1)
 
@@ -221,32 +251,44 @@ class _State:
             return [GridPoint(lowest - 1, outer)]
         return [near for step in (-1, 1) if Trial(near := GridPoint(k + step, outer), rung) not in self.losses]
 
-    def _further_steps(self, setting: GridPoint) -> list[GridPoint]:
-        """The pair with the next η, a power of √2, where that of the best is the largest or the smallest tried."""
-        if setting.outer is None:
-            return []
-        lr, momentum = setting.outer
-        tried = self._tried(0)
-        ways = [way for way, end in ((1, max(tried)), (-1, min(tried))) if lr == end]
-        power = round(2 * math.log2(lr))
-        return [GridPoint(setting.doublings, (float(f"{2 ** ((power + way) / 2):.2g}"), momentum)) for way in ways]
-
     def _tried(self, which: int) -> list[float]:
-        """All η (0) or γ (1) so far."""
-        return [trial.setting.outer[which] for trial in self.losses if trial.setting.outer is not None]
+        """All η or γ so far, and those of the first grid."""
+        pairs = [*self._space.outers, *(trial.setting.outer for trial in self.losses)]
+        return [pair[which] for pair in pairs if pair is not None]
 
-    def _more_momentum(self, setting: GridPoint) -> list[GridPoint]:
-        """The pair with the next γ where that of the best is the largest or the smallest tried.
+    def _ends(self, setting: GridPoint, which: int) -> list[tuple[OuterPair, int]]:
+        """The pair with the next η or γ where that of a setting is the largest tried (1), and the smallest (-1)."""
+        if setting.outer is None or (
+            which == _MOMENTUM and not any(pair[which] for pair in self._space.outers if pair)
+        ):
+            return []  # a grid without momentum stays without
+        own, tried = setting.outer[which], self._tried(which)
+        found = []
+        for way in [way for way, end in ((1, max(tried)), (-1, min(tried))) if own == end]:
+            if (value := _next(own, which, way)) is not None:
+                found.append((_with(setting.outer, which, value), way))
+        return found
 
-        1 - γ is halved or doubled, and at the same time the learning rate may be, as a larger γ moves further.
-        """
+    def _around(self, setting: GridPoint, which: int) -> list[GridPoint]:
+        """The pairs with the next η or γ on both sides of a setting's that have not run with its learning rate."""
         if setting.outer is None:
             return []
-        lr, momentum = setting.outer
-        tried = self._tried(1)
-        found = []
-        if momentum == max(tried) and momentum < _LARGEST:
-            found.append(((lr, round((1 + momentum) / 2, 6)), -1))
-        if momentum == min(tried) and momentum > 0:
-            found.append(((lr, round(max(0.0, 2 * momentum - 1), 6)), 1))
-        return [GridPoint(setting.doublings + step, outer) for outer, way in found for step in (0, way)]
+        values = sorted({*self._tried(which)})
+        at = values.index(setting.outer[which])
+        beside = [_with(setting.outer, which, values[k]) for k in (at - 1, at + 1) if 0 <= k < len(values)]
+        pairs = [*beside, *(pair for pair, _ in self._ends(setting, which))]
+        known = {trial.setting for trial in self.losses}
+        return [near for pair in pairs if (near := GridPoint(setting.doublings, pair)) not in known]
+
+
+def _with(pair: OuterPair, which: int, value: float) -> OuterPair:
+    return (value, pair[_MOMENTUM]) if which == _LR else (pair[_LR], value)
+
+
+def _next(value: float, which: int, way: int) -> float | None:
+    """The next η, a power of √2, or the next γ, with half of 1 - γ or twice as much; None where there is none."""
+    if which == _LR:
+        return float(f"{2 ** ((round(2 * math.log2(value)) + way) / 2):.2g}")
+    if way > 0:
+        return round((1 + value) / 2, 6) if value < _LARGEST else None
+    return round(max(0.0, 2 * value - 1), 6) if value > 0 else None

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tomli_w
 from pydantic import Field, with_config
@@ -44,16 +44,19 @@ class TuneConfig:
     lr: Annotated[tuple[_Above, ...], Field(min_length=1)]
     """The first grid of `inner.lr`, each twice the one before. It grows where the best is at its edge."""
     outer: Annotated[tuple[_Pair, ...], Words("a list of pairs [η, γ] with η above 0 and γ from 0 to below 1")] = (
-        (1.0, 0.0),
         (0.7, 0.5),
+        (1.0, 0.5),
         (0.7, 0.7),
+        (1.0, 0.0),
     )
-    """Outer learning rates and momenta (η, γ) that are tried with every `inner.lr`, of methods that have both. Each grows or
-    shrinks where the best is at its edge. A method with an empty list keeps its own."""
-    grow_outer_lr: bool = True
-    """Whether η may leave these values; false keeps it among them."""
-    rungs: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (0.25, 1.0)
-    """Lengths of the runs as shares of the whole run, from the first rung of successive halving to the last, which is 1."""
+    """Outer learning rates and momenta (η, γ) of methods that have both, and beyond them where the best is at their edge. A
+    method with an empty list keeps its own."""
+    grid: Literal["cross", "product"] = "cross"
+    """"cross": every `inner.lr` with the first pair, every pair at the best of them, and then what is missing around the best;
+    "product": every `inner.lr` with every pair, and η takes these values only."""
+    rungs: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (1.0,)
+    """Lengths of the runs as shares of the whole run, from the first rung of successive halving to the last, which is 1. Runs of a
+    quarter of the length, which cost less, ranked η the other way round than whole ones."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     """Every setting is run with each of them, and judged by the mean."""
     final_seeds: tuple[int, ...] = ()
@@ -113,7 +116,7 @@ class Contender(NamedTuple):
         tokens = tuple(self.tokens(rung) * seeds for rung in range(rungs))
         outers: tuple[OuterPair | None, ...] = self.asked.outer if self.table else (None,)
         final = self.tokens(rungs) * len({*self.asked.final_seeds} - {*self.asked.seeds})
-        return Space(len(self.asked.lr), outers, tokens, self.asked.budget_tokens, final, self.asked.grow_outer_lr)
+        return Space(len(self.asked.lr), outers, tokens, self.asked.budget_tokens, final, self.asked.grid == "cross")
 
     @property
     def deciding(self) -> int:
@@ -302,7 +305,7 @@ def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool
 def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     """How far the search of each method has come with the runs of `outcomes.jsonl`; trains nothing.
 
-    A run is recognised by its method, setting, rung and seed, whatever else has changed in its file since.
+    A run is recognised by its method, setting, rung, tokens and seed, whatever else has changed in its file since.
     Raises: DataError for a line that is no outcome.
     """
     lines = [one for _, one in records(outcomes, _OUTCOMES)]
@@ -310,9 +313,10 @@ def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
     for contender in methods:
         known = dict[str, RunOutcome]()
         for line in lines:
-            if line["method"] == contender.row.label and line["rung"] <= contender.deciding:
+            rung, mine = line["rung"], line["method"] == contender.row.label
+            if mine and rung <= contender.deciding and line["tokens"] == contender.tokens(rung):
                 setting = GridPoint(round(math.log2(line["lr"] / contender.asked.lr[0])), line["outer"])
-                known[_key(contender.run(Trial(setting, line["rung"]), line["seed"]))] = line
+                known[_key(contender.run(Trial(setting, rung), line["seed"]))] = line
         method = _Method(contender, known)
         method.ready()
         found.append(Tuned(contender, method.found, method.losses))
