@@ -21,7 +21,7 @@ from gossamer.report.table import summary_rows
 from gossamer.run.config import RunConfig, dump
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, figure, points
-from gossamer.run.halving import needed_tokens
+from gossamer.run.search import needed_tokens
 from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
 from gossamer.run.tune import contenders

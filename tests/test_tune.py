@@ -1,4 +1,4 @@
-"""`gossamer tune`: successive halving as a function of losses, and its runs, which resume to the same choice."""
+"""`gossamer tune`: its search as a function of losses, and its runs, which resume to the same choice."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from gossamer.cli.tune import tuned_page
 from gossamer.errors import ConfigError, DataError
 from gossamer.run.document import load
 from gossamer.run.experiment import points
-from gossamer.run.halving import Found, GridPoint, Space, Trial, needed_tokens, search
+from gossamer.run.search import Found, GridPoint, Space, Trial, needed_tokens, search
 from gossamer.run.tune import contenders, searched, tune
 from tiny import document
 
@@ -189,7 +189,7 @@ def tuning(**changes: Any) -> dict[str, Any]:
         ({"tune": {"final_seeds": [0, 1]}}, r"the budget is 1,100 tokens, .* two in the final take 1,536; raise"),
         ({"tune": {"budget": 3}}, r"tune.*budget"),
         ({"tune": {"outer": [[0.7, 1.0]]}}, r"tune\.outer is 1\.0 but must be a list of pairs \[η, γ\] with"),
-        ({"tune": {"budget_tokens": 100}}, r"the budget is 100 tokens, but the grid .* take 1,024; raise tune\.budget_tokens"),
+        ({"tune": {"budget_tokens": 100}}, r"the budget is 100 tokens, but 2 settings on the first rung .* take 1,024; raise tune\.budget_tokens"),
         ({"sweep": {"seed": [1]}}, r"remove \[sweep\]"),
         ({"variant": [{"label": "a", "tune": {"budget_tokens": 1}}]}, r"'a' has tune = .* gossamer tune takes tune = \{ lr"),
         ({"variant": [{"label": "a b"}, {"label": "a/b"}]}, r"would share a folder"),

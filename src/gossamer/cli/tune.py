@@ -10,7 +10,7 @@ from gossamer.cli.run_file import ExperimentFile, Overrides, imported_parts
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gossamer.run.halving import GridPoint
+    from gossamer.run.search import GridPoint
     from gossamer.run.tune import Tuned
 
 __all__ = ["command", "tuned_page"]
@@ -111,7 +111,7 @@ def tuned_page(found: "Sequence[Tuned]") -> str:
 
 
 def _plain(one: "Tuned") -> dict[str, Any]:
-    from gossamer.run.halving import Trial
+    from gossamer.run.search import Trial
 
     found, contender = one.found, one.contender
     assert found is not None  # all searches have ended

@@ -1,6 +1,6 @@
 """Tuning every method of an experiment file with the same budget of tokens: what the file asks for, and the runs it takes.
 
-The methods are searched at the same time (`gossamer.run.halving`), so that all cores have work. The runs of all of them have the
+The methods are searched at the same time (`gossamer.run.search`), so that all cores have work. The runs of all of them have the
 same seeds, and with them the same initial parameters, order of data and matchings.
 """
 
@@ -26,7 +26,7 @@ from gossamer.run.apart import Apart, RunEnd
 from gossamer.run.config import RunConfig, digest, parse
 from gossamer.run.document import TABLES, with_settings
 from gossamer.run.experiment import Variant, folder_name, laid_out
-from gossamer.run.halving import Found, GridPoint, OuterPair, Search, Space, Trial, search
+from gossamer.run.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
 from gossamer.schema import RECORD, Records, build, settings
 
 __all__ = ["Contender", "RunOutcome", "TuneConfig", "Tuned", "contenders", "searched", "tune", "tuned_file"]
@@ -52,11 +52,11 @@ class TuneConfig:
     """Outer learning rates and momenta (η, γ) of methods that have both, and beyond them where the best is at their edge. A
     method with an empty list keeps its own."""
     grid: Literal["cross", "product"] = "cross"
-    """"cross": every `inner.lr` with the first pair, every pair at the best of them, and then what is missing around the best;
-    "product": every `inner.lr` with every pair, and η takes these values only."""
+    """"cross": each `inner.lr` with the first pair, each pair at the best of them, and then what is missing around the best;
+    "product": each `inner.lr` with each pair, and η takes these values only."""
     rungs: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (1.0,)
-    """Lengths of the runs as shares of the whole run, from the first rung of successive halving to the last, which is 1. Runs of a
-    quarter of the length, which cost less, ranked η the other way round than whole ones."""
+    """Lengths of the runs as shares of the whole run, from the first rung of successive halving to the last, which is 1. Runs
+    of a quarter of the length, which cost less, ranked η the other way round than whole ones."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     """Every setting is run with each of them, and judged by the mean."""
     final_seeds: tuple[int, ...] = ()

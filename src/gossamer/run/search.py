@@ -4,10 +4,10 @@ On the first rung runs a cross: the learning rates with the first pair (η, γ),
 whatever is missing of the cross through the best setting so far. Each arm grows where the best stands at its end. If there is a
 final, the two best run again with more seeds, and the final decides between them.
 
-There may be several rungs, of runs that become longer (successive halving): the best half of a rung, at most, goes on to the next,
-and the last decides. In place of the cross the first rung may run the product of learning rates and pairs, each pair with its own
-best learning rate, as an outer step moves by η / (1 - γ) of a steady drift. Both cost more trials than a cross of whole runs
-and, for DiLoCo at a quarter of its length, rank η the other way round (docs/adr/0033).
+There may be several rungs, of runs that become longer (successive halving): the best half of a rung, at most, goes on to the
+next, and the last decides. In place of the cross the first rung may run the product of learning rates and pairs, each pair with
+its own best learning rate, as an outer step moves by η / (1 - γ) of a steady drift. Runs of a quarter of the length rank DiLoCo's
+η the other way round than whole ones (docs/adr/0033).
 """
 
 import math
@@ -106,10 +106,13 @@ def search(space: Space) -> Search:
     (Trial(setting=GridPoint(doublings=2, outer=None), rung=0),)
     """
     if space.budget < (least := needed_tokens(space)):
+        parts = [f"{space.first} settings on the first rung"]
+        parts += ["three on each further one"] if len(space.tokens) > 1 else []
+        parts += ["two in the final"] if space.final else []
         raise ConfigError(
-            f"the budget is {space.budget:,} tokens, but the grid on the first rung, three settings on each further one"
-            f"{' and two in the final' if space.final else ''} take {least:,}; raise tune.budget_tokens, shorten tune.lr, "
-            f"tune.outer{', tune.seeds or tune.final_seeds' if space.final else ' or tune.seeds'}, or lower run.steps"
+            f"the budget is {space.budget:,} tokens, but {' and '.join(parts)} take {least:,}; raise tune.budget_tokens, "
+            f"shorten tune.lr, tune.outer{', tune.seeds or tune.final_seeds' if space.final else ' or tune.seeds'}, or lower "
+            "run.steps"
         )
     state = _State(space)
     pairs = space.outers[:1] if space.cross else space.outers
@@ -143,8 +146,8 @@ class _State:
         return tuple(new[: self._left(rung) // self._space.tokens[rung]])
 
     def beyond(self, rung: int) -> list[GridPoint]:
-        """The settings that may be better than the leading ones, which are the best, or those of the final: their neighbours, on the
-        first rung of a cross all pairs at the best's learning rate, and of a product the neighbours of the best of each pair."""
+        """The settings that may be better than the leading ones, which are the best, or those of the final: what is missing of a
+        cross through them, or their neighbours, and on the first rung of a product those of the best of each pair."""
         ranked = self._ranked(rung)
         leading = self._sound(ranked[: self._leaders(rung)], rung)
         if self._space.cross:
