@@ -189,7 +189,7 @@ def tuning(**changes: Any) -> dict[str, Any]:
         ({"tune": {"final_seeds": [0, 1]}}, r"the budget is 1,100 tokens, .* two in the final take 1,536; raise"),
         ({"tune": {"budget": 3}}, r"tune.*budget"),
         ({"tune": {"outer": [[0.7, 1.0]]}}, r"tune\.outer is 1\.0 but must be a list of pairs \[η, γ\] with"),
-        ({"tune": {"budget_tokens": 100}}, r"the budget is 100 tokens, but 2 settings on the first rung .* take 1,024; raise tune\.budget_tokens"),
+        ({"tune": {"budget_tokens": 100}}, r"the budget is 100 tokens, but 2 settings on the .* take 1,024; raise tune\.budget"),
         ({"sweep": {"seed": [1]}}, r"remove \[sweep\]"),
         ({"variant": [{"label": "a", "tune": {"budget_tokens": 1}}]}, r"'a' has tune = .* gossamer tune takes tune = \{ lr"),
         ({"variant": [{"label": "a b"}, {"label": "a/b"}]}, r"would share a folder"),
