@@ -20,7 +20,7 @@ __all__ = ["Found", "GridPoint", "OuterPair", "Search", "Space", "Trial", "neede
 
 OuterPair = tuple[float, float]
 """Outer learning rate η and outer momentum γ."""
-_LR, _MOMENTUM = 0, 1  # places in a pair
+_ETA, _GAMMA = 0, 1  # of a pair
 _LARGEST = 0.99  # no γ beyond it is tried
 _NEIGHBOURHOOD = 3  # the best setting and its two neighbours, without which nobody knows that it is the best
 _FINALISTS = 2  # seeds reverse close settings, which are the first ones
@@ -156,10 +156,9 @@ class _State:
         found = [
             near for one in dict.fromkeys([*leading, *pairs] or ranked[:1]) for near in self._neighbours(one, rung)
         ]
-        for (
-            one
-        ) in leading:  # a larger γ moves further, so the learning rate may be halved with it, or doubled with a smaller
-            found += [GridPoint(one.doublings + k, pair) for pair, way in self._ends(one, _MOMENTUM) for k in (0, -way)]
+        # A larger γ moves further, so the learning rate may be halved with it, and doubled with a smaller one.
+        for one in leading:
+            found += [GridPoint(one.doublings + k, pair) for pair, way in self._ends(one, _GAMMA) for k in (0, -way)]
         return found
 
     def _beyond_a_cross(self, rung: int, leading: list[GridPoint]) -> list[GridPoint]:
@@ -171,7 +170,7 @@ class _State:
             )
         for one in leading:
             outer = rung == 0 and self._sound([one], rung)  # a later rung has the pairs that this one leaves it
-            around = [*self._around(one, _LR), *self._around(one, _MOMENTUM)] if outer else []
+            around = [*self._around(one, _ETA), *self._around(one, _GAMMA)] if outer else []
             if found := [*self._neighbours(one, rung), *around]:
                 return found
         return []
@@ -208,7 +207,7 @@ class _State:
         if not math.isfinite(self.losses[Trial(best, deciding)]):
             return Found(None, (), spent)
         edges = ["lr"] if self._neighbours(best, last) else []
-        for name, which in (("outer_lr", _LR), ("momentum", _MOMENTUM)):
+        for name, which in (("outer_lr", _ETA), ("momentum", _GAMMA)):
             if self._around(best, which) if self._space.cross else self._ends(best, which):
                 edges.append(name)
         return Found(best, tuple(edges), spent)
@@ -261,10 +260,9 @@ class _State:
 
     def _ends(self, setting: GridPoint, which: int) -> list[tuple[OuterPair, int]]:
         """The pair with the next η or γ where that of a setting is the largest tried (1), and the smallest (-1)."""
-        if setting.outer is None or (
-            which == _MOMENTUM and not any(pair[which] for pair in self._space.outers if pair)
-        ):
-            return []  # a grid without momentum stays without
+        plain = not any(pair[_GAMMA] for pair in self._space.outers if pair)
+        if setting.outer is None or (plain and which == _GAMMA):  # a grid without momentum stays without
+            return []
         own, tried = setting.outer[which], self._tried(which)
         found = []
         for way in [way for way, end in ((1, max(tried)), (-1, min(tried))) if own == end]:
@@ -285,12 +283,12 @@ class _State:
 
 
 def _with(pair: OuterPair, which: int, value: float) -> OuterPair:
-    return (value, pair[_MOMENTUM]) if which == _LR else (pair[_LR], value)
+    return (value, pair[_GAMMA]) if which == _ETA else (pair[_ETA], value)
 
 
 def _next(value: float, which: int, way: int) -> float | None:
     """The next η, a power of √2, or the next γ, with half of 1 - γ or twice as much; None where there is none."""
-    if which == _LR:
+    if which == _ETA:
         return float(f"{2 ** ((round(2 * math.log2(value)) + way) / 2):.2g}")
     if way > 0:
         return round((1 + value) / 2, 6) if value < _LARGEST else None
