@@ -287,7 +287,7 @@ _NARROW = (
     "compare configs/evidence/narrow_adamw_tuned-h64.toml --seeds 0,1,2` and `gossamer compare "
     "configs/evidence/narrow_muon_tuned-h64.toml --seeds 0,1,2"
 )
-_TUNED = "compare configs/evidence/tuned.toml --seeds 0,1,2,3,4"
+_TUNED = "compare configs/evidence/tuned_again.toml --seeds 0,1,2,3,4"
 _LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2"
 _SYSTEMS = "compare configs/evidence/systems_tuned.toml --seeds 0,1,2"
 _ASYNCHRONOUS = "compare configs/evidence/asynchronous_tuned.toml --seeds 0,1,2"
@@ -301,7 +301,10 @@ CHECKS: Mapping[int, Check] = {
     1: Check(
         f"{_TUNED}` and `gossamer compare configs/evidence/momentum.toml --seeds 0,1,2",
         lambda of: _momentum(
-            of, lambda cell: cell.plain.startswith("gossip") and cell.where["graph"] in _SPARSE, "tuned", "momentum"
+            of,
+            lambda cell: cell.plain.startswith("gossip") and cell.where["graph"] in _SPARSE,
+            "tuned_again",
+            "momentum",
         ),
     ),
     2: Check(_LENGTHS, _along_local_steps),
@@ -317,7 +320,7 @@ CHECKS: Mapping[int, Check] = {
             "single_step_tuned", *(("GASLoC", other) for other in ("gossip", "Gossip-PGA", "RelaySum")), rule=matches
         ),
     ),
-    7: Check(_TUNED, lambda of: _momentum(of, lambda cell: cell.plain == "local SGD", "tuned")),
+    7: Check(_TUNED, lambda of: _momentum(of, lambda cell: cell.plain == "local SGD", "tuned_again")),
     8: Check(_LENGTHS, _single_steps_are_worst),
     9: Check("compare configs/evidence/outer_lr.toml --seeds 0,1,2", _best_outer_rates),
     10: Check(
@@ -336,7 +339,7 @@ CHECKS: Mapping[int, Check] = {
     17: Check("compare configs/evidence/restarts.toml --seeds 0,1,2", _restarts),
     18: Check(_LEADERS, _against("leaderboard_tuned", ("sparseloco", "diloco"), rule=leads)),
     19: Check(_LEADERS, _against("leaderboard_tuned", ("muloco", "diloco"), rule=leads)),
-    20: Check(_TUNED, _against("tuned", ("NoLoCo", "DiLoCo"), rule=equal)),
+    20: Check(_TUNED, _against("tuned_again", ("NoLoCo", "DiLoCo"), rule=equal)),
     21: Check(_SYSTEMS, _against("systems_tuned", ("DES-LOC", "local Adam"), rule=equal)),
     22: Check(
         "compare configs/evidence/primal_tuned.toml --seeds 0,1,2",

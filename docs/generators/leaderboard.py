@@ -83,7 +83,7 @@ def leaderboard_page() -> str:
     """The table of the committed outcomes, with a row for each registered method."""
     outcomes = RESULTS / "evidence" / f"{LEADERBOARD}.jsonl"
     rows: list[dict[str, Any]] = load(ROOT / "configs" / "evidence" / "leaderboard.toml")["variant"]
-    asked = [row["method"] for row in rows]
+    asked = [row.get("label", row["method"]) for row in rows]
     return leaderboard_table(standings(read_results(outcomes)) if outcomes.exists() else [], asked)
 
 
