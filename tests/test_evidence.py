@@ -26,6 +26,11 @@ ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "src" / "gossamer" / "configs" / "evidence"
 FIRST_STAGE = ROOT / "docs" / "results" / "evidence"
 AT_STAGE_1 = ("tuned", "momentum", "rounds", "straggler", "size")
+SEARCHED_AS = {
+    "DiLoCo": "diloco", "local SGD": "local_sgd", "GASLoC 1-Peer": "gasloc", "gossip 1-Peer": "gossip",
+    "GASLoC 2-Peer": "gasloc_2peer", "gossip 2-Peer": "gossip_2peer", "NoLoCo": "noloco",
+}  # fmt: skip
+"""The methods of the second search by their labels in other files."""
 
 
 def arm(*differences: float) -> Arm:
@@ -340,8 +345,27 @@ def test_later_stages_use_the_settings_that_tuning_chose() -> None:
             shards = run.config.data.shards
             wanted = chosen.get((shards, rule.name, graph)) or chosen.get(("iid", rule.name, graph))
             wanted = wanted or chosen["iid", rule.name, "random2" if topology.name == "ring" else "random1"]
-            given = {"inner.lr": run.config.inner.lr, **{f"rule.{key}": value for key, value in rule.options.items()}}
-            assert wanted.items() <= given.items(), (name, run.label, wanted)
+            assert wanted.items() <= given(run).items(), (name, run.label, wanted)
+
+
+def given(run: Point) -> dict[str, Any]:
+    """What tuning chooses, as a run has it."""
+    return {
+        "inner.lr": run.config.inner.lr,
+        **{f"rule.{key}": value for key, value in run.config.rule.options.items()},
+    }
+
+
+def test_what_runs_again_and_the_demo_use_the_settings_that_whole_runs_chose() -> None:
+    chosen = {
+        one.contender.row.label: one.contender.chosen(one.found.best)
+        for one in searched(contenders(load(CONFIGS / "leaderboard.toml")), FIRST_STAGE / "leaderboard.jsonl")
+        if one.found is not None and one.found.best is not None
+    }
+    for file in (CONFIGS / "tuned_again.toml", CONFIGS / "straggler_again.toml", CONFIGS.parent / "demo.toml"):
+        for run in points(load(file)):
+            wanted = chosen[SEARCHED_AS[run.method]]
+            assert wanted.items() <= given(run).items(), (file.name, run.label, wanted)
 
 
 def losses_of(stem: str, method: str, **at: Any) -> dict[int, float]:
