@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from commands import run
 from gossamer.cli.tune import tuned_page
 from gossamer.errors import ConfigError, DataError
+from gossamer.report.results import read_results
 from gossamer.run.document import load
 from gossamer.run.experiment import points
 from gossamer.run.search import Found, GridPoint, Space, Trial, needed_tokens, search
@@ -281,3 +282,39 @@ def test_a_tuning_that_was_cut_short_resumes_to_the_same_choice_and_repeats_no_f
     assert [*chosen] == ["GASLoC", "gossip"] and chosen["GASLoC"].run.steps == 4
     assert f"gossip: lr {chosen['gossip'].inner.lr:g}, loss " in page
     assert chosen["GASLoC"].rule.options["lr"] == 0.7
+
+
+@pytest.mark.usefixtures("forks")
+def test_a_comparison_copies_the_runs_of_the_search_that_chose_its_settings_and_trains_the_others(
+    tmp_path: Path,
+) -> None:
+    import tomli_w
+
+    file, out, tuned = tmp_path / "methods.toml", tmp_path / "out", tmp_path / "out" / "tuned.toml"
+    base = document(
+        workers=2, run__steps=4, run__eval_every=0, run__eval_workers=False, run__eval_batches=1, model__layers=1
+    )
+    asked = {"budget_tokens": 1_100, "lr": [1e-3, 2e-3, 4e-3], "outer": []}
+    file.write_text(tomli_w.dumps({**base, "tune": asked, "variant": METHODS[:1]}))
+    assert run("tune", file, "--out", out, "--jobs", 1)[0] == 0
+    code, said = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out)
+    assert code == 0 and f"1 of 2 runs are copied from '{out}'" in said, said
+    code, said = run("compare", tuned, "--out", tmp_path / "copied", "--seeds", "0,1", "--reuse", out, "--resume")
+    assert code == 0 and f"0 of 0 runs are copied from '{out}'" in said, said
+    assert run("compare", tuned, "--out", tmp_path / "trained", "--seeds", "0,1")[0] == 0
+    first, second = (read_results(tmp_path / name / "outcomes.jsonl") for name in ("copied", "trained"))
+    assert [one.seed for one in first] == [0, 1]
+    for copied, trained in zip(first, second, strict=True):
+        assert copied.row == trained.row
+        assert copied.origin is not None and trained.origin is not None
+        assert copied.origin | {"seconds": 0} == trained.origin | {"seconds": 0}
+    seconds = [json.loads(line)["origin"]["seconds"] for line in (out / "outcomes.jsonl").read_text().splitlines()]
+    assert first[0].origin is not None and first[0].origin["seconds"] in seconds
+    for words, sentence in [
+        (("--set", "run.eval_workers=true"), "none of the 2 runs is finished in"),
+        (("--set", "inner.lr=3e-3"), "none of the 2 runs is finished in"),
+    ]:
+        code, said = run("compare", file, "--out", tmp_path / "no", "--seeds", "0,1", "--reuse", out, *words)
+        assert code == 2 and sentence in said and "Traceback" not in said, said
+    code, said = run("compare", tuned, "--out", tmp_path / "no", "--reuse", tmp_path)
+    assert code == 2 and "has no outcomes.jsonl" in said, said

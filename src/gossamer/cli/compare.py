@@ -4,8 +4,11 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from cyclopts import Parameter
 
 from gossamer.cli.report import publish, show
 from gossamer.cli.run_file import ExperimentFile, Overrides, imported_parts, whole_numbers
@@ -18,14 +21,28 @@ if TYPE_CHECKING:
     from gossamer.run.apart import RunEnd
     from gossamer.run.experiment import Point
 
-__all__ = ["command"]
+__all__ = ["Earlier", "command"]
 
 log = logging.getLogger("gossamer")
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """Which runs are not trained again."""
+
+    resume: bool = False
+    """keep the finished runs, and train the others"""
+    reuse: Path | None = None
+    """copy runs of the same settings and seeds from this folder of a gossamer tune or compare, and train the others"""
+
+
+_ALL_ANEW = Earlier()
+
+
 def command(
     file: ExperimentFile = None, /, *, overrides: Overrides = (), out: Path | None = None, seeds: str = "", scale: str = "",
-    jobs: int = 1, resume: bool = False, output: Watchable = WATCHABLE,
+    jobs: int = 1, earlier: Earlier = _ALL_ANEW, output: Watchable = WATCHABLE,
 ) -> None:  # fmt: skip
     """Simulates every variant of an experiment file, and writes their table, report and figure.
 
@@ -34,7 +51,6 @@ def command(
         seeds: run every variant with each of these seeds, such as 0,1,2
         scale: take the sizes of the file's [scale.NAME]
         jobs: runs at a time, each in a process of its own (default: one, in this process)
-        resume: keep the finished runs, and train the others
     """
     if file is None:
         raise ConfigError(
@@ -53,7 +69,7 @@ def command(
     asked = figure(document)
     runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
     out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])
-    folders = _folders(runs, out, resume=resume)
+    folders = _folders(runs, out, resume=earlier.resume)
     if asked is not None:
         check_figure(runs, asked)
     told = set[str]()
@@ -73,8 +89,9 @@ def command(
                     print(f"gossamer: {run.label}: {ended.error}", file=sys.stderr)
 
             origins = train_all(
-                runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=resume, began=follow, told=tell
-            )
+                runs, folders, out / "outcomes.jsonl", jobs=jobs, resume=earlier.resume, reuse=earlier.reuse,
+                began=follow, told=tell,
+            )  # fmt: skip
         page = out / "report.html"
         rows = publish(folders, page, runs[0].config.network, _words(file, out, seeds, scale))
         outcomes = [

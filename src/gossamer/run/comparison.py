@@ -1,24 +1,44 @@
 """Training the runs of a comparison, several at a time, each with a line in `outcomes.jsonl` as soon as it has ended."""
 
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NotRequired
 
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import ConfigError
 from gossamer.record.files import LineWriter, atomic_write, make_folder
+from gossamer.record.jsonl import records
 from gossamer.record.origin import Origin, origin
+from gossamer.record.progress import say
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.report.table import summary_rows
 from gossamer.run.apart import Apart, RunEnd
-from gossamer.run.config import digest
+from gossamer.run.config import digest, parse
+from gossamer.run.document import load
 from gossamer.run.experiment import Point, place_of
 from gossamer.run.finished import is_finished
 from gossamer.run.trunks import shared_trunks, stands_at_its_trunk
+from gossamer.schema import Records
 
 __all__ = ["train_all"]
 
 
+@with_config(ConfigDict(extra="ignore"))
+class _Ended(TypedDict):
+    """What the lines of a search and of a comparison have in common."""
+
+    origin: NotRequired[Origin | None]
+
+
+_ENDED = Records[_Ended](_Ended)
+
+
 def train_all(
     runs: Sequence[Point], folders: Mapping[str, Path], file: Path, *, jobs: int = 1, resume: bool = False,
-    began: Callable[[Point], None], told: Callable[[Point, RunEnd], None],
+    reuse: Path | None = None, began: Callable[[Point], None], told: Callable[[Point, RunEnd], None],
 ) -> dict[str, Origin | None]:  # fmt: skip
     """Trains the runs of an experiment into their folders, by label; one that diverges is a result, and the others still run.
 
@@ -29,9 +49,10 @@ def train_all(
         file: gets a line of each run that has ended, in the order of their ends.
         jobs: at most so many runs at a time, each in a process of its own with its share of the cores; one runs here.
         resume: keep the finished runs; the others start again.
+        reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
         began, told: are called for each run that begins here, and for each that ends.
     Returns: what each run was computed by; None of a finished run without a line.
-    Raises: ConfigError when a finished run had other settings, DataError for a line that is none.
+    Raises: ConfigError when a finished run had other settings, or none is there to reuse; DataError for a line that is none.
     """
     known = {place_of(one): one for one in read_results(file)} if resume and file.exists() else {}
     kept, origins = list[PointResult](), dict[str, Origin | None]()
@@ -44,6 +65,20 @@ def train_all(
             if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
                 origins[run.label] = line.origin
                 kept.append(line)
+    missing = [run for run in runs if run.label not in origins]
+    for run, found in _copied(missing, folders, reuse) if reuse else ():
+        (row,) = summary_rows({run.label: folders[run.label]}, runs[0].config.network)
+        kept.append(PointResult(run.method, run.at, run.seed, row, found))
+        origins[run.label] = found
+    if reuse:
+        taken = sum(run.label in origins for run in missing)
+        if not taken and not resume:
+            raise ConfigError(
+                f"none of the {len(runs)} runs is finished in '{reuse}' with the same settings, seed and validations; gossamer "
+                "tune validates the mean model once, after the last round: set run.eval_every = 0 and "
+                "run.eval_workers = false, or leave --reuse out"
+            )
+        say(f"{taken} of {len(missing)} runs are copied from '{reuse}'")
     waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
     jobs = min(jobs, max(1, len(waiting)))  # a run has no use for the cores of one that does not exist
     origin("", None)  # asks which commit this is before the first run
@@ -61,6 +96,40 @@ def train_all(
                 written.write(PointResult(run.method, run.at, run.seed, row, found))
                 told(run, ended)
     return origins
+
+
+def _copied(missing: Sequence[Point], folders: Mapping[str, Path], reuse: Path) -> Iterator[tuple[Point, Origin]]:
+    """Copies those runs that are finished somewhere below `reuse`, and says by what each was computed."""
+    computed = {one["digest"]: one for _, line in records(_outcomes_of(reuse), _ENDED) if (one := line.get("origin"))}
+    places = dict[str, list[Path]]()
+    for file in sorted([*reuse.glob("*/run.toml"), *reuse.glob("*/*/run.toml")]):
+        places.setdefault(digest(parse(load(file))), []).append(file.parent)
+    for run in missing:
+        found, here = computed.get(digest(run.config)), folders[run.label]
+        ended = [place for place in places.get(digest(run.config), []) if _has_ended(run, place)]
+        if found is not None and ended:
+            part = here.with_name(f"{here.name}.part")  # so that no half of a copy is taken for a run
+            for old in (part, here):
+                shutil.rmtree(old, ignore_errors=True)
+            shutil.copytree(ended[0], part)
+            part.rename(here)
+            yield run, found
+
+
+def _outcomes_of(reuse: Path) -> Path:
+    file = reuse / "outcomes.jsonl"
+    if not file.is_file():
+        raise ConfigError(
+            f"--reuse got '{reuse}', which has no outcomes.jsonl; name the --out of a gossamer tune or compare"
+        )
+    return file
+
+
+def _has_ended(run: Point, place: Path) -> bool:
+    try:
+        return is_finished(run.config, place)
+    except ConfigError:  # it was validated at other rounds, or on other batches
+        return False
 
 
 class _Lines(LineWriter):
