@@ -235,11 +235,11 @@ def _factored(of: Outcomes) -> Found | None:
 
     The second was added when the outcomes of the first were known, as the claim says "at equal bytes".
     """
-    (_, ours), (_, theirs) = of("leaderboard_tuned"), of("tuned")
+    _, ended = of("leaderboard_tuned")
     arms = [
         arm._replace(name=name)
-        for name, other in (("after as many rounds", "gossip"), ("after as many bytes", "gossip 2-Peer"))
-        for arm in _pairs([*ours, *theirs], "fgd_pairs", other)
+        for name, other in (("after as many rounds", "gossip"), ("after as many bytes", "gossip_2peer"))
+        for arm in _pairs(ended, "fgd_pairs", other)
     ]
     return leads(arms) if arms else None
 
@@ -288,9 +288,9 @@ _NARROW = (
     "configs/evidence/narrow_muon_tuned-h64.toml --seeds 0,1,2"
 )
 _TUNED = "compare configs/evidence/tuned_again.toml --seeds 0,1,2,3,4"
-_LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2"
+_LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2,3,4"
 _SYSTEMS = "compare configs/evidence/systems_tuned.toml --seeds 0,1,2"
-_ASYNCHRONOUS = "compare configs/evidence/asynchronous_tuned.toml --seeds 0,1,2"
+_ASYNCHRONOUS = "compare configs/evidence/asynchronous_tuned.toml --seeds 0,1,2,3,4"
 _SPARSE = ("1 random", "2 random")
 _LOCAL_STEPS = (1, 5, 10, 30, 60, 120)
 _LENGTHS = (
@@ -315,7 +315,7 @@ CHECKS: Mapping[int, Check] = {
     ),
     5: Check("tune configs/evidence/tuning.toml", _grids),
     6: Check(
-        "compare configs/evidence/single_step_tuned.toml --seeds 0,1,2",
+        "compare configs/evidence/single_step_tuned.toml --seeds 0,1,2,3,4",
         _against(
             "single_step_tuned", *(("GASLoC", other) for other in ("gossip", "Gossip-PGA", "RelaySum")), rule=matches
         ),
@@ -351,7 +351,7 @@ CHECKS: Mapping[int, Check] = {
     ),
     23: Check(_SYSTEMS, _against("systems_tuned", ("SGP", "data parallel"), rule=equal)),
     24: Check(
-        "compare configs/evidence/ring_of_32_tuned.toml --seeds 0,1,2",
+        "compare configs/evidence/ring_of_32_tuned.toml --seeds 0,1,2,3,4",
         _against("ring_of_32_tuned", ("A2CiD2", "AD-PSGD"), rule=leads),
     ),
     25: Check(_ASYNCHRONOUS, _against("asynchronous_tuned", ("delayed Nesterov, paced", "DiLoCo"), rule=equal)),
@@ -362,7 +362,7 @@ CHECKS: Mapping[int, Check] = {
         lambda of: _uncompressed(of, {"tahquant_tuned": ""}, [f"TAH-Quant {bits} bits" for bits in _BITS]),
     ),
     29: Check(
-        "compare configs/evidence/experts_tuned.toml --seeds 0,1,2",
+        "compare configs/evidence/experts_tuned.toml --seeds 0,1,2,3,4",
         _against("experts_tuned", ("FoMoE", "DiLoCo, equal bytes per token"), rule=matches),
     ),
 }
