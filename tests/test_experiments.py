@@ -20,12 +20,12 @@ from gossamer.report.results import PointResult
 from gossamer.report.table import summary_rows
 from gossamer.run.config import RunConfig, dump
 from gossamer.run.document import load
-from gossamer.run.experiment import Point, figure, points
+from gossamer.run.experiment import Point, figure, opened, points
 from gossamer.run.search import needed_tokens
 from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
 from gossamer.run.tune import contenders
-from tiny import TEXT
+from tiny import TEXT, document
 
 CONFIGS = Path(__file__).parents[1] / "src" / "gossamer" / "configs"
 FILES = sorted((CONFIGS / "paper").glob("*.toml"))
@@ -131,6 +131,24 @@ def test_every_experiment_has_the_size_of_the_paper_or_only_tunes(file: Path) ->
         assert (here.method, here.at) == (there.method, there.at)
         assert there.config.rule == here.config.rule and there.config.run.local_steps == here.config.run.local_steps
         assert parameter_count(there.config.model, VOCABULARY[there.config.data.tokenizer]) == 134_105_856
+
+
+def test_what_the_command_line_sets_holds_at_every_size_of_a_file(tmp_path: Path) -> None:
+    import tomli_w
+
+    long = {"run": {"steps": 60}, "inner.warmup_steps": 3}
+    rows = [{"label": "a", "scale": {"long": {"run.steps": 90}}}, {"label": "b", "rule.lr": 0.9}]
+    (tmp_path / "sizes.toml").write_text(tomli_w.dumps(document(rule__lr=0.7, scale={"long": long}, variant=rows)))
+
+    def at(scale: str, **overrides: Any) -> list[tuple[int, int, float]]:
+        found = points(opened(tmp_path / "sizes.toml", overrides), scale=scale)
+        return [(one.run.steps, one.inner.warmup_steps, one.rule.options["lr"]) for _, _, _, _, one in found]
+
+    (steps, warmup, lr), _ = at("")
+    assert at("long") == [(90, 3, lr), (60, 3, 0.9)]
+    assert (steps, lr) == (12, 0.7) and at("")[1] == (12, warmup, 0.9)
+    assert at("long", **{"run.steps": 30}) == [(30, 3, lr), (30, 3, 0.9)]
+    assert at("long", **{"rule.lr": 0.5}) == [(90, 3, 0.5), (60, 3, 0.9)], "a variant is what differs"
 
 
 @pytest.mark.parametrize("scale", ["", "paper"])

@@ -61,11 +61,11 @@ def command(
     from gossamer.report.figures import check_figure
     from gossamer.report.results import PointResult
     from gossamer.run.comparison import train_all
-    from gossamer.run.document import load, settings
-    from gossamer.run.experiment import figure, points
+    from gossamer.run.document import settings
+    from gossamer.run.experiment import figure, opened, points
     from gossamer.run.settle import settle
 
-    document = load(file, settings([*overrides]))
+    document = opened(file, settings([*overrides]))
     asked = figure(document)
     runs = points(document, seeds=whole_numbers("--seeds", seeds) if seeds else [], scale=scale)
     out = out or Path("runs") / "-".join([file.stem, *([scale] if scale else [])])

@@ -35,12 +35,13 @@ def command(
     if jobs is not None and jobs < 1:
         raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")
     from gossamer.record.files import atomic_write
-    from gossamer.run.document import load, settings
+    from gossamer.run.document import settings
+    from gossamer.run.experiment import opened
     from gossamer.run.settle import settle
     from gossamer.run.tune import contenders, tune, tuned_file
     from gossamer.transport.launch import available_cores
 
-    document = load(file, settings([*overrides]))
+    document = opened(file, settings([*overrides]))
     methods = contenders(document, scale=scale)
     told = set[str]()
     for method in methods:  # before the first run is trained

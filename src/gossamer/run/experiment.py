@@ -3,17 +3,18 @@
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, choose
 from gossamer.report.figures import Figure, swept
 from gossamer.report.results import PointResult
 from gossamer.run.config import RunConfig, parse
-from gossamer.run.document import EXPERIMENT, flat, with_settings
+from gossamer.run.document import EXPERIMENT, flat, load, with_settings
 from gossamer.run.methods import recipes
 from gossamer.schema import build
 
-__all__ = ["Draft", "Point", "Variant", "drafts", "figure", "folder_name", "laid_out", "place_of", "points"]
+__all__ = ["Draft", "Point", "Variant", "drafts", "figure", "folder_name", "laid_out", "opened", "place_of", "points"]
 
 
 class Point(NamedTuple):
@@ -55,6 +56,21 @@ def place_of(run: Point | PointResult) -> tuple[str, str, int]:
 
 _NO_SETTINGS = ("label", "sweep", "scale", "tune")
 """The keys of a variant that are no settings of its run."""
+
+
+def opened(file: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The document in an experiment file with dotted overrides applied, which hold at all of its sizes.
+
+    A variant's own settings stay: they are what is compared.
+    Raises: ConfigError when the file is no TOML file, and for variants and sizes that are no tables.
+    """
+    document = load(file, overrides)
+    for owner, table in (("", document), *(("variant.", row) for row in _variants(document))):
+        for size in _scales(table, owner).values():
+            kept = {key: value for key, value in flat(size).items() if key not in overrides}
+            size.clear()
+            size.update(kept)
+    return document
 
 
 def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Point]:
