@@ -219,6 +219,25 @@ def test_a_pipeline_of_processes_has_the_bits_and_the_bytes_of_the_virtual_one(t
     assert own == lines_of(simulated, "train", "loss", "lr", "tokens", "boundary_bytes") and own
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks, and hides what it is told
+def test_compiled_stages_of_processes_have_the_bits_of_those_in_one(tmp_path):
+    options = {
+        **TWO, "inner__compile": True, "inner__autocast": "bf16", "inner__clip": 0.5, "pipeline__forward": "tahquant",
+        "pipeline__backward": "intk", "pipeline__schedule": "1f1b", "run__timeout_s": 300,
+    }  # fmt: skip
+    config, plain = tiny(**options), tiny(**{**options, "inner__compile": False})
+    (tmp_path / "run.toml").write_text(dump(config))
+    code, output = run("train", tmp_path / "run.toml", "--local", 2, "--out", tmp_path / "real")
+    assert code == 0, output
+    simulate(config, tmp_path / "simulated")
+    simulate(plain, tmp_path / "plain")
+    ours, theirs = (parameters(config, tmp_path / name) for name in ("real", "simulated"))
+    assert all(map(torch.equal, ours, theirs))
+    for compiled, eager in zip(theirs, parameters(plain, tmp_path / "plain"), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=0, atol=4e-3)  # some steps of Adam
+        assert not torch.equal(compiled, eager)
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_workers_in_stages_and_whole_ones_have_the_bits_and_the_bytes_that_they_have_in_a_simulation(trained, name):
     config, real, simulated = tiny(**LAST[name]), trained / "real" / name, trained / "simulated" / name

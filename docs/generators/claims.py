@@ -358,7 +358,7 @@ CHECKS: Mapping[int, Check] = {
     26: Check(_NARROW, lambda of: _uncompressed(of, _PIPELINES, [f"ResBM {width}" for width in _WIDTHS])),
     27: Check(_NARROW, lambda of: _uncompressed(of, _PIPELINES, [f"subspace {width}" for width in _WIDTHS])),
     28: Check(
-        "compare configs/evidence/tahquant_tuned-h64.toml --seeds 0,1,2",
+        "compare configs/evidence/tahquant_tuned-h64.toml --seeds 0,1,2,3,4",
         lambda of: _uncompressed(of, {"tahquant_tuned": ""}, [f"TAH-Quant {bits} bits" for bits in _BITS]),
     ),
     29: Check(

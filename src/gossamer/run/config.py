@@ -42,7 +42,6 @@ _BATCHED: dict[str, Any] = {
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
 _COMPILED: dict[str, tuple[Any, str]] = {
-    "pipeline.stages": (1, "only whole replicas are compiled"),
     "model.experts": (None, "a mixture of experts computes other shapes in every step"),
 }
 """The only values with which steps are compiled, and why."""

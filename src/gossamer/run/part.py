@@ -21,6 +21,7 @@ from gossamer.models.stages import OwnLayers, Stage
 from gossamer.record.stages import StageSeconds
 from gossamer.record.trace import Operation
 from gossamer.run.carried import CarriedStage, schedule_of
+from gossamer.run.compiling import made_ready
 from gossamer.run.config import RunConfig
 from gossamer.run.staged import (
     MicroBatch,
@@ -87,10 +88,11 @@ class _Computing(nn.Module):
     def __init__(self, stage: Stage, config: RunConfig, device: torch.device) -> None:
         super().__init__()
         self.stage, self._config, self._device = stage, config, device
+        self._forward = made_ready(Stage.forward, config)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         with computing(self._config, self._device):
-            return self.stage(x, tokens)
+            return self._forward(self.stage, x, tokens)
 
 
 class OwnStages:

@@ -1,7 +1,6 @@
 """A replica: a model with its inner optimizer and its place in the data, which trains on its own and has no peers."""
 
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +18,13 @@ from gossamer.models.experts import keep_experts
 from gossamer.models.llama import Llama
 from gossamer.optimizers import GPA, InnerOptimizer
 from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
-from gossamer.rounds.kernel import must_have_compiler
+from gossamer.run.compiling import made_ready
 from gossamer.run.config import RunConfig
 from gossamer.run.layouts import arranged
 from gossamer.run.staged import InStages, StagedModel, computing
 from gossamer.run.task import Task, buffers_of, moved
 
-__all__ = ["LocalPhase", "Replica", "joined", "made_ready", "must_be_finite", "must_start_alike"]
+__all__ = ["LocalPhase", "Replica", "joined", "must_be_finite", "must_start_alike"]
 
 
 class LocalPhase(NamedTuple):
@@ -47,30 +46,6 @@ def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
     """Consecutive phases as one."""
     losses = tuple(loss for phase in phases for loss in phase.losses)
     return LocalPhase(losses, phases[-1].lr, sum(p.compute_s for p in phases), sum(p.tokens for p in phases))
-
-
-def made_ready(losses: Callable[..., Tensor], config: RunConfig) -> Callable[..., Tensor]:
-    """What computes losses, compiled where the run asks for it.
-
-    Raises: ConfigError when there is no C++ compiler. Cost: ten seconds or more at the first step of a process.
-    """
-    return _compiled(losses) if config.inner.compile else losses
-
-
-@functools.cache
-def _compiled(losses: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    must_have_compiler("inner.compile")
-    from torch._dynamo import config as dynamo  # takes seconds to import
-
-    # Dropout shall drop what it drops without the compiler.
-    compiled = torch.compile(losses, dynamic=False, options={"fallback_random": True})
-
-    def within_limits(*args: Any) -> Tensor:
-        # An experiment trains many shapes in one process, where the compiler would give up on a function at the ninth.
-        with dynamo.patch(recompile_limit=1000):
-            return compiled(*args)
-
-    return within_limits
 
 
 def must_be_finite(loss: float, replica: "Replica", round: int) -> None:

@@ -10,7 +10,8 @@ from torch.optim import AdamW
 
 from gossamer.models.stacked import stacked_losses
 from gossamer.rounds.exchange import Each
-from gossamer.run.replica import LocalPhase, Replica, made_ready, must_be_finite
+from gossamer.run.compiling import made_ready
+from gossamer.run.replica import LocalPhase, Replica, must_be_finite
 from gossamer.run.staged import computing
 from gossamer.run.task import moved
 from gossamer.run.worker import Segment, Worker

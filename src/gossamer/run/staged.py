@@ -18,7 +18,8 @@ from gossamer.errors import CheckpointError
 from gossamer.models.llama import Llama
 from gossamer.models.llama import loss as next_token_loss
 from gossamer.models.sizes import crossing
-from gossamer.models.stages import stages_of
+from gossamer.models.stages import Stage, stages_of
+from gossamer.run.compiling import made_ready
 from gossamer.run.config import RunConfig
 from gossamer.run.document import DIRECTIONS
 from gossamer.run.pipeline import boundary_of, cuts_of
@@ -142,6 +143,7 @@ class StagedModel:
         self._by_layer = {stage.first: ends for stage, ends in zip(self.stages[1:], self.boundaries, strict=True)}
         self._linear = self.boundaries[0][0].codec.linear
         self._rest: Tensor | None = None
+        self._forward = made_ready(Stage.forward, config)
 
     def begin(self) -> None:
         """A local phase begins: all stages learn which part of the embeddings `[V, D]` a linear codec would lose."""
@@ -155,7 +157,7 @@ class StagedModel:
         """The mean cross-entropy of a micro-batch, int64 `[B, S + 1]`, of these samples; see `gossamer.models.llama.loss`."""
 
         def logits(tokens: Tensor) -> Tensor:
-            h = self.stages[0](tokens, tokens)
+            h = self._forward(self.stages[0], tokens, tokens)
             known = None if self._rest is None else self._rest[tokens]
             for stage, (there, back) in zip(self.stages[1:], self.boundaries, strict=True):
                 h = (
@@ -163,7 +165,7 @@ class StagedModel:
                     if known is None
                     else through(h - known, there, back, samples) + known
                 )
-                h = stage(h, tokens)
+                h = self._forward(stage, h, tokens)
             return h
 
         return next_token_loss(logits, batch)
