@@ -68,9 +68,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -
     folders: dict[str, Path] = {}
 
     def of(config: RunConfig) -> Path:
-        inner = dataclasses.replace(config.inner, lr=1e-3, warmup_steps=1)
         network = config.network if config.event_driven else {}  # which else decides nothing but prices
-        config = dataclasses.replace(small(config), name="small", inner=inner, network=network)
+        config = small(config)
+        inner = dataclasses.replace(config.inner, lr=1e-3, warmup_steps=1)
+        config = dataclasses.replace(config, name="small", inner=inner, network=network)
         text = dump(config)
         if (key := text if pytestconfig.getoption("--full") else str(form(tomllib.loads(text)))) not in folders:
             folders[key] = tmp_path_factory.mktemp("small")

@@ -29,5 +29,11 @@ def command(
 
     jobs = available_cores() if jobs is None else jobs
     compare.command(
-        EXAMPLES / "demo.toml", overrides=overrides, out=out, seeds=seeds, jobs=jobs, resume=resume, output=output
+        EXAMPLES / "demo.toml",
+        overrides=overrides,
+        out=out,
+        seeds=seeds,
+        jobs=jobs,
+        earlier=compare.Earlier(resume=resume),
+        output=output,
     )
