@@ -368,6 +368,6 @@ def test_an_interrupt_ends_all_workers():
 
 def test_no_worker_outlives_a_launcher_that_was_killed():
     launcher, pids = started("join")
-    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.kill()
     wait_until_gone(pids)
     launcher.finish()

@@ -1,7 +1,7 @@
 """Training the runs of a comparison, several at a time, each with a line in `outcomes.jsonl` as soon as it has ended."""
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NotRequired
 
@@ -16,10 +16,10 @@ from gossamer.record.progress import say
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.report.table import summary_rows
 from gossamer.run.apart import Apart, RunEnd
-from gossamer.run.config import digest, parse
+from gossamer.run.config import RunConfig, digest, parse
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, place_of
-from gossamer.run.finished import is_finished
+from gossamer.run.finished import is_evaluated, is_finished, measures_alike
 from gossamer.run.trunks import shared_trunks, stands_at_its_trunk
 from gossamer.schema import Records
 
@@ -65,20 +65,11 @@ def train_all(
             if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
                 origins[run.label] = line.origin
                 kept.append(line)
-    missing = [run for run in runs if run.label not in origins]
-    for run, found in _copied(missing, folders, reuse) if reuse else ():
-        (row,) = summary_rows({run.label: folders[run.label]}, runs[0].config.network)
-        kept.append(PointResult(run.method, run.at, run.seed, row, found))
-        origins[run.label] = found
     if reuse:
-        taken = sum(run.label in origins for run in missing)
-        if not taken and not resume:
-            raise ConfigError(
-                f"none of the {len(runs)} runs is finished in '{reuse}' with the same settings, seed and validations; gossamer "
-                "tune validates the mean model once, after the last round: set run.eval_every = 0 and "
-                "run.eval_workers = false, or leave --reuse out"
-            )
-        say(f"{taken} of {len(missing)} runs are copied from '{reuse}'")
+        missing = [run for run in runs if run.label not in origins]
+        for run, found in _copied(missing, folders, reuse, some=not resume):
+            origins[run.label] = found
+            kept.append(_result(run, folders, runs, found))
     waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
     jobs = min(jobs, max(1, len(waiting)))  # a run has no use for the cores of one that does not exist
     origin("", None)  # asks which commit this is before the first run
@@ -92,44 +83,58 @@ def train_all(
             for label, ended in apart.ended():
                 run = waiting[label]
                 origins[label] = found = origin(digest(run.config), ended.seconds, ended.text)
-                (row,) = summary_rows({label: folders[label]}, runs[0].config.network)
-                written.write(PointResult(run.method, run.at, run.seed, row, found))
+                written.write(_result(run, folders, runs, found))
                 told(run, ended)
     return origins
 
 
-def _copied(missing: Sequence[Point], folders: Mapping[str, Path], reuse: Path) -> Iterator[tuple[Point, Origin]]:
-    """Copies those runs that are finished somewhere below `reuse`, and says by what each was computed."""
-    computed = {one["digest"]: one for _, line in records(_outcomes_of(reuse), _ENDED) if (one := line.get("origin"))}
-    places = dict[str, list[Path]]()
-    for file in sorted([*reuse.glob("*/run.toml"), *reuse.glob("*/*/run.toml")]):
-        places.setdefault(digest(parse(load(file))), []).append(file.parent)
-    for run in missing:
-        found, here = computed.get(digest(run.config)), folders[run.label]
-        ended = [place for place in places.get(digest(run.config), []) if _has_ended(run, place)]
-        if found is not None and ended:
-            part = here.with_name(f"{here.name}.part")  # so that no half of a copy is taken for a run
-            for old in (part, here):
-                shutil.rmtree(old, ignore_errors=True)
-            shutil.copytree(ended[0], part)
-            part.rename(here)
-            yield run, found
+def _result(run: Point, folders: Mapping[str, Path], runs: Sequence[Point], found: Origin) -> PointResult:
+    """The line of a run that has ended in its folder; the networks of the first price them all."""
+    (row,) = summary_rows({run.label: folders[run.label]}, runs[0].config.network)
+    return PointResult(run.method, run.at, run.seed, row, found)
 
 
-def _outcomes_of(reuse: Path) -> Path:
-    file = reuse / "outcomes.jsonl"
-    if not file.is_file():
+def _copied(
+    missing: Sequence[Point], folders: Mapping[str, Path], reuse: Path, *, some: bool
+) -> list[tuple[Point, Origin]]:
+    """Copies those runs that are finished in a folder of `reuse`; returns them, with what each was computed by.
+
+    Raises: ConfigError when there are no outcomes, and where `some` must be there and none is.
+    """
+    if not (outcomes := reuse / "outcomes.jsonl").is_file():
         raise ConfigError(
             f"--reuse got '{reuse}', which has no outcomes.jsonl; name the --out of a gossamer tune or compare"
         )
-    return file
+    computed = {one["digest"]: one for _, line in records(outcomes, _ENDED) if (one := line.get("origin"))}
+    there = dict[str, list[tuple[Path, RunConfig]]]()
+    for file in sorted([*reuse.glob("*/run.toml"), *reuse.glob("*/*/run.toml")]):
+        config = parse(load(file))
+        there.setdefault(digest(config), []).append((file.parent, config))
+    taken = list[tuple[Point, Origin]]()
+    for run in missing:
+        mine = digest(run.config)
+        alike = (place for place, config in there.get(mine, []) if measures_alike(run.config, config))
+        place = next((place for place in alike if is_evaluated(run.config, place)), None)
+        if place is not None and mine in computed:
+            _copy(place, folders[run.label])
+            taken.append((run, computed[mine]))
+    if some and not taken:
+        raise ConfigError(
+            f"none of the {len(missing)} runs is finished in '{reuse}' with the same settings, seed and validations; gossamer "
+            "tune validates the mean model once, after the last round: set run.eval_every = 0 and "
+            "run.eval_workers = false, or leave --reuse out"
+        )
+    say(f"{len(taken)} of {len(missing)} runs are copied from '{reuse}'")
+    return taken
 
 
-def _has_ended(run: Point, place: Path) -> bool:
-    try:
-        return is_finished(run.config, place)
-    except ConfigError:  # it was validated at other rounds, or on other batches
-        return False
+def _copy(place: Path, here: Path) -> None:
+    """Copies a run to another folder, where no half of it is ever taken for a run."""
+    part = here.with_name(f"{here.name}.part")
+    for old in (part, here):
+        shutil.rmtree(old, ignore_errors=True)
+    shutil.copytree(place, part)
+    part.rename(here)
 
 
 class _Lines(LineWriter):

@@ -41,10 +41,6 @@ _BATCHED: dict[str, Any] = {
     "run.adapt": False, "run.pace_s": 0.0,
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
-_COMPILED: dict[str, tuple[Any, str]] = {
-    "model.experts": (None, "a mixture of experts computes other shapes in every step"),
-}
-"""The only values with which steps are compiled, and why."""
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
@@ -170,8 +166,11 @@ class RunConfig:
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
         must_fit(self.pipeline, self.model, self.data, self.workers, self.schedule)
-        if self.inner.compile:
-            self._must_compile()
+        if self.inner.compile and self.model.experts is not None:
+            raise ConfigError(
+                f"inner.compile is true and model.experts is {self.model.experts!r:.60}, but a mixture of experts computes other "
+                "shapes in every step; remove one of the two"
+            )
         if self.run.batched > 1:
             self._must_be_batched()
         must_deal(self.model.experts, self.workers)
@@ -185,12 +184,6 @@ class RunConfig:
                 f"record.alignment is true and the run is asynchronous ({self.kind}), but pseudo-gradients are compared round by "
                 "round; remove record.alignment"
             )
-
-    def _must_compile(self) -> None:
-        """Raises ConfigError unless the steps of a replica can be compiled."""
-        for key, (value, why) in _COMPILED.items():
-            if (given := attrgetter(key)(self)) != value:
-                raise ConfigError(f"inner.compile is true and {key} is {given!r:.60}, but {why}; remove one of the two")
 
     def _must_be_batched(self) -> None:
         """Raises ConfigError unless replicas can train as one computation."""

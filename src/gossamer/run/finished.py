@@ -10,7 +10,7 @@ from gossamer.run.config import RunConfig, digest, parse
 from gossamer.run.document import load, load_run
 from gossamer.run.history import lineage
 
-__all__ = ["is_finished", "must_be_record_of", "rounds_in_common"]
+__all__ = ["is_evaluated", "is_finished", "measures_alike", "must_be_record_of", "rounds_in_common"]
 
 
 def rounds_in_common(config: RunConfig, folder: Path) -> int | None:
@@ -35,11 +35,20 @@ def is_finished(config: RunConfig, folder: Path) -> bool:
     """
     if not (folder / "run.toml").exists():
         return False
-    there = parse(load(folder / "run.toml"))
-    measured = [(run.eval_every, run.eval_batches, run.eval_js, run.pace_s) for run in (there.run, config.run)]
-    lacks = config.run.eval_workers and not there.run.eval_workers  # losses of workers too many are no fault
-    if digest(there) != digest(config) or measured[0] != measured[1] or lacks:
+    if not measures_alike(config, parse(load(folder / "run.toml"))):
         raise ConfigError(
             f"'{folder}' holds a run with other settings than the file's; name another folder with --out, or remove it"
         )
+    return is_evaluated(config, folder)
+
+
+def measures_alike(config: RunConfig, there: RunConfig) -> bool:
+    """Whether the other run has the numbers and the validations of this one; losses of workers too many are no fault."""
+    measured = [(run.eval_every, run.eval_batches, run.eval_js, run.pace_s) for run in (there.run, config.run)]
+    lacks = config.run.eval_workers and not there.run.eval_workers
+    return digest(there) == digest(config) and measured[0] == measured[1] and not lacks
+
+
+def is_evaluated(config: RunConfig, folder: Path) -> bool:
+    """Whether the run in this folder, which is one like this, has been evaluated after its last round."""
     return any(line["kind"] == "eval" and line["round"] == config.rounds - 1 for line in read_metrics(folder))
