@@ -4,6 +4,7 @@ import os
 import shlex
 import signal
 import socket
+import threading
 import time
 from random import Random
 
@@ -38,6 +39,7 @@ from gossamer.run.server_session import region_session
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
 from gossamer.transport.secret import SECRET
+from gossamer.transport.stream import connect
 from test_events import LAYOUT, P
 from test_replay import losses, same, saved
 from test_serve import KNOWN, Process, events, model, served, start, stopped
@@ -63,15 +65,23 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def together(config, folder, places):
-    """A whole run with all sides as threads of this process; raises what any of them raised."""
+def together(config, folder, places, monkeypatch):
+    """A whole run with all sides as threads of this process, where no worker comes after the others have done its share."""
+    arriving = threading.Semaphore(0)
+
+    def connecting(*args, **options):
+        arriving.release()
+        return connect(*args, **options)
+
+    monkeypatch.setattr("gossamer.run.serve_worker.connect", connecting)
     top, ports = free_port(), [free_port() for _ in range(max(places) + 1)]
     sides = [Process(serve_regions, config, folder, "127.0.0.1", top)]
     while sides[0].is_alive() and not (folder / f"events-{config.workers:03}.jsonl").exists():
         time.sleep(0.01)
+    sides += [Process(work, config, folder, "127.0.0.1", ports[g], i) for i, g in enumerate(places)]
+    assert all(arriving.acquire(timeout=60) for _ in places)
     for g, port in enumerate(ports):
         sides.append(Process(serve_region, config, folder, ("127.0.0.1", port), ("127.0.0.1", top), g))
-    sides += [Process(work, config, folder, "127.0.0.1", ports[g], i) for i, g in enumerate(places)]
     for side in sides:
         side.join(90)
     assert [side.error for side in sides] == [None] * len(sides)
@@ -99,12 +109,12 @@ def assert_replayed(real, config, folder):
     assert [*map(len, phases_of(folder))] == [n * config.run.steps // config.full_steps] * 2
 
 
-def test_two_regions_over_sockets_share_all_steps_and_replay_to_the_last_bit(tmp_path):
+def test_two_regions_over_sockets_share_all_steps_and_replay_to_the_last_bit(tmp_path, monkeypatch):
     config = served(
         sites((0, 2), (1, 3)), workers=4, server=HALOS, run__steps=12, run__checkpoint_every=3, run__eval_every=3,
         events={"fragments": 2}, codec={"name": "int8"},
     )  # fmt: skip
-    together(config, tmp_path / "real", (0, 1, 0, 1))
+    together(config, tmp_path / "real", (0, 1, 0, 1), monkeypatch)
     assert read_events(tmp_path / "real").absorbed.sum() == 4 * 6
     relays = [line for k in (4, 5, 6) for line in events(tmp_path / "real", k) if line["event"] in ("report", "merge")]
     assert {(line["event"], line["region"]) for line in relays} == {(e, g) for e in ("report", "merge") for g in (0, 1)}

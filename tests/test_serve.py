@@ -28,7 +28,7 @@ from gossamer.run.evaluate import Probe, evaluate
 from gossamer.run.hub import listener_at
 from gossamer.run.parts import OURS
 from gossamer.run.serve import serve
-from gossamer.run.serve_protocol import Terms, run_key, settled_server
+from gossamer.run.serve_protocol import Terms, run_key, settled_server, terms_of
 from gossamer.run.serve_replay import replay_server
 from gossamer.run.serve_worker import work
 from gossamer.run.server_session import open_session
@@ -435,6 +435,23 @@ def test_a_silent_worker_is_left_behind(tmp_path, monkeypatch, caplog):
     mute.close()
     assert worker.error is None and server.error is None
     assert "worker 1 is gone (worker 1 did nothing for 1.5 s" in caplog.text
+
+
+def test_a_worker_that_comes_as_the_run_ends_hears_that_nothing_is_left(tmp_path, monkeypatch):
+    config = served(workers=2, server__name="cgad", run__steps=4)
+    P = torch.empty(PARAMETERS)
+    with a_server(config, tmp_path, monkeypatch) as (server, port):
+        late = joined(port, common(config), me=1, server=2)  # which proves who it is, and then takes its time
+        work(config, tmp_path, "127.0.0.1", port, 0)
+        late.send(Turn(0, 0, HELLO), [NO_CHECKPOINTS])
+        numbers, _ = late.receive(Turn(0, 0, START), [torch.empty(len(Terms._fields), dtype=torch.int64), P])
+        assert not terms_of(numbers).go
+        late.close()
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", port))
+    assert server.error is None
+    replay_server(config, tmp_path / "replay", tmp_path)
+    assert torch.equal(model(tmp_path, config), model(tmp_path / "replay", config))
 
 
 def start(config, folder):

@@ -3,6 +3,7 @@
 A server has its workers as peers, a global server those of regions.
 """
 
+import contextlib
 import logging
 import os
 import queue
@@ -28,6 +29,8 @@ log = logging.getLogger("gossamer")
 
 REPORTED = 20
 """The refused connections that are each reported; after them, only the 32nd, the 64th and so on are."""
+PARTING_S = 5.0
+"""How long a run that is over waits for those that are still told so."""
 
 
 class _Reply(Protocol):
@@ -156,7 +159,7 @@ class Hub:
         self._inputs: queue.SimpleQueue[_Joined | _Heard | _Lost | _Called] = queue.SimpleQueue()
         self._connections: dict[int, Conversation[Any]] = {}
         self._threads: list[threading.Thread] = []
-        self._half_open, self._refused = HalfOpen(), 0
+        self._half_open, self._refused, self._closed = HalfOpen(), 0, False
         self._began, self._begin_s = time.monotonic(), 0.0
         self._session: Session[Any]
 
@@ -188,6 +191,7 @@ class Hub:
                     f"no {self._manner.peer} has been here for {timeout_s:g} s and {session.progress}; check the "
                     f"{self._manner.peer}s' logs, then resume"
                 )
+        self._see_off()
         session.close(self.now())
 
     def act_later(self, act: Callable[[float], Sequence[Any]]) -> None:
@@ -203,9 +207,9 @@ class Hub:
 
     def close(self) -> None:
         """Lets nobody come any more, and ends the connections once all have been told the last."""
-        self._listener.close()
+        self._stop_listening()
         self._half_open.close()
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + PARTING_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for connection in self._connections.values():
@@ -214,6 +218,20 @@ class Hub:
     def now(self) -> float:
         """Seconds since the run began."""
         return self._begin_s + time.monotonic() - self._began
+
+    def _stop_listening(self) -> None:
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # a close alone would let the thread in accept take one more
+        self._listener.close()
+
+    def _see_off(self) -> None:
+        """The session is over: lets nobody come any more, and those who have just come hear from it that nothing is left."""
+        self._stop_listening()
+        deadline = time.monotonic() + PARTING_S
+        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                self._handle(self._inputs.get(timeout=0.05), self.now())
 
     def _next(self) -> "_Joined | _Heard | _Lost | _Called | None":
         """The next input; None when the session has to act before one comes, or nothing comes for a second."""
@@ -259,8 +277,8 @@ class Hub:
             try:
                 sock, who = self._listener.accept()
             except OSError as error:
-                if self._listener.fileno() < 0:
-                    return  # the run is over
+                if self._closed:
+                    return
                 log.warning("could not accept a connection (%s); trying again", error)
                 time.sleep(1.0)
                 continue
