@@ -90,6 +90,31 @@ def test_tokens_skip_an_expert_that_is_not_here_as_if_its_weights_were_zero():
     assert all(torch.equal(p.grad, others[name].grad) for name, p in part.named_parameters())
 
 
+@pytest.mark.parametrize("resident", [{0, 1, 2, 3}, {0, 3}], ids=["all", "some"])
+def test_shapes_that_do_not_depend_on_the_choice_change_no_loss_and_no_gradient(resident, monkeypatch):
+    chosen, fixed, batch = mixture().double(), mixture().double(), some_tokens()
+    for model in (chosen, fixed):
+        keep_experts(model, resident)
+    ours = loss(chosen, batch)
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: True)
+    theirs = loss(fixed, batch)
+    torch.testing.assert_close(theirs, ours, rtol=1e-12, atol=0)
+    ours.backward()
+    theirs.backward()
+    for p, q in zip(fixed.parameters(), chosen.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_compiled_mixture_is_equal_to_another_but_for_rounding(tmp_path):
+    x = [
+        states(tmp_path / str(compiles), config)
+        for compiles in (True, False)
+        if simulate(config := moe(run__steps=4, inner__compile=compiles), tmp_path / str(compiles))
+    ]
+    for ours, theirs in zip(*x, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
 def test_the_balance_loss_is_one_share_of_its_weight_where_all_experts_get_as_much():
     model, batch = mixture(), some_tokens(8)
     with torch.no_grad():

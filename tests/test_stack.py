@@ -136,9 +136,3 @@ def test_a_compiled_stack_is_equal_to_another_but_for_rounding_and_resumes_to_th
     torch.testing.assert_close(x_of(whole), x_of(trained(plain, tmp_path / "plain")), rtol=0, atol=2e-5)
     trained(config, tmp_path / "cut", until=2)
     assert torch.equal(x_of(whole), x_of(trained(config, tmp_path / "cut", resume=True)))
-
-
-def test_what_cannot_be_compiled_is_refused_by_its_key():
-    given = {"workers": 4, "rule__name": "diloco", "topology__name": "complete", "model__experts": {"count": 4}}
-    with pytest.raises(ConfigError, match=r"inner\.compile is true and model\.experts is"):
-        tiny(inner__compile=True, **given)

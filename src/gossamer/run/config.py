@@ -166,11 +166,6 @@ class RunConfig:
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
         must_fit(self.pipeline, self.model, self.data, self.workers, self.schedule)
-        if self.inner.compile and self.model.experts is not None:
-            raise ConfigError(
-                f"inner.compile is true and model.experts is {self.model.experts!r:.60}, but a mixture of experts computes other "
-                "shapes in every step; remove one of the two"
-            )
         if self.run.batched > 1:
             self._must_be_batched()
         must_deal(self.model.experts, self.workers)
