@@ -159,7 +159,8 @@ class Hub:
         self._inputs: queue.SimpleQueue[_Joined | _Heard | _Lost | _Called] = queue.SimpleQueue()
         self._connections: dict[int, Conversation[Any]] = {}
         self._threads: list[threading.Thread] = []
-        self._half_open, self._refused, self._closed = HalfOpen(), 0, False
+        self._half_open, self._refused = HalfOpen(), 0
+        self._parting_s: float | None = None  # how long the connected still hear the last; None while peers may come
         self._began, self._begin_s = time.monotonic(), 0.0
         self._session: Session[Any]
 
@@ -207,9 +208,8 @@ class Hub:
 
     def close(self) -> None:
         """Lets nobody come any more, and ends the connections once all have been told the last."""
-        self._stop_listening()
+        deadline = self._stop_listening()
         self._half_open.close()
-        deadline = time.monotonic() + PARTING_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         for connection in self._connections.values():
@@ -219,19 +219,25 @@ class Hub:
         """Seconds since the run began."""
         return self._begin_s + time.monotonic() - self._began
 
-    def _stop_listening(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # a close alone would let the thread in accept take one more
-        self._listener.close()
+    def _stop_listening(self) -> float:
+        """Lets nobody come any more; returns until when the threads of connections may go on, the same whenever it is called."""
+        if self._parting_s is None:
+            self._parting_s = time.monotonic() + PARTING_S
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # a close alone would let the thread in accept take one more
+            self._listener.close()
+        return self._parting_s
 
     def _see_off(self) -> None:
         """The session is over: lets nobody come any more, and those who have just come hear from it that nothing is left."""
-        self._stop_listening()
-        deadline = time.monotonic() + PARTING_S
+        deadline = self._stop_listening()
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
-                self._handle(self._inputs.get(timeout=0.05), self.now())
+                item = self._inputs.get(timeout=0.05)
+                if not isinstance(
+                    item, _Lost
+                ):  # who leaves a run that is over is no loss, and the record ends with the run
+                    self._handle(item, self.now())
 
     def _next(self) -> "_Joined | _Heard | _Lost | _Called | None":
         """The next input; None when the session has to act before one comes, or nothing comes for a second."""
@@ -277,7 +283,7 @@ class Hub:
             try:
                 sock, who = self._listener.accept()
             except OSError as error:
-                if self._closed:
+                if self._parting_s is not None:
                     return
                 log.warning("could not accept a connection (%s); trying again", error)
                 time.sleep(1.0)
