@@ -88,6 +88,19 @@ def test_runs_are_paired_at_the_targets_bytes_after_its_rounds_and_in_its_time()
     assert draw_figure(runs, Figure(target="mean", paired=True)).count(b'id="axes_') == 3
 
 
+def test_runs_that_are_validated_once_are_compared_at_their_ends_whatever_they_sent():
+    def run(method: str, seed: int, loss: float | None, sent: float) -> PointResult:
+        last = [] if loss is None else [(sent, loss)]
+        row = {"loss": loss, "loss_at_s": {"wan": last}, "loss_at_bytes": last, "loss_at_round": last}
+        return PointResult(method, {}, seed, row)
+
+    runs = [run("mean", seed, 2.0, 8.0) for seed in (0, 1)] + [run("more", seed, 1.5, 9.0) for seed in (0, 1)]
+    found = table([*runs, run("lost", 0, 2.5, 8.0), run("lost", 1, None, 8.0)], Figure(target="mean", paired=True))
+    assert found.startswith("| loss above mean's, at the end |") and "sent bytes" not in found
+    assert "| more | -0.5000, -0.5000 | -0.5000 ± 0.0000 |" in found
+    assert "| lost | +0.5000, – | +0.5000 |" in found
+
+
 def test_pairs_of_runs_that_are_validated_once_are_drawn_as_differences():
     def drawn(ends: int) -> str:
         def run(method: str, seed: int, loss: float | None) -> PointResult:

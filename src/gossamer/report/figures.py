@@ -14,7 +14,7 @@ from pydantic import Field
 from gossamer.errors import ConfigError, choose, require
 from gossamer.report.charts import drawing, line_style, plain_axes, svg
 from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_heads, p_text, trend
-from gossamer.report.reach import ROUNDS, SENT, curves_of, paired_table, reach
+from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, paired_table, reach, validated_once
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
 from gossamer.schema import settings
@@ -35,8 +35,8 @@ class Figure:
     """In place of x, a variant: when each variant first reaches the last loss of this one, on every network."""
     paired: bool = False
     """With a target: how far each variant's loss is from the target's last, seed by seed, when it has sent the target's bytes,
-    after the target's rounds, and in the target's time on every network. Of runs that are validated only once, the figure has
-    these differences in place of curves."""
+    after the target's rounds, and in the target's time on every network. Runs that are validated only once are compared at their
+    ends, and the figure has these differences in place of curves."""
     against: str = ""
     """With x, a variant: the difference of every other variant's last loss from its, seed by seed at each x."""
     margin: Annotated[float | None, Field(gt=0)] = None
@@ -89,7 +89,8 @@ def table(results: Sequence[PointResult], figure: Figure) -> str:
     """
     check_figure(results, figure)
     if figure.paired:
-        found = reach(results, figure.target, paired=True)
+        once = validated_once(results)
+        found = ends(results, figure.target) if once else reach(results, figure.target, paired=True)
         return paired_table(found, figure.target, margin=figure.margin, side=figure.side)
     if figure.target:
         return _reach_table(results, figure.target)
@@ -118,7 +119,7 @@ def draw_figure(results: Sequence[PointResult], figure: Figure) -> bytes:
     check_figure(results, figure)
     require("matplotlib.figure", "plots", "the figure of an experiment")
     if figure.target:
-        paint = _draw_ends if figure.paired and _validated_once(results) else _draw_reach
+        paint = _draw_ends if figure.paired and validated_once(results) else _draw_reach
     else:
         paint = _draw_maps if figure.y else _draw_curves
     with drawing():
@@ -382,28 +383,21 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
     return canvas
 
 
-def _validated_once(results: Sequence[PointResult]) -> bool:
-    return all(len(curve) < 2 for run in results for curve in curves_of(run, paired=True).values())
-
-
 def _draw_ends(results: Sequence[PointResult], figure: Figure) -> Any:
     from matplotlib.figure import Figure as Canvas
 
-    losses: dict[str, dict[int, float]] = {}
-    for run in results:
-        own = losses.setdefault(run.method, {})
-        if run.row["loss"] is not None:
-            own[run.seed] = run.row["loss"]
-    theirs = losses.pop(figure.target)
-    canvas = Canvas(figsize=(6.0, 1.0 + 0.3 * len(losses)), layout="constrained")
+    found = ends(results, figure.target)
+    methods = [*dict.fromkeys(one.method for one in found)]
+    canvas = Canvas(figsize=(6.0, 1.0 + 0.3 * len(methods)), layout="constrained")
     axes = canvas.subplots()
-    for place, own in enumerate(losses.values()):
-        if not (pairs := [(own[seed] - theirs[seed], theirs[seed]) for seed in sorted(own.keys() & theirs)]):
+    for place, method in enumerate(methods):
+        pairs = [(one.behind, one.target_loss) for one in found if one.method == method and one.behind is not None]
+        if not pairs:
             continue
-        found, (colour, _) = effect(pairs), line_style(place)
+        arm, (colour, _) = effect(pairs), line_style(place)
         axes.plot([difference for difference, _ in pairs], [place] * len(pairs), ".", color=colour, alpha=0.5)
-        axes.errorbar(found.mean, place, xerr=found.half or 0.0, fmt="o", color=colour)
-    axes.set_yticks(range(len(losses)), list(losses))
+        axes.errorbar(arm.mean, place, xerr=arm.half or 0.0, fmt="o", color=colour)
+    axes.set_yticks(range(len(methods)), methods)
     axes.invert_yaxis()
     axes.axvline(0.0, color="#2b2b2b", linewidth=0.8)
     if figure.margin is not None:

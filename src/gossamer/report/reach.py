@@ -8,10 +8,10 @@ from gossamer.report.paired import Side, effect_cells, effect_heads
 from gossamer.report.results import PointResult
 from gossamer.report.table import markdown_lines
 
-__all__ = ["ROUNDS", "SENT", "Reach", "curves_of", "paired_table", "reach"]
+__all__ = ["ENDS", "ROUNDS", "SENT", "Reach", "curves_of", "ends", "paired_table", "reach", "validated_once"]
 
-SENT, ROUNDS = "sent bytes", "rounds"
-"""In place of a network's name: runs are compared by what they sent, or round by round."""
+SENT, ROUNDS, ENDS = "sent bytes", "rounds", "end"
+"""In place of a network's name: runs are compared by what they sent, round by round, or each at its own end."""
 
 
 class Reach(NamedTuple):
@@ -19,7 +19,7 @@ class Reach(NamedTuple):
 
     method: str
     network: str
-    """Its name, `SENT` or `ROUNDS`."""
+    """Its name, `SENT`, `ROUNDS` or `ENDS`."""
     seed: int
     ratio: float | None
     """Seconds (bytes, rounds) until then over those of the whole target run; None if it never did."""
@@ -41,25 +41,47 @@ def reach(results: Sequence[PointResult], target: str, *, paired: bool = False) 
     >>> reach([run("a", (10, 3.0), (20, 2.5)), run("b", (4, 2.8), (8, 2.4))], "a")[1]
     Reach(method='b', network='lan', seed=0, ratio=0.4, behind=-0.10000000000000009, target_loss=2.5)
     """
-    ends = {
+    lasts = {
         (name, run.seed): curve[-1]
         for run in results
         if run.method == target
         for name, curve in curves_of(run, paired=paired).items()
         if curve and curve[-1][0] > 0  # who sends nothing has no bytes to compare
     }
-    if not ends:
+    if not lasts:
         raise ConfigError(choose("target of the figure", target, {run.method for run in results}) + "; correct it")
     found = []
     for run in results:
         for name, curve in curves_of(run, paired=paired).items():
-            if (name, run.seed) in ends:
-                end, loss = ends[name, run.seed]
+            if (name, run.seed) in lasts:
+                end, loss = lasts[name, run.seed]
                 first = next((x for x, own in curve if own <= loss), None)
                 within = [own for x, own in curve if x <= end]
                 ratio = None if first is None else first / end
                 found.append(Reach(run.method, name, run.seed, ratio, within[-1] - loss if within else None, loss))
     return found
+
+
+def ends(results: Sequence[PointResult], target: str) -> list[Reach]:
+    """For every other run, how far its last loss is from the target's, whatever either has sent.
+
+    >>> ends([PointResult("a", {}, 0, {"loss": 2.5}), PointResult("b", {}, 0, {"loss": 2.75})], "a")
+    [Reach(method='b', network='end', seed=0, ratio=None, behind=0.25, target_loss=2.5)]
+    """
+    lasts = {run.seed: loss for run in results if run.method == target and (loss := run.row["loss"]) is not None}
+    return [
+        Reach(
+            run.method, ENDS, run.seed, None, None if (loss := run.row["loss"]) is None else loss - lasts[run.seed],
+            lasts[run.seed],
+        )
+        for run in results
+        if run.method != target and run.seed in lasts
+    ]  # fmt: skip
+
+
+def validated_once(results: Sequence[PointResult]) -> bool:
+    """Whether no run has a loss from before its end."""
+    return all(len(curve) < 2 for run in results for curve in curves_of(run, paired=True).values())
 
 
 def curves_of(run: PointResult, *, paired: bool) -> dict[str, Sequence[tuple[float, float]]]:
@@ -91,7 +113,9 @@ def paired_table(
             for method in methods
         ]
         rows = [[method, *cells] for method, cells in zip(methods, effect_cells(arms, margin, side), strict=True)]
-        where = {SENT: "at its sent bytes", ROUNDS: "after its rounds"}.get(name, f"in its time on {name}")
+        where = {SENT: "at its sent bytes", ROUNDS: "after its rounds", ENDS: "at the end"}.get(
+            name, f"in its time on {name}"
+        )
         heads = [f"loss above {target}'s, {where}", *effect_heads(margin, side)]
         parts.append(markdown_lines([heads, ["---", *["---:"] * (len(heads) - 1)], *rows]))
     return "\n".join(parts)
