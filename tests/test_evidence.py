@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from generators import annealed, claims, experiments, gains, leaderboard, verdicts
+from generators import annealed, claims, experiments, gains, leaderboard, local_steps, verdicts
 from generators.verdicts import Arm
 from gossamer.data.corpus import fingerprint, open_corpus
 from gossamer.errors import DataError
@@ -268,6 +268,16 @@ def test_momentum_is_compared_with_none_in_each_cell_and_its_gain_with_the_align
     assert gains.gains(runs, [*early, *diverged]) == []
 
 
+def test_averaging_with_an_outer_learning_rate_of_its_own_is_without_momentum_too() -> None:
+    rows = [
+        {"label": "averaging", "rule": {"name": "gasloc", "lr": 1.4, "momentum": 0.0}},
+        {"label": "GASLoC", "rule": {"name": "gasloc", "momentum": 0.5}},
+    ]
+    runs = runs_of(variant=rows)
+    (found,) = gains.gains(runs, [ended(run, 2.0 - 0.1 * (run.method == "GASLoC")) for run in runs])
+    assert (found.method, found.plain) == ("GASLoC", "averaging")
+
+
 def test_annealed_branches_stand_at_their_share_of_the_time_in_which_the_target_ends() -> None:
     rows = [
         {"label": "DiLoCo", "rule.name": "diloco", "topology.name": "complete", "sweep": {"run.steps": [8, 12]}},
@@ -437,6 +447,18 @@ def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
     assert f"it ends {difference(faster, full, spread=False)}<!-- tests/test_evidence.py --> lower at (1, 0.5)" in page
     rho = re.search(r"over (\d+) cells: (-?[\d.]+)", experiments.page(FIRST_STAGE / "momentum.jsonl"))
     assert rho is not None and f"Over the {rho[1]} cells so far ρ is {rho[2].rstrip('.')}" in page
+
+
+def test_at_equal_bytes_diloco_ends_lower_in_each_seed_where_the_page_says_so() -> None:
+    found = local_steps.lengths()
+    for method, fewest in (("GASLoC 2-Peer", 5), ("GASLoC 1-Peer", 10)):
+        for steps in (steps for steps in local_steps.LENGTHS if steps >= fewest):
+            other = found[method].get(steps)
+            if other is not None and (method, steps) != ("GASLoC 1-Peer", 120):  # nothing of DiLoCo's is as small
+                ours = next(one for one in found["DiLoCo"].values() if one.sent_bytes <= other.sent_bytes)
+                assert all(ours.losses[seed] < other.losses[seed] for seed in range(5)), (method, steps)
+    page = local_steps.equal_bytes_table(found)
+    assert page.count("lower |") == 8 and page.count("open |") == 3
 
 
 def test_what_the_page_says_of_the_outer_learning_rate_follows_from_the_outcomes() -> None:

@@ -20,7 +20,7 @@ in a cell:
     -->
 
 `<!-- table 2 of h by paper/h_sweep.toml -->` before a table replaces it by the second that `gossamer compare` makes with that
-file, `<!-- all of claims -->` by the table of claims, and `<!-- all of leaderboard -->` by that of methods.
+file, `<!-- all of claims -->` by the table of claims, and likewise those of `leaderboard`, `local steps` and `equal bytes`.
 
 The first part of a key is the label of a variant (in a page: the first cell of a row or its start with "…", or "*"), or
 `A above B` (difference, seed by seed), `A over B` (ratio), `A with B` (Spearman's rank correlation over the points of a sweep).
@@ -48,6 +48,7 @@ from typing import Any, cast
 
 from generators.claims import claims_page
 from generators.leaderboard import leaderboard_page
+from generators.local_steps import equal_bytes_table, lengths, local_steps_table
 from generators.sources import NUMBER, RESULTS, ROOT, TEXT, Reading, Source, source
 from gossamer.report.figures import table
 from gossamer.report.results import read_results
@@ -70,7 +71,13 @@ _COMMENT = re.compile(r"<!-- (\w+): ([^>]+?)\s-->")
 _SOURCES = re.compile(r"<!-- sources\n(.*?)-->", re.DOTALL)
 _CELLS = re.compile(r"<!-- cells of (\w+)\nrows: (.*?)\ncolumns: (.*?)\n-->\n\n?((?:\|[^\n]*\n)+)", re.DOTALL)
 _TABLE = re.compile(r"<!-- table (\d+) of (\w+) by (\S+) -->\n\n?((?:\|[^\n]*\n)+)")
-_WHOLE = re.compile(r"<!-- all of (claims|leaderboard) -->\n\n?((?:\|[^\n]*\n)+)")
+_GENERATED: dict[str, Callable[[], str]] = {
+    "claims": claims_page,
+    "leaderboard": leaderboard_page,
+    "local steps": lambda: local_steps_table(lengths()),
+    "equal bytes": lambda: equal_bytes_table(lengths()),
+}
+_WHOLE = re.compile(rf"<!-- all of ({'|'.join(_GENERATED)}) -->\n\n?((?:\|[^\n]*\n)+)")
 _SCALED: dict[str, Callable[[float], float]] = {
     "in %": lambda x: 100 * x, "less in %": lambda x: 100 * (1 - x), "change in %": lambda x: 100 * (x - 1),
 }  # fmt: skip
@@ -116,8 +123,7 @@ def filled(text: str, page: str) -> str:
         return at[0][: at.start(4) - at.start()] + "\n".join([*heads, *made]) + "\n"
 
     def generated(at: re.Match[str]) -> str:
-        made = claims_page() if at[1] == "claims" else leaderboard_page()
-        return at[0][: at.start(2) - at.start()] + made
+        return at[0][: at.start(2) - at.start()] + _GENERATED[at[1]]()
 
     text = _CELLS.sub(cells, _TABLE.sub(whole_table, _WHOLE.sub(generated, text)))
     parts, end = list[str](), 0

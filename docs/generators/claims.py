@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from generators.annealed import branches, time_shares
 from generators.gains import Gain, gains
+from generators.local_steps import LENGTHS, stem_of
 from generators.sources import RESULTS, config_of
 from generators.verdicts import Arm, Found, costs_little, equal, leads, matches, ranked_alike, rises, stays
 from gossamer.record.jsonl import json_lines
@@ -88,7 +89,12 @@ def _against(
 
     def found(of: Outcomes) -> Found | None:
         _, ended = of(stem)
-        arms = [arm for praised, other in pairs for arm in _pairs(ended, praised, other)]
+        several = len({praised for praised, _ in pairs}) < len(pairs)  # of one method against some others
+        arms = [
+            arm._replace(name=f"above {other}") if several else arm
+            for praised, other in pairs
+            for arm in _pairs(ended, praised, other)
+        ]
         return rule(arms) if arms else None
 
     return found
@@ -136,8 +142,8 @@ def _sooner(of: Outcomes) -> Found | None:
 def _by_local_steps(of: Outcomes) -> dict[str, dict[int, dict[int, float]]]:
     """The losses of each method by local steps and seed; each was tuned for each number of local steps."""
     losses: dict[str, dict[int, dict[int, float]]] = {}
-    for steps in _LOCAL_STEPS:
-        for one in of(f"local_steps_tuned{'' if steps == 30 else f'-h{steps}'}")[1]:
+    for steps in LENGTHS:
+        for one in of(stem_of(steps))[1]:
             if one.row["loss"] is not None:
                 losses.setdefault(one.method, {}).setdefault(steps, {})[one.seed] = one.row["loss"]
     return losses
@@ -292,7 +298,6 @@ _LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2,3,4"
 _SYSTEMS = "compare configs/evidence/systems_tuned.toml --seeds 0,1,2"
 _ASYNCHRONOUS = "compare configs/evidence/asynchronous_tuned.toml --seeds 0,1,2,3,4"
 _SPARSE = ("1 random", "2 random")
-_LOCAL_STEPS = (1, 5, 10, 30, 60, 120)
 _LENGTHS = (
     "compare configs/evidence/local_steps_tuned.toml --seeds 0,1,2,3,4` and of its `-h1`, `-h5`, `-h10`, `-h60` and "
     "`-h120"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from generators.annealed import Branch, annealed_page, branches, drawn_branches
-from generators.gains import Gain, drawn_gains, gains, gains_page
+from generators.gains import Gain, drawn_gains, gains, gains_page, is_map
 from generators.leaderboard import LEADERBOARD, Standing, drawn_standings, leaderboard_table, standings
 from generators.sources import RESULTS, ROOT, config_of
 from gossamer.cli.tune import tuned_page
@@ -63,7 +63,7 @@ def page(outcomes: Path) -> str:
             parts.append(markdown_table([one.row for one in found]))
         if cells and not ranked:
             parts.append(f"## With momentum and without\n\n{gains_page(cells)}")
-        if (ranked or cells or at_ends) if asked is None else _has_target(found, asked):
+        if (ranked or is_map(cells) or at_ends) if asked is None else _has_target(found, asked):
             parts.append(f"![{outcomes.stem}]({outcomes.stem}.svg)\n")
     return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
 
@@ -82,7 +82,7 @@ def drawn(outcomes: Path) -> bytes | None:
         return drawn_standings(ranked)
     if at_ends := _branches(found, runs):
         return drawn_branches(at_ends, runs[0].method)
-    return drawn_gains(cells) if (cells := _cells(outcomes, runs, found)) else None
+    return drawn_gains(cells) if is_map(cells := _cells(outcomes, runs, found)) else None
 
 
 def _ranked(outcomes: Path, found: Sequence[PointResult]) -> list[Standing]:

@@ -1,7 +1,7 @@
 """The gain of outer momentum: runs that differ in nothing but their outer step, with momentum and without, cell by cell.
 
 A cell is whatever else a file varies: shards, graph, workers, local steps, rounds. DiLoCo without momentum is local SGD, and
-GASLoC without momentum gossip; each has the learning rate that was tuned for it.
+GASLoC without momentum gossip, which may have an outer learning rate of their own; each has the learning rate tuned for it.
 """
 
 import json
@@ -17,7 +17,7 @@ from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.config import RunConfig, decisive
 from gossamer.run.experiment import Point, place_of
 
-__all__ = ["MARGIN", "Gain", "drawn_gains", "gains", "gains_page", "rank_correlation"]
+__all__ = ["MARGIN", "Gain", "drawn_gains", "gains", "gains_page", "is_map", "rank_correlation"]
 
 MARGIN = 0.01
 """Of all stages, in nats (docs/results/registered.md)."""
@@ -53,9 +53,9 @@ def gains(runs: Sequence[Point], ended: Iterable[PointResult]) -> list[Gain]:
             cells.setdefault(f"{family} {_cell(run.config)}", {}).setdefault(run.method, []).append(run)
     made = list[Gain]()
     for arms in cells.values():
-        plain = next((name for name, own in arms.items() if own[0].config.rule.name in _WITHOUT.values()), None)
+        plain = next((name for name, own in arms.items() if _is_plain(own[0].config)), None)
         for name, own in arms.items():
-            if plain is not None and own[0].config.rule.name in _WITHOUT:
+            if plain is not None and not _is_plain(own[0].config):
                 base = {run.seed: found.get(place_of(run)) for run in arms[plain]}
                 both = [
                     (one, other) for run in own
@@ -93,6 +93,11 @@ def rank_correlation(found: Sequence[Gain]) -> float | None:
     aligned, gained = zip(*known, strict=True)
     rho = float(cast(Any, spearmanr(aligned, gained)).statistic)
     return rho if math.isfinite(rho) else None
+
+
+def is_map(found: Sequence[Gain]) -> bool:
+    """Whether the cells can be drawn as a map: several, and no two in one place."""
+    return 1 < len({(_row(one), one.where["H"]) for one in found}) == len(found)
 
 
 def drawn_gains(found: Sequence[Gain]) -> bytes:
@@ -138,6 +143,10 @@ def _gain(name: str, plain: str, config: RunConfig, both: Sequence[tuple[PointRe
         "shards": config.data.shards, "graph": graph, "workers": config.workers, "H": config.full_steps, "rounds": config.rounds,
     }  # fmt: skip
     return Gain(name, plain, where, pairs, statistics.fmean(aligned) if aligned else None)
+
+
+def _is_plain(config: RunConfig) -> bool:
+    return config.rule.name in _WITHOUT.values() or config.rule.options.get("momentum") == 0
 
 
 def _cell(config: RunConfig) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from generators.gains import MARGIN
-from gossamer.report.paired import effect, holm, trend
-from gossamer.report.table import DASH
+from gossamer.report.paired import effect, holm, p_text, trend
 
 __all__ = ["Arm", "Found", "costs_little", "equal", "leads", "matches", "ranked_alike", "rises", "stays"]
 
@@ -78,7 +77,7 @@ def costs_little(arms: Sequence[Arm], percent: float) -> Found:
 def rises(rows: Mapping[str, Sequence[Sequence[float]]]) -> Found:
     """Whether values rise along a sweep by Page's test, after Holm's correction; of each name a row for each seed."""
     up, down = (holm([trend(own, slope) for own in rows.values()]) for slope in ("rising", "falling"))
-    said = ", ".join(f"{name}: p = {DASH if p is None else f'{p:.3f}'}" for name, p in zip(rows, up, strict=True))
+    said = ", ".join(f"{name}: p {_is(p)}" for name, p in zip(rows, up, strict=True))
     sure = [[p is not None and p < _LEVEL for p in some] for some in (up, down)]
     return Found(said, _verdict(*sure))
 
@@ -123,6 +122,11 @@ def _verdict(fulfilled: Sequence[bool], refuted: Sequence[bool]) -> str:
     if all(fulfilled):
         return "holds"
     return "holds in part" if any(fulfilled) else "fails" if all(refuted) else "open"
+
+
+def _is(p: float | None) -> str:
+    said = p_text(p)
+    return said if said.startswith("<") else f"= {said}"
 
 
 def _apart(arms: Sequence[Arm]) -> list[float | None]:
