@@ -10,6 +10,7 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.record.folder import read_metrics
 from gossamer.report.table import summary_rows
+from gossamer.run.settle import in_rounds
 from gossamer.run.simulate import simulate
 from tiny import tiny
 
@@ -77,3 +78,10 @@ def test_the_record_of_alignment_changes_no_other_number(tmp_path: Path) -> None
 def test_alignment_of_an_asynchronous_run_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"record\.alignment is true and the run is asynchronous \(server\)"):
         tiny(server="heloco", record__alignment=True)
+
+
+def test_real_workers_say_that_they_record_no_alignment_and_what_does() -> None:
+    wanted = tiny(record__alignment=True)
+    (sentence,) = in_rounds(wanted, real=True).warnings
+    assert "record.alignment is true" in sentence and "run gossamer simulate on the same file" in sentence
+    assert not in_rounds(wanted).warnings and not in_rounds(tiny(), real=True).warnings

@@ -65,6 +65,7 @@ LIGHT = [  # work without torch
     "transport.watch",
     "network.links",
     "network.limits",
+    "network.measured",
     "network.fluid",
     "network.pacing",
     "network.timeline",

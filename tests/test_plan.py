@@ -82,7 +82,7 @@ def test_a_planned_run_may_follow_the_clock_and_weigh_its_workers(tmp_path: Path
     assert parse(tomllib.loads(run_toml(made))).run.adapt is False
 
 
-def test_fewest_local_steps_that_keep_the_workers_computing_are_taken() -> None:
+def test_few_local_steps_are_taken_where_links_are_fast_and_many_where_they_are_slow() -> None:
     assert planned(EVEN, workers=8, target=0.9).best.full_steps == 15
     assert planned(EVEN, workers=8, target=0.01).best.method == "data parallel"
     fast = Network(uplink_bps=1e12, downlink_bps=1e12, step_s=0.5)
@@ -165,7 +165,7 @@ def test_gossamer_plan_prints_a_table_and_writes_a_run_file(tmp_path: Path, caps
     assert "no price: snoo: it is for 1 worker" in said and "…" not in said
     assert "192,960 parameters, 4 workers" in said
     assert (
-        "chosen: DiLoCo with 15 local steps and codec exact (fewest local steps that reach 90% compute utilisation)"
+        "chosen: DiLoCo with 15 local steps and codec exact (lowest measured loss of those that reach 90% compute utilisation)"
         in said
     )
     assert parse(tomllib.loads((tmp_path / "run.toml").read_text())).workers == 4

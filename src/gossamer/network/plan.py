@@ -1,8 +1,9 @@
 """Before anything is trained or rented: what each method would send on a network, how long it takes, and which to take.
 
 Each candidate becomes the trace that its run would leave, and is priced like a recorded one (`gossamer.network.pricing`). So a
-plan uses everything in a network file. It does not know how much a token teaches: with many local steps or few peers, a run
-learns a little less from each. Hence the choice: the fewest local steps that keep the workers computing.
+plan uses everything in a network file. With many local steps or few peers a run learns less from each token, and how much less
+was measured for one small model (`gossamer.network.measured`). Hence the choice: the lowest measured loss among the candidates
+that keep the workers computing.
 """
 
 import math
@@ -18,6 +19,7 @@ from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.limits import ensure, positives
 from gossamer.network.links import Links, Network, links_of, to_options
+from gossamer.network.measured import MEASURED_FOR, loss_penalty, nearest, penalty_text
 from gossamer.network.pacing import Pace, fitting_steps, uplinks_bps, whole_steps
 from gossamer.network.pricing import price
 from gossamer.network.utilisation import step_seconds
@@ -30,6 +32,7 @@ __all__ = [
     "Candidate",
     "PlanSettings",
     "RunPlan",
+    "best_among",
     "bits_per_parameter",
     "matched_steps",
     "plan",
@@ -92,6 +95,8 @@ class Candidate(NamedTuple):
     """Share of the time spent computing, mean over the workers."""
     seconds_per_token: float
     """Seconds of wall-clock per token of all workers together."""
+    loss_penalty: float | None = None
+    """Nats above data parallelism after as many tokens, in a small model and without a codec; None where it was not measured."""
 
     @property
     def full_steps(self) -> int:
@@ -168,8 +173,7 @@ def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSetti
     as many as let them be ready in time (`matched_steps`). The sums of a lossy mean come back in bf16 where that is less to
     send; otherwise its payloads go to everyone whole.
 
-    The choice is among the candidates that reach the target utilisation: fewest local steps first, then more mixing, then the
-    order of `options.codecs`. If none reaches it, the candidate with the least time per token is chosen.
+    `best_among` says which is chosen.
 
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
     Cost: some 10 ms per candidate, up to a minute where links are uneven or shared and there are hundreds of workers.
@@ -182,10 +186,20 @@ def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSetti
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
     candidates = [_priced(sketch, network, parameters, options) for sketch in _sketches(n, options)]
-    enough = [candidate for candidate in candidates if candidate.utilisation >= options.target]
-    # `min` takes the first of equals, and candidates are in the order of their methods and codecs.
-    best = min(enough, key=lambda c: c.full_steps) if enough else min(candidates, key=lambda c: c.seconds_per_token)
-    return RunPlan(tuple(candidates), best, network, model, parameters, options)
+    return RunPlan(tuple(candidates), best_among(candidates, options.target), network, model, parameters, options)
+
+
+def best_among(candidates: Sequence[Candidate], target: float) -> Candidate:
+    """The candidate with the lowest measured loss among those that reach the target utilisation.
+
+    If none reaches it, among those as fast as the fastest or nearly so: in its time they train on at least the target's share of
+    its tokens. Of equals, and where no loss was measured, the one with the fewest local steps, then the first.
+    """
+    enough = [one for one in candidates if one.utilisation >= target]
+    if not enough:
+        fastest = min(one.seconds_per_token for one in candidates)
+        enough = [one for one in candidates if target * one.seconds_per_token <= fastest]
+    return min(enough, key=lambda one: (math.inf if one.loss_penalty is None else one.loss_penalty, one.full_steps))
 
 
 def workers_of(network: Network, options: PlanSettings) -> int:
@@ -262,6 +276,7 @@ def _priced(sketch: _Sketch, network: Network, parameters: int, options: PlanSet
         round_bytes=float(trace.sent_bytes.mean()) / trace.rounds,
         utilisation=timeline.mean_utilisation,
         seconds_per_token=timeline.total_s / (options.step_tokens * int(trace.steps.sum())),
+        loss_penalty=loss_penalty(method, steps),
     )
 
 
@@ -293,6 +308,9 @@ def run_toml(
 ) -> str:  # fmt: skip
     """A run file that trains as planned, on this machine's Python sources read as bytes; change `data` for anything else.
 
+    Outer learning rate and momentum are those that were best in a small model with about as many local steps
+    (`gossamer.network.measured`). The inner learning rate that they go with stands in a comment, as it depends on the model.
+
     Args:
         candidate: the best one unless given.
         steps: inner steps; rounded up to whole rounds.
@@ -304,11 +322,13 @@ def run_toml(
     if peers is not None and chosen.codec not in EXACT:
         rule = "anchored_gasloc"  # the same bytes, but of differences
     own = chosen.local_steps
+    measured_at, tuned = nearest(chosen.method, chosen.full_steps)
+    outer = {key: value for key in ("lr", "momentum") if (value := getattr(tuned, key)) is not None}
     document: dict[str, Any] = {
         "name": name,
         "workers": len(own),
         "seed": plan.options.seed,
-        "rule": {"name": rule},
+        "rule": {"name": rule, **outer},
         "topology": {"name": "complete"} if peers is None else {"name": "random", "peers": peers},
         "codec": {"name": chosen.codec, **({"back": chosen.back} if chosen.back else {})},
         "model": {
@@ -327,6 +347,8 @@ def run_toml(
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
         f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, {chosen.utilisation:.1%} of it computing.\n"
+        f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_FOR}: inner.lr = {tuned.inner_lr:g}"
+        f"{', with the lr and momentum of [rule]' if outer else ''}. gossamer tune searches for your model.\n"
     )
     return head + tomli_w.dumps(document)
 
@@ -340,7 +362,7 @@ def with_tables(document: Mapping[str, Any], tables: Mapping[str, Mapping[str, A
     return {**document, **{table: {**document.get(table, {}), **keys} for table, keys in tables.items()}}
 
 
-PLAN_HEADINGS = ("method", "codec", "steps", "MB/round", "s/round", "computing", "h/1e9 tokens")
+PLAN_HEADINGS = ("method", "codec", "steps", "MB/round", "s/round", "computing", "h/1e9 tokens", "loss")
 """Of the columns of `plan_rows`."""
 
 
@@ -358,6 +380,7 @@ def plan_rows(candidates: Iterable[Candidate]) -> list[tuple[str, ...]]:
                 f"{one.round_s:.4g}",
                 f"{one.utilisation:.1%}",
                 f"{one.seconds_per_token * 1e9 / 3600:.4g}",
+                penalty_text(one.method, most),
             )
         )
     return rows

@@ -78,7 +78,8 @@ class RecordConfig:
     million parameters with two outer vectors; on a GPU they are copied to the CPU first."""
     alignment: bool = False
     """Whether a simulation in rounds measures after each round how far the workers' local phases agree, and how far their mean
-    agrees with that of the round before: what outer momentum lives on. It keeps two more copies of all workers' parameters."""
+    agrees with that of the round before. It keeps two more copies of all workers' parameters. Real workers, which do not see each
+    other's pseudo-gradients, record none and warn; the simulation of their run file measures it."""
     print_every: AtLeastOne = 10
     """Rounds between two lines of the log where no terminal shows a live table; a validation has a line too, and there is one
     at least every 30 s."""

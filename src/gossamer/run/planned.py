@@ -14,7 +14,8 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import to_options
-from gossamer.network.plan import Candidate, PlanSettings, RunPlan, with_tables
+from gossamer.network.measured import loss_penalty
+from gossamer.network.plan import Candidate, PlanSettings, RunPlan, best_among, with_tables
 from gossamer.run.check import counted
 from gossamer.run.config import parse
 from gossamer.run.layouts import layout_for
@@ -91,15 +92,14 @@ def _without_price(recipe: Recipe) -> str:
 
 
 def best_of(made: RunPlan, priced: Priced, method: str) -> Candidate:
-    """The best candidate of a method, as `price_recipes` chooses it. Raises ConfigError for one without a price."""
+    """The best candidate of a method, as `best_among` chooses it. Raises ConfigError for one without a price."""
     if method in priced.unpriced:
         raise ConfigError(f"method '{method}' has no price here: {priced.unpriced[method]}; choose another --method")
     label = PLANNED.get(method, method)
     own = [one for one in [*made.candidates, *priced.candidates] if one.method == label]
     if not own:
         raise ConfigError(f"{label} is not planned for {len(made.best.local_steps)} workers; choose another --method")
-    enough = [one for one in own if one.utilisation >= made.options.target]
-    return min(enough, key=lambda one: one.full_steps) if enough else min(own, key=lambda one: one.seconds_per_token)
+    return best_among(own, made.options.target)
 
 
 def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, steps: int = 300, run: Mapping[str, Any]) -> str:
@@ -153,4 +153,5 @@ def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> 
         round_bytes=sent_bytes,
         utilisation=priced.utilisation,
         seconds_per_token=priced.round_s / (made.options.step_tokens * sum(own)),
+        loss_penalty=loss_penalty(method, max(own)),
     )

@@ -111,7 +111,7 @@ def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Set
             links_of(network, config.workers)  # one of other workers is refused before the training, not after it
         m = method_of(facts, compile=config.run.compile)
         m = m._replace(codec=by_stage(m.codec, config.pipeline, config.model))
-        return InRounds(m, facts.pacing_network, warnings_of(facts))
+        return InRounds(m, facts.pacing_network, (*warnings_of(facts), *_unrecorded(config, real)))
     name, network, config = _clocked(config, facts)
     absences = _absences(config)
     if config.server is not None:
@@ -125,6 +125,16 @@ def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Set
             config, facts.pair, facts.topology, rates, facts.codec, network, name, absences, warnings_of(facts)
         )
     return WithoutWaiting(config, method_of(facts), network, name, absences, warnings_of(facts))
+
+
+def _unrecorded(config: RunConfig, real: bool) -> tuple[str, ...]:
+    """What the run file wants recorded that real processes do not know."""
+    if not (real and config.record.alignment):
+        return ()
+    return (
+        "record.alignment is true, but a real worker does not see the pseudo-gradients of all others, so their alignment is not "
+        "recorded; run gossamer simulate on the same file to measure it",
+    )
 
 
 def in_rounds(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> InRounds:

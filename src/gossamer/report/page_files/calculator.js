@@ -84,7 +84,7 @@ G.calculator = (root, frozen) => {
       if (!found) return;
       const place = moved.values.indexOf(values[moved.key]);
       rows.replaceChildren(table(found.headings, found.rows[place], found.best[place]), part("p", { class: "faint" },
-        `${found.parameters.toLocaleString("en")} parameters; MB sent by a worker. ★ is what gossamer plan would take: the most mixing among those that compute 90 % of the time, or the least time per token where none does.`));
+        `${found.parameters.toLocaleString("en")} parameters; MB sent by a worker. ★ is what gossamer plan would take: the lowest loss among those that compute 90 % of the time, or among the fastest where none does. Loss is in nats above data parallel after as many tokens, as measured with one small model and without a codec: a guide.`));
       more.replaceChildren();
     };
     const draw = (answer) => {
@@ -134,7 +134,7 @@ G.calculator = (root, frozen) => {
     document.title = "What a network costs · gossamer";
     const said = contents.file ? "The links are those of the network file, all times one factor." : "Equal links, but for one slow uplink where you choose one.";
     root.replaceChildren(banner, part("h1", {}, "What a network costs"),
-      part("p", { class: "verdict" }, `${said} A price does not tell how much a method learns. Figures are those of gossamer plan and gossamer utilisation.`),
+      part("p", { class: "verdict" }, `${said} Figures are those of gossamer plan and gossamer utilisation.`),
       planPart(contents.inputs.plan, contents.all), publishedPart(contents.inputs.published, contents.presets));
   };
   if (frozen) begin(frozen);
