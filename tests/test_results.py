@@ -125,7 +125,7 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
     assert (title, about) == ("# gap-at-h-twice", "What a gap costs.")
     assert command == "    gossamer compare configs/evidence/gap-at-h.toml --scale twice --seeds 0,1,2"
     assert said == "5 of 6 runs; commit 012345678+; torch 2; 0.05 hours of training."
-    assert tables[0].startswith("| loss above DiLoCo's, at its sent bytes | each seed |") and len(tables) == 2
+    assert tables[0].startswith("| loss above DiLoCo's, at the end | each seed |") and len(tables) == 1
     assert "| GASLoC | +0.1000, +0.1010 | +0.1005 ± 0.0064 | +5.01 |" in tables[0]
     assert tables[0].endswith("| higher, equivalent |") and picture == "![gap-at-h-twice](gap-at-h-twice.svg)\n"
     assert (experiments.drawn(outcomes) or b"").endswith(b"</svg>\n")
