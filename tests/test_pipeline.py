@@ -59,12 +59,25 @@ def test_stages_have_the_parameters_of_the_model_by_name_and_compute_its_logits(
     assert torch.equal(h, model(tokens))
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_with_exact_boundaries_a_pipeline_is_the_model_to_the_last_bit(stages):
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 4), (3, 4)])
+def test_with_exact_boundaries_and_a_power_of_two_of_micro_batches_a_pipeline_is_the_model_to_the_last_bit(
+    stages, micro_batches
+):
     split, whole = (
-        trained(inner__clip=None, data__accumulate=4, **more) for more in ({"pipeline__stages": stages}, {})
-    )  # fmt: skip
+        trained(inner__clip=None, data__accumulate=micro_batches, **more) for more in ({"pipeline__stages": stages}, {})
+    )
     assert torch.equal(split.x, whole.x)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_with_three_micro_batches_its_gradient_is_that_of_the_model_to_a_millionth_of_the_norm(stages):
+    def gradient(**more):
+        one = replica(inner__clip=None, data__accumulate=3, **more)
+        one.train(0, 0, 1)
+        return torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]).double()
+
+    split, whole = gradient(pipeline__stages=stages), gradient()
+    assert split.shape == whole.shape and (split - whole).norm() <= 1e-6 * whole.norm() and whole.norm() > 0
 
 
 def test_stages_clip_to_the_norm_of_all_their_gradients():
