@@ -25,7 +25,7 @@ types: .venv/.installed
 tests: .venv/.installed
 	$(BIN)/pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder --hypothesis-profile=repeatable
 
-WITH_FULL := parity faults elastic_fuzz exchange rules coding experiments simulate
+WITH_FULL := parity faults elastic_fuzz exchange rules coding experiments simulate boundary_product
 
 parity: .venv/.installed  ## simulator against real processes, bit for bit, over every allowed pairing; and all else that CI samples
 	$(BIN)/pytest $(WITH_FULL:%=tests/test_%.py) --full

@@ -217,7 +217,7 @@ DOCS = ROOT / "docs"
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 GENERATED = (
     "methods/", "reference/", "adr/index.md", "results/index.md", "results/paper/index.md", "topologies.md", "codecs.md",
-    "contributing.md", "changelog.md",
+    "boundaries.md", "contributing.md", "changelog.md",
 )  # fmt: skip
 """Pages that only the site has; its strict build finds links to what is not there."""
 

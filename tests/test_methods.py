@@ -3,15 +3,19 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 import commands
 from gossamer.asynchronous import PAIRS, SERVERS
-from gossamer.cli.methods_page import markdown
+from gossamer.boundaries import BOUNDARIES
+from gossamer.cli.methods_page import boundary_rows, markdown
 from gossamer.codecs import CODECS
 from gossamer.errors import ConfigError
+from gossamer.models.bottleneck import BOTTLENECKS
+from gossamer.models.sizes import BottleneckConfig
 from gossamer.network.links import from_options
 from gossamer.network.pricing import price
 from gossamer.record.trace import KINDS, read_trace
@@ -43,7 +47,7 @@ def test_the_page_about_the_methods_is_what_the_code_makes():
 def test_list_shows_every_row():
     code, out = commands.run("list")
     assert code == 0
-    for name in [*RULES, *TOPOLOGIES, *CODECS, *recipes()]:
+    for name in [*RULES, *TOPOLOGIES, *CODECS, *BOUNDARIES, *BOTTLENECKS, *recipes()]:
         assert name in out, name
     assert "every codec takes back=NAME" in out
 
@@ -53,6 +57,18 @@ def test_every_row_of_every_table_is_a_method():
     assert not [*RULES.keys() & SERVERS.keys(), *SERVERS.keys() & PAIRS.keys(), *RULES.keys() & PAIRS.keys()]
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     assert all(any(line.startswith(f"| `{name}` |") for line in lines) for name in recipes())
+
+
+def test_the_page_has_a_row_for_every_boundary_and_says_which_are_part_of_the_model():
+    rows = {row.boundary: row for row in boundary_rows()}
+    assert [*rows] == [*BOUNDARIES, *BOTTLENECKS] and BOTTLENECKS.keys() == {
+        *get_args(get_type_hints(BottleneckConfig)["name"])
+    }
+    assert {name for name, row in rows.items() if "part of the model" in row.set_as} == {*BOTTLENECKS}
+    assert {name for name, row in rows.items() if row.set_as == "`pipeline.forward`"} == {"aqsgd"}
+    assert all(row.source and row.fails_when for name, row in rows.items() if name not in ("dense", "cast"))
+    keys = {field.name for field in dataclasses.fields(BottleneckConfig)} - {"name"}
+    assert {key for _, own in BOTTLENECKS.values() for key in own} == keys
 
 
 @every_method

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -16,12 +15,13 @@ from gossamer.boundaries import intk
 from gossamer.errors import ConfigError, GossamerError
 from gossamer.models import ModelConfig, build_model
 from gossamer.models.bottleneck import ResidualBottleneck
-from gossamer.models.export import export
-from gossamer.models.llama import Llama, loss
+from gossamer.models.llama import loss
 from gossamer.models.sizes import BottleneckConfig, tensors
 from gossamer.models.stages import minimax, stages_of
 from gossamer.record import checkpoint
 from gossamer.run.config import digest, dump, parse
+from gossamer.run.document import with_settings
+from gossamer.run.evaluate import publish
 from gossamer.run.pipeline import cuts_of
 from gossamer.run.replica import Replica
 from gossamer.run.settle import faults
@@ -59,12 +59,25 @@ def test_stages_have_the_parameters_of_the_model_by_name_and_compute_its_logits(
     assert torch.equal(h, model(tokens))
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_with_exact_boundaries_a_pipeline_is_the_model_to_the_last_bit(stages):
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 4), (3, 4)])
+def test_with_exact_boundaries_and_a_power_of_two_of_micro_batches_a_pipeline_is_the_model_to_the_last_bit(
+    stages, micro_batches
+):
     split, whole = (
-        trained(inner__clip=None, data__accumulate=4, **more) for more in ({"pipeline__stages": stages}, {})
-    )  # fmt: skip
+        trained(inner__clip=None, data__accumulate=micro_batches, **more) for more in ({"pipeline__stages": stages}, {})
+    )
     assert torch.equal(split.x, whole.x)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_with_three_micro_batches_its_gradient_is_that_of_the_model_to_a_millionth_of_the_norm(stages):
+    def gradient(**more):
+        one = replica(inner__clip=None, data__accumulate=3, **more)
+        one.train(0, 0, 1)
+        return torch.cat([p.grad.flatten() for p in one.model.parameters() if p.grad is not None]).double()
+
+    split, whole = gradient(pipeline__stages=stages), gradient()
+    assert split.shape == whole.shape and (split - whole).norm() <= 1e-6 * whole.norm() and whole.norm() > 0
 
 
 def test_stages_clip_to_the_norm_of_all_their_gradients():
@@ -199,18 +212,19 @@ def test_a_model_with_a_bottleneck_has_the_parameters_it_is_said_to_have_and_its
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_a_model_with_a_bottleneck_is_exported_with_what_opens_it(name, tmp_path):
+def test_a_model_with_a_bottleneck_is_exported_with_what_opens_it_and_it_is_said_when_that_is_no_plain_llama(
+    name, tmp_path, capsys
+):
     from transformers import AutoModelForCausalLM
 
-    config = tiny(model__bottleneck=NARROW[name])
-    task = task_of(config)
-    model = cast(Llama, task.model())
-    assert task.tokenizer is not None
-    export(model, tmp_path, task.tokenizer)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    one = replica(model__bottleneck=NARROW[name])
+    publish(one.config, one.task, one.x, tmp_path)
+    said = f"{tmp_path / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True\n"
+    assert capsys.readouterr().err == ("" if name == "subspace" else said)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
     assert (type(opened).__name__ == "LlamaForCausalLM") == (name == "subspace")
     tokens = torch.arange(16)[None]
-    torch.testing.assert_close(opened(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(opened(tokens).logits, one.model(tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_compressing_both_directions_leaves_the_gradients_of_a_subspace_as_they_are():
@@ -268,13 +282,17 @@ BAD = {
     "aqsgd on text that is seen once": ({**CUT, "pipeline__forward": "aqsgd"}, "data.windows is not set"),
     "aqsgd backward": ({**CUT, "data__windows": 8, "pipeline__backward": "aqsgd"}, "gradients do not settle"),
     "a boundary without stages": ({"pipeline__forward": "cast"}, "pipeline.stages is 1, which has no boundary"),
-    "cuts": ({**CUT, "pipeline__cuts": [1, 2]}, "pipeline.cuts is [1, 2] for 2 stages; give 1 cuts"),
+    "cuts": ({**CUT, "pipeline__cuts": [1, 2]}, "pipeline.cuts is [1, 2] for 2 stages; give 1 cuts, or pipeline.cuts=[]"),
     "speeds": ({**CUT, "pipeline__speeds": [1.0]}, "pipeline.speeds is [1.0] for 2 stages and no"),
     "speeds and cuts": (
         {**CUT, "pipeline__speeds": [1.0, 2.0], "pipeline__cuts": [1]}, "and pipeline.cuts = [1]; give the speed of each stage",
     ),
     "a stage without a fragment": (
-        {**CUT, "schedule__fragments": 2}, "stage 0 of 2 has layers [0], of 1 of them; take fewer fragments",
+        {**CUT, "schedule__fragments": 2}, "stage 0 of 2 has layers [0], of 1 of them; take fewer fragments or fewer stages",
+    ),
+    "neighbours as fragments": (
+        {**CUT, "schedule__fragments": 2, "schedule__pattern": "sequential", "model__layers": 4},
+        "stage 0 of 2 has layers [0, 1], of 1 of them; take the pattern strided, fewer fragments or fewer stages",
     ),
     "a cut beyond": ({**CUT, "pipeline__cuts": [3]}, "pipeline.cuts is [3], but the model has 3 layers"),
     "tied": ({**CUT, "model__tie_embeddings": True}, "model.tie_embeddings is true"),
@@ -297,7 +315,11 @@ BAD = {
         {**CUT, "model__bottleneck": {"name": "resbm", "width": 8, "cuts": [2]}, "pipeline__forward": "tahquant"},
         "does not divide the 8 that cross",
     ),
-    "a zero-bubble schedule": ({**CUT, "pipeline__schedule": "zero_bubble"}, "unknown pipeline.schedule 'zero_bubble'"),
+    "an unknown schedule": ({**CUT, "pipeline__schedule": "2f2b"}, "unknown pipeline.schedule '2f2b'"),
+    **{
+        name: ({**CUT, "pipeline__schedule": name}, f"pipeline.schedule is '{name}', which splits backward passes")
+        for name in ("zb", "zbv", "ZB1P", "zero_bubble", "interleaved_zero_bubble", "ZBVZeroBubble", "DualPipeV")
+    },
     "chunks of gpipe": ({**CUT, "pipeline__chunks": 2}, "pipeline.chunks is 2 and pipeline.schedule is 'gpipe'"),
     "interleaved without chunks": ({**CUT, "pipeline__schedule": "interleaved"}, "pipeline.chunks is 1"),
     "more pieces than layers": (
@@ -318,6 +340,23 @@ def test_what_cannot_be_a_pipeline_is_refused_in_a_sentence(name):
     with pytest.raises(GossamerError) as caught:
         tiny(**overrides)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_memory_of_samples_that_a_whole_run_has_only_once_is_refused_however_it_is_stopped_and_resumed():
+    once = tiny(**AQSGD, run__steps=4, workers=1).data  # 32 samples
+    assert once.accumulate * once.batch_size == 8
+    for windows, said in ((32, "draws 32 samples in run.steps = 4 and data.windows is 32"), (31, "")):
+        found = faults(tiny(**{**AQSGD, "data__windows": windows}, run__steps=4, workers=1))
+        assert [said in sentence for sentence in found] == [True] * bool(said)
+    assert faults(tiny(**{**AQSGD, "data__windows": 32, "pipeline__forward": "intk"}, run__steps=4, workers=1)) == []
+
+
+def test_an_empty_list_of_cuts_is_none_so_that_a_run_that_has_some_can_be_given_other_stages():
+    made = document(**CUT, pipeline__cuts=[2])
+    with pytest.raises(ConfigError, match=r"pipeline\.cuts is \[2\] for 3 stages; give 2 cuts, or pipeline\.cuts=\[\]"):
+        parse(with_settings(made, {"pipeline.stages": 3}))
+    again = parse(with_settings(made, {"pipeline.stages": 3, "pipeline.cuts": []}))
+    assert again == tiny(**CUT | {"pipeline__stages": 3}) and cuts_of(again.pipeline, again.model) == (1, 2)
 
 
 def test_a_run_file_says_its_pipeline_and_one_without_stages_has_the_digest_it_had():

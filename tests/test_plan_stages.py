@@ -98,6 +98,7 @@ def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
     said = capsys.readouterr().out
     assert "in 2 stages, cut before the layers 2, a process takes" in said and "boundary codec: " in said
     assert "no price: sgp: pipeline.stages is 2" in said
+    assert found["stages"]["chosen"]["unhindered"] < 0.9 and "model.bottleneck 'resbm' or 'subspace'" in said
     assert main([*map(str, words[:-3]), "1e9"]) == 0
     assert "a replica fits a process of 1 GB" in capsys.readouterr().out
 

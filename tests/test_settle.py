@@ -133,7 +133,7 @@ MEETS = {  # name of the row: what meets it, and what its sentence names
         Facts(stages=2, driver="train", hashes=True),
         ["pipeline.stages is 2", "record.hash is true"],
     ),
-    "pipeline and asynchronous": (GOSSIP._replace(stages=2), ["pipeline.stages is 2", "'gasloc'", "no waiting"]),
+    "pipeline and asynchronous": (GOSSIP._replace(stages=2), ["pipeline.stages is 2", "set run.wait to true"]),
     "pipeline and elastic": (Facts(stages=2, elastic=True), ["pipeline.stages is 2", "run.elastic is true"]),
     "pipeline and rule": (Facts(stages=2, rule=RULES["sparta"](), topology=random(4)), ["'sparta'", "'diloco'"]),
     "pipeline and codec": (

@@ -30,9 +30,9 @@ steps = 600
 local_steps = 30
 ```
 
-[Rules, servers and pairs](../methods.md), [topologies](../topologies.md) and [codecs](../codecs.md) have their options on their
-own pages; write them next to the name. `method = "NAME"` sets the keys of a recipe. Networks may also stand in a file of their
-own, without `[network.NAME]` above the keys.
+[Rules, servers and pairs](../methods.md), [topologies](../topologies.md), [codecs](../codecs.md) and
+[boundaries](../boundaries.md) have their options on their own pages; write them next to the name. `method = "NAME"` sets the
+keys of a recipe. Networks may also stand in a file of their own, without `[network.NAME]` above the keys.
 """
 _EXPERIMENT = """## In an experiment file
 

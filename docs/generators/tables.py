@@ -1,4 +1,4 @@
-"""The pages of topologies and of codecs: a table on top, then one section for each."""
+"""The pages of topologies, of codecs and of boundaries: a table on top, then one section for each."""
 
 import math
 from collections.abc import Iterator
@@ -7,7 +7,10 @@ import torch
 
 from generators import drawing
 from generators.prose import about, escaped, first_line, options_table, table
+from gossamer.boundaries import BOUNDARIES
+from gossamer.cli.methods_page import boundary_rows
 from gossamer.codecs import CODECS, make_codec
+from gossamer.models.bottleneck import BOTTLENECKS
 from gossamer.rounds.stability import largest_stable_gamma, stability
 from gossamer.rules.contract import Consensus
 from gossamer.topologies import TOPOLOGIES, Topology, make_topology
@@ -47,12 +50,39 @@ too large an error is refused, and a smaller one warns ([decision 22](adr/0022-w
 
 Bits and errors are measured here, on {elements:,} Gaussian numbers in fp32. The error is relative to the norm.
 """
+_BOUNDARIES = """# Boundaries
+
+A boundary says what crosses the cuts of a replica in stages ([how-to](how-to/pipelines.md)). Name a codec for each direction in a
+run file, with its options:
+
+```toml
+[pipeline]
+stages = 2
+forward = "tahquant"                        # activations
+backward = { name = "intk", bits = 6 }      # their gradients
+```
+
+Codecs act outside of autograd: the next stage trains on what arrives, and its gradient goes back as that of what was sent.
+[`resbm`](#resbm) and [`subspace`](#subspace) are models with few numbers of a token at their cuts, in both directions; their keys
+are explained with the [run file](reference/run-file.md).
+
+Bits are those of the longest payload for 8 sequences of 128 tokens with 768 channels, with width 8 where that is an option.
+Errors are measured on Gaussian numbers, of which a subspace keeps little; they are relative to the norm.
+"""
+_NARROW = """Part of the model, cut or not:
+
+```toml
+[model]
+bottleneck = {{ name = "{name}", {keys} }}
+```
+"""
 
 
 def pages() -> Iterator[tuple[str, str]]:
     """The path and the Markdown of each page."""
     yield "topologies.md", _topologies()
     yield "codecs.md", _codecs()
+    yield "boundaries.md", _boundaries()
 
 
 def _topologies() -> str:
@@ -94,3 +124,29 @@ def _codecs() -> str:
         sections.append(f"## {name}\n\n{text}\n{options_table(factory)}")
     head = ("codec", "what it does", "bits per element", "error")
     return "\n".join([_CODECS.format(elements=_ELEMENTS), table(head, rows), *sections])
+
+
+def _boundaries() -> str:
+    x = torch.randn(8, 128, 768, generator=torch.Generator().manual_seed(0))
+    rows, sections = [], []
+    for row in boundary_rows():
+        name, what, set_as, bits, *_ = row
+        shown = ""  # of a model, which computes with what crosses
+        if name in BOUNDARIES:
+            codec = BOUNDARIES[name]()
+            error = float((codec.decode(codec.encode(x), x) - x).norm() / x.norm())
+            shown = f"{100 * error:.2g} %" if error else "none"
+        rows.append((f"[`{name}`](#{name})", escaped(what), set_as, bits, shown))
+        sections.append(f"## {name}\n\n{_boundary(name)}")
+    head = ("boundary", "what it does", "set as", "bits per element", "error")
+    return "\n".join([_BOUNDARIES, table(head, rows), *sections])
+
+
+def _boundary(name: str) -> str:
+    """What a boundary says of itself, and how it is set."""
+    labels = ("Cost", "Source", "Differs", "Fails when")
+    if name in BOUNDARIES:
+        return f"{about(BOUNDARIES[name], labels=labels)}\n{options_table(BOUNDARIES[name])}"
+    made, keys = BOTTLENECKS[name]
+    values = {"width": "width = 8", "cuts": "cuts = [2]", "kind": 'kind = "linear"', "free_layers": "free_layers = 1"}
+    return f"{about(made, labels=labels)}\n{_NARROW.format(name=name, keys=', '.join(values[key] for key in keys))}"

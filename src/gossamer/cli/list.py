@@ -1,6 +1,8 @@
 """`gossamer list`: everything that a run file can name."""
 
+import inspect
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 
 from gossamer.cli.output import Json, print_json
 from gossamer.cli.tables import print_table
@@ -36,8 +38,10 @@ def command(kind: str | None = None, /, *, markdown: bool = False, json: Json = 
         "boundaries": BOUNDARIES,
     }  # fmt: skip
     keys = ("name", "what", "options")
+    also = {"boundaries": _bottlenecks()}
     listed: dict[str, tuple[tuple[str, ...], tuple[str, ...], Sequence[tuple[str, ...]]]] = {
-        title: (keys, ("name", "what it does", "options"), factory_rows(table)) for title, table in tables.items()
+        title: (keys, ("name", "what it does", "options"), factory_rows(table) + also.get(title, []))
+        for title, table in tables.items()
     }
     listed["methods"] = (("name", "made_of", "source"), ("name", "made of", "source"), recipe_rows())
     if kind is not None and kind not in listed:
@@ -52,3 +56,20 @@ def command(kind: str | None = None, /, *, markdown: bool = False, json: Json = 
         print_table(headings, rows, title=title, text=3)
         if title == "codecs":
             print("every codec takes back=NAME, for rules that take a mean over everyone: what the sums travel back in")
+
+
+def _bottlenecks() -> list[tuple[str, str, str]]:
+    """The architectures that are narrow at the cuts of a pipeline: name, what each does, the keys of `model.bottleneck`."""
+    from gossamer.models.bottleneck import BOTTLENECKS
+    from gossamer.models.sizes import BottleneckConfig
+
+    needed = {one.name for one in fields(BottleneckConfig) if one.default in (MISSING, None)}
+    defaults = {one.name: one.default for one in fields(BottleneckConfig)}
+    return [
+        (
+            name,
+            "part of the model, set as model.bottleneck: " + (inspect.getdoc(kind) or "").partition("\n")[0],
+            ", ".join(key if key in needed else f"{key}={defaults[key]}" for key in keys),
+        )
+        for name, (kind, keys) in BOTTLENECKS.items()
+    ]

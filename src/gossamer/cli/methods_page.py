@@ -4,27 +4,36 @@ The rounds that are counted (`gossamer.run.traffic`) run on tensors without data
 """
 
 import functools
+import inspect
+import math
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+from gossamer.boundaries import BOUNDARIES, Boundary
 from gossamer.layout import Layout
+from gossamer.models.bottleneck import BOTTLENECKS
 from gossamer.models.sizes import parameter_count
 from gossamer.report.table import markdown_lines
 from gossamer.rounds.method import Method
 from gossamer.run.config import RunConfig, parse
-from gossamer.run.document import with_settings
+from gossamer.run.document import DIRECTIONS, with_settings
 from gossamer.run.layouts import layout_for
 from gossamer.run.methods import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
 from gossamer.run.settle import InPairs, WithServer, settle
 from gossamer.run.traffic import PROBE, Traffic, probe_message, traffic
 
-__all__ = ["MethodRow", "counted_for", "linked", "markdown", "rows"]
+__all__ = ["BoundaryRow", "MethodRow", "boundary_rows", "counted_for", "linked", "markdown", "rows"]
 
 _BASE = {
     "workers": 8, "model.size": "134m", "run.steps": 120, "run.local_steps": 30,
     "network.any": {"uplink_bps": 1e9, "downlink_bps": 1e9, "step_s": 1.0},  # asynchronous methods need one
 }  # fmt: skip
 _VOCABULARY = 32_000
+_CROSSING = (8, 128, 768)
+"""Sequences, tokens and channels of the micro-batch whose bits are counted: the hidden size is that of the model above."""
+_WIDTH = 8
+"""Numbers of a token that cross the cuts of a narrow model, as by default with the codec `projection`."""
 _NEEDS = {
     "everyone": "messages from all workers: a barrier",
     "connected": "a graph that connects over time",
@@ -55,19 +64,59 @@ def rows() -> tuple[MethodRow, ...]:
     return tuple(_row(name, recipe, layout) for name, recipe in recipes().items())
 
 
+class BoundaryRow(NamedTuple):
+    """What may cross the cuts of a replica in stages, in words."""
+
+    boundary: str
+    what_it_does: str
+    set_as: str
+    bits_per_element: str
+    source: str
+    fails_when: str
+
+
+def boundary_rows() -> tuple[BoundaryRow, ...]:
+    """A row for every boundary codec, and for every model that is narrow at its cuts."""
+    codecs = [_codec_row(name, make) for name, make in BOUNDARIES.items()]
+    narrow = f"{32 * _WIDTH / _CROSSING[-1]:.4g}"
+    models = [
+        _boundary_row(name, made, "`model.bottleneck`, part of the model", narrow)
+        for name, (made, _) in BOTTLENECKS.items()
+    ]
+    return (*codecs, *models)
+
+
+def _codec_row(name: str, make: Callable[..., Boundary]) -> BoundaryRow:
+    codec = make()
+    bits = [8 * count(_CROSSING) / math.prod(_CROSSING) for count in (codec.again_bytes, codec.most_bytes) if count]
+    counted = ", at a first visit ".join(f"{number:.4g}" for number in bits)
+    keys = DIRECTIONS[:1] if codec.remembers else DIRECTIONS
+    return _boundary_row(name, make, ", ".join(f"`pipeline.{key}`" for key in keys), counted)
+
+
+def _boundary_row(name: str, made: Callable[..., Any], set_as: str, bits: str) -> BoundaryRow:
+    what = (inspect.getdoc(made) or "").partition("\n")[0]
+    return BoundaryRow(name, what, set_as, bits, first_sentence(said(made, "Source")), said(made, "Fails when"))
+
+
+def _table(rows: Sequence[MethodRow] | Sequence[BoundaryRow]) -> str:
+    headings = [field.replace("_", " ") for field in rows[0]._fields]
+    lines = [headings, ["---"] * len(headings)]
+    return markdown_lines([*lines, *([f"`{row[0]}`", *(linked(cell) for cell in row[1:])] for row in rows)])
+
+
 def markdown() -> str:
     """The page that `gossamer list --markdown` prints."""
-    headings = [field.replace("_", " ") for field in MethodRow._fields]
-    lines = [headings, ["---"] * len(headings)]
-    lines += [[f"`{row.method}`", *(linked(cell) for cell in row[1:])] for row in rows()]
-    table = markdown_lines(lines)
     differing = {
         name: recipe.differs or said(FACTORIES[name], "Differs") for name, recipe in recipes().items() if _own(name)
     }
     notes = "".join(f"- `{name}`: {text.rstrip('.')}.\n" for name, text in differing.items() if text)
     closed = [f"`{name}` ({first_sentence(said(f, 'Source'))})" for name, f in FACTORIES.items() if missing(f)]
     notes = f"Not for training models, but as a reference: {', '.join(closed)}.\n\n" + notes if closed else notes
-    return f"{_HEAD}\n{counted_for()}\n\n{table}\n## What differs from the sources\n\n{linked(notes)}"
+    return (
+        f"{_HEAD}\n{counted_for()}\n\n{_table(rows())}\n{_BOUNDARIES}\n{_table(boundary_rows())}\n"
+        f"## What differs from the sources\n\n{linked(notes)}"
+    )
 
 
 def counted_for() -> str:
@@ -104,6 +153,16 @@ The columns "sent" and "kept" are counted from rounds that were played without d
 set 1. "Sent": mean bytes per worker and round (per local phase for asynchronous methods); "differences" are zero for a worker
 that has not moved. "Kept": copies in addition to parameters and inner optimizer; those "under way" belong to exchanges that
 overlap with training. The P of a mixture of experts is that of the whole mixture."""
+
+_BOUNDARIES = f"""\
+## Boundaries
+
+What crosses the cuts of a replica in stages ([how-to](how-to/pipelines.md)). Codecs are named for each direction in `[pipeline]`,
+and act outside of autograd. The last two are models with few numbers of a token at their cuts, and gradients of their own.
+
+Bits are those of the longest payload for {_CROSSING[0]} sequences of {_CROSSING[1]} tokens with {_CROSSING[2]} channels, with
+width {_WIDTH} where that is an option.
+"""
 
 
 def _own(name: str) -> bool:

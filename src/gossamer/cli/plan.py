@@ -171,7 +171,10 @@ def _print_cut(cut: "StagePlan", target: float) -> None:
         print(f"refused: {name}: {why}")
     some = f"whose links leave {target:.0%} of the speed"
     why = f"the mildest {some}" if chosen.unhindered >= target else f"the fastest, as there is none {some}"
-    print(f"boundary codec: {chosen.forward} ({why})\n")
+    print(f"boundary codec: {chosen.forward} ({why})")
+    if chosen.unhindered < target and cut.made.model.bottleneck is None:
+        print("fewer bytes cross in another model, which is narrow at its cuts: model.bottleneck 'resbm' or 'subspace'")
+    print()
 
 
 def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate") -> None:

@@ -9,16 +9,21 @@ from torch.nn import functional as F
 
 from gossamer.models.sizes import BottleneckConfig
 
-__all__ = ["ResidualBottleneck", "Subspace", "narrow", "widen"]
+__all__ = ["BOTTLENECKS", "ResidualBottleneck", "Subspace", "narrow", "widen"]
 
 
 class ResidualBottleneck(nn.Module):
-    """`z = E(h) + h[:w]` and `x = D(z) + (z, 0)`: w of the D coordinates of a token pass unchanged, the rest are learned.
+    """Lets w numbers of a token cross each of its cuts: an encoder and a decoder, and w coordinates that pass beside both.
+
+    z = E(h) + h[:w];   x = D(z) + (z, 0)
 
     The halves lie on two stages: `narrow` and `widen` use one each. With E = D = 0 it drops all but the first w coordinates; its
     linear form is a matrix of rank w at most, so it never is the identity for w < D.
 
-    Source: ResBM, arXiv 2604.11947, whose encoder and decoder are not described; these are linear, or two layers with SiLU.
+    Cost: 32 w / D bits per element in each direction; where the maps are linear, 2 w D parameters at each cut.
+    Source: ResBM, arXiv 2604.11947.
+    Differs: its encoder and decoder are not described; these are linear, or two layers with SiLU.
+    Fails when: few numbers cross: the loss rises as the width falls. The cuts are part of the model and stay.
     """
 
     def __init__(self, hidden_size: int, config: BottleneckConfig) -> None:
@@ -51,13 +56,17 @@ def _map(size: int, to: int, kind: str) -> nn.Sequential:
 
 
 class Subspace(nn.Module):
-    """A residual stream `x = F[token] + U c`: a fixed random table F, and a fixed orthonormal basis U `[D, w]` that all share.
+    """Lets w numbers of a token cross any cut: layers write into one fixed subspace, and what lies outside is known to all.
+
+    x = F[token] + U c,   with a random table F and an orthonormal basis U [D, w], both fixed
 
     Layers write into the span of U alone, so c is all that need cross, and gradients off that span reach no parameter:
     compressing both directions changes nothing but the rounding. Both tensors follow from the seed and are no parameters.
 
+    Cost: 32 w / D bits per element in each direction; F and U on every stage, which are not trained.
     Source: Subspace Networks, arXiv 2506.01260, in the form that stores `W = U W_w` (ProtocolNanoGPT).
     Differs: U stays as it is, where the paper moves it. Every stage reads the tokens from the data, where the paper sends them.
+    Fails when: few numbers cross: all layers but the last write into so few dimensions, and the loss rises as the width falls.
     """
 
     def __init__(self, hidden_size: int, width: int, vocab_size: int) -> None:
@@ -76,3 +85,10 @@ class Subspace(nn.Module):
     def widen(self, c: Tensor, tokens: Tensor) -> Tensor:
         """What the receiver goes on with: `F[token] + U c`."""
         return self.spread(c) + self.table[tokens]
+
+
+BOTTLENECKS: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
+    "resbm": (ResidualBottleneck, ("width", "cuts", "kind")),
+    "subspace": (Subspace, ("width", "free_layers")),
+}
+"""The architectures by their names in `model.bottleneck`, each with the keys that it has there."""

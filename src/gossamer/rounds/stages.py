@@ -61,8 +61,10 @@ STAGES = (
         "pipeline and asynchronous",
         lambda f: f.stages > 1 and f.asynchronous,
         lambda f: (
-            f"pipeline.stages is {f.stages} and {f.who} runs asynchronously ({f.kind}); a pipeline exchanges in rounds: use a "
-            "rule such as 'gasloc'"
+            f"pipeline.stages is {f.stages} and "
+            + ("run.wait is false" if f.kind == "no waiting" else f"{f.who} runs asynchronously")
+            + ", but a pipeline exchanges in rounds: "
+            + ("set run.wait to true" if f.kind == "no waiting" else "use a rule such as 'gasloc'")
         ),
     ),
     Pairing(

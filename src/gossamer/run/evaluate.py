@@ -19,6 +19,7 @@ from gossamer.models.sample import sample
 from gossamer.record import checkpoint
 from gossamer.record.files import Appender, atomic_write
 from gossamer.record.folder import metrics_line, read_metrics
+from gossamer.record.progress import say
 from gossamer.rounds.exchange import Each
 from gossamer.rounds.mean_model import mean_of
 from gossamer.run.assemble import Store
@@ -251,7 +252,7 @@ def publish(config: RunConfig, task: Task, x: Tensor, folder: Path, buffers: Seq
         return
     export(model, folder / "model", task.tokenizer)
     if model.model.cuts:
-        log.info("the model has residual bottlenecks; transformers opens it with trust_remote_code=True")
+        say(f"{folder / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True")
     text = sample(model, task.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed)
     atomic_write(folder / "sample.txt", text.encode())
 

@@ -1,10 +1,11 @@
 """The [pipeline] settings of a run file: a replica whose layers are cut into stages, with slow links between them."""
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from gossamer.boundaries import BOUNDARIES, Boundary
 from gossamer.code import is_code
@@ -13,7 +14,7 @@ from gossamer.codecs.by_part import by_part
 from gossamer.data.settings import DataConfig
 from gossamer.errors import ConfigError
 from gossamer.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
-from gossamer.layout import fragment_of
+from gossamer.layout import Pattern, fragment_of
 from gossamer.models.sizes import ModelConfig, crossing
 from gossamer.models.stages import cutting_faults, minimax, piece_of
 from gossamer.rounds.schedule import Schedule
@@ -21,9 +22,20 @@ from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS
 from gossamer.schema import settings
 
-__all__ = ["PipelineConfig", "boundary_of", "by_stage", "cuts_of", "must_fit", "stage_in"]
+__all__ = ["PipelineConfig", "boundary_of", "by_stage", "cuts_of", "must_come_again", "must_fit", "stage_in"]
 
 _Speed = Annotated[float, Field(gt=0)]
+
+
+def _with_whole_backward_passes(name: object) -> object:
+    """Raises ConfigError for the name of a schedule without bubbles."""
+    letters = re.sub("[^a-z]", "", name.lower()) if isinstance(name, str) else ""
+    if "zerobubble" in letters or letters.startswith(("zb", "dualpipe")):
+        raise ConfigError(
+            f"pipeline.schedule is '{name}', which splits backward passes to fill idle time, and whether that is exact with "
+            "boundary codecs is not known; use 'interleaved', which idles least, '1f1b' or 'gpipe'"
+        )
+    return name
 
 
 @settings("pipeline")
@@ -32,15 +44,18 @@ class PipelineConfig:
 
     stages: Annotated[AtLeastOne, Changeable()] = 1
     """Parts of consecutive layers; 1 is a whole replica."""
-    cuts: Annotated[Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] | None, Changeable()] = None
-    """The layers before which it is cut, one fewer than stages; None gives every stage about as many layers, or by speeds."""
+    cuts: Annotated[tuple[AtLeastOne, ...] | None, Changeable()] = None
+    """The layers before which it is cut, one fewer than stages; None, or an empty list, gives every stage about as many layers,
+    or by speeds."""
     speeds: Annotated[Annotated[tuple[_Speed, ...], Field(min_length=1)] | None, Changeable()] = None
     """How fast each stage computes, in any unit: without cuts, the slowest stage is as fast as possible. None for equal ones."""
     forward: Annotated[Choice, NamedIn("boundary"), Changeable()] = Choice("dense")
     """How activations are compressed."""
     backward: Annotated[Choice, NamedIn("boundary"), Changeable()] = Choice("dense")
     """How their gradients are compressed."""
-    schedule: Annotated[str, OneOf(("1f1b", "gpipe", "interleaved")), Changeable()] = "gpipe"
+    schedule: Annotated[
+        str, OneOf(("1f1b", "gpipe", "interleaved")), BeforeValidator(_with_whole_backward_passes), Changeable()
+    ] = "gpipe"  # fmt: skip
     """The order in which processes pass micro-batches forward and backward; the bits are the same in any."""
     chunks: Annotated[AtLeastOne, Changeable()] = 1
     """Pieces of each stage with the schedule interleaved: the layers are cut into stages times chunks, of which each process
@@ -67,11 +82,13 @@ class PipelineConfig:
                 f"pipeline.chunks is {self.chunks} and pipeline.schedule is '{self.schedule}', but with 'interleaved' each "
                 "process has several pieces, and with others one; set pipeline.chunks to 2 or more for 'interleaved' alone"
             )
+        if not self.cuts:  # which --set can say, where a run has cuts
+            object.__setattr__(self, "cuts", None)
         if self.cuts is not None and len(self.cuts) != self.pieces - 1:
             chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
             raise ConfigError(
-                f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or remove "
-                "pipeline.cuts"
+                f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or "
+                "pipeline.cuts=[] for as many layers in each"
             )
         if self.resplit_every and self.stages == 1:
             raise ConfigError(
@@ -198,13 +215,18 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, wor
 def _must_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cuts: Sequence[int]) -> None:
     """Raises ConfigError for a stage without a layer of some fragment, as it would have nothing to send."""
     spans, fragments = [*pairwise([0, *cuts, layers])], schedule.fragments
-    for part in range(pipeline.stages if 1 < fragments <= layers else 0):
-        own = [k for a, b in spans[part :: pipeline.stages] for k in range(a, b)]
-        held = {fragment_of(k, layers, fragments, schedule.pattern) for k in own}
-        if len(held) < fragments:
+    owns = [[k for a, b in spans[part :: pipeline.stages] for k in range(a, b)] for part in range(pipeline.stages)]
+
+    def held(own: Sequence[int], pattern: Pattern) -> int:
+        return len({fragment_of(k, layers, fragments, pattern) for k in own})
+
+    strided = schedule.pattern != "strided" and all(held(own, "strided") == fragments for own in owns)
+    for part, own in enumerate(owns if 1 < fragments <= layers else []):
+        if (some := held(own, schedule.pattern)) < fragments:
             raise ConfigError(
                 f"schedule.fragments is {fragments} with pattern '{schedule.pattern}', and stage {part} of {pipeline.stages} has "
-                f"layers {own}, of {len(held)} of them; take fewer fragments, 'strided', or fewer stages"
+                f"layers {own}, of {some} of them; take "
+                f"{'the pattern strided, ' if strided else ''}fewer fragments or fewer stages"
             )
 
 
@@ -224,6 +246,20 @@ def _must_cross(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, 
                 f"pipeline.{direction} = '{boundary.name}' needs samples that come again, and data.windows is not set, so that "
                 "each is seen once; set data.windows to the number of windows that a worker trains on"
             )
+
+
+def must_come_again(pipeline: PipelineConfig, data: DataConfig, steps: int) -> None:
+    """Raises ConfigError where a boundary codec remembers samples, and a run of so many inner steps has each of them once.
+
+    The run counts as a whole, wherever it is stopped and resumed. Such a run can be priced, and its folder can be read.
+    """
+    boundary, drawn = boundary_of(pipeline.forward), steps * data.accumulate * data.batch_size
+    if boundary.remembers and data.windows is not None and drawn <= data.windows:
+        raise ConfigError(
+            f"pipeline.forward = '{boundary.name}' sends how a sample has changed since it was last seen, but a worker draws "
+            f"{drawn} samples in run.steps = {steps} and data.windows is {data.windows}, so that each is seen once; set "
+            f"data.windows below {drawn}, or raise run.steps"
+        )
 
 
 def _must_project(boundary: Boundary, direction: str, cuts: Sequence[int], model: ModelConfig) -> None:

@@ -18,7 +18,7 @@ from gossamer.rounds.facts import Facts
 from gossamer.rounds.method import Method, method_of, settled_rule, warnings_of
 from gossamer.run.config import RunConfig
 from gossamer.run.parts import OURS, Parts, make
-from gossamer.run.pipeline import by_stage
+from gossamer.run.pipeline import by_stage, must_come_again
 from gossamer.topologies import Topology
 
 __all__ = [
@@ -168,7 +168,7 @@ _T = TypeVar("_T")
 
 
 def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[ConfigError]]:
-    """The facts for the table of pairings, and the errors of parts that cannot be made, which the facts omit."""
+    """The facts for the table of pairings, and the errors of parts that cannot be made or used, which the facts omit."""
     errors: list[ConfigError] = []
 
     def attempt(make: Callable[[], _T]) -> _T | None:
@@ -179,6 +179,7 @@ def _facts(config: RunConfig, parts: Parts, real: bool) -> tuple[Facts, list[Con
             return None
 
     run, events, nothing = config.run, config.events, Facts()
+    attempt(lambda: must_come_again(config.pipeline, config.data, run.steps))
     codec, holders = attempt(lambda: make(parts, "codec", config)), holders_of(config.model.experts, config.workers)
     facts = Facts(
         kind=config.kind, driver="train" if real else "simulate", wait=run.wait, codec=codec or nothing.codec,
