@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import tomli_w
 
 from generators import experiments, sources
-from gossamer.report.results import PointResult, result_lines
+from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.run.document import load
 from gossamer.run.experiment import points
 from tiny import document
@@ -110,7 +111,8 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
         row = {
             **dict.fromkeys(("worst_loss", "disagreement", "sent_bytes")), "method": method, "wall_s": {}, "utilisation": {},
         }  # fmt: skip
-        row |= {"loss": loss, "loss_at_s": {}, "loss_at_bytes": [(5.0, loss)], "loss_at_round": [(2, loss)]}
+        row |= {"loss": loss, "loss_at_s": {}}
+        row |= {"loss_at_bytes": [(2.5, 3.0), (5.0, loss)], "loss_at_round": [(1, 3.0), (2, loss)]}
         return PointResult(
             method,
             {},
@@ -134,6 +136,19 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
     assert "1 of 2 runs" in early and "| GASLoC | 2.1110 |" in early and experiments.drawn(outcomes) is None
     with pytest.raises(FileNotFoundError, match="other"):
         sources.config_of(outcomes.with_name("other.jsonl"))
+
+
+def test_a_page_without_a_figure_has_a_row_for_each_method_with_the_losses_of_its_seeds_in_order() -> None:
+    outcomes = ROOT / "docs" / "results" / "evidence" / "local_steps_tuned-h60.jsonl"
+    losses: dict[str, dict[int, float]] = {}
+    for one in read_results(outcomes):
+        losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    rows = [line.strip("| ").split(" | ") for line in experiments.page(outcomes).splitlines() if line.startswith("| ")]
+    assert rows[0] == ["method", "loss", "loss, each seed", "disagreement", "sent per worker"]
+    assert [row[0] for row in rows[2:]] == [*losses] and all(len(own) == 5 for own in losses.values())
+    for method, mean, each, *_ in rows[2:]:
+        assert mean.startswith(f"{statistics.fmean(losses[method].values()):.4f} ± ")
+        assert each == ", ".join(f"{losses[method][seed]:.4f}" for seed in range(5))
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
