@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import tomli_w
 
-from generators import experiments, sources
+from generators import experiments, prices, sources
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.run.document import load
 from gossamer.run.experiment import points
+from gossamer.run.methods import recipes
 from tiny import document
 
 ROOT = Path(__file__).parent.parent
@@ -154,3 +155,9 @@ def test_a_page_without_a_figure_has_a_row_for_each_method_with_the_losses_of_it
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
 def test_no_page_has_a_place_that_was_left_for_later(page: Path) -> None:
     assert not re.findall(r"^[A-Z]+_[A-Z_]+$|TODO|TBD|FIXME", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_page_of_all_methods_has_bytes_and_times_of_each_and_no_loss() -> None:
+    page = (ROOT / "docs" / "results" / "methods.md").read_text(encoding="utf-8")
+    assert page == prices.prices_page(), "run make results"
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*recipes()]
