@@ -17,7 +17,7 @@ def write() -> None:
         if (picture := experiments.drawn(outcomes)) is not None:
             outcomes.with_suffix(".svg").write_bytes(picture)
     (sources.RESULTS / "methods.md").write_text(prices.prices_page(), encoding="utf-8")
-    for page in bound.PAGES:
+    for page in bound.with_sources():
         file = sources.ROOT / page
         file.write_text(bound.filled(file.read_text(encoding="utf-8"), page), encoding="utf-8")
 
