@@ -112,8 +112,7 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
         row = {
             **dict.fromkeys(("worst_loss", "disagreement", "sent_bytes")), "method": method, "wall_s": {}, "utilisation": {},
         }  # fmt: skip
-        row |= {"loss": loss, "loss_at_s": {}}
-        row |= {"loss_at_bytes": [(2.5, 3.0), (5.0, loss)], "loss_at_round": [(1, 3.0), (2, loss)]}
+        row |= {"loss": loss, "loss_at_s": {}, "loss_at_bytes": [(5.0, loss)], "loss_at_round": [(2, loss)]}
         return PointResult(
             method,
             {},
