@@ -1,11 +1,11 @@
-"""Writes into the pages what committed outcomes say: the pages of experiments, and every number that names its source.
+"""Writes into the pages what committed outcomes say and what is counted: experiments, methods, numbers that name their source.
 
 make results
 """
 
 import logging
 
-from generators import bound, experiments, sources
+from generators import bound, experiments, prices, sources
 
 __all__ = ["write"]
 
@@ -16,7 +16,8 @@ def write() -> None:
         outcomes.with_suffix(".md").write_text(experiments.page(outcomes), encoding="utf-8")
         if (picture := experiments.drawn(outcomes)) is not None:
             outcomes.with_suffix(".svg").write_bytes(picture)
-    for page in bound.PAGES:
+    (sources.RESULTS / "methods.md").write_text(prices.prices_page(), encoding="utf-8")
+    for page in bound.with_sources():
         file = sources.ROOT / page
         file.write_text(bound.filled(file.read_text(encoding="utf-8"), page), encoding="utf-8")
 

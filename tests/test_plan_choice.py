@@ -102,6 +102,21 @@ def test_on_the_slow_uplink_two_peers_are_taken_and_the_table_says_what_each_cos
     assert tomllib.loads(text)["rule"] == {"name": "gasloc", "lr": 0.7, "momentum": 0.7}
 
 
+def test_the_candidates_of_the_decision_are_as_fast_and_as_good_as_it_says() -> None:
+    found = {(one.method, one.full_steps): one for one in made().candidates if one.codec == "exact"}
+    said = {
+        ("GASLoC 1-Peer", 15): 92.5,
+        ("DiLoCo", 120): 93.2,
+        ("GASLoC 2-Peer", 30): 93.1,
+        ("GASLoC 2-Peer", 15): 86.6,
+    }
+    assert {key: round(100 * found[key].utilisation, 1) for key in said} == said
+    least = MEASURED["data parallel"][1].loss
+    for key, loss in {("GASLoC 1-Peer", 15): 1.735, ("GASLoC 2-Peer", 15): 1.685}.items():
+        assert found[key].loss_penalty == pytest.approx(loss - least, abs=6e-4)
+    assert (made(target=0.85).best.method, made(target=0.85).best.full_steps) == ("GASLoC 2-Peer", 15)
+
+
 def test_a_planned_run_has_the_outer_settings_of_the_nearest_measured_local_steps() -> None:
     found = made(local_steps=[3, 100], codecs={"exact": 32.0, "int8": 8.25})
     assert found.best.loss_penalty == min(

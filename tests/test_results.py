@@ -3,16 +3,18 @@
 import importlib.util
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
 
-from generators import experiments, sources
-from gossamer.report.results import PointResult, result_lines
+from generators import experiments, prices, sources
+from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.run.document import load
 from gossamer.run.experiment import points
+from gossamer.run.methods import recipes
 from tiny import document
 
 ROOT = Path(__file__).parent.parent
@@ -136,6 +138,25 @@ def test_a_page_has_the_runs_that_have_ended_in_the_order_of_the_file_with_their
         sources.config_of(outcomes.with_name("other.jsonl"))
 
 
+def test_a_page_without_a_figure_has_a_row_for_each_method_with_the_losses_of_its_seeds_in_order() -> None:
+    outcomes = ROOT / "docs" / "results" / "evidence" / "local_steps_tuned-h60.jsonl"
+    losses: dict[str, dict[int, float]] = {}
+    for one in read_results(outcomes):
+        losses.setdefault(one.method, {})[one.seed] = one.row["loss"]
+    rows = [line.strip("| ").split(" | ") for line in experiments.page(outcomes).splitlines() if line.startswith("| ")]
+    assert rows[0] == ["method", "loss", "loss, each seed", "disagreement", "sent per worker"]
+    assert [row[0] for row in rows[2:]] == [*losses] and all(len(own) == 5 for own in losses.values())
+    for method, mean, each, *_ in rows[2:]:
+        assert mean.startswith(f"{statistics.fmean(losses[method].values()):.4f} ± ")
+        assert each == ", ".join(f"{losses[method][seed]:.4f}" for seed in range(5))
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
 def test_no_page_has_a_place_that_was_left_for_later(page: Path) -> None:
     assert not re.findall(r"^[A-Z]+_[A-Z_]+$|TODO|TBD|FIXME", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_page_of_all_methods_has_bytes_and_times_of_each_and_no_loss() -> None:
+    page = (ROOT / "docs" / "results" / "methods.md").read_text(encoding="utf-8")
+    assert page == prices.prices_page(), "run make results"
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*recipes()]

@@ -28,11 +28,11 @@ Then come, in any order:
 
 - `name=value`: only runs with this value of a swept key, or rows with this cell; `name/graph=ring` for either key; `seed=0`;
 - what is read: of outcomes `loss` (unless another is named), `worst`, `worst above mean`, `disagreement`, `sent MB`,
-  `seconds on NETWORK`, `seconds to validation` (the first, on the only network), and against the last loss of another variant
-  `time to B` and `rounds to B`, or `behind B` after its time, all with `by NETWORK` if there are several (or `by sent bytes`,
-  `by rounds`); of a page the heading of a column, "measured (2)" for the second
+  `training seconds` (that the run took), `seconds on NETWORK`, `seconds to validation` (the first, on the only network), and
+  against the last loss of another variant `time to B` and `rounds to B`, or `behind B` after its time, all with `by NETWORK` if
+  there are several (or `by sent bytes`, `by rounds`); of a page the heading of a column, "measured (2)" for the second
   of that name, in which a time is in seconds, or `text HEADING` for a cell as it is;
-- `in %`, `less in %` (100 (1 - x)), `change in %` (100 (x - 1));
+- `in %`, `less in %` (100 (1 - x)), `change in %` (100 (x - 1)), `squared`;
 - `each`, of the seeds; `min`, `max`, `count`; `lowest mean`, `highest mean` of the points of a sweep; otherwise the mean.
 
 The form is that of the number which stands there: its decimals, its sign, and whether "± 0.0" follows, the sample standard
@@ -55,16 +55,15 @@ from gossamer.report.results import read_results
 from gossamer.run.document import load
 from gossamer.run.experiment import figure
 
-__all__ = ["PAGES", "filled", "unbound"]
+__all__ = ["filled", "pages", "unbound", "with_sources"]
 
-PAGES = (
-    "README.md",
-    "docs/evidence.md",
-    "docs/index.md",
-    "docs/results/rivals.md",
-    "docs/results/slow_links.md",
+_REGISTERED = "docs/results/registered.md"
+"""What was expected, as it was written before the runs."""
+_WRITTEN = re.compile(
+    r"^<!-- Made by|^    (?:sudo )?(?:python benchmarks/|make results)|this page is the record of them", re.MULTILINE
 )
-"""The pages with such numbers; in the first three every measured one names its source."""
+"""At the head of a page that a program writes as a whole, or that is itself the record of runs whose outcomes were not kept."""
+_HEAD_PARTS = 4
 _SPREAD = rf"{NUMBER}(?:\s±\s{NUMBER})?"
 _LIST = rf"{_SPREAD}(?:,\s{NUMBER})*"
 _COMMENT = re.compile(r"<!-- (\w+): ([^>]+?)\s-->")
@@ -78,14 +77,32 @@ _GENERATED: dict[str, Callable[[], str]] = {
     "equal bytes": lambda: equal_bytes_table(lengths()),
 }
 _WHOLE = re.compile(rf"<!-- all of ({'|'.join(_GENERATED)}) -->\n\n?((?:\|[^\n]*\n)+)")
+_MEASURED = (
+    r"(?<![\d.])(?<!= )(?<!±)(?<!± )(?<!Python )(?<![Tt]orch )(?<!arXiv )\d{1,3}\.\d{2,}(?![\d.]*\d| ?(?:M|million)\b)"
+    r"|(?<![\d.])[+−-]?\d+\.\d+ ?%|[+−-]\d+ ?%"
+)
 _SCALED: dict[str, Callable[[float], float]] = {
     "in %": lambda x: 100 * x, "less in %": lambda x: 100 * (1 - x), "change in %": lambda x: 100 * (x - 1),
+    "squared": lambda x: x * x,
 }  # fmt: skip
 _TAKEN = ("each", "min", "max", "count", "lowest mean", "highest mean")
 _RELATED: dict[str, Callable[[float, float], float]] = {
     " above ": lambda x, y: x - y,
     " over ": lambda x, y: x / y,
 }
+
+
+def pages() -> list[str]:
+    """The pages in which every measured number names its source: all that are written by hand, README first."""
+    docs = [file for file in sorted((ROOT / "docs").rglob("*.md")) if not file.with_suffix(".jsonl").exists()]
+    names = ["README.md", *(str(file.relative_to(ROOT)) for file in docs)]
+    return [name for name in names if name != _REGISTERED and not _WRITTEN.search(_head(name))]
+
+
+def with_sources() -> list[str]:
+    """The pages that list sources: those of `pages` that have measured numbers, and records that count in their own tables."""
+    names = ["README.md", *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md")))]
+    return [name for name in names if _SOURCES.search(_text(name))]
 
 
 def filled(text: str, page: str) -> str:
@@ -140,15 +157,28 @@ def filled(text: str, page: str) -> str:
     return "".join([*parts, text[end:]])
 
 
-def unbound(text: str) -> list[str]:
-    """The numbers with three decimals or more, as losses and ratios have, that neither name a source nor stand in a bound table.
+def unbound(text: str, decimals: int = 2) -> list[str]:
+    """The numbers with two decimals or more, as losses, ratios and seconds have, and the per cents with a sign or decimals, that
+    neither name a source nor stand in a bound table.
 
-    Such a number may name the test that computes it, as in `0.745<!-- tests/test_stability.py -->`.
+    Such a number may name what else it is from: the test that computes it, as in `0.745<!-- tests/test_stability.py -->`, the
+    benchmark that measured it when its outcome was not kept, the paper that says it (`arXiv 2606.19025`), or `registered` where
+    it was expected or asked for. After an equals sign it is a setting, after ± a margin, and before M a size.
     """
     text = _WHOLE.sub("", _TABLE.sub("", _CELLS.sub("", text)))
-    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)", "", text, flags=re.DOTALL)
-    text = re.sub(rf"{_LIST}\**<!-- (?:\w+: |tests/)[^>]+-->", "", text)
-    return re.findall(r"(?<![\d.])\d{1,3}\.\d{3,}", re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL))
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|(?<=\n\n)(?: {4}[^\n]*\n)+", "", text, flags=re.DOTALL)
+    text = re.sub(rf"(?:{NUMBER} to )?{_LIST}\**<!-- (?:\w+: |tests/|benchmarks/|arXiv |registered )[^>]*-->", "", text)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    found = re.findall(_MEASURED, text)
+    return [number for number in found if "%" in number or len(number.partition(".")[2]) >= decimals]
+
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def _head(page: str) -> str:
+    return "\n\n".join(_text(page).split("\n\n")[:_HEAD_PARTS])
 
 
 def _names(text: str) -> dict[str, Path]:

@@ -5,7 +5,8 @@ those of `configs/demo.toml` are in no folder.
 """
 
 import itertools
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gossamer.cli.tune import tuned_page
 from gossamer.record.jsonl import json_lines
 from gossamer.report.figures import Figure, draw_figure, spread, swept, table
 from gossamer.report.results import PointResult, read_results
-from gossamer.report.table import DASH, markdown_lines, markdown_table
+from gossamer.report.table import DASH, markdown_lines, number_text, table_cells
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, figure, place_of, points
 from gossamer.run.tune import contenders, searched
@@ -57,10 +58,8 @@ def page(outcomes: Path) -> str:
             parts.append(table(found, asked))
         elif at_ends:
             parts.append(annealed_page(at_ends, runs[0].method))
-        elif asked is None and not cells and any(one.at for one in found):
-            parts.append(_points_table(found))
         elif asked is not None or not cells:
-            parts.append(markdown_table([one.row for one in found]))
+            parts.append(_seeds_table(found))
         if cells and not ranked:
             parts.append(f"## With momentum and without\n\n{gains_page(cells)}")
         if (ranked or is_map(cells) or at_ends) if asked is None else _has_target(found, asked):
@@ -120,21 +119,49 @@ def _in_order(outcomes: Path, runs: Sequence[Point]) -> list[PointResult]:
     return [ended[place] for place in places if place in ended]
 
 
-def _points_table(found: Sequence[PointResult]) -> str:
-    """Loss at each point of a sweep over its seeds, and the disagreement of what does not agree."""
+def _seeds_table(found: Sequence[PointResult]) -> str:
+    """A row for each method, at each point of a sweep: its losses over the seeds, and what its runs send and take in the mean."""
     keys = [*dict.fromkeys(key for one in found for key in one.at)]
     at_point: dict[tuple[str, str], list[PointResult]] = {}
     for one in found:
         at_point.setdefault(place_of(one)[:2], []).append(one)
-    figures = ["loss", *(["disagreement"] if any(one.row["disagreement"] for one in found) else [])]
-    heads = ["method", *(key.removeprefix("run.") for key in keys), "loss", *(f"{name}, each seed" for name in figures)]
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)]]
-    for some in at_point.values():
-        columns = [[one.row[name] for one in some] for name in figures]
-        each = [", ".join(DASH if one is None else f"{one:.4f}" for one in own) for own in columns]
-        at = [str(swept(some[0].at.get(key, DASH))) for key in keys]
-        lines.append([some[0].method, *at, spread(columns[0]), *each])
+    groups = [*at_point.values()]
+    heads, cells = table_cells([_mean_row([one.row for one in some]) for some in groups])
+    others = [k for k, head in enumerate(heads) if head == "worst worker" or heads.index("sent per worker") <= k]
+    others = [k for k in others if any(line[k] != DASH for line in cells)]
+    several = ["loss, each seed"] if any(len(some) > 1 for some in groups) else []
+    apart = ["disagreement"] if any(one.row["disagreement"] for one in found) else []
+    titles = [*(key.removeprefix("run.") for key in keys), "loss", *several, *apart, *(heads[k] for k in others)]
+    lines = [["method", *titles], ["---", *["---:"] * len(titles)]]
+    for some, line in zip(groups, cells, strict=True):
+        losses = [one.row["loss"] for one in some]
+        lines.append(
+            [
+                some[0].method, *(str(swept(some[0].at.get(key, DASH))) for key in keys), spread(losses),
+                *(_each(losses, ".4f") for _ in several), *(_each([one.row[name] for one in some], ".2g") for name in apart),
+                *(line[k] for k in others),
+            ]
+        )  # fmt: skip
     return markdown_lines(lines)
+
+
+def _mean_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A row for all seeds; what one of them does not have, it has not either."""
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [*values]
+        return None if None in known else statistics.fmean(value for value in known if value is not None)
+
+    row: dict[str, Any] = {
+        name: mean(own[name] for own in rows) for name in ("loss", "worst_loss", "disagreement", "sent_bytes")
+    }
+    for name in ("wall_s", "utilisation"):
+        row[name] = {network: mean(own[name].get(network) for own in rows) for network in rows[0][name]}
+    return {"method": rows[0]["method"], **row}
+
+
+def _each(values: Sequence[float | None], form: str) -> str:
+    return ", ".join(number_text(value, form) for value in values)
 
 
 def _about(file: Path) -> str:

@@ -83,6 +83,8 @@ def _measured(run: PointResult, results: list[PointResult], measure: str) -> flo
         return curve[0][0]
     if measure == "sent MB":
         return run.row["sent_bytes"] / _MEGA
+    if measure == "training seconds":
+        return None if run.origin is None else run.origin["seconds"]
     if measure.startswith("seconds on "):
         return run.row["wall_s"][measure.removeprefix("seconds on ")]
     against = re.fullmatch(r"(time to|rounds to|behind) (.+?)(?: by (.+))?", measure)

@@ -144,8 +144,9 @@ so each replaces the others and their settings.
 A method stands for the settings under "made of". A method with its own update equations has its own rule; the others combine an
 existing rule with another topology, codec, schedule or inner optimizer. Asynchronous methods (those with a server, in pairs or
 without waiting) are simulated over virtual time, with the seconds of a network in the run file
-([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). `gossamer compare configs/methods.toml` trains them all on
-the same data ([results](results/methods.md)); the documentation of each rule has its equation.
+([ADR 15](adr/0015-a-server-is-a-process-and-a-phase-is-granted.md)). The documentation of each rule has its equation. What each
+sends and takes on three networks is [computed](results/methods.md); losses of one method of each family, all tuned alike, are on
+the [leaderboard](evidence.md#a-leaderboard).
 """
 _COUNTED = """\
 The columns "sent" and "kept" are counted from rounds that were played without data: {workers} workers, model `{size}` with
