@@ -66,6 +66,11 @@ def test_faster_stages_have_more_layers_and_the_number_of_speeds_is_that_of_stag
     assert cut(26e6).chosen.cuts == (2,) and cut(26e6, uneven).chosen.cuts == (3,)
 
 
+def test_stages_have_as_much_work_as_memory_allows_with_the_output_head() -> None:
+    made = plan_in_stages(FAST, ModelConfig(size="134m"), PlanSettings(workers=4, vocab_size=32_000), 2.2e9)
+    assert made is not None and made.chosen.cuts == (5, 10) and made.chosen.stage_bytes <= 2.2e9
+
+
 def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

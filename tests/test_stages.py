@@ -317,7 +317,7 @@ def test_evaluate_puts_each_worker_together_from_its_stages(trained):
 
 def test_a_simulation_goes_on_from_what_stages_have_saved(trained, tmp_path):
     name = "aqsgd, resumed"
-    longer = tiny(**{**CASES[name], "run__steps": 6, "pipeline__cuts": [2]})
+    longer = tiny(**{**CASES[name], "run__steps": 6, "pipeline__cuts": [1]})
     for kind in ("real", "simulated"):
         shutil.copytree(trained / kind / name, tmp_path / kind)
         simulate(longer, tmp_path / kind, resume=True)
@@ -408,10 +408,10 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
     assert code == 128 + signal.SIGKILL
     assert sorted(line[:5] for line in said) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
     assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in said)
-    code, output = run("train", "--resume", tmp_path / "run", "--local", 2, "--set", "pipeline.cuts=[2]")
+    code, output = run("train", "--resume", tmp_path / "run", "--local", 2, "--set", "pipeline.cuts=[1]")
     assert code == 0 and output.count(": round 2 of 2  loss") == 1, output
-    assert "settings change after round 1: pipeline.cuts from none to [2]" in output, output
-    other = tiny(**CASES["dense, gpipe"], pipeline__cuts=[2])
+    assert "settings change after round 1: pipeline.cuts from none to [1]" in output, output
+    other = tiny(**CASES["dense, gpipe"], pipeline__cuts=[1])
     simulate(config, tmp_path / "simulated", until=1)
     simulate(other, tmp_path / "simulated", resume=True)
     assert all(map(torch.equal, parameters(other, tmp_path / "run"), parameters(other, tmp_path / "simulated")))

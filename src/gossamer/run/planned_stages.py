@@ -14,7 +14,7 @@ import numpy as np
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
-from gossamer.models.stages import minimax, piece_of
+from gossamer.models.stages import minimax, piece_of, work_of_pieces
 from gossamer.network.limits import positives
 from gossamer.network.links import Network
 from gossamer.network.pipeline import StageLinks
@@ -140,6 +140,11 @@ class _Sketch(NamedTuple):
         run = {"run": {"steps": 1, "local_steps": 1}}
         return drafted(method, self.workers, self.model, self.options, {**run, **tables})
 
+    def work(self) -> list[float]:
+        """Of each layer, as its price has it; the last has the output head."""
+        tensors = ((leaf.name, leaf.shape) for leaf in self.layout.leaves)
+        return [*map(float, work_of_pieces(tensors, range(1, self.model.shape.layers)))]
+
     def bytes_per_number(self) -> float:
         """Memory of each parameter with the planned method that keeps most."""
         needed = 0
@@ -179,7 +184,7 @@ def _fewest(sketch: _Sketch, per_number: float, memory_bytes: float) -> tuple[tu
         rooms = [memory_bytes / per_number - outside[0], *[memory_bytes / per_number] * (stages - 2)]
         most = [math.floor(room / each) for room in (*rooms, memory_bytes / per_number - outside[1])]
         if min(most) >= 1 and sum(most) >= layers:
-            cuts = minimax([1.0] * layers, links.speeds or [1.0] * stages, most)
+            cuts = minimax(sketch.work(), links.speeds or [1.0] * stages, most)
             held = [each * (stop - start) for start, stop in pairwise((0, *cuts, layers))]
             return cuts, round(per_number * max(held[0] + outside[0], held[-1] + outside[1], *held))
     parts = ", ".join(

@@ -11,7 +11,7 @@ from gossamer.boundaries.ends import LENGTH_BYTES
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import crossing
-from gossamer.models.stages import piece_of
+from gossamer.models.stages import work_of_pieces
 from gossamer.network.links import Network
 from gossamer.network.pipeline import Order, StageLinks, pipeline_step
 from gossamer.run.config import RunConfig
@@ -41,7 +41,7 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
             f"network: stages.speeds lists {len(speeds)} stages but pipeline.stages is {pipeline.stages}; give "
             f"{pipeline.stages} speeds, or remove stages.speeds"
         )
-    cuts = cuts_of(pipeline, config.model)
+    cuts = cuts_of(pipeline, config.model, data)
     shapes = [(data.batch_size, data.seq_len, crossing(config.model, cut)) for cut in cuts]
     codecs = [boundary_of(getattr(pipeline, direction)) for direction in DIRECTIONS]
 
@@ -76,9 +76,6 @@ def in_stages(network: Network, config: RunConfig, layout: Layout) -> Network:
 
 
 def shares_of(layout: Layout, cuts: tuple[int, ...]) -> list[float]:
-    """The share of each piece in the work of an inner step; an embedding is looked up and costs nothing."""
-    work = [0] * (len(cuts) + 1)
-    for leaf in layout.leaves:
-        if len(leaf.shape) == 2 and not leaf.name.startswith("model.embed_tokens"):
-            work[piece_of(leaf.name, cuts)] += leaf.stop - leaf.start
+    """The share of each piece in the work of an inner step."""
+    work = work_of_pieces(((leaf.name, leaf.shape) for leaf in layout.leaves), cuts)
     return [part / sum(work) for part in work]

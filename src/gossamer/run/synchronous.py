@@ -149,7 +149,7 @@ class Rounds:
             self._with_cuts_of(found)
             for worker, state in zip(self.workers, states, strict=True):
                 worker.restore(state)
-            self._record.log("resplit", round=round, cuts=cuts_of(found.pipeline, found.model))
+            self._record.log("resplit", round=round, cuts=cuts_of(found.pipeline, found.model, found.data))
 
     def result(self) -> Result:
         """The figures of the rounds so far; after the last, the mean model is published."""

@@ -147,7 +147,7 @@ def _made(
     part = replica.staged if isinstance(replica.staged, OwnStages) else None
     worker = Worker(replica, m, transports[0], reduce)
     if len(transports) > 1:
-        stage_of = stage_in(config.pipeline, config.model)
+        stage_of = stage_in(config.pipeline, config.model, config.data)
         worker.loop.fragments = [in_sides(each, m.codec, transports, stage_of) for each in worker.loop.fragments]
     return _Made(worker, transports, stopwatch, part, pipe)
 
@@ -202,7 +202,7 @@ def _train_rounds(
             now, spent_s = _lay_anew(now, member, make, spent_s), 0.0
         if now is not before:
             _, store, made = now
-            record.log("resplit", round=round, cuts=cuts_of(now.config.pipeline, config.model))
+            record.log("resplit", round=round, cuts=cuts_of(now.config.pipeline, config.model, config.data))
             save, journal = _keepers(now, config, line, board, first, record)
         end_round(journal, made.worker.replica, round + 1)
         if now is not before and run.checkpoint_every:
