@@ -24,7 +24,7 @@ from gossamer.run.config import parse
 from gossamer.run.layouts import layout_for
 from gossamer.run.planned import PLANNED, drafted
 from gossamer.run.settle import settle
-from gossamer.run.stage_time import in_stages
+from gossamer.run.stage_time import InnerSteps, in_stages
 
 __all__ = ["BOUNDARY_PAIRS", "StagePlan", "StagedReplica", "plan_in_stages"]
 
@@ -51,6 +51,8 @@ class StagedReplica(NamedTuple):
     """Seconds of an inner step, of the slowest worker."""
     unhindered: float
     """The share of it that it would take over links that need no time."""
+    computing: float
+    """The share of it in which its stages compute; in the rest they wait for each other and for messages between them."""
 
     def tables(self, batch_size: int) -> dict[str, dict[str, Any]]:
         """Its tables of a run file."""
@@ -121,7 +123,8 @@ def plan_in_stages(
     chosen = next((cut for cut in tried if cut.unhindered >= options.target), min(tried, key=lambda cut: cut.step_s))
     tables = chosen.tables(options.batch_size)
     config = parse(sketch.document("diloco", tables))
-    made = plan(in_stages(network, config, layout), model, options)
+    steps = in_stages(network, config, layout)
+    made = plan(steps.network, model, options, steps.computing)
     made = made._replace(network=network, replica=tables)
     return StagePlan(made, round(per_number * layout.numel), chosen, tuple(tried), refused)
 
@@ -160,19 +163,23 @@ class _Sketch(NamedTuple):
     def cut(self, cuts: tuple[int, ...], forward: str, micro_batches: int, stage_bytes: int) -> StagedReplica:
         """The step of one way to cut. Raises ConfigError where the boundary codecs do not fit."""
         made = StagedReplica(
-            len(cuts) + 1, cuts, forward, BOUNDARY_PAIRS[forward], micro_batches, stage_bytes, 0.0, 0.0
+            len(cuts) + 1, cuts, forward, BOUNDARY_PAIRS[forward], micro_batches, stage_bytes, 0.0, 0.0, 0.0
         )
         config = parse(self.document("diloco", made.tables(self.options.batch_size)))
         settle(config)
         links = self.network.stages or StageLinks()
         free = replace(self.network, stages=StageLinks(speeds=links.speeds))
-        step_s, free_s = (_slowest(in_stages(one, config, self.layout)) for one in (self.network, free))
-        return made._replace(step_s=step_s, unhindered=free_s / step_s)
+        step_s, computing = _slowest(in_stages(self.network, config, self.layout))
+        free_s, _ = _slowest(in_stages(free, config, self.layout))
+        return made._replace(step_s=step_s, unhindered=free_s / step_s, computing=computing)
 
 
-def _slowest(network: Network) -> float:
-    assert network.step_s is not None
-    return float(np.max(network.step_s))
+def _slowest(steps: InnerSteps) -> tuple[float, float]:
+    """The longest inner step, and the share of it in which its stages compute."""
+    assert steps.network.step_s is not None
+    times = np.broadcast_to(np.asarray(steps.network.step_s, float), len(steps.by_stage))
+    slowest = int(times.argmax())
+    return float(times[slowest]), steps.computing[slowest]
 
 
 def _fewest(sketch: _Sketch, per_number: float, memory_bytes: float) -> tuple[tuple[int, ...], int]:
