@@ -123,12 +123,12 @@ def measure(arm: str, rate_mbps: float, steps: int, places: list[str]) -> Line:
     own_s = [float(np.mean([one.compute_s for one in stages if one.stage == k])) for k in range(STAGES)]
     # `step_s` is of the whole replica; a stage takes the share of it that its matrices have, over its speed.
     layout = layout_for(config.model, 256)
-    shares = shares_of(layout, cuts_of(config.pipeline, config.model))
+    shares = shares_of(layout, cuts_of(config.pipeline, config.model, config.data))
     speeds = tuple(share * sum(own_s) / own for share, own in zip(shares, own_s, strict=True))
     links = StageLinks(bandwidth_bps=GOODPUT * rate_mbps * 1e6, speeds=speeds)
     network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=sum(own_s), stages=links)
     long = parse(document(arm, 1000 * steps))  # of which a first visit is no part worth counting, as of the timed steps
-    priced_s = elapsed_s(price(trace, in_stages(network, long, layout)).end_s.max(axis=1), steps)
+    priced_s = elapsed_s(price(trace, in_stages(network, long, layout).network).end_s.max(axis=1), steps)
     tokens = config.step_tokens
     there, back = np.mean(crossed, axis=0) / tokens
     return Line(

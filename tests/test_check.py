@@ -132,8 +132,11 @@ def test_the_table_as_an_object(tmp_path, capsys):
     said = json.loads(capsys.readouterr().out)
     assert said["parameters"] == PARAMETERS and said["rounds"] == 12 and said["kept"][0]["what"] == "weights"
     assert said["networks"] == [
-        {"name": "even", "round_s": None, "utilisation": None, "note": "unknown: network.even has no step_s"}
-    ]
+        {
+            "name": "even", "round_s": None, "utilisation": None, "between_stages": None,
+            "note": "unknown: network.even has no step_s",
+        }
+    ]  # fmt: skip
 
 
 def test_what_a_tokenizer_on_the_hub_would_tell_is_said_to_be_unknown(tmp_path, capsys):

@@ -22,9 +22,12 @@ from gossamer.record import checkpoint
 from gossamer.run.config import digest, dump, parse
 from gossamer.run.document import with_settings
 from gossamer.run.evaluate import publish
+from gossamer.run.layouts import layout_for
 from gossamer.run.pipeline import cuts_of
 from gossamer.run.replica import Replica
+from gossamer.run.resplit import laid_anew
 from gossamer.run.settle import faults
+from gossamer.run.stage_time import shares_of
 from gossamer.run.task import task_of
 from gossamer.schema import parse_toml
 from tiny import preset as tiny
@@ -142,7 +145,7 @@ def test_a_pipeline_that_is_resumed_has_the_bits_of_one_that_never_stopped(overr
             checkpoint.load(tmp_path / name / "checkpoints", 3, i, digest(config)) for name in ("whole", "parts")
         )
         assert torch.equal(one["x"], other["x"])
-        assert all(map(torch.equal, one["boundaries"][1][0]["messages"], other["boundaries"][1][0]["messages"]))
+        assert all(map(torch.equal, one["boundaries"][2][0]["messages"], other["boundaries"][2][0]["messages"]))
 
 
 def test_fixed_windows_come_again_in_every_epoch_in_another_order():
@@ -261,10 +264,49 @@ def test_the_slowest_stage_of_minimax_is_as_fast_as_that_of_any_other_split(cost
 
 def test_stages_have_layers_by_their_speeds():
     config = tiny(pipeline__stages=2, data__accumulate=4, pipeline__speeds=[1.0, 2.0])
-    assert cuts_of(config.pipeline, config.model) == (1,)
+    assert cuts_of(config.pipeline, config.model, config.data) == (1,)
     pieces = {"pipeline__schedule": "interleaved", "pipeline__chunks": 2, "model__layers": 8}
     config = tiny(pipeline__stages=2, data__accumulate=4, pipeline__speeds=[3.0, 1.0], **pieces)
-    assert cuts_of(config.pipeline, config.model) == (3, 4, 7)
+    assert cuts_of(config.pipeline, config.model, config.data) == (3, 4, 7)
+
+
+def words_of(vocab_size, folder):
+    """A tokenizer file with so many tokens."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    path = folder / f"{vocab_size}.json"
+    Tokenizer(WordLevel({f"w{k}": k for k in range(vocab_size)}, unk_token="w0")).save(str(path))
+    return str(path)
+
+
+@pytest.mark.parametrize("vocab_size", [256, 3000, 20_000])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.5, 2.0)])
+def test_default_cuts_are_those_of_the_fastest_slowest_stage_the_output_head_included(vocab_size, speeds, tmp_path):
+    layers, layout = 8, layout_for(ModelConfig(size="0.2m", layers=8), vocab_size)
+    config = tiny(
+        model__layers=layers, data__accumulate=4, data__tokenizer=words_of(vocab_size, tmp_path),
+        pipeline__stages=len(speeds), pipeline__speeds=speeds,
+    )  # fmt: skip
+
+    def slowest(cuts):
+        return max(share / speed for share, speed in zip(shares_of(layout, cuts), speeds, strict=True))
+
+    every = itertools.combinations(range(1, layers), len(speeds) - 1)
+    found = cuts_of(config.pipeline, config.model, config.data)
+    assert slowest(found) == pytest.approx(min(map(slowest, every)))
+    assert laid_anew(config, speeds) is config
+
+
+def test_a_tokenizer_that_is_not_here_counts_as_bytes_and_a_subspace_is_not_left_for_the_head(tmp_path):
+    config = tiny(pipeline__stages=2, data__accumulate=4, data__tokenizer=str(tmp_path / "none.json"))
+    assert cuts_of(config.pipeline, config.model, config.data) == (2,)
+    narrow = {"name": "subspace", "width": 8, "free_layers": 3}
+    config = tiny(
+        pipeline__stages=2, data__accumulate=4, model__layers=6, model__bottleneck=narrow,
+        data__tokenizer=words_of(20_000, tmp_path),
+    )  # fmt: skip
+    assert cuts_of(config.pipeline, config.model, config.data) == (3,)
 
 
 def test_minimax_keeps_to_the_layers_that_fit_a_stage():
@@ -288,11 +330,13 @@ BAD = {
         {**CUT, "pipeline__speeds": [1.0, 2.0], "pipeline__cuts": [1]}, "and pipeline.cuts = [1]; give the speed of each stage",
     ),
     "a stage without a fragment": (
-        {**CUT, "schedule__fragments": 2}, "stage 0 of 2 has layers [0], of 1 of them; take fewer fragments or fewer stages",
+        {**CUT, "schedule__fragments": 2},
+        "stage 1 of 2 has layers [2], of 1 of them; take fewer fragments, other pipeline.cuts or fewer stages",
     ),
     "neighbours as fragments": (
-        {**CUT, "schedule__fragments": 2, "schedule__pattern": "sequential", "model__layers": 4},
-        "stage 0 of 2 has layers [0, 1], of 1 of them; take the pattern strided, fewer fragments or fewer stages",
+        {**CUT, "schedule__fragments": 2, "schedule__pattern": "sequential", "model__layers": 4, "pipeline__cuts": [2]},
+        "stage 0 of 2 has layers [0, 1], of 1 of them; take the pattern strided, fewer fragments, other pipeline.cuts or fewer "
+        "stages",
     ),
     "a cut beyond": ({**CUT, "pipeline__cuts": [3]}, "pipeline.cuts is [3], but the model has 3 layers"),
     "tied": ({**CUT, "model__tie_embeddings": True}, "model.tie_embeddings is true"),
@@ -356,7 +400,7 @@ def test_an_empty_list_of_cuts_is_none_so_that_a_run_that_has_some_can_be_given_
     with pytest.raises(ConfigError, match=r"pipeline\.cuts is \[2\] for 3 stages; give 2 cuts, or pipeline\.cuts=\[\]"):
         parse(with_settings(made, {"pipeline.stages": 3}))
     again = parse(with_settings(made, {"pipeline.stages": 3, "pipeline.cuts": []}))
-    assert again == tiny(**CUT | {"pipeline__stages": 3}) and cuts_of(again.pipeline, again.model) == (1, 2)
+    assert again == tiny(**CUT | {"pipeline__stages": 3}) and cuts_of(again.pipeline, again.model, again.data) == (1, 2)
 
 
 def test_a_run_file_says_its_pipeline_and_one_without_stages_has_the_digest_it_had():

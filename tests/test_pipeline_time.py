@@ -8,16 +8,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
+from gossamer.cli import main
+from gossamer.cli.check import lines
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, from_toml, to_toml
 from gossamer.network.pipeline import Pass, StageLinks, order_of, pipeline_step
+from gossamer.record.seconds import read_seconds
+from gossamer.record.stages import read_stages
+from gossamer.run.check import examine
 from gossamer.run.layouts import layout_for
+from gossamer.run.simulate import simulate
 from gossamer.run.stage_time import in_stages
 from tiny import preset as tiny
 
 LAYOUT = layout_for(ModelConfig(size="0.2m", layers=4), 256)
+FAR = {
+    "model__layers": 4, "data__accumulate": 4, "workers": 2, "run__steps": 4, "pipeline__stages": 2,
+    "method": "diloco", "network__far": {
+        "uplink_bps": 1e9, "downlink_bps": 1e9, "step_s": 2.0, "stages": {"bandwidth_bps": 1e4},
+    },
+}  # fmt: skip
+"""A run whose stages are far from each other."""
 BOTH = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+
+
+def step_s_of(network, config):
+    return in_stages(network, config, LAYOUT).network.step_s
 
 
 @BOTH
@@ -116,8 +133,8 @@ def test_a_run_with_interleaved_stages_is_priced_by_its_schedule():
     links = StageLinks(bandwidth_bps=1e12, speeds=(1.0, 0.5))
     network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=6.0, stages=links)
     both = {"model__layers": 4, "data__accumulate": 4, "workers": 2, "pipeline__stages": 2}
-    plain = in_stages(network, tiny(**both, pipeline__schedule="1f1b"), LAYOUT).step_s
-    pieces = in_stages(network, tiny(**both, pipeline__schedule="interleaved", pipeline__chunks=2), LAYOUT).step_s
+    plain = step_s_of(network, tiny(**both, pipeline__schedule="1f1b"))
+    pieces = step_s_of(network, tiny(**both, pipeline__schedule="interleaved", pipeline__chunks=2))
     assert isinstance(plain, float) and isinstance(pieces, float) and 0.7 * plain < pieces < plain
 
 
@@ -132,9 +149,9 @@ def test_numbers_that_do_not_fit_are_refused():
 def test_a_run_in_stages_takes_the_seconds_of_its_pipeline_and_one_in_one_piece_those_of_the_file():
     network = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=(6.0, 12.0))
     whole = tiny(model__layers=4, data__accumulate=4, workers=2)
-    assert in_stages(network, whole, LAYOUT) is network
+    assert in_stages(network, whole, LAYOUT).network is network
     cut = tiny(model__layers=4, data__accumulate=4, workers=2, pipeline__stages=2)
-    even = in_stages(network, cut, LAYOUT).step_s
+    even = step_s_of(network, cut)
     assert isinstance(even, tuple) and even[1] == pytest.approx(2 * even[0])
     assert (
         6.0 * 5 / 4 / 2 < even[0] < 6.0 * 5 / 4 * 0.55
@@ -148,13 +165,15 @@ def test_a_run_in_stages_takes_the_seconds_of_its_pipeline_and_one_in_one_piece_
         pipeline__forward="intk",
         pipeline__backward="intk",
     )
-    slowed, packed_s = in_stages(slow, cut, LAYOUT).step_s, in_stages(slow, packed, LAYOUT).step_s
+    slowed, packed_s = step_s_of(slow, cut), step_s_of(slow, packed)
     assert isinstance(slowed, tuple) and isinstance(packed_s, tuple) and even[0] < packed_s[0] < slowed[0]
-    halting = in_stages(replace(network, stages=StageLinks(speeds=(1.0, 1e-3))), cut, LAYOUT).step_s
+    halting = step_s_of(replace(network, stages=StageLinks(speeds=(1.0, 1e-3))), cut)
     assert isinstance(halting, tuple) and halting[0] > 100 * even[0]
     one_of_two = tiny(model__layers=4, data__accumulate=4, workers=2, pipeline__stages=2, pipeline__workers=[1])
     for step_s in (6.0, (6.0, 6.0)):
-        assert in_stages(replace(network, step_s=step_s), one_of_two, LAYOUT).step_s == (6.0, even[0])
+        steps = in_stages(replace(network, step_s=step_s), one_of_two, LAYOUT)
+        assert steps.network.step_s == (6.0, even[0])
+        assert steps.computing == (1.0, pytest.approx(6.0 / 2 / even[0])), "a whole replica waits for no stage"
 
 
 def test_a_boundary_that_remembers_is_priced_by_how_often_samples_come_again():
@@ -166,15 +185,47 @@ def test_a_boundary_that_remembers_is_priced_by_how_often_samples_come_again():
     def priced_s(steps: int, windows: int) -> float:
         """Of all steps of a run."""
         config = tiny(**cut, run__steps=steps, pipeline__forward="aqsgd", data__windows=windows)
-        return steps * in_stages(network, config, LAYOUT).step_s
+        return steps * step_s_of(network, config)
 
     of_a_step = 4 * tiny(**cut).data.batch_size
     once = priced_s(10, 10 * of_a_step)
-    assert once == pytest.approx(10 * in_stages(network, tiny(**cut), LAYOUT).step_s), "first visits are sent whole"
+    assert once == pytest.approx(10 * step_s_of(network, tiny(**cut))), "first visits are sent whole"
     assert priced_s(10, 99 * of_a_step) == once
     twice, thrice = priced_s(20, 10 * of_a_step), priced_s(30, 10 * of_a_step)
     assert thrice - twice == pytest.approx(twice - once), "every epoch after the first takes as long"
     assert twice - once < 0.5 * once
+
+
+def test_waits_between_stages_are_recorded_of_each_stage_and_count_as_no_computing(tmp_path, capsys):
+    config = tiny(**FAR)
+    simulate(config, tmp_path / "run")
+    steps = in_stages(config.network["far"], config, LAYOUT)
+    assert steps.computing == (pytest.approx(2.0 / 2 / steps.network.step_s),) * 2 and steps.computing[0] < 0.1
+    seconds, stages = read_seconds(tmp_path / "run"), [*read_stages(tmp_path / "run")]
+    for one in seconds:
+        assert one.compute_s == pytest.approx(2 * 2.0 / 2), (
+            "each stage computes for half of the time of a whole replica"
+        )
+        assert one.compute_s + one.other_s == pytest.approx(2 * steps.network.step_s)
+        own = [each for each in stages if (each.round, each.worker) == (one.round, one.worker)]
+        assert sum(each.compute_s for each in own) == pytest.approx(2 * 2.0)
+        assert all(each.compute_s + each.wait_s == pytest.approx(one.compute_s + one.other_s) for each in own)
+    crossed = 2 * 4 * 4 * 2 * 16 * 64  # steps of a round, micro-batches, bytes of an element, B, S, D
+    assert {(one.network, one.stage, one.forward_bytes, one.backward_bytes) for one in stages} == {
+        ("far", 0, crossed, 0), ("far", 1, 0, crossed),
+    }  # fmt: skip
+    computing = sum(one.compute_s for one in seconds if one.worker == 0) / seconds[-1].end_s
+    (tmp_path / "far.toml").write_text(to_toml(config.network["far"]))
+    assert main(["price", str(tmp_path / "run"), str(tmp_path / "far.toml")]) == 0
+    assert f"utilisation {computing:.1%}, " in capsys.readouterr().out
+
+
+def test_a_check_says_which_share_of_a_round_stages_wait_for_each_other():
+    examined = examine(tiny(**FAR))
+    (network,) = examined.networks
+    assert network.utilisation < 0.1 and network.utilisation + network.between_stages > 0.9
+    said = f"{network.utilisation:.1%} of it computing, {network.between_stages:.1%} waiting between stages"
+    assert any(line.endswith(said) for line in lines(examined))
 
 
 def test_speeds_of_another_number_of_stages_are_refused():

@@ -10,7 +10,7 @@ import pytest
 from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.links import Network
+from gossamer.network.links import Network, to_toml
 from gossamer.network.pipeline import StageLinks
 from gossamer.network.plan import PlanSettings
 from gossamer.run.check import examine
@@ -64,6 +64,30 @@ def test_faster_stages_have_more_layers_and_the_number_of_speeds_is_that_of_stag
     uneven = replace(FAST, stages=StageLinks(bandwidth_bps=1e9, speeds=(3.0, 1.0)))
     assert cut(WHOLE).chosen.cuts == (2,) == cut(WHOLE, uneven).chosen.cuts, "more layers would not fit"
     assert cut(26e6).chosen.cuts == (2,) and cut(26e6, uneven).chosen.cuts == (3,)
+
+
+def test_stages_have_as_much_work_as_memory_allows_with_the_output_head() -> None:
+    made = plan_in_stages(FAST, ModelConfig(size="134m"), PlanSettings(workers=4, vocab_size=32_000), 2.2e9)
+    assert made is not None and made.chosen.cuts == (5, 10) and made.chosen.stage_bytes <= 2.2e9
+
+
+def test_waits_between_stages_do_not_keep_a_plan_from_its_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = replace(FAST, uplink_bps=3e7, stages=StageLinks(bandwidth_bps=4e6))
+    made = cut(WHOLE, slow)
+    assert made.chosen.computing < 0.6, "its stages wait for each other"
+    best = made.made.best
+    assert best.utilisation < SETTINGS.target <= best.in_local_phases
+    assert best.utilisation == pytest.approx(best.in_local_phases * made.chosen.computing)
+    fewer = [one for one in made.made.candidates if one.full_steps < best.full_steps]
+    assert fewer and all(one.in_local_phases < SETTINGS.target for one in fewer)
+    (tmp_path / "net.toml").write_text(to_toml(slow))
+    words = ["plan", tmp_path / "net.toml", "--model", "1m", "--workers", 4, "--memory-bytes", WHOLE]
+    assert main([*map(str, words), "--local-steps", "15,30", "--method", "diloco"]) == 0
+    said = capsys.readouterr().out
+    assert "the exchange leaves 90% of the time to inner steps" in said
+    assert f"of which stages compute for {made.chosen.computing:.1%} and wait for each other in the rest" in said
 
 
 def test_the_run_that_was_planned_starts_and_its_check_has_the_planned_seconds(

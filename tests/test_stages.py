@@ -27,6 +27,7 @@ from gossamer.optimizers import Joined
 from gossamer.optimizers.inner import InnerConfig, build_optimizer
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
+from gossamer.record.seconds import read_seconds
 from gossamer.record.stages import end_logs_of_others, read_stages
 from gossamer.record.trace import read_trace
 from gossamer.run.assemble import WHOLE, Store, joined_state, partition_of, state_of_part
@@ -286,7 +287,8 @@ def test_validation_through_the_stages_is_that_of_the_whole_model_and_leaves_the
 def test_the_trace_has_the_messages_of_a_worker_once_and_a_line_of_each_stage_says_what_it_did(trained):
     name = "dense, gpipe"
     config, real = tiny(**CASES[name]), trained / "real" / name
-    for ours, theirs in zip(read_trace(real).messages, read_trace(trained / "simulated" / name).messages, strict=True):
+    trace = read_trace(real)
+    for ours, theirs in zip(trace.messages, read_trace(trained / "simulated" / name).messages, strict=True):
         assert (ours == theirs).all()
     lines = [*read_stages(real)]
     assert sorted((one.round, one.worker, one.stage) for one in lines) == [
@@ -294,7 +296,11 @@ def test_the_trace_has_the_messages_of_a_worker_once_and_a_line_of_each_stage_sa
     ]
     crossed = 2 * 4 * 4 * 2 * 16 * 64  # steps of a round, micro-batches, bytes of an element, B, S, D
     assert {(one.stage, one.forward_bytes, one.backward_bytes) for one in lines} == {(0, crossed, 0), (1, 0, crossed)}
-    assert all(one.compute_s > 0 and one.wait_s > 0 and one.outer_bytes > 0 for one in lines)
+    assert all(one.compute_s > 0 and one.wait_s > 0 and one.outer_bytes for one in lines)
+    first = {(one.round, one.worker): one for one in lines if one.stage == 0}
+    for one in read_seconds(real):
+        whole_s = trace.compute_s[one.round, one.worker]
+        assert first[one.round, one.worker].compute_s <= one.compute_s < whole_s, "a wait for a stage is no computing"
 
 
 def test_the_logs_of_stages_that_are_no_more_end_before_the_round_that_is_trained_again(tmp_path):
@@ -317,7 +323,7 @@ def test_evaluate_puts_each_worker_together_from_its_stages(trained):
 
 def test_a_simulation_goes_on_from_what_stages_have_saved(trained, tmp_path):
     name = "aqsgd, resumed"
-    longer = tiny(**{**CASES[name], "run__steps": 6, "pipeline__cuts": [2]})
+    longer = tiny(**{**CASES[name], "run__steps": 6, "pipeline__cuts": [1]})
     for kind in ("real", "simulated"):
         shutil.copytree(trained / kind / name, tmp_path / kind)
         simulate(longer, tmp_path / kind, resume=True)
@@ -408,10 +414,10 @@ def test_when_a_stage_dies_all_processes_end_and_name_it_and_its_worker(tmp_path
     assert code == 128 + signal.SIGKILL
     assert sorted(line[:5] for line in said) == ["[0.0]", "[1.0]", "[1.1]"], errors.getvalue()
     assert all("gossamer: stage 1 of worker 0 closed its connection in round" in line for line in said)
-    code, output = run("train", "--resume", tmp_path / "run", "--local", 2, "--set", "pipeline.cuts=[2]")
+    code, output = run("train", "--resume", tmp_path / "run", "--local", 2, "--set", "pipeline.cuts=[1]")
     assert code == 0 and output.count(": round 2 of 2  loss") == 1, output
-    assert "settings change after round 1: pipeline.cuts from none to [2]" in output, output
-    other = tiny(**CASES["dense, gpipe"], pipeline__cuts=[2])
+    assert "settings change after round 1: pipeline.cuts from none to [1]" in output, output
+    other = tiny(**CASES["dense, gpipe"], pipeline__cuts=[1])
     simulate(config, tmp_path / "simulated", until=1)
     simulate(other, tmp_path / "simulated", resume=True)
     assert all(map(torch.equal, parameters(other, tmp_path / "run"), parameters(other, tmp_path / "simulated")))

@@ -79,10 +79,12 @@ def _experts(experts: "HeldExperts") -> str:
 
 
 def _seconds(network: Any) -> str:
+    from gossamer.network.timeline import in_words
+
     if network.round_s is None:
         return network.note
     note = f" ({network.note})" if network.note else ""
-    return f"{network.round_s:.4g} s per round, {network.utilisation:.1%} of it computing{note}"
+    return f"{network.round_s:.4g} s per round, {in_words(network.utilisation, network.between_stages)}{note}"
 
 
 def _plain(one: "Examined") -> dict[str, Any]:

@@ -48,7 +48,8 @@ class PlanOptions:
     codec: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
     """codec to try besides exact; may be repeated"""
     target: float = 0.9
-    """utilisation to reach; a lower one leaves more time to exchange, and so fewer local steps (default: 0.9)"""
+    """utilisation to reach, of replicas in stages the share of the time that is left to inner steps; a lower one leaves more
+    time to exchange, and so fewer local steps (default: 0.9)"""
     method: Annotated[str | None, Parameter(metavar="NAME")] = None
     """price this method only, and take it; without, data parallelism, DiLoCo or GASLoC is taken"""
     memory_bytes: float | None = None
@@ -163,10 +164,14 @@ def _print_cut(cut: "StagePlan", target: float) -> None:
         f"{', '.join(map(str, chosen.cuts))}, a process takes {chosen.stage_bytes / 1e9:.4g} GB at most"
     )
     rows = [
-        (f"{one.forward}, {one.backward} back", str(one.micro_batches), f"{one.step_s:.4g}", f"{one.unhindered:.1%}")
+        (
+            f"{one.forward}, {one.backward} back", str(one.micro_batches), f"{one.step_s:.4g}", f"{one.unhindered:.1%}",
+            f"{one.computing:.1%}",
+        )
         for one in cut.tried
-    ]
-    print_table(("boundary codec", "micro-batches", "s/step", "speed left"), rows, bold=cut.tried.index(chosen))
+    ]  # fmt: skip
+    headings = ("boundary codec", "micro-batches", "s/step", "speed left", "computing")
+    print_table(headings, rows, bold=cut.tried.index(chosen))
     for name, why in cut.refused.items():
         print(f"refused: {name}: {why}")
     some = f"whose links leave {target:.0%} of the speed"
@@ -186,7 +191,11 @@ def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate") -> None:
     vocabulary = f"{size} with a vocabulary of {options.vocab_size:,} (--vocab)"
     print(f"{vocabulary}: {made.parameters:,} parameters, {len(chosen.local_steps)} workers, MB sent by one of them")
     shown = [*made.candidates, *priced.candidates]
-    print_table(PLAN_HEADINGS, plan_rows(shown), text=2, bold=shown.index(chosen))
+    headings, rows = PLAN_HEADINGS, plan_rows(shown)
+    if made.replica:
+        headings = (*headings, "between stages")
+        rows = [(*row, f"{one.between_stages:.1%}") for row, one in zip(rows, shown, strict=True)]
+    print_table(headings, rows, text=2, bold=shown.index(chosen))
     print(
         f"loss: nats above data parallel after as many tokens, without a codec, measured with {MEASURED_FOR}; for other models "
         "a guide"
@@ -198,8 +207,17 @@ def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate") -> None:
 
 def _print_choice(usual: "Sequence[Candidate]", chosen: "Candidate", target: float) -> None:
     least = "fewest local steps" if chosen.loss_penalty is None else "lowest measured loss"
-    why = f"{least} of those that reach {target:.0%} compute utilisation"
-    if chosen.utilisation < target:
+    reached = chosen.in_local_phases >= target
+    if chosen.between_stages:
+        share = chosen.in_local_phases
+        why = (
+            f"{f'{least} of those' if reached else 'none is there'} with which the exchange leaves {target:.0%} of the time to "
+            f"inner steps: {share:.1%}, of which stages compute for {chosen.utilisation / share:.1%} and wait for each other in "
+            "the rest"
+        )
+    elif reached:
+        why = f"{least} of those that reach {target:.0%} compute utilisation"
+    else:
         why = f"none reaches {target:.0%} compute utilisation; {least} of those about as fast as the fastest"
     print(f"chosen: {chosen.method} with {chosen.full_steps} local steps and codec {chosen.codec} ({why})")
     if chosen in usual:

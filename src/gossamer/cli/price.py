@@ -18,7 +18,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         folder: run folder
         network: network file (TOML)
     """
-    from gossamer.network.links import read_network
+    from gossamer.network.links import PerWorker, read_network
     from gossamer.network.pricing import price
     from gossamer.record.events import event_files
     from gossamer.record.trace import read_trace
@@ -37,15 +37,19 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     links = read_network(network)
     with working("reading the trace"):
         trace = read_trace(folder)
+    computing: PerWorker = 1.0
     if config.pipeline.stages > 1:
-        links = in_stages(links, config, layout_for(config.model, vocabulary(config.data.tokenizer) or 256))
+        steps = in_stages(links, config, layout_for(config.model, vocabulary(config.data.tokenizer) or 256))
+        links, computing = steps.network, steps.computing
     with working(f"pricing {trace.rounds} rounds of {trace.workers} workers"):
-        timeline = price(trace, links)
+        timeline = price(trace, links, computing)
     if json:
         counted = {"rounds": trace.rounds, "workers": trace.workers, "total_s": timeline.total_s}
-        print_json({"folder": folder, "network": network, **counted, "utilisation": timeline.mean_utilisation})
+        shares = {"utilisation": timeline.mean_utilisation, "between_stages": timeline.mean_between_stages}
+        print_json({"folder": folder, "network": network, **counted, **shares})
         return
+    between = timeline.mean_between_stages
     print(
         f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
-        f"utilisation {timeline.mean_utilisation:.1%}"
+        f"utilisation {timeline.mean_utilisation:.1%}" + (f", {between:.1%} waiting between stages" if between else "")
     )

@@ -1,6 +1,7 @@
 """A Llama cut into the stages of a pipeline: consecutive layers, which other stages reach by hidden states alone."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -12,7 +13,7 @@ from gossamer.models.bottleneck import narrow, widen
 from gossamer.models.llama import Decoder, Llama
 from gossamer.models.sizes import in_subspace
 
-__all__ = ["OwnLayers", "Stage", "cutting_faults", "minimax", "piece_of", "stages_of"]
+__all__ = ["OwnLayers", "Stage", "cutting_faults", "minimax", "piece_of", "stages_of", "work_of_pieces"]
 
 
 class _Part(nn.Module):
@@ -118,6 +119,23 @@ def piece_of(name: str, cuts: Sequence[int]) -> int:
     if words[1] == "layers":
         return sum(cut <= int(words[2]) for cut in cuts)
     return 0 if words[1] == "embed_tokens" else len(cuts)
+
+
+def work_of_pieces(tensors: Iterable[tuple[str, tuple[int, ...]]], cuts: Sequence[int]) -> list[int]:
+    """The work of each piece of a Llama cut before these layers, in numbers of its matrices; the last has the output head.
+
+    An embedding is looked up and costs nothing.
+
+    Args: `tensors` are name and shape of each parameter.
+
+    >>> work_of_pieces([("model.layers.0.w", (2, 2)), ("model.layers.1.w", (2, 2)), ("lm_head.weight", (9, 2))], [1])
+    [4, 22]
+    """
+    work = [0] * (len(cuts) + 1)
+    for name, shape in tensors:
+        if len(shape) == 2 and not name.startswith("model.embed_tokens"):
+            work[piece_of(name, cuts)] += math.prod(shape)
+    return work
 
 
 def stages_of(model: Llama, cuts: Sequence[int]) -> list[Stage]:

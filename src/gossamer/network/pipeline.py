@@ -64,6 +64,11 @@ class PipelineStep(NamedTuple):
         """Seconds in which each stage waits for others, for messages, or for the end of the step."""
         return tuple(self.seconds - busy for busy in self.compute_s)
 
+    @property
+    def computing(self) -> tuple[float, ...]:
+        """The share of the step in which each stage computes; 1 for a step that takes no time."""
+        return tuple(busy / self.seconds if self.seconds else 1.0 for busy in self.compute_s)
+
 
 def order_of(schedule: Order, stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[Pass]:
     """What a stage does in an inner step, in order, as torch's schedules have it.

@@ -18,10 +18,11 @@ import tomli_w
 from gossamer.errors import ConfigError, choose
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.limits import ensure, positives
-from gossamer.network.links import Links, Network, links_of, to_options
+from gossamer.network.links import Links, Network, PerWorker, links_of, to_options
 from gossamer.network.measured import MEASURED_FOR, loss_penalty, nearest, penalty_text
 from gossamer.network.pacing import Pace, fitting_steps, uplinks_bps, whole_steps
 from gossamer.network.pricing import price
+from gossamer.network.timeline import in_words
 from gossamer.network.utilisation import step_seconds
 from gossamer.record.trace import Integers, from_targets
 from gossamer.topologies.matching import random_matchings
@@ -97,11 +98,18 @@ class Candidate(NamedTuple):
     """Seconds of wall-clock per token of all workers together."""
     loss_penalty: float | None = None
     """Nats above data parallelism after as many tokens, in a small model and without a codec; None where it was not measured."""
+    between_stages: float = 0.0
+    """Share of the time in which the stages of a worker wait for each other, mean over the workers."""
 
     @property
     def full_steps(self) -> int:
         """Most inner steps that any worker takes in a round."""
         return max(self.local_steps)
+
+    @property
+    def in_local_phases(self) -> float:
+        """Share of the time that the exchange leaves to inner steps; what their stages make of it is the same for all."""
+        return self.utilisation + self.between_stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +131,7 @@ class PlanSettings:
     codecs: Mapping[str, float] = field(default_factory=lambda: EXACT)
     """Bits per parameter by name, for DiLoCo and GASLoC."""
     target: float = 0.9
-    """Compute utilisation to reach."""
+    """Compute utilisation to reach; of replicas in stages, the share of the time that the exchange leaves to inner steps."""
     step_s: float | None = None
     """Seconds of an inner step, where the network gives none; or give `peak_flops`."""
     peak_flops: float | None = None
@@ -166,7 +174,9 @@ class RunPlan(NamedTuple):
     """Further keys of the run file, in tables, where a replica is cut into stages."""
 
 
-def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSettings()) -> RunPlan:
+def plan(
+    network: Network, model: ModelConfig, options: PlanSettings = PlanSettings(), computing: PerWorker = 1.0
+) -> RunPlan:  # fmt: skip
     """Prices data parallelism, DiLoCo and GASLoC with one and two peers, and chooses one.
 
     DiLoCo is tried with each of `options.local_steps`. GASLoC takes these as the steps of its fastest worker; the others take
@@ -175,6 +185,8 @@ def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSetti
 
     `best_among` says which is chosen.
 
+
+    Args: `computing` is as in `gossamer.network.pricing.price`.
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
     Cost: some 10 ms per candidate, up to a minute where links are uneven or shared and there are hundreds of workers.
     """
@@ -185,17 +197,18 @@ def plan(network: Network, model: ModelConfig, options: PlanSettings = PlanSetti
         )
     parameters = parameter_count(model, options.vocab_size)
     network = stepped(network, parameters, options)
-    candidates = [_priced(sketch, network, parameters, options) for sketch in _sketches(n, options)]
+    candidates = [_priced(sketch, network, parameters, options, computing) for sketch in _sketches(n, options)]
     return RunPlan(tuple(candidates), best_among(candidates, options.target), network, model, parameters, options)
 
 
 def best_among(candidates: Sequence[Candidate], target: float) -> Candidate:
     """The candidate with the lowest measured loss among those that reach the target utilisation.
 
+    Where replicas are in stages, which wait for each other however many local steps there are, these waits count as computing.
     If none reaches it, among those as fast as the fastest or nearly so: in its time they train on at least the target's share of
     its tokens. Of equals, and where no loss was measured, the one with the fewest local steps, then the first.
     """
-    enough = [one for one in candidates if one.utilisation >= target]
+    enough = [one for one in candidates if one.in_local_phases >= target]
     if not enough:
         fastest = min(one.seconds_per_token for one in candidates)
         enough = [one for one in candidates if target * one.seconds_per_token <= fastest]
@@ -250,7 +263,9 @@ def _sketches(n: int, options: PlanSettings) -> Iterator[_Sketch]:
                     yield _Sketch(n, method, steps, codec, bits)
 
 
-def _priced(sketch: _Sketch, network: Network, parameters: int, options: PlanSettings) -> Candidate:
+def _priced(
+    sketch: _Sketch, network: Network, parameters: int, options: PlanSettings, computing: PerWorker
+) -> Candidate:  # fmt: skip
     n, method, steps, codec, bits = sketch
     payload_bytes = math.ceil(parameters * bits / 8)
     back, own = None, (steps,) * n
@@ -266,7 +281,7 @@ def _priced(sketch: _Sketch, network: Network, parameters: int, options: PlanSet
             trace = from_targets(targets, round(mean_bytes / n), own, kind="mean")
         else:
             trace = from_targets(targets, payload_bytes, own)
-    timeline = price(trace, network)
+    timeline = price(trace, network, computing)
     return Candidate(
         method=method,
         codec=codec,
@@ -277,6 +292,7 @@ def _priced(sketch: _Sketch, network: Network, parameters: int, options: PlanSet
         utilisation=timeline.mean_utilisation,
         seconds_per_token=timeline.total_s / (options.step_tokens * int(trace.steps.sum())),
         loss_penalty=loss_penalty(method, steps),
+        between_stages=timeline.mean_between_stages,
     )
 
 
@@ -346,7 +362,8 @@ def run_toml(
     document = with_tables(document, plan.replica)
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {plan.parameters:,} parameters: "
-        f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, {chosen.utilisation:.1%} of it computing.\n"
+        f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
+        f"{in_words(chosen.utilisation, chosen.between_stages)}.\n"
         f"# Best at {measured_at} local step{'s' if measured_at > 1 else ''}, for {MEASURED_FOR}: inner.lr = {tuned.inner_lr:g}"
         f"{', with the lr and momentum of [rule]' if outer else ''}. gossamer tune searches for your model.\n"
     )

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gossamer.network.links import Floats, Links, Network, links_of
+from gossamer.network.links import Floats, Links, Network, PerWorker, links_of
 from gossamer.network.replay import Replay
 from gossamer.network.timeline import Timeline, compute_seconds, legs_of, no_rounds, streams_of
 from gossamer.record.trace import KINDS, Integers, Kind, Messages, Trace
@@ -40,9 +40,11 @@ _MOST_REPLAYED = 1000
 """Most messages of a single round that is replayed; with more, each event may change the rates of all others."""
 
 
-def price(trace: Trace, network: Network) -> Timeline:
+def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timeline:
     """When each worker would have finished each round of this trace on this network.
 
+    Args: `computing` is the share of an inner step in which a worker computes. In the rest the stages of a pipeline wait for each
+        other, which counts towards the seconds of a local phase, and not towards utilisation.
     Raises: ConfigError when the network describes another number of workers than the trace has.
     Cost: O(messages), vectorised over a round: 1 to 3 s for 10,000 workers and 1,000 rounds of single exchanges. A replay
         costs 0.1 to 1 ms per message. A single round of more than 1,000 messages is not replayed. It is priced as if its
@@ -54,9 +56,10 @@ def price(trace: Trace, network: Network) -> Timeline:
     array([[40., 40.]])
     """
     links = links_of(network, trace.workers)
+    share = np.broadcast_to(np.asarray(computing, float), trace.workers)
     if network.shares or trace.messages.overlap_steps.any():
-        return Replay(trace, network, links).run()
-    timeline = no_rounds(trace)
+        return Replay(trace, network, links).run()._replace(computing=share)
+    timeline = no_rounds(trace)._replace(computing=share)
     bounds = np.searchsorted(trace.messages.round, np.arange(trace.rounds + 1))
     end = np.zeros(trace.workers)
     for r in range(trace.rounds):

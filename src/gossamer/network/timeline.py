@@ -8,7 +8,7 @@ import numpy as np
 from gossamer.network.links import Floats, Links, MeanKind, Network, jitter_factors
 from gossamer.record.trace import Integers, Messages, Trace
 
-__all__ = ["Leg", "Timeline", "compute_seconds", "legs_of", "no_rounds", "streams_of"]
+__all__ = ["Leg", "Timeline", "compute_seconds", "in_words", "legs_of", "no_rounds", "streams_of"]
 
 
 class Timeline(NamedTuple):
@@ -22,6 +22,8 @@ class Timeline(NamedTuple):
     """The worker that caused most of the wait: it was late, or its link was the slower end. The worker itself without a wait."""
     end_s: Floats
     """Seconds from the start of the run to the end of the round."""
+    computing: Floats | float = 1.0
+    """The share of its local phases in which each worker computes, `[workers]`; in the rest its stages wait for each other."""
 
     @property
     def total_s(self) -> float:
@@ -31,13 +33,22 @@ class Timeline(NamedTuple):
     @property
     def utilisation(self) -> Floats:
         """Share of the run that each worker spends computing, `[workers]`; 1 for a run that takes no time."""
-        total = self.total_s
-        return self.compute_s.sum(axis=0) / total if total else np.ones(self.end_s.shape[1])
+        return self._in_local_phases * self.computing
 
     @property
     def mean_utilisation(self) -> float:
         """The mean of `utilisation` over the workers."""
         return float(self.utilisation.mean())
+
+    @property
+    def mean_between_stages(self) -> float:
+        """Share of the run in which the stages of a worker wait for each other, messages between them included; a mean."""
+        return float((self._in_local_phases * (1 - np.asarray(self.computing))).mean())
+
+    @property
+    def _in_local_phases(self) -> Floats:
+        total = self.total_s
+        return self.compute_s.sum(axis=0) / total if total else np.ones(self.end_s.shape[1])
 
 
 class Leg(NamedTuple):
@@ -72,6 +83,16 @@ def legs_of(mean: MeanKind, messages: Messages) -> Iterator[Leg]:
             inwards.append(Leg(far, members[:: 2 * stride][: len(far)], np.full(len(far), payload), 1))
         yield from inwards
         yield from (leg._replace(source=leg.target, target=leg.source) for leg in reversed(inwards))
+
+
+def in_words(computing: float, between_stages: float) -> str:
+    """How a round is spent, by the shares of it that a worker computes and that its stages wait for each other.
+
+    >>> in_words(0.75, 0.0), in_words(0.5, 0.25)
+    ('75.0% of it computing', '50.0% of it computing, 25.0% waiting between stages')
+    """
+    waiting = f", {between_stages:.1%} waiting between stages" if between_stages else ""
+    return f"{computing:.1%} of it computing{waiting}"
 
 
 def no_rounds(trace: Trace) -> Timeline:

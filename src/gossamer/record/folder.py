@@ -5,7 +5,7 @@ run.toml              the resolved configuration
 metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run
 trace[-003].jsonl     see `gossamer.record.trace`
 seconds[-003].jsonl   see `gossamer.record.seconds`
-stages-003-1.jsonl    see `gossamer.record.stages`
+stages[-003-1].jsonl  see `gossamer.record.stages`
 machines[-003].jsonl  see `gossamer.record.machines`
 tensorboard/          TensorBoard events
 ```
@@ -44,6 +44,7 @@ from gossamer.record.jsonl import json_line, json_lines
 from gossamer.record.machines import machine_line, this_machine
 from gossamer.record.prometheus import Exporter
 from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
+from gossamer.record.stages import STAGES_FILE
 from gossamer.record.trace import Entry, line_of
 from gossamer.schema import RECORD, Records, settings
 
@@ -215,6 +216,8 @@ class RunFolder:
         _cut(self._trace_path, round * self._traced_per_round)
         _cut(self._seconds_path, round)
         _cut(self._machines_path, round)
+        if self.worker is None:
+            _cut(self.path / STAGES_FILE, round)
         return _cut(self._metrics_path, round or -1, self._void)  # who starts again validates its initial values again
 
     def write_text(self, name: str, text: str) -> None:

@@ -33,14 +33,16 @@ class RoundSeconds(NamedTuple):
     network: str | None
     """The declared network whose seconds these are; None for measured seconds."""
     compute_s: float
-    """Of the local phase."""
+    """Of the local phase; of a worker in stages without their waits for each other, of a real one as its first stage measures it,
+    of a priced one in the mean over its stages."""
     transfer_s: float
     """Seconds during which messages were in flight and the worker did not train."""
     waiting_for: Mapping[int, float]
     """Seconds by peer until it had sent what was needed; -1 is a server."""
     other_s: float
-    """All else: outer steps, codecs, validation and checkpoints of a real worker; in virtual time absence, a local phase that
-    an absence ended, and the end of the run when no steps are left to take."""
+    """All else: outer steps, codecs, validation and checkpoints of a real worker; between the stages of one, their waits for each
+    other and for messages; in virtual time absence, a local phase that an absence ended, and the end of the run when no steps
+    are left to take."""
     end_s: float
     """When the round ended, since the first of all rounds began."""
 

@@ -6,9 +6,12 @@
 
 A stage computes, codecs included, or waits for another stage; activations, and gradients of them, that it has sent are counted
 with the lengths before them; the outer bytes are what it has sent to its peers.
+
+A simulation that has networks writes `stages.jsonl` when it ends: such lines of all stages, with the key `network`, on which
+their seconds are priced, and without the outer bytes, which its trace has of whole workers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +19,10 @@ from gossamer.errors import ConfigError
 from gossamer.record.files import LineWriter, atomic_write, make_folder, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
 
-__all__ = ["StageSeconds", "end_logs_of_others", "read_stages", "stage_log"]
+__all__ = ["STAGES_FILE", "StageSeconds", "end_logs_of_others", "read_stages", "stage_lines", "stage_log"]
+
+STAGES_FILE = "stages.jsonl"
+"""That of a simulation."""
 
 
 class StageSeconds(NamedTuple):
@@ -29,13 +35,21 @@ class StageSeconds(NamedTuple):
     wait_s: float
     forward_bytes: int
     backward_bytes: int
-    outer_bytes: int
+    outer_bytes: int | None
+    """None where they are not known stage by stage."""
+    network: str | None = None
+    """The declared network whose seconds these are; None for measured seconds."""
+
+
+def stage_lines(seconds: Iterable[StageSeconds]) -> str:
+    """The text of a file; what is None has no key."""
+    return "".join(json_line({k: v for k, v in one._asdict().items() if v is not None}) for one in seconds)
 
 
 class _StageLog(LineWriter):
     def log(self, seconds: StageSeconds) -> None:
         """Appends a line."""
-        self._file.write(json_line(seconds._asdict()))
+        self._file.write(stage_lines([seconds]))
 
 
 def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: int | None) -> _StageLog:
@@ -68,7 +82,8 @@ def _keep_before(path: Path, round: int) -> None:
 
 
 def read_stages(folder: Path) -> Iterator[StageSeconds]:
-    """The lines of all processes of a run. Raises DataError for a line that is no JSON object."""
-    for path in sorted(folder.glob("stages-*.jsonl")):
+    """The lines of all stages of a run. Raises DataError for a line that is no JSON object."""
+    for path in sorted(folder.glob("stages*.jsonl")):
         for _, line in json_lines(path):
-            yield StageSeconds(**{name: line[name] for name in StageSeconds._fields})
+            known = {"outer_bytes": None, **line}
+            yield StageSeconds(**{name: known[name] for name in StageSeconds._fields if name in known})

@@ -60,7 +60,9 @@ WHOLE = Partition(1, ())
 def partition_of(config: RunConfig, worker: int) -> Partition:
     """How the layers of a worker lie on its processes of `gossamer train`."""
     pipeline = config.pipeline
-    return Partition(pipeline.stages, cuts_of(pipeline, config.model)) if pipeline.cuts_replica(worker) else WHOLE
+    if not pipeline.cuts_replica(worker):
+        return WHOLE
+    return Partition(pipeline.stages, cuts_of(pipeline, config.model, config.data))
 
 
 class Store(NamedTuple):

@@ -65,6 +65,8 @@ class OnNetwork(NamedTuple):
     round_s: float | None
     utilisation: float | None
     """Share of the time spent computing, in the mean over the workers."""
+    between_stages: float | None
+    """Share of the time in which the stages of a worker wait for each other, in the mean over the workers."""
     note: str = ""
 
 
@@ -308,16 +310,17 @@ def _priced(config: RunConfig, name: str, entries: Sequence[Entry], m: Method, l
     """A round on a network, by the trace that the played rounds would leave."""
     network = config.network[name]
     if network.step_s is None:
-        return OnNetwork(name, None, None, f"unknown: network.{name} has no step_s")
+        return OnNetwork(name, None, None, None, f"unknown: network.{name} has no step_s")
     trace = from_entries(entries)
     try:
-        timeline = price(trace, in_stages(network, config, layout))
+        steps = in_stages(network, config, layout)
+        timeline = price(trace, steps.network, steps.computing)
     except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
-        return OnNetwork(name, None, None, f"unknown: {error}")
+        return OnNetwork(name, None, None, None, f"unknown: {error}")
     rounds = trace.rounds / m.sends_per_round
     adapts = "run.adapt" if config.run.adapt else "the rule" if m.rule.adapted is not None else ""
     note = f"at the local steps that {adapts} begins with" if adapts else ""
-    return OnNetwork(name, timeline.total_s / rounds, timeline.mean_utilisation, note)
+    return OnNetwork(name, timeline.total_s / rounds, timeline.mean_utilisation, timeline.mean_between_stages, note)
 
 
 def _on_a_clock(config: RunConfig, settled: Settled, sent_bytes: float, size: int) -> OnNetwork:
@@ -335,4 +338,4 @@ def _on_a_clock(config: RunConfig, settled: Settled, sent_bytes: float, size: in
         note = "without waiting for a quorum" if settled.rule.window is not None else ""
     steps_per_s = math.fsum(run.local_steps_of(i) / s for i, s in enumerate(cycles))
     utilisation = math.fsum(c / s for c, s in zip(compute, cycles, strict=True)) / config.workers
-    return OnNetwork(settled.network_name, config.workers * config.full_steps / steps_per_s, utilisation, note)
+    return OnNetwork(settled.network_name, config.workers * config.full_steps / steps_per_s, utilisation, 0.0, note)

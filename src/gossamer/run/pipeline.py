@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Annotated
 
@@ -12,18 +13,30 @@ from gossamer.code import is_code
 from gossamer.codecs import Codec
 from gossamer.codecs.by_part import by_part
 from gossamer.data.settings import DataConfig
-from gossamer.errors import ConfigError
+from gossamer.data.tokenizer import vocabulary
+from gossamer.errors import ConfigError, DataError, MissingPackageError
 from gossamer.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
 from gossamer.layout import Pattern, fragment_of
-from gossamer.models.sizes import ModelConfig, crossing
-from gossamer.models.stages import cutting_faults, minimax, piece_of
+from gossamer.models.sizes import ModelConfig, crossing, in_subspace, tensors
+from gossamer.models.stages import cutting_faults, minimax, piece_of, work_of_pieces
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS
 from gossamer.schema import settings
 
-__all__ = ["PipelineConfig", "boundary_of", "by_stage", "cuts_of", "must_come_again", "must_fit", "stage_in"]
+__all__ = [
+    "PipelineConfig",
+    "boundary_of",
+    "by_stage",
+    "cuts_of",
+    "must_come_again",
+    "must_fit",
+    "stage_in",
+    "suited_cuts",
+    "work_of_layers",
+]
 
+_vocabulary = cache(vocabulary)
 _Speed = Annotated[float, Field(gt=0)]
 
 
@@ -45,8 +58,8 @@ class PipelineConfig:
     stages: Annotated[AtLeastOne, Changeable()] = 1
     """Parts of consecutive layers; 1 is a whole replica."""
     cuts: Annotated[tuple[AtLeastOne, ...] | None, Changeable()] = None
-    """The layers before which it is cut, one fewer than stages; None, or an empty list, gives every stage about as many layers,
-    or by speeds."""
+    """The layers before which it is cut, one fewer than stages; None, or an empty list, gives every stage about as much work, or
+    by speeds."""
     speeds: Annotated[Annotated[tuple[_Speed, ...], Field(min_length=1)] | None, Changeable()] = None
     """How fast each stage computes, in any unit: without cuts, the slowest stage is as fast as possible. None for equal ones."""
     forward: Annotated[Choice, NamedIn("boundary"), Changeable()] = Choice("dense")
@@ -133,7 +146,7 @@ def boundary_of(choice: Choice) -> Boundary:
     return BOUNDARIES[choice.name](**choice.options)
 
 
-def cuts_of(pipeline: PipelineConfig, model: ModelConfig) -> tuple[int, ...]:
+def cuts_of(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> tuple[int, ...]:
     """The layers before which a model is cut: the given ones, those of its bottlenecks if they are as many, or by speeds.
 
     Raises: ConfigError when there are more stages than layers.
@@ -151,19 +164,46 @@ def cuts_of(pipeline: PipelineConfig, model: ModelConfig) -> tuple[int, ...]:
             f"pipeline.stages is {pipeline.stages} and pipeline.chunks is {pipeline.chunks}, which makes {pipeline.pieces} "
             f"pieces, and the model has {model.shape.layers} layers, but each needs one; take fewer stages or chunks"
         )
-    return minimax([1.0] * model.shape.layers, (pipeline.speeds or (1.0,) * pipeline.stages) * pipeline.chunks)
+    return suited_cuts(pipeline, model, data, pipeline.speeds or (1.0,) * pipeline.stages)
 
 
-def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig) -> Codec:
+def suited_cuts(
+    pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, speeds: Sequence[float]
+) -> tuple[int, ...]:  # fmt: skip
+    """The layers before which a model is cut so that the slowest of stages with these speeds is as fast as possible.
+
+    The last layers of a model with a subspace, behind which all its numbers would have to cross, stay together if they can.
+
+    Raises: ConfigError as `cuts_of`.
+    """
+    work, narrow = work_of_layers(model, data), in_subspace(model)
+    if narrow and pipeline.pieces - 1 <= narrow < len(work):
+        work[narrow:] = [sum(work[narrow:])]
+    return minimax(work, [*speeds] * pipeline.chunks)
+
+
+def work_of_layers(model: ModelConfig, data: DataConfig) -> list[float]:
+    """The work of each layer in an inner step, in numbers of its matrices; the last has the output head too.
+
+    A tokenizer that this machine does not have counts as bytes, as it does in a price.
+    """
+    try:
+        words = _vocabulary(data.tokenizer)
+    except (DataError, MissingPackageError):  # who trains hears of it
+        words = None
+    return [*map(float, work_of_pieces(tensors(model, words or 256), range(1, model.shape.layers)))]
+
+
+def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> Codec:
     """The codec with which the stages of a worker send what each of them has, as processes that have one stage alone do."""
     if pipeline.stages == 1 or codec.exact or codec.blockwise == 1:
         return codec
-    return by_part(codec, stage_in(pipeline, model))
+    return by_part(codec, stage_in(pipeline, model, data))
 
 
-def stage_in(pipeline: PipelineConfig, model: ModelConfig) -> Callable[[str], int]:
+def stage_in(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> Callable[[str], int]:
     """The stage that has the parameter with a name."""
-    cuts = cuts_of(pipeline, model)
+    cuts = cuts_of(pipeline, model, data)
     return lambda name: piece_of(name, cuts) % pipeline.stages
 
 
@@ -195,7 +235,7 @@ def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, wor
         raise ConfigError(
             f"{said} and model.dropout is {model.dropout}, whose random numbers would depend on the cuts; set it to 0"
         )
-    cuts = cuts_of(pipeline, model)
+    cuts = cuts_of(pipeline, model, data)
     for key, value, why in cutting_faults(cuts, model.shape.layers, tied=model.tie_embeddings):
         raise ConfigError(f"{said} and {key} is {value}, but {why}")
     if data.accumulate < stages:
@@ -226,7 +266,7 @@ def _must_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cuts:
             raise ConfigError(
                 f"schedule.fragments is {fragments} with pattern '{schedule.pattern}', and stage {part} of {pipeline.stages} has "
                 f"layers {own}, of {some} of them; take "
-                f"{'the pattern strided, ' if strided else ''}fewer fragments or fewer stages"
+                f"{'the pattern strided, ' if strided else ''}fewer fragments, other pipeline.cuts or fewer stages"
             )
 
 

@@ -16,6 +16,7 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import to_options
 from gossamer.network.measured import loss_penalty
 from gossamer.network.plan import Candidate, PlanSettings, RunPlan, best_among, with_tables
+from gossamer.network.timeline import in_words
 from gossamer.run.check import counted
 from gossamer.run.config import parse
 from gossamer.run.layouts import layout_for
@@ -74,10 +75,10 @@ def _best(method: str, local_steps: Sequence[int], made: RunPlan, layout: Layout
     """The candidate with the fewest of these local steps that reach the target, or with the most if none do."""
     *fewer, most = sorted(set(local_steps))
     last = _candidate(method, most, made, layout)
-    if last.utilisation < made.options.target:  # more local steps never compute for less of the time
+    if last.in_local_phases < made.options.target:  # more local steps never compute for less of the time
         return last
     tried = (_candidate(method, steps, made, layout) for steps in fewer)
-    return next((one for one in tried if one.utilisation >= made.options.target), last)
+    return next((one for one in tried if one.in_local_phases >= made.options.target), last)
 
 
 def _without_price(recipe: Recipe) -> str:
@@ -111,7 +112,8 @@ def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, steps: int = 300
     document["run"] |= run
     head = (
         f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
-        f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, {chosen.utilisation:.1%} of it computing.\n"
+        f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
+        f"{in_words(chosen.utilisation, chosen.between_stages)}.\n"
     )
     return head + tomli_w.dumps({"name": name, **document})
 
@@ -140,7 +142,7 @@ def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> 
     config = parse(_document(method, local_steps, made, made.options.rounds))
     settled = settle(config)
     sent_bytes, _, _, (priced,) = counted(config, settled, layout, _ROUNDS)
-    if priced.round_s is None or priced.utilisation is None:
+    if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
         raise ConfigError(f"{priced.name} gives it no price: {priced.note}")
     codec = settled.codec if isinstance(settled, WithServer | InPairs) else settled.method.codec
     own = tuple(config.local_steps_of(i) for i in range(config.workers))
@@ -154,4 +156,5 @@ def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> 
         utilisation=priced.utilisation,
         seconds_per_token=priced.round_s / (made.options.step_tokens * sum(own)),
         loss_penalty=loss_penalty(method, max(own)),
+        between_stages=priced.between_stages,
     )

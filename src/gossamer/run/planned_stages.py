@@ -14,7 +14,7 @@ import numpy as np
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
-from gossamer.models.stages import minimax, piece_of
+from gossamer.models.stages import minimax, piece_of, work_of_pieces
 from gossamer.network.limits import positives
 from gossamer.network.links import Network
 from gossamer.network.pipeline import StageLinks
@@ -24,7 +24,7 @@ from gossamer.run.config import parse
 from gossamer.run.layouts import layout_for
 from gossamer.run.planned import PLANNED, drafted
 from gossamer.run.settle import settle
-from gossamer.run.stage_time import in_stages
+from gossamer.run.stage_time import InnerSteps, in_stages
 
 __all__ = ["BOUNDARY_PAIRS", "StagePlan", "StagedReplica", "plan_in_stages"]
 
@@ -51,6 +51,8 @@ class StagedReplica(NamedTuple):
     """Seconds of an inner step, of the slowest worker."""
     unhindered: float
     """The share of it that it would take over links that need no time."""
+    computing: float
+    """The share of it in which its stages compute; in the rest they wait for each other and for messages between them."""
 
     def tables(self, batch_size: int) -> dict[str, dict[str, Any]]:
         """Its tables of a run file."""
@@ -121,7 +123,8 @@ def plan_in_stages(
     chosen = next((cut for cut in tried if cut.unhindered >= options.target), min(tried, key=lambda cut: cut.step_s))
     tables = chosen.tables(options.batch_size)
     config = parse(sketch.document("diloco", tables))
-    made = plan(in_stages(network, config, layout), model, options)
+    steps = in_stages(network, config, layout)
+    made = plan(steps.network, model, options, steps.computing)
     made = made._replace(network=network, replica=tables)
     return StagePlan(made, round(per_number * layout.numel), chosen, tuple(tried), refused)
 
@@ -140,6 +143,11 @@ class _Sketch(NamedTuple):
         run = {"run": {"steps": 1, "local_steps": 1}}
         return drafted(method, self.workers, self.model, self.options, {**run, **tables})
 
+    def work(self) -> list[float]:
+        """Of each layer, as its price has it; the last has the output head."""
+        tensors = ((leaf.name, leaf.shape) for leaf in self.layout.leaves)
+        return [*map(float, work_of_pieces(tensors, range(1, self.model.shape.layers)))]
+
     def bytes_per_number(self) -> float:
         """Memory of each parameter with the planned method that keeps most."""
         needed = 0
@@ -155,19 +163,23 @@ class _Sketch(NamedTuple):
     def cut(self, cuts: tuple[int, ...], forward: str, micro_batches: int, stage_bytes: int) -> StagedReplica:
         """The step of one way to cut. Raises ConfigError where the boundary codecs do not fit."""
         made = StagedReplica(
-            len(cuts) + 1, cuts, forward, BOUNDARY_PAIRS[forward], micro_batches, stage_bytes, 0.0, 0.0
+            len(cuts) + 1, cuts, forward, BOUNDARY_PAIRS[forward], micro_batches, stage_bytes, 0.0, 0.0, 0.0
         )
         config = parse(self.document("diloco", made.tables(self.options.batch_size)))
         settle(config)
         links = self.network.stages or StageLinks()
         free = replace(self.network, stages=StageLinks(speeds=links.speeds))
-        step_s, free_s = (_slowest(in_stages(one, config, self.layout)) for one in (self.network, free))
-        return made._replace(step_s=step_s, unhindered=free_s / step_s)
+        step_s, computing = _slowest(in_stages(self.network, config, self.layout))
+        free_s, _ = _slowest(in_stages(free, config, self.layout))
+        return made._replace(step_s=step_s, unhindered=free_s / step_s, computing=computing)
 
 
-def _slowest(network: Network) -> float:
-    assert network.step_s is not None
-    return float(np.max(network.step_s))
+def _slowest(steps: InnerSteps) -> tuple[float, float]:
+    """The longest inner step, and the share of it in which its stages compute."""
+    assert steps.network.step_s is not None
+    times = np.broadcast_to(np.asarray(steps.network.step_s, float), len(steps.by_stage))
+    slowest = int(times.argmax())
+    return float(times[slowest]), steps.computing[slowest]
 
 
 def _fewest(sketch: _Sketch, per_number: float, memory_bytes: float) -> tuple[tuple[int, ...], int]:
@@ -179,7 +191,7 @@ def _fewest(sketch: _Sketch, per_number: float, memory_bytes: float) -> tuple[tu
         rooms = [memory_bytes / per_number - outside[0], *[memory_bytes / per_number] * (stages - 2)]
         most = [math.floor(room / each) for room in (*rooms, memory_bytes / per_number - outside[1])]
         if min(most) >= 1 and sum(most) >= layers:
-            cuts = minimax([1.0] * layers, links.speeds or [1.0] * stages, most)
+            cuts = minimax(sketch.work(), links.speeds or [1.0] * stages, most)
             held = [each * (stop - start) for start, stop in pairwise((0, *cuts, layers))]
             return cuts, round(per_number * max(held[0] + outside[0], held[-1] + outside[1], *held))
     parts = ", ".join(

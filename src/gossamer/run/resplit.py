@@ -16,12 +16,11 @@ import torch
 
 from gossamer.errors import CheckpointError, ConfigError, PeerError
 from gossamer.models.llama import Llama
-from gossamer.models.stages import minimax
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.packed import packed, unpacked
 from gossamer.run.assemble import WHOLE, Partition, Store, joined_state, partition_of, state_of_part
 from gossamer.run.config import RunConfig
-from gossamer.run.pipeline import cuts_of
+from gossamer.run.pipeline import cuts_of, suited_cuts, work_of_layers
 from gossamer.run.task import Task
 from gossamer.transport.launch import agree
 from gossamer.transport.member import Member
@@ -46,11 +45,11 @@ def with_cuts(config: RunConfig, cuts: Sequence[int]) -> RunConfig:
 def laid_anew(config: RunConfig, speeds: Sequence[float]) -> RunConfig:
     """The run with the cuts that suit stages of these speeds best; itself where they stay, or where others cannot be.
 
-    Args: `speeds` are layers per second, or in any unit, as in `minimax`.
+    Args: `speeds` are work per second, in any unit, as in `minimax`.
     """
-    pipeline, layers = config.pipeline, config.model.shape.layers
-    cuts = minimax([1.0] * layers, [*speeds] * pipeline.chunks)
-    if cuts == cuts_of(pipeline, config.model):
+    parts = config.pipeline, config.model, config.data
+    cuts = suited_cuts(*parts, speeds)
+    if cuts == cuts_of(*parts):
         return config
     try:
         return with_cuts(config, cuts)
@@ -62,16 +61,18 @@ def laid_anew(config: RunConfig, speeds: Sequence[float]) -> RunConfig:
 
 
 def measured_speeds(config: RunConfig, said: Sequence[object]) -> list[float]:
-    """Layers per second of each stage, of the slowest worker.
+    """Work per second of each stage, as `work_of_layers` counts it, of the slowest worker.
 
     Args: `said` is what each process says of itself under these cuts: its stage and the seconds that it computed; None for a
         whole worker.
     Raises: PeerError for anything else.
 
     >>> from gossamer.run.config import parse
-    >>> two = parse({"pipeline": {"stages": 2, "cuts": [1]}, "data": {"accumulate": 2}})  # of four layers
+    >>> two = parse({"pipeline": {"stages": 2, "cuts": [1]}, "data": {"accumulate": 2}})
+    >>> work_of_layers(two.model, two.data)
+    [200704.0, 200704.0, 200704.0, 233472.0]
     >>> measured_speeds(two, [[0, 1.0], [1, 6.0], [0, 2.0], [1, 3.0], None])
-    [0.5, 0.5]
+    [100352.0, 105813.33333333333]
     """
     pipeline, slowest = config.pipeline, [1e-9] * config.pipeline.stages
     for one in said:
@@ -82,8 +83,9 @@ def measured_speeds(config: RunConfig, said: Sequence[object]) -> list[float]:
                 slowest[stage] = max(slowest[stage], seconds)
             case _:
                 raise _foreign(one)
-    sizes = [b - a for a, b in pairwise([0, *cuts_of(pipeline, config.model), config.model.shape.layers])]
-    return [sum(sizes[stage :: pipeline.stages]) / seconds for stage, seconds in enumerate(slowest)]
+    work, cuts = work_of_layers(config.model, config.data), cuts_of(pipeline, config.model, config.data)
+    pieces = [sum(work[a:b]) for a, b in pairwise([0, *cuts, len(work)])]
+    return [sum(pieces[stage :: pipeline.stages]) / seconds for stage, seconds in enumerate(slowest)]
 
 
 def exchanged(

@@ -9,7 +9,7 @@ import numpy as np
 
 from gossamer.clock import SERVER, Absence, Phase, Record, Transfer, Update
 from gossamer.clock.saved import plain, rebuilt
-from gossamer.network.links import Floats, Network
+from gossamer.network.links import Floats, Network, PerWorker
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
 from gossamer.record.seconds import RoundSeconds, read_seconds
@@ -119,25 +119,31 @@ def recorded_s(folder: Path, worker: int, newest: int | None) -> float:
 # --- priced -----------------------------------------------------------------------------------------------------------
 
 
-def priced(trace: Trace, network: Network | None, name: str | None, parts: int = 1) -> list[RoundSeconds]:
+def priced(
+    trace: Trace, network: Network | None, name: str | None, parts: int = 1, computing: PerWorker = 1.0
+) -> list[RoundSeconds]:  # fmt: skip
     """The seconds of a traced run on a network; without one those that its workers computed.
 
-    Args: `parts` is how many entries of the trace make a round of the run.
+    Args:
+        parts: how many entries of the trace make a round of the run.
+        computing: as in `gossamer.network.pricing.price`.
     Raises: ConfigError as `price` does.
     """
     if network is None:
         still = np.zeros_like(trace.compute_s)
         timeline = Timeline(trace.compute_s, still, still.astype(np.int32), trace.compute_s.cumsum(axis=0))
     else:
-        timeline = price(trace, network)
+        timeline = price(trace, network, computing)
     late_s, peer = _lateness(trace, timeline)
     waiting_s = np.clip(late_s, 0.0, timeline.communication_s)
     transfer_s = timeline.communication_s - waiting_s
+    between_s = timeline.compute_s * (1 - np.asarray(timeline.computing))
     rounds: list[RoundSeconds] = []
     for i in range(trace.workers):
         tally = Tally(i, name)
         for r in range(trace.rounds):
-            tally.compute_s += float(timeline.compute_s[r, i])
+            tally.compute_s += float(timeline.compute_s[r, i] - between_s[r, i])
+            tally.other_s += float(between_s[r, i])
             tally.transfer_s += float(transfer_s[r, i])
             tally.wait(int(peer[r, i]), float(waiting_s[r, i]))
             tally.end_s = float(timeline.end_s[r, i])

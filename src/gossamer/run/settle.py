@@ -110,7 +110,7 @@ def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Set
         for network in () if real else config.network.values():
             links_of(network, config.workers)  # one of other workers is refused before the training, not after it
         m = method_of(facts, compile=config.run.compile)
-        m = m._replace(codec=by_stage(m.codec, config.pipeline, config.model))
+        m = m._replace(codec=by_stage(m.codec, config.pipeline, config.model, config.data))
         return InRounds(m, facts.pacing_network, (*warnings_of(facts), *_unrecorded(config, real)))
     name, network, config = _clocked(config, facts)
     absences = _absences(config)

@@ -78,7 +78,8 @@ class InStages(Protocol):
 
 def spans_of(config: RunConfig) -> list[tuple[int, int]]:
     """The first layer of each stage, and the one after its last."""
-    return [*pairwise([0, *cuts_of(config.pipeline, config.model), config.model.shape.layers])]
+    cuts = cuts_of(config.pipeline, config.model, config.data)
+    return [*pairwise([0, *cuts, config.model.shape.layers])]
 
 
 def boundary_ends(config: RunConfig, layer: int) -> tuple[BoundaryEnd, BoundaryEnd]:
@@ -137,7 +138,7 @@ class StagedModel:
     def __init__(self, model: Llama, config: RunConfig) -> None:
         self.model: nn.Module = model
         self._config = config
-        self.stages = stages_of(model, cuts_of(config.pipeline, config.model))
+        self.stages = stages_of(model, cuts_of(config.pipeline, config.model, config.data))
         self.boundaries = [boundary_ends(config, stage.first) for stage in self.stages[1:]]
         """The forward and the backward direction of each, in order of the stages."""
         self._by_layer = {stage.first: ends for stage, ends in zip(self.stages[1:], self.boundaries, strict=True)}

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from gossamer.network.links import Network, jitter_factors
 from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
-from gossamer.record.folder import RunFolder
+from gossamer.record.folder import RunFolder, read_metrics
 from gossamer.record.progress import say
+from gossamer.record.stages import STAGES_FILE, stage_lines
 from gossamer.record.trace import read_trace
 from gossamer.rounds.exchange import Each, finish_all
 from gossamer.rounds.method import Method
@@ -40,7 +42,7 @@ from gossamer.run.resplit import as_simulated, laid_anew, lays_anew
 from gossamer.run.seconds import priced
 from gossamer.run.settle import in_rounds
 from gossamer.run.stack import Stacks
-from gossamer.run.stage_time import in_stages
+from gossamer.run.stage_time import InnerSteps, in_stages, stage_seconds
 from gossamer.run.task import Task, task_of
 from gossamer.run.worker import RoundReport, Segment, Worker
 from gossamer.transport import Transport
@@ -149,14 +151,14 @@ class Rounds:
             self._with_cuts_of(found)
             for worker, state in zip(self.workers, states, strict=True):
                 worker.restore(state)
-            self._record.log("resplit", round=round, cuts=cuts_of(found.pipeline, found.model))
+            self._record.log("resplit", round=round, cuts=cuts_of(found.pipeline, found.model, found.data))
 
     def result(self) -> Result:
         """The figures of the rounds so far; after the last, the mean model is published."""
         loss = self._assessed().loss if math.isnan(self._journal.loss) else self._journal.loss
         layout = self.workers[0].replica.layout
-        networks = {name: in_stages(network, self.config, layout) for name, network in self.config.network.items()}
-        time_s = _record_seconds(self._record, networks, self._sends_per_round)
+        steps = {name: in_stages(network, self.config, layout) for name, network in self.config.network.items()}
+        time_s = _record_seconds(self._record, steps, self._sends_per_round)
         if self.finished == self.config.rounds and self.config.record.export:
             publish(
                 self.config, self.task, union_of(self.task, self.models()), self.folder, mean_buffers(self.buffers())
@@ -279,14 +281,18 @@ def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None
     finish_all([one.pop(key) for one in flying if key in one], each)
 
 
-def _record_seconds(record: RunFolder, networks: Mapping[str, Network], parts: int) -> dict[str, float]:
+def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: int) -> dict[str, float]:
     """Prices the run on each of these networks and records where the seconds went; returns how long it takes on each."""
     trace = read_trace(record.path)
-    if not networks:
+    if not steps:
         record.write_seconds(priced(trace, None, None, parts))
         return {}
-    found = {name: priced(trace, network, name, parts) for name, network in networks.items()}
+    found = {name: priced(trace, one.network, name, parts, one.computing) for name, one in steps.items()}
     record.write_seconds(seconds for some in found.values() for seconds in some)
+    if any(len(shares) > 1 for one in steps.values() for shares in one.by_stage):
+        trained = [line for line in read_metrics(record.path) if line["kind"] == "train"]
+        stages = (stage_seconds(one, found[name], trained) for name, one in steps.items())
+        record.write_text(STAGES_FILE, stage_lines(chain.from_iterable(stages)))
     return {name: max((one.end_s for one in some), default=0.0) for name, some in found.items()}
 
 

@@ -147,7 +147,7 @@ def _made(
     part = replica.staged if isinstance(replica.staged, OwnStages) else None
     worker = Worker(replica, m, transports[0], reduce)
     if len(transports) > 1:
-        stage_of = stage_in(config.pipeline, config.model)
+        stage_of = stage_in(config.pipeline, config.model, config.data)
         worker.loop.fragments = [in_sides(each, m.codec, transports, stage_of) for each in worker.loop.fragments]
     return _Made(worker, transports, stopwatch, part, pipe)
 
@@ -184,7 +184,9 @@ def _train_rounds(
     for round in range(first, config.rounds):
         if pipe is not None:
             pipe.round = round
+        waited_s = 0.0 if pipe is None else pipe.waited_s
         report = train_round(made.worker, round, config)
+        between_s = 0.0 if pipe is None else pipe.waited_s - waited_s
         if made.part is not None and stages is not None:
             sent = sum(size for some in report.operations for one in some for _, size in one.sends)
             report = report._replace(operations=made.part.end_round(report.operations))
@@ -192,7 +194,7 @@ def _train_rounds(
             stages.log(seconds)
             spent_s += seconds.compute_s
         deliveries = [one for transport in made.transports for one in transport.deliveries()]
-        stopwatch.phase(report.whole.compute_s)
+        stopwatch.phase(report.whole.compute_s - between_s)
         stopwatch.waited([one for transport in made.transports for one in transport.waits()], deliveries)
         journal.enter(made.worker, round, report)
         if made.worker.pacer is not None and round + 1 < config.rounds:
@@ -202,7 +204,7 @@ def _train_rounds(
             now, spent_s = _lay_anew(now, member, make, spent_s), 0.0
         if now is not before:
             _, store, made = now
-            record.log("resplit", round=round, cuts=cuts_of(now.config.pipeline, config.model))
+            record.log("resplit", round=round, cuts=cuts_of(now.config.pipeline, config.model, config.data))
             save, journal = _keepers(now, config, line, board, first, record)
         end_round(journal, made.worker.replica, round + 1)
         if now is not before and run.checkpoint_every:
