@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scipy.stats import t as student
 
 from generators import annealed, claims, experiments, gains, leaderboard, local_steps, verdicts
 from generators.verdicts import Arm
@@ -430,6 +431,8 @@ def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
     slower = losses_of("noise", "DiLoCo")
     spread = statistics.stdev(losses_of("noise", "GASLoC 1-Peer")[seed] - slower[seed] for seed in slower)
     assert 0.006 < spread < 0.017, "what stage 0 expected"
+    shown = float(student.ppf(0.975, 2)) * spread / math.sqrt(3)
+    assert f"only where the mean difference exceeds about {shown:.2f}<!-- tests/test_evidence.py -->" in page
     gated = losses_of("attempts", "the same, with the step to 1"), losses_of("attempts", "GASLoC 1-Peer")
     assert f"{difference(*gated, digits=4)}<!-- tests/test_evidence.py --> |" in page
     one, everyone = (
@@ -447,6 +450,13 @@ def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
     assert f"it ends {difference(faster, full, spread=False)}<!-- tests/test_evidence.py --> lower at (1, 0.5)" in page
     rho = re.search(r"over (\d+) cells: (-?[\d.]+)", experiments.page(FIRST_STAGE / "momentum.jsonl"))
     assert rho is not None and f"Over the {rho[1]} cells so far ρ is {rho[2].rstrip('.')}" in page
+
+
+def test_the_decision_on_the_default_of_gasloc_has_what_it_costs_in_the_mean() -> None:
+    text = (ROOT / "docs" / "adr" / "0031-gasloc-has-a-momentum-of-one-half.md").read_text(encoding="utf-8")
+    for peers, words in ((2, "above the first"), (1, "above the second")):
+        default, chosen = (losses_of(stem, f"GASLoC {peers}-Peer") for stem in ("tuned", "tuned_again"))
+        assert f"{difference(default, chosen, spread=False)}<!-- tests/test_evidence.py -->" in text and words in text
 
 
 def test_at_equal_bytes_diloco_ends_lower_in_each_seed_where_the_page_says_so() -> None:

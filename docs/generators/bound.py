@@ -157,7 +157,7 @@ def filled(text: str, page: str) -> str:
     return "".join([*parts, text[end:]])
 
 
-def unbound(text: str, decimals: int = 2) -> list[str]:
+def unbound(text: str) -> list[str]:
     """The numbers with two decimals or more, as losses, ratios and seconds have, and the per cents with a sign or decimals, that
     neither name a source nor stand in a bound table.
 
@@ -169,8 +169,7 @@ def unbound(text: str, decimals: int = 2) -> list[str]:
     text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|(?<=\n\n)(?: {4}[^\n]*\n)+", "", text, flags=re.DOTALL)
     text = re.sub(rf"(?:{NUMBER} to )?{_LIST}\**<!-- (?:\w+: |tests/|benchmarks/|arXiv |registered )[^>]*-->", "", text)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    found = re.findall(_MEASURED, text)
-    return [number for number in found if "%" in number or len(number.partition(".")[2]) >= decimals]
+    return re.findall(_MEASURED, text)
 
 
 def _text(page: str) -> str:
