@@ -1,5 +1,6 @@
 """The registered experiments: settings that were tuned, what their pages make of outcomes, and the verdicts on claims."""
 
+import itertools
 import math
 import re
 import statistics
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from scipy.stats import t as student
 
-from generators import annealed, claims, experiments, gains, leaderboard, local_steps, verdicts
+from generators import annealed, claims, experiments, gains, leaderboard, local_steps, sources, verdicts
 from generators.verdicts import Arm
 from gossamer.data.corpus import fingerprint, open_corpus
 from gossamer.errors import DataError
@@ -457,6 +458,26 @@ def test_the_decision_on_the_default_of_gasloc_has_what_it_costs_in_the_mean() -
     for peers, words in ((2, "above the first"), (1, "above the second")):
         default, chosen = (losses_of(stem, f"GASLoC {peers}-Peer") for stem in ("tuned", "tuned_again"))
         assert f"{difference(default, chosen, spread=False)}<!-- tests/test_evidence.py -->" in text and words in text
+
+
+@pytest.mark.parametrize("stem", ["straggler_steps", "straggler_steps-uplink_20"])
+def test_two_peers_are_as_low_before_every_diloco_in_each_seed_between_lengths_too(stem: str) -> None:
+    file, scale = sources.config_of(FIRST_STAGE / f"{stem}.jsonl")
+    runs, ended = points(load(file), seeds=(0, 1, 2), scale=scale), read_results(FIRST_STAGE / f"{stem}.jsonl")
+    found = annealed.branches(runs, ended, "DiLoCo, H = 30")
+
+    def between(method: str, seed: int) -> float:
+        """The share of the target's time at which the losses of a method, joined by straight lines, come to the target's."""
+        own = sorted((one.share, one.above) for one in found if (one.method, one.seed) == (method, seed))
+        return next(x + (y - x) * a / (a - b) for (x, a), (y, b) in itertools.pairwise(own) if a > 0 >= b)
+
+    ours = "GASLoC 2-Peer, H = 30"
+    for other in ("DiLoCo, H = 60", "DiLoCo, H = 120"):
+        first, theirs = (annealed.time_shares(found, method, "straggler") for method in (ours, other))
+        for seed in range(3):
+            reached, later = first[seed], theirs[seed]
+            assert reached is not None and later is not None and reached < later
+            assert between(ours, seed) < between(other, seed)
 
 
 def test_at_equal_bytes_diloco_ends_lower_in_each_seed_where_the_page_says_so() -> None:
