@@ -42,7 +42,7 @@ published figures. Every answer on that page was computed when this site was bui
 `gossamer watch --plan` serves the same page with more values, latency and workers among them, and prices all other methods too.
 With a network file it moves the bandwidth of all its links together.
 """
-_PAPER = "Tables and figures of experiments at one learning rate, from which [Evidence](../../evidence.md) concludes nothing any more."
+_PAPER = "Experiments at one learning rate, from which [Evidence](../../evidence.md) concludes nothing any more."
 
 
 EXPERIMENTS = [
