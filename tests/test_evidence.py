@@ -460,6 +460,15 @@ def test_the_decision_on_the_default_of_gasloc_has_what_it_costs_in_the_mean() -
         assert f"{difference(default, chosen, spread=False)}<!-- tests/test_evidence.py -->" in text and words in text
 
 
+def test_our_form_of_gasloc_ends_lower_than_the_published_one_with_two_peers_by_what_the_pages_say() -> None:
+    theirs, ours = (losses_of("published_tuned", method) for method in ("published, two peers", "GASLoC 2-Peer"))
+    assert all(ours[seed] < theirs[seed] for seed in range(5))
+    decision = (ROOT / "docs" / "adr" / "0009-gasloc-mixes-before-its-momentum.md").read_text(encoding="utf-8")
+    assert f"{difference(theirs, ours, spread=False)}<!-- tests/test_evidence.py --> nats lower" in decision
+    share = 1 - statistics.fmean(ours.values()) / statistics.fmean(theirs.values())
+    assert f"{100 * share:.1f}<!-- tests/test_evidence.py --> % of the loss" in page_of_evidence()
+
+
 @pytest.mark.parametrize("stem", ["straggler_steps", "straggler_steps-uplink_20"])
 def test_two_peers_are_as_low_before_every_diloco_in_each_seed_between_lengths_too(stem: str) -> None:
     file, scale = sources.config_of(FIRST_STAGE / f"{stem}.jsonl")
