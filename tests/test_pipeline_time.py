@@ -1,5 +1,6 @@
 """The seconds of an inner step of a pipeline."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,16 +11,25 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from gossamer.cli import main
 from gossamer.cli.check import lines
-from gossamer.errors import ConfigError
+from gossamer.errors import ConfigError, DataError
 from gossamer.models.sizes import ModelConfig
+from gossamer.network.inner_steps import inner_steps
 from gossamer.network.links import Network, from_toml, to_toml
 from gossamer.network.pipeline import Pass, StageLinks, order_of, pipeline_step
+from gossamer.network.pricing import price
+from gossamer.record.pipeline import PipelineWork, read_pipeline, write_pipeline
 from gossamer.record.seconds import read_seconds
 from gossamer.record.stages import read_stages
+from gossamer.record.trace import read_trace
+from gossamer.report.live import LiveRuns
+from gossamer.report.results import read_results
+from gossamer.report.table import summary_rows
 from gossamer.run.check import examine
+from gossamer.run.comparison import train_all
+from gossamer.run.experiment import Point
 from gossamer.run.layouts import layout_for
 from gossamer.run.simulate import simulate
-from gossamer.run.stage_time import in_stages
+from gossamer.run.stage_time import in_stages, pipeline_work
 from tiny import preset as tiny
 
 LAYOUT = layout_for(ModelConfig(size="0.2m", layers=4), 256)
@@ -218,6 +228,52 @@ def test_waits_between_stages_are_recorded_of_each_stage_and_count_as_no_computi
     (tmp_path / "far.toml").write_text(to_toml(config.network["far"]))
     assert main(["price", str(tmp_path / "run"), str(tmp_path / "far.toml")]) == 0
     assert f"utilisation {computing:.1%}, " in capsys.readouterr().out
+
+
+def test_a_report_and_an_outcome_price_a_run_in_stages_as_a_check_does(tmp_path):
+    config, folder = tiny(**FAR, run__local_steps=2), tmp_path / "run"
+    train_all(
+        [Point("far", {}, 0, "far", config)], {"far": folder}, tmp_path / "outcomes.jsonl",
+        began=lambda run: None, told=lambda run, end: None,
+    )  # fmt: skip
+    (checked,), (outcome,) = examine(config).networks, read_results(tmp_path / "outcomes.jsonl")
+    (row,) = summary_rows({"far": folder}, config.network)
+    assert outcome.row["wall_s"] == row["wall_s"] and outcome.row["utilisation"] == row["utilisation"]
+    assert row["wall_s"] == {"far": read_seconds(folder)[-1].end_s} == {"far": pytest.approx(2 * checked.round_s)}
+    assert row["utilisation"] == {"far": pytest.approx(checked.utilisation)} and checked.utilisation < 0.1
+    assert row["loss_at_s"]["far"][-1][0] == row["wall_s"]["far"]
+    (folder / "seconds.jsonl").unlink()  # which a run under way does not have
+    (shown,) = json.loads(LiveRuns([folder]).data(""))["runs"]
+    assert shown["ends_s"] == row["wall_s"]
+
+
+def test_a_run_in_stages_is_priced_on_any_network_by_its_folder_and_not_without_its_record(tmp_path, caplog):
+    config, folder = tiny(**FAR, pipeline__workers=[1], pipeline__forward="aqsgd", data__windows=16), tmp_path / "run"
+    simulate(config, folder)
+    other = replace(config.network["far"], step_s=(3.0, 5.0), stages=StageLinks(latency_s=0.5, speeds=(1.0, 0.25)))
+    expected = in_stages(other, config, LAYOUT)
+    assert inner_steps(other, read_pipeline(folder), 2) == expected
+    (row,) = summary_rows({"run": folder}, {"other": other})
+    assert row["wall_s"]["other"] == price(read_trace(folder), expected.network).total_s
+    (folder / "pipeline.json").unlink()
+    (row,) = summary_rows({"run": folder}, {"other": other})
+    assert row["wall_s"] == row["utilisation"] == {} and "is a run in stages without pipeline.json" in caplog.text
+
+
+def test_a_run_that_goes_on_in_one_piece_is_priced_as_one(tmp_path):
+    simulate(tiny(**FAR, run__checkpoint_every=1), tmp_path)
+    assert read_pipeline(tmp_path) is not None
+    simulate(tiny(**{**FAR, "run__steps": 6, "pipeline__stages": 1}, run__checkpoint_every=1), tmp_path, resume=True)
+    assert read_pipeline(tmp_path) is None
+
+
+@pytest.mark.parametrize("change", [{"shares": [1.0]}, {"again_bytes": []}, {"micro_batches": 10**6}])
+def test_a_record_of_work_that_no_inner_step_has_is_refused(tmp_path, change):
+    work = pipeline_work(tiny(**FAR), LAYOUT)
+    assert work is not None
+    write_pipeline(tmp_path, PipelineWork(**{**work, **change}))
+    with pytest.raises(DataError, match=r"pipeline\.json has .*; repair or remove the file"):
+        read_pipeline(tmp_path)
 
 
 def test_a_check_says_which_share_of_a_round_stages_wait_for_each_other():

@@ -24,6 +24,7 @@ from gossamer.record.branches import read_branches
 from gossamer.record.events import EventWriter, read_events
 from gossamer.record.files import Appender, atomic_write, make_folder
 from gossamer.record.folder import read_metrics
+from gossamer.record.pipeline import read_pipeline, write_pipeline
 from gossamer.record.seconds import read_seconds
 from gossamer.record.trace import read_trace
 from gossamer.run.config import dump, faults, parse
@@ -31,7 +32,9 @@ from gossamer.run.document import load
 from gossamer.run.document import settings as words_as_settings
 from gossamer.run.experiment import figure, points
 from gossamer.run.history import history
+from gossamer.run.layouts import layout_for
 from gossamer.run.simulate import simulate
+from gossamer.run.stage_time import pipeline_work
 from gossamer.transport.local import run_local
 from tiny import document, single, tiny
 
@@ -118,7 +121,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The records of an asynchronous run."""
+    """The records of an asynchronous run, and that of one in stages."""
     folder = tmp_path_factory.mktemp("served")
     with EventWriter(folder, network="n", workers=2) as log:
         log.write(0, "phase", worker=0, number=0, start_s=0.0, end_s=1.5, steps=15, tokens=960)
@@ -129,12 +132,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
         arrivals.write(ServerInput("serve", 0.0, workers=2, digest="d"))
         arrivals.write(ServerInput("join", 1.5, worker=0))
         arrivals.write(ServerInput("push", 2.5, worker=0))
+    cut = tiny(pipeline__stages=2, model__layers=2, data__accumulate=2)
+    write_pipeline(folder, pipeline_work(cut, layout_for(cut.model, 256)))
     return folder
 
 
 READERS: dict[str, Callable[[Path], object]] = {
     "metrics.jsonl": read_metrics, "trace.jsonl": read_trace, "seconds.jsonl": read_seconds, "branches.json": read_branches,
-    "events.jsonl": read_events, "arrivals.jsonl": read_arrivals,
+    "events.jsonl": read_events, "arrivals.jsonl": read_arrivals, "pipeline.json": read_pipeline,
     "run.toml": lambda folder: history(single(run__steps=4), folder),
 }  # fmt: skip
 DEEP = "[" * 100_000

@@ -27,6 +27,7 @@ from gossamer.optimizers import Joined
 from gossamer.optimizers.inner import InnerConfig, build_optimizer
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
+from gossamer.record.pipeline import read_pipeline
 from gossamer.record.seconds import read_seconds
 from gossamer.record.stages import end_logs_of_others, read_stages
 from gossamer.record.trace import read_trace
@@ -254,6 +255,7 @@ def test_workers_in_stages_and_whole_ones_have_the_bits_and_the_bytes_that_they_
         sent.append(read_trace(place).sent_bytes.sum())
     assert crossed[0] == crossed[1] and [worker for worker, sizes in crossed[0].items() if sizes] == [cut]
     assert sent[0] == sent[1]
+    assert read_pipeline(real) == read_pipeline(simulated) is not None, "both are priced alike"
     assert lines_of(real, "validation", "loss") == scored_in(simulated)
 
 

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossamer.errors import ConfigError, DataError
-from gossamer.network.pricing import price
 from gossamer.record.folder import finite
 from gossamer.record.trace import read_trace
 from gossamer.report.contents import page_contents, row_of_view
 from gossamer.report.follow import FollowedRun
 from gossamer.report.moment import moment_of
+from gossamer.report.prices import prices_of
 from gossamer.report.view import run_view, standings
 
 __all__ = ["LiveRuns"]
@@ -134,18 +134,19 @@ def _pulse(run: FollowedRun, now_s: float) -> dict[str, Any]:
 
 def _prices(run: FollowedRun) -> dict[str, NDArray[np.float64]]:
     assert run.file is not None
-    if run.traced_lines > _MOST_PRICED:
+    if run.traced_lines > _MOST_PRICED or (run.folder / "pipeline.json").is_symlink():
         return {}
     try:
         trace = read_trace(run.folder)
         count = len(trace.messages.round)
-        found = {}
-        for name, network in run.file.networks.items():
-            replayed = network.shares or bool(trace.messages.overlap_steps.any())
-            if count <= (_MOST_REPLAYED if replayed else _MOST_PRICED):
-                end_s = price(trace, network).end_s.max(axis=1)
-                found[name] = end_s[run.parts - 1 :: run.parts]
+        overlaps = bool(trace.messages.overlap_steps.any())
+        few = {
+            name: network
+            for name, network in run.file.networks.items()
+            if count <= (_MOST_REPLAYED if network.shares or overlaps else _MOST_PRICED)
+        }
+        timelines = prices_of(run.folder, run.file.text, trace, few)
     except (ConfigError, DataError, OSError):
         # A worker has not written its first line, or the file is just being replaced.
         return {}
-    return found
+    return {name: one.end_s.max(axis=1)[run.parts - 1 :: run.parts] for name, one in timelines.items()}

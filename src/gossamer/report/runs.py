@@ -9,12 +9,12 @@ import numpy as np
 
 from gossamer.errors import DataError
 from gossamer.network.links import Network
-from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline
 from gossamer.record.branches import described, read_branches
 from gossamer.record.events import EventLog, read_events
 from gossamer.record.folder import read_metrics
 from gossamer.record.trace import read_trace, trace_files
+from gossamer.report.prices import prices_of
 
 __all__ = [
     "Curve",
@@ -70,6 +70,7 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
     metrics = read_metrics(folder)
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
+    config = _read_text(folder / "run.toml")
     sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
     if (events := read_events(folder)) is not None:
         sent_bytes, timelines = float(events.sent_bytes.mean()), {events.network: _as_it_went(events)}
@@ -80,13 +81,13 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
         sent_until = tuple((by_round.cumsum() / trace.workers).tolist())
         per_round = max(1, round(trace.rounds / (1 + max(trained, default=trace.rounds - 1))))
         if trace.workers > 1:  # a single worker sends nothing
-            timelines = {name: price(trace, network) for name, network in networks.items()}
+            timelines = prices_of(folder, config or "", trace, networks)
     return RunData(
         label,
         list(evals.values()),
         sent_bytes,
         timelines,
-        _read_text(folder / "run.toml"),
+        config,
         _read_text(folder / "sample.txt"),
         tuple(map(described, read_branches(folder))),
         sent_until,

@@ -15,6 +15,7 @@ from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
 from gossamer.models.stages import minimax, piece_of, work_of_pieces
+from gossamer.network.inner_steps import InnerSteps
 from gossamer.network.limits import positives
 from gossamer.network.links import Network
 from gossamer.network.pipeline import StageLinks
@@ -24,7 +25,7 @@ from gossamer.run.config import parse
 from gossamer.run.layouts import layout_for
 from gossamer.run.planned import PLANNED, drafted
 from gossamer.run.settle import settle
-from gossamer.run.stage_time import InnerSteps, in_stages
+from gossamer.run.stage_time import in_stages
 
 __all__ = ["BOUNDARY_PAIRS", "StagePlan", "StagedReplica", "plan_in_stages"]
 

@@ -1,74 +1,46 @@
-"""The seconds of an inner step of a worker in stages, in place of those of a whole replica."""
+"""What the stages of a worker have to do in an inner step, and the seconds that they take for it on a network."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
-from typing import Any, NamedTuple, cast
-
-import numpy as np
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 from gossamer.boundaries import Boundary
 from gossamer.boundaries.ends import LENGTH_BYTES
-from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import crossing
 from gossamer.models.stages import work_of_pieces
+from gossamer.network.inner_steps import InnerSteps, inner_steps
 from gossamer.network.links import Network
-from gossamer.network.pipeline import Order, PipelineStep, StageLinks, pipeline_step
+from gossamer.network.pipeline import Order
+from gossamer.record.pipeline import PipelineWork
 from gossamer.record.seconds import RoundSeconds
 from gossamer.record.stages import StageSeconds
 from gossamer.run.config import RunConfig
 from gossamer.run.document import DIRECTIONS
 from gossamer.run.pipeline import boundary_of, cuts_of
 
-__all__ = ["InnerSteps", "in_stages", "shares_of", "stage_seconds"]
-
-
-class InnerSteps(NamedTuple):
-    """The inner steps of a run on a network."""
-
-    network: Network
-    """With the seconds of an inner step in stages."""
-    by_stage: tuple[tuple[float, ...], ...]
-    """Of each worker, the share of an inner step in which each of its stages computes; in the rest it waits."""
-
-    @property
-    def computing(self) -> tuple[float, ...]:
-        """The share of an inner step in which each worker computes, the mean over its stages."""
-        return tuple(sum(shares) / len(shares) for shares in self.by_stage)
+__all__ = ["in_stages", "pipeline_work", "shares_of", "stage_seconds"]
 
 
 def in_stages(network: Network, config: RunConfig, layout: Layout) -> InnerSteps:
-    """The network on which an inner step takes as long as a pipeline does; itself for workers in one piece, or without `step_s`.
-
-    `step_s` is that of a whole replica on one machine. A stage takes the share of it that its matrices have of all
-    parameters, over its speed; a third of it forward, two thirds backward (`gossamer.network.pipeline`). Payloads count with the
-    most bytes that they can have. Where a boundary remembers samples it is the mean step of the run, whose first ones visit each
-    of `data.windows` for the first time. Workers that `pipeline.workers` leaves whole keep theirs.
+    """The inner steps of a run on a network, see `gossamer.network.inner_steps.inner_steps`.
 
     Args: `layout` is that of the whole model.
     Raises: ConfigError when the network gives the speeds of another number of stages.
     """
-    pipeline = config.pipeline
-    if pipeline.stages == 1 or network.step_s is None:
-        return InnerSteps(network, ((1.0,),) * config.workers)
-    step_of, times = cache(_step_of(network.stages or StageLinks(), config, layout)), np.asarray(network.step_s, float)
-    each = times.tolist() if times.ndim else [float(times)] * config.workers
-    steps = [step_of(s) if pipeline.cuts_replica(i) else PipelineStep(s, (s,)) for i, s in enumerate(each)]
-    alike = pipeline.workers is None and not times.ndim
-    step_s = steps[0].seconds if alike else tuple(step.seconds for step in steps)
-    return InnerSteps(replace(network, step_s=step_s), tuple(step.computing for step in steps))
+    return inner_steps(network, pipeline_work(config, layout), config.workers)
 
 
-def _step_of(links: StageLinks, config: RunConfig, layout: Layout) -> Callable[[float], PipelineStep]:
-    """What an inner step in stages takes, given the seconds of a whole replica. Raises ConfigError as `in_stages`."""
+def pipeline_work(config: RunConfig, layout: Layout) -> PipelineWork | None:
+    """What an inner step in stages has to do; None for whole replicas.
+
+    A stage has the share of the work that its matrices have of all parameters. Payloads count with the most bytes that they can
+    have. Where a boundary remembers samples, the first steps visit each of `data.windows` for the first time.
+
+    Args: `layout` is that of the whole model.
+    """
     pipeline, data = config.pipeline, config.data
-    speeds = links.speeds or (1.0,) * pipeline.stages
-    if len(speeds) != pipeline.stages:
-        raise ConfigError(
-            f"network: stages.speeds lists {len(speeds)} stages but pipeline.stages is {pipeline.stages}; give "
-            f"{pipeline.stages} speeds, or remove stages.speeds"
-        )
+    if pipeline.stages == 1:
+        return None
     cuts = cuts_of(pipeline, config.model, data)
     shapes = [(data.batch_size, data.seq_len, crossing(config.model, cut)) for cut in cuts]
     codecs = [boundary_of(getattr(pipeline, direction)) for direction in DIRECTIONS]
@@ -77,26 +49,16 @@ def _step_of(links: StageLinks, config: RunConfig, layout: Layout) -> Callable[[
         length = LENGTH_BYTES if codec.length_first else 0
         return [codec.most_bytes(shape) + length for shape in shapes]
 
-    there, back = map(most_bytes, codecs)
-    shares = shares_of(layout, cuts)
-
-    def step_with(there: Sequence[int], step_s: float) -> PipelineStep:
-        micro_s = [step_s / data.accumulate * share / speeds[k % pipeline.stages] for k, share in enumerate(shares)]
-        forward_s, backward_s = [s / 3 for s in micro_s], [2 * s / 3 for s in micro_s]
-        schedule = cast(Order, pipeline.schedule)  # its settings allow no other
-        return pipeline_step(
-            forward_s, backward_s, there, back, data.accumulate, links, schedule, pipeline.chunks
-        )  # fmt: skip
-
-    def step(step_s: float) -> PipelineStep:
-        whole, again = step_with(there, step_s), codecs[0].again_bytes
-        if again is None or data.windows is None:  # nothing backward remembers
-            return whole
+    (there, back), again, first = map(most_bytes, codecs), codecs[0].again_bytes, 1.0
+    if again is not None and data.windows is not None:
         first = min(1.0, data.windows / (config.run.steps * data.accumulate * data.batch_size))
-        later = step_with([*map(again, shapes)], step_s)  # which computes as much
-        return whole._replace(seconds=first * whole.seconds + (1 - first) * later.seconds)
-
-    return step
+    return PipelineWork(
+        stages=pipeline.stages, chunks=pipeline.chunks,
+        schedule=cast(Order, pipeline.schedule),  # its settings allow no other
+        micro_batches=data.accumulate, shares=shares_of(layout, cuts), forward_bytes=there, backward_bytes=back,
+        again_bytes=there if again is None else [*map(again, shapes)], first=first,
+        cut=None if pipeline.workers is None else [*pipeline.workers],
+    )  # fmt: skip
 
 
 def stage_seconds(

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.network.inner_steps import InnerSteps
 from gossamer.network.links import Network, jitter_factors
 from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import RunFolder, read_metrics
+from gossamer.record.pipeline import write_pipeline
 from gossamer.record.progress import say
 from gossamer.record.stages import STAGES_FILE, stage_lines
 from gossamer.record.trace import read_trace
@@ -42,7 +44,7 @@ from gossamer.run.resplit import as_simulated, laid_anew, lays_anew
 from gossamer.run.seconds import priced
 from gossamer.run.settle import in_rounds
 from gossamer.run.stack import Stacks
-from gossamer.run.stage_time import InnerSteps, in_stages, stage_seconds
+from gossamer.run.stage_time import in_stages, pipeline_work, stage_seconds
 from gossamer.run.task import Task, task_of
 from gossamer.run.worker import RoundReport, Segment, Worker
 from gossamer.transport import Transport
@@ -101,6 +103,7 @@ class Rounds:
                 traced_per_round=self._sends_per_round,
             ) as self._record,
         ):  # fmt: skip
+            write_pipeline(self.folder, pipeline_work(config, self.workers[0].replica.layout))
             if self.finished == 0:
                 self._journal.begin()
             yield

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from gossamer.data.tokenizer import load_tokenizer
 from gossamer.errors import GossamerError
 from gossamer.network.pacing import note_of
 from gossamer.record import checkpoint
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.files import atomic_write, make_folder
 from gossamer.record.folder import RunFolder, Unrecorded
+from gossamer.record.pipeline import PipelineWork, write_pipeline
 from gossamer.record.progress import quieted, say
 from gossamer.record.stages import end_logs_of_others, stage_log
 from gossamer.rounds.method import Method
@@ -29,6 +31,7 @@ from gossamer.run.config import RunConfig, decisive, digest, dump
 from gossamer.run.evaluate import Probe
 from gossamer.run.history import History, Resume, history
 from gossamer.run.journal import Journal, Save
+from gossamer.run.layouts import layout_for
 from gossamer.run.part import OwnStages
 from gossamer.run.parts import own_parts
 from gossamer.run.pipeline import cuts_of, stage_in
@@ -36,6 +39,7 @@ from gossamer.run.replica import Replica
 from gossamer.run.resplit import as_saved, exchanged, laid_anew, lays_anew, measured_speeds
 from gossamer.run.seconds import Stopwatch, recorded_s
 from gossamer.run.settle import in_rounds
+from gossamer.run.stage_time import pipeline_work
 from gossamer.run.task import Task, found_by_each, moved, task_of
 from gossamer.run.worker import RoundReport, Worker
 from gossamer.topologies import Topology
@@ -228,15 +232,25 @@ def _record(
     """Where this process records the run: one process of a worker does."""
     config, folder = store.config, store.folder
     if not member.part:
-        return open_.enter_context(RunFolder(
+        record = open_.enter_context(RunFolder(
             folder, dump(config), config.record, worker=worker.index, resume_round=newest,
             traced_per_round=worker.loop.method.sends_per_round,
         ))  # fmt: skip
+        write_pipeline(folder, _work(config, worker.replica.task))
+        return record
     # Its machine may have no other process of the worker, which would write the file.
     if newest is not None or not (folder / "run.toml").exists():
         make_folder(folder)
         atomic_write(folder / "run.toml", dump(config).encode())
     return Unrecorded()
+
+
+def _work(config: RunConfig, task: Task) -> PipelineWork | None:
+    """What an inner step in stages has to do, whichever of them this process has."""
+    if config.pipeline.stages == 1:
+        return None
+    words = task.tokenizer or load_tokenizer(config.data.tokenizer)
+    return pipeline_work(config, layout_for(config.model, words.vocab_size))
 
 
 def _lay_anew(now: _Laid, member: Member, make: Callable[[RunConfig], _Made], spent_s: float) -> _Laid:
