@@ -156,7 +156,7 @@ def test_training_lowers_the_loss_on_text_that_was_held_out(tmp_path):
     )
     simulate(config, tmp_path / "run")
     losses = [line["loss"] for line in read_metrics(tmp_path / "run") if line["kind"] == "eval"]
-    assert losses[0] > 4.2 and losses[-1] < 3.7
+    assert losses[0] > 4.2 and losses[-1] < 0.8 * losses[0]  # how far down depends on what the decisions say
 
 
 def test_data_parallel_workers_equal_one_worker_with_their_batches_together(tmp_path):
