@@ -449,6 +449,9 @@ def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
     assert all(constant[seed] < cosine[seed] for seed in constant)
     faster, full = losses_of("tuned", "DiLoCo"), losses_of("tuned_again", "DiLoCo")
     assert f"it ends {difference(faster, full, spread=False)}<!-- tests/test_evidence.py --> lower at (1, 0.5)" in page
+    cells = gains.gains(*claims.committed("momentum"))
+    pairs = [difference for cell in cells for difference, _ in cell.pairs]
+    assert f"momentum ends lower in {sum(one < 0 for one in pairs)} of ninety pairs" in page and len(pairs) == 90
     rho = re.search(r"over (\d+) cells: (-?[\d.]+)", experiments.page(FIRST_STAGE / "momentum.jsonl"))
     assert rho is not None and f"Over the {rho[1]} cells so far ρ is {rho[2].rstrip('.')}" in page
 

@@ -21,7 +21,7 @@ from gossamer.report.table import DASH, markdown_lines
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, place_of, points
 
-__all__ = ["CHECKS", "NOT_RUN", "Check", "Outcomes", "claims_page", "registered"]
+__all__ = ["CHECKS", "NOT_RUN", "Check", "Outcomes", "claims_page", "committed", "registered"]
 
 NOT_RUN = "not run yet"
 
@@ -52,13 +52,14 @@ def claims_page() -> str:
     lines = [heads, ["---:", *["---"] * 6]]
     for number, words in registered().items():
         check = CHECKS.get(number)
-        found = (check.found(_committed) if check else None) or Found(DASH, NOT_RUN)
+        found = (check.found(committed) if check else None) or Found(DASH, NOT_RUN)
         command = f"`gossamer {check.command}`" if check and check.command else DASH
         lines.append([str(number), *words, found.effect, found.verdict, command])
     return markdown_lines(lines)
 
 
-def _committed(stem: str) -> tuple[Sequence[Point], Sequence[PointResult]]:
+def committed(stem: str) -> tuple[Sequence[Point], Sequence[PointResult]]:
+    """The runs of a registered file, and those of them whose outcomes are committed."""
     outcomes = RESULTS / "evidence" / f"{stem}.jsonl"
     if not outcomes.exists():
         return [], []
