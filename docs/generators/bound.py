@@ -94,15 +94,13 @@ _RELATED: dict[str, Callable[[float, float], float]] = {
 
 def pages() -> list[str]:
     """The pages in which every measured number names its source: all that are written by hand, README first."""
-    docs = [file for file in sorted((ROOT / "docs").rglob("*.md")) if not file.with_suffix(".jsonl").exists()]
-    names = ["README.md", *(str(file.relative_to(ROOT)) for file in docs)]
-    return [name for name in names if name != _REGISTERED and not _WRITTEN.search(_head(name))]
+    names = [name for name in _every_page() if name != _REGISTERED and not (ROOT / name).with_suffix(".jsonl").exists()]
+    return [name for name in names if not _WRITTEN.search(_head(name))]
 
 
 def with_sources() -> list[str]:
     """The pages that list sources: those of `pages` that have measured numbers, and records that count in their own tables."""
-    names = ["README.md", *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md")))]
-    return [name for name in names if _SOURCES.search(_text(name))]
+    return [name for name in _every_page() if _SOURCES.search(_text(name))]
 
 
 def filled(text: str, page: str) -> str:
@@ -170,6 +168,10 @@ def unbound(text: str) -> list[str]:
     text = re.sub(rf"(?:{NUMBER} to )?{_LIST}\**<!-- (?:\w+: |tests/|benchmarks/|arXiv |registered )[^>]*-->", "", text)
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
     return re.findall(_MEASURED, text)
+
+
+def _every_page() -> list[str]:
+    return ["README.md", *(str(file.relative_to(ROOT)) for file in sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def _text(page: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from generators.annealed import branches, time_shares
 from generators.gains import Gain, gains
-from generators.local_steps import LENGTHS, stem_of
+from generators.local_steps import by_length
 from generators.sources import RESULTS, config_of
 from generators.verdicts import Arm, Found, costs_little, equal, leads, matches, ranked_alike, rises, stays
 from gossamer.record.jsonl import json_lines
@@ -142,12 +142,11 @@ def _sooner(of: Outcomes) -> Found | None:
 
 def _by_local_steps(of: Outcomes) -> dict[str, dict[int, dict[int, float]]]:
     """The losses of each method by local steps and seed; each was tuned for each number of local steps."""
-    losses: dict[str, dict[int, dict[int, float]]] = {}
-    for steps in LENGTHS:
-        for one in of(stem_of(steps))[1]:
-            if one.row["loss"] is not None:
-                losses.setdefault(one.method, {}).setdefault(steps, {})[one.seed] = one.row["loss"]
-    return losses
+    runs = by_length(lambda stem: of(stem)[1])
+    return {
+        method: {steps: {one.seed: one.row["loss"] for one in some} for steps, some in own.items()}
+        for method, own in runs.items()
+    }
 
 
 def _along_local_steps(of: Outcomes) -> Found | None:

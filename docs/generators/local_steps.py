@@ -1,20 +1,20 @@
 """Local steps against bytes: each method at its own settings for each number of local steps, and those that send as much."""
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from generators.gains import MARGIN
 from generators.sources import RESULTS
 from gossamer.report.figures import spread
 from gossamer.report.paired import effect_cells, effect_heads
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
 
-__all__ = ["LENGTHS", "Length", "equal_bytes_table", "lengths", "local_steps_table", "stem_of"]
+__all__ = ["LENGTHS", "Length", "by_length", "equal_bytes_table", "lengths", "local_steps_table"]
 
 LENGTHS = (1, 5, 10, 30, 60, 120)
 """Local steps that have a search and a comparison of their own (`configs/evidence/local_steps.toml`)."""
-_MARGIN = 0.01
 _PRAISED, _MEGA = "DiLoCo", 1e6
 
 
@@ -26,23 +26,28 @@ class Length(NamedTuple):
     """By seed."""
 
 
-def stem_of(steps: int) -> str:
-    """The name of the outcomes with so many local steps."""
-    return f"local_steps_tuned{'' if steps == 30 else f'-h{steps}'}"
+def by_length(ended: Callable[[str], Iterable[PointResult]]) -> dict[str, dict[int, list[PointResult]]]:
+    """The runs that have a loss, by method and local steps.
+
+    Args: `ended` gives the runs of a file by its name.
+    """
+    found: dict[str, dict[int, list[PointResult]]] = {}
+    for steps in LENGTHS:
+        for one in ended(f"local_steps_tuned{'' if steps == 30 else f'-h{steps}'}"):
+            if one.row["loss"] is not None:
+                found.setdefault(one.method, {}).setdefault(steps, []).append(one)
+    return found
 
 
 def lengths() -> dict[str, dict[int, Length]]:
     """The committed outcomes by method and local steps."""
-    found: dict[str, dict[int, Length]] = {}
-    for steps in LENGTHS:
-        runs: dict[str, list[PointResult]] = {}
-        for one in read_results(RESULTS / "evidence" / f"{stem_of(steps)}.jsonl"):
-            if one.row["loss"] is not None:
-                runs.setdefault(one.method, []).append(one)
-        for method, own in runs.items():
-            sent = statistics.fmean(one.row["sent_bytes"] for one in own)
-            found.setdefault(method, {})[steps] = Length(sent, {one.seed: one.row["loss"] for one in own})
-    return found
+    runs = by_length(lambda stem: read_results(RESULTS / "evidence" / f"{stem}.jsonl"))
+    return {method: {steps: _length(some) for steps, some in own.items()} for method, own in runs.items()}
+
+
+def _length(runs: Sequence[PointResult]) -> Length:
+    losses = {one.seed: one.row["loss"] for one in runs}
+    return Length(statistics.fmean(one.row["sent_bytes"] for one in runs), losses)
 
 
 def local_steps_table(found: Mapping[str, Mapping[int, Length]]) -> str:
@@ -77,7 +82,7 @@ def equal_bytes_table(found: Mapping[str, Mapping[int, Length]]) -> str:
             sent = f"{ours[longer].sent_bytes / _MEGA:.1f}, {other.sent_bytes / _MEGA:.1f}"
             names.append([f"H = {longer}", f"{method}, H = {steps}", sent])
             arms.append([(ours[longer].losses[seed] - other.losses[seed], other.losses[seed]) for seed in both])
-    cells = effect_cells(arms, _MARGIN, None)
-    heads = [_PRAISED, "beside", "MB sent, of each", *effect_heads(_MARGIN, None)]
+    cells = effect_cells(arms, MARGIN, None)
+    heads = [_PRAISED, "beside", "MB sent, of each", *effect_heads(MARGIN, None)]
     rows = [[*name, *own] for name, own in zip(names, cells, strict=True)]
     return markdown_lines([heads, ["---"] * 2 + ["---:"] * (len(heads) - 2), *rows])

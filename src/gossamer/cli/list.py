@@ -63,13 +63,12 @@ def _bottlenecks() -> list[tuple[str, str, str]]:
     from gossamer.models.bottleneck import BOTTLENECKS
     from gossamer.models.sizes import BottleneckConfig
 
-    needed = {one.name for one in fields(BottleneckConfig) if one.default in (MISSING, None)}
     defaults = {one.name: one.default for one in fields(BottleneckConfig)}
     return [
         (
             name,
             "part of the model, set as model.bottleneck: " + (inspect.getdoc(kind) or "").partition("\n")[0],
-            ", ".join(key if key in needed else f"{key}={defaults[key]}" for key in keys),
+            ", ".join(key if defaults[key] in (MISSING, None) else f"{key}={defaults[key]}" for key in keys),
         )
         for name, (kind, keys) in BOTTLENECKS.items()
     ]

@@ -185,7 +185,6 @@ def plan(
 
     `best_among` says which is chosen.
 
-
     Args: `computing` is as in `gossamer.network.pricing.price`.
     Raises: ConfigError for what cannot be, or when nothing gives the step time.
     Cost: some 10 ms per candidate, up to a minute where links are uneven or shared and there are hundreds of workers.

@@ -14,9 +14,9 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.record.files import atomic_write
 from gossamer.schema import RECORD, Records, parse_toml
 
-__all__ = ["PipelineWork", "has_stages", "read_pipeline", "write_pipeline"]
+__all__ = ["PIPELINE_FILE", "PipelineWork", "has_stages", "read_pipeline", "write_pipeline"]
 
-_FILE = "pipeline.json"
+PIPELINE_FILE = "pipeline.json"
 _MOST_PASSES = 1_000_000
 """Of micro-batches through pieces in an inner step, whose seconds are found pass by pass."""
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -49,7 +49,7 @@ _WORK = Records[PipelineWork](PipelineWork)
 
 def read_pipeline(run_folder: Path) -> PipelineWork | None:
     """The work of an inner step of a run in stages; None where nothing says that it is. Raises DataError for a spoilt record."""
-    path = run_folder / _FILE
+    path = run_folder / PIPELINE_FILE
     if not path.exists():
         return None
     work = _WORK.parse(path.read_bytes(), str(path))
@@ -71,9 +71,9 @@ def read_pipeline(run_folder: Path) -> PipelineWork | None:
 def write_pipeline(run_folder: Path, work: PipelineWork | None) -> None:
     """Puts the work of an inner step into the folder of a run, all at once; None, of whole replicas, removes it."""
     if work is None:
-        (run_folder / _FILE).unlink(missing_ok=True)
+        (run_folder / PIPELINE_FILE).unlink(missing_ok=True)
     else:
-        atomic_write(run_folder / _FILE, json.dumps(work).encode())
+        atomic_write(run_folder / PIPELINE_FILE, json.dumps(work).encode())
 
 
 def has_stages(run_toml: str) -> bool:

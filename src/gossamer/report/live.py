@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gossamer.errors import ConfigError, DataError
 from gossamer.record.folder import finite
+from gossamer.record.pipeline import PIPELINE_FILE
 from gossamer.record.trace import read_trace
 from gossamer.report.contents import page_contents, row_of_view
 from gossamer.report.follow import FollowedRun
@@ -134,7 +135,7 @@ def _pulse(run: FollowedRun, now_s: float) -> dict[str, Any]:
 
 def _prices(run: FollowedRun) -> dict[str, NDArray[np.float64]]:
     assert run.file is not None
-    if run.traced_lines > _MOST_PRICED or (run.folder / "pipeline.json").is_symlink():
+    if run.traced_lines > _MOST_PRICED or (run.folder / PIPELINE_FILE).is_symlink():
         return {}
     try:
         trace = read_trace(run.folder)

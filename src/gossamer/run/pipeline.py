@@ -101,7 +101,7 @@ class PipelineConfig:
             chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
             raise ConfigError(
                 f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or "
-                "pipeline.cuts=[] for as many layers in each"
+                "pipeline.cuts=[] for about as much work in each"
             )
         if self.resplit_every and self.stages == 1:
             raise ConfigError(

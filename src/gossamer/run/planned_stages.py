@@ -14,7 +14,7 @@ import numpy as np
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout
 from gossamer.models.sizes import ModelConfig
-from gossamer.models.stages import minimax, piece_of, work_of_pieces
+from gossamer.models.stages import minimax, piece_of
 from gossamer.network.inner_steps import InnerSteps
 from gossamer.network.limits import positives
 from gossamer.network.links import Network
@@ -25,7 +25,7 @@ from gossamer.run.config import parse
 from gossamer.run.layouts import layout_for
 from gossamer.run.planned import PLANNED, drafted
 from gossamer.run.settle import settle
-from gossamer.run.stage_time import in_stages
+from gossamer.run.stage_time import in_stages, work_in
 
 __all__ = ["BOUNDARY_PAIRS", "StagePlan", "StagedReplica", "plan_in_stages"]
 
@@ -146,8 +146,7 @@ class _Sketch(NamedTuple):
 
     def work(self) -> list[float]:
         """Of each layer, as its price has it; the last has the output head."""
-        tensors = ((leaf.name, leaf.shape) for leaf in self.layout.leaves)
-        return [*map(float, work_of_pieces(tensors, range(1, self.model.shape.layers)))]
+        return [*map(float, work_in(self.layout, range(1, self.model.shape.layers)))]
 
     def bytes_per_number(self) -> float:
         """Memory of each parameter with the planned method that keeps most."""

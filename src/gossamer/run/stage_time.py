@@ -1,6 +1,6 @@
 """What the stages of a worker have to do in an inner step, and the seconds that they take for it on a network."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from gossamer.boundaries import Boundary
@@ -18,7 +18,7 @@ from gossamer.run.config import RunConfig
 from gossamer.run.document import DIRECTIONS
 from gossamer.run.pipeline import boundary_of, cuts_of
 
-__all__ = ["in_stages", "pipeline_work", "shares_of", "stage_seconds"]
+__all__ = ["in_stages", "pipeline_work", "shares_of", "stage_seconds", "work_in"]
 
 
 def in_stages(network: Network, config: RunConfig, layout: Layout) -> InnerSteps:
@@ -87,5 +87,10 @@ def stage_seconds(
 
 def shares_of(layout: Layout, cuts: tuple[int, ...]) -> list[float]:
     """The share of each piece in the work of an inner step."""
-    work = work_of_pieces(((leaf.name, leaf.shape) for leaf in layout.leaves), cuts)
+    work = work_in(layout, cuts)
     return [part / sum(work) for part in work]
+
+
+def work_in(layout: Layout, cuts: Sequence[int]) -> list[int]:
+    """The work of each piece in an inner step, as `work_of_pieces` counts it."""
+    return work_of_pieces(((leaf.name, leaf.shape) for leaf in layout.leaves), cuts)
