@@ -227,7 +227,7 @@ def test_waits_between_stages_are_recorded_of_each_stage_and_count_as_no_computi
     computing = sum(one.compute_s for one in seconds if one.worker == 0) / seconds[-1].end_s
     (tmp_path / "far.toml").write_text(to_toml(config.network["far"]))
     assert main(["price", str(tmp_path / "run"), str(tmp_path / "far.toml")]) == 0
-    assert f"utilisation {computing:.1%}, " in capsys.readouterr().out
+    assert f"{computing:.1%} of it computing, " in capsys.readouterr().out
 
 
 def test_a_report_and_an_outcome_price_a_run_in_stages_as_a_check_does(tmp_path):

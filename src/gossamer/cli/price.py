@@ -20,6 +20,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     """
     from gossamer.network.links import PerWorker, read_network
     from gossamer.network.pricing import price
+    from gossamer.network.timeline import in_words
     from gossamer.record.events import event_files
     from gossamer.record.trace import read_trace
     from gossamer.run.check import vocabulary
@@ -48,8 +49,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
         shares = {"utilisation": timeline.mean_utilisation, "between_stages": timeline.mean_between_stages}
         print_json({"folder": folder, "network": network, **counted, **shares})
         return
-    between = timeline.mean_between_stages
     print(
         f"{timeline.total_s:.1f} s for {trace.rounds} rounds of {trace.workers} workers, "
-        f"utilisation {timeline.mean_utilisation:.1%}" + (f", {between:.1%} waiting between stages" if between else "")
+        f"{in_words(timeline.mean_utilisation, timeline.mean_between_stages)}"
     )

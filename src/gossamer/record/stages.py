@@ -19,7 +19,7 @@ from gossamer.errors import ConfigError
 from gossamer.record.files import LineWriter, atomic_write, make_folder, worker_suffix
 from gossamer.record.jsonl import json_line, json_lines
 
-__all__ = ["STAGES_FILE", "StageSeconds", "end_logs_of_others", "read_stages", "stage_lines", "stage_log"]
+__all__ = ["STAGES_FILE", "StageLog", "StageSeconds", "end_logs_of_others", "read_stages", "stage_lines", "stage_log"]
 
 STAGES_FILE = "stages.jsonl"
 """That of a simulation."""
@@ -46,13 +46,15 @@ def stage_lines(seconds: Iterable[StageSeconds]) -> str:
     return "".join(json_line({k: v for k, v in one._asdict().items() if v is not None}) for one in seconds)
 
 
-class _StageLog(LineWriter):
+class StageLog(LineWriter):
+    """Writes the seconds of one process, a line for each round."""
+
     def log(self, seconds: StageSeconds) -> None:
         """Appends a line."""
         self._file.write(stage_lines([seconds]))
 
 
-def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: int | None) -> _StageLog:
+def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: int | None) -> StageLog:
     """The log of one process; a run that goes on drops the lines of this round and later ones.
 
     Raises: ConfigError when a new run would mix with an old one.
@@ -65,7 +67,7 @@ def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: in
                 f"the run folder '{folder}' already holds {path.name}; name a new one with --out, or go on with --resume {folder}"
             )
         _keep_before(path, resume_round)
-    return _StageLog(path)
+    return StageLog(path)
 
 
 def end_logs_of_others(folder: Path, worker: int, parts: int, resume_round: int) -> None:

@@ -23,7 +23,7 @@ from gossamer.record.files import atomic_write, make_folder
 from gossamer.record.folder import RunFolder, Unrecorded
 from gossamer.record.pipeline import PipelineWork, write_pipeline
 from gossamer.record.progress import quieted, say
-from gossamer.record.stages import end_logs_of_others, stage_log
+from gossamer.record.stages import StageLog, end_logs_of_others, stage_log
 from gossamer.rounds.method import Method
 from gossamer.rounds.setup import in_sides
 from gossamer.run.assemble import Store, partition_of
@@ -192,11 +192,8 @@ def _train_rounds(
         report = train_round(made.worker, round, config)
         between_s = 0.0 if pipe is None else pipe.waited_s - waited_s
         if made.part is not None and stages is not None:
-            sent = sum(size for some in report.operations for one in some for _, size in one.sends)
-            report = report._replace(operations=made.part.end_round(report.operations))
-            seconds = made.part.seconds(round, member.worker, sent)
-            stages.log(seconds)
-            spent_s += seconds.compute_s
+            report, computed_s = _end_in_stages(made.part, stages, report, round, member.worker)
+            spent_s += computed_s
         deliveries = [one for transport in made.transports for one in transport.deliveries()]
         stopwatch.phase(report.whole.compute_s - between_s)
         stopwatch.waited([one for transport in made.transports for one in transport.waits()], deliveries)
@@ -216,6 +213,17 @@ def _train_rounds(
         record.log_seconds(stopwatch.round(round))
     for transport in made.transports:
         transport.close()
+
+
+def _end_in_stages(
+    part: OwnStages, stages: StageLog, report: RoundReport, round: int, worker: int
+) -> tuple[RoundReport, float]:  # fmt: skip
+    """A round with the payloads of all stages, and the seconds that the stages of this process have computed, which it logs."""
+    sent = sum(size for some in report.operations for one in some for _, size in one.sends)
+    report = report._replace(operations=part.end_round(report.operations))
+    seconds = part.seconds(round, worker, sent)
+    stages.log(seconds)
+    return report, seconds.compute_s
 
 
 def _keepers(
