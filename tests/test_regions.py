@@ -236,7 +236,8 @@ def test_a_worker_a_region_and_the_global_server_are_killed_and_come_back_and_th
     launcher = start(config, real)
     pids = launcher.processes(7)
     above, below = real / "arrivals.jsonl", real / "arrivals-006.jsonl"
-    with stopped(pids["2"], pids["3"]):  # a region that comes late finds much of the run taken, and who is killed must be in it
+    # A region that comes late finds much of the run taken, and who is killed must be in it.
+    with stopped(pids["2"], pids["3"]):
         wait_for(launcher, lambda: lines_of(real / "arrivals-005.jsonl", "join") >= 2)
     wait_for(launcher, lambda: lines_of(below, "join") >= 2 and lines_of(above, "report") >= 3)
     os.kill(pids["1"], signal.SIGKILL)
