@@ -453,7 +453,7 @@ def test_what_the_page_says_beyond_one_file_follows_from_the_outcomes() -> None:
     pairs = [difference for cell in cells for difference, _ in cell.pairs]
     assert f"momentum ends lower in {sum(one < 0 for one in pairs)} of ninety pairs" in page and len(pairs) == 90
     rho = re.search(r"over (\d+) cells: (-?[\d.]+)", experiments.page(FIRST_STAGE / "momentum.jsonl"))
-    assert rho is not None and f"Over the {rho[1]} cells so far ρ is {rho[2].rstrip('.')}" in page
+    assert rho is not None and f"Over the {rho[1]} cells ρ is {rho[2].rstrip('.')}" in page
 
 
 def test_the_decision_on_the_default_of_gasloc_has_what_it_costs_in_the_mean() -> None:
