@@ -20,7 +20,8 @@ in a cell:
     -->
 
 `<!-- table 2 of h by paper/h_sweep.toml -->` before a table replaces it by the second that `gossamer compare` makes with that
-file, `<!-- all of claims -->` by the table of claims, and likewise those of `leaderboard`, `local steps` and `equal bytes`.
+file, `<!-- all of claims -->` by the table of claims, and likewise those of `leaderboard`, `local steps`, `equal bytes` and
+`cells`.
 
 The first part of a key is the label of a variant (in a page: the first cell of a row or its start with "…", or "*"), or
 `A above B` (difference, seed by seed), `A over B` (ratio), `A with B` (Spearman's rank correlation over the points of a sweep).
@@ -46,7 +47,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from generators.claims import claims_page
+from generators.claims import claims_page, committed
+from generators.gains import gains, gains_page
 from generators.leaderboard import leaderboard_page
 from generators.local_steps import equal_bytes_table, lengths, local_steps_table
 from generators.sources import NUMBER, RESULTS, ROOT, TEXT, Reading, Source, source
@@ -75,6 +77,7 @@ _GENERATED: dict[str, Callable[[], str]] = {
     "leaderboard": leaderboard_page,
     "local steps": lambda: local_steps_table(lengths()),
     "equal bytes": lambda: equal_bytes_table(lengths()),
+    "cells": lambda: gains_page([one for cell in ("", "-h120", "-n32") for one in gains(*committed(f"cells_tuned{cell}"))]),
 }
 _WHOLE = re.compile(rf"<!-- all of ({'|'.join(_GENERATED)}) -->\n\n?((?:\|[^\n]*\n)+)")
 _MEASURED = (
