@@ -161,7 +161,7 @@ def main() -> None:
             print("chromium is not installed; phone.webp and plan.webp stay as they are")
             return
         report, calculator = Path(made) / "report.html", Path(made) / "calculator.html"
-        write_report({"gossip": folder}, report, command="make pictures")
+        write_report({"gossip": folder}, report, {}, command="make pictures")
         page = whole_page("What a network costs", frozen_contents(short_lists()), "", "", main="calculator")
         calculator.write_text(page, encoding="utf-8")
         photographs(report, calculator)

@@ -98,7 +98,7 @@ def test_the_pairs_drawn_are_those_of_the_topology_on_the_live_page_and_in_the_r
     page: Any, tmp_path: Path
 ) -> None:
     folders = {name: recorded(tmp_path / name, name, n) for name, n in TOPOLOGIES.items()}
-    write_report(folders, tmp_path / "report.html")
+    write_report(folders, tmp_path / "report.html", {})
     with served(*folders.values()) as server:
         for address in (server.address, (tmp_path / "report.html").as_uri()):
             page.goto(address)
@@ -111,7 +111,7 @@ def test_the_pairs_drawn_are_those_of_the_topology_on_the_live_page_and_in_the_r
 def test_the_report_sorts_hides_zooms_reads_and_copies_by_mouse_and_by_keyboard(page: Any, tmp_path: Path) -> None:
     evil = '<img src=x onerror="console.log(1)"> seed=0'
     runs = {evil: recorded(tmp_path / "a", "ring", 4), "b seed=0": recorded(tmp_path / "b", "random", 4)}
-    write_report(runs, tmp_path / "report.html")
+    write_report(runs, tmp_path / "report.html", {})
     page.goto((tmp_path / "report.html").as_uri())
     assert page.locator("img").count() == 0 and page.get_by_text("<img src=x", exact=False).count() > 2
     page.locator("thead th").first.focus()
@@ -142,7 +142,7 @@ def test_the_report_sorts_hides_zooms_reads_and_copies_by_mouse_and_by_keyboard(
 def test_the_page_fits_a_telephone_and_its_words_can_be_read_in_both_schemes(
     browser: Any, tmp_path: Path, scheme: str
 ) -> None:
-    write_report({"a": recorded(tmp_path / "a", "ring", 4)}, tmp_path / "report.html")
+    write_report({"a": recorded(tmp_path / "a", "ring", 4)}, tmp_path / "report.html", {})
     page = browser.new_page(viewport={"width": 400, "height": 800}, color_scheme=scheme)
     page.goto((tmp_path / "report.html").as_uri())
     page.locator("svg[data-round]").wait_for()

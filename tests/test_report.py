@@ -5,6 +5,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from gossamer.errors import ConfigError, DataError
-from gossamer.network.links import Network
+from gossamer.network.links import Network, to_toml
 from gossamer.record.folder import RecordConfig, RunFolder
 from gossamer.record.trace import Entry, Operation
 from gossamer.report.page import pictures, write_report
@@ -23,6 +24,7 @@ from gossamer.report.table import MANY, markdown_table, render_table, summary_ro
 PLAIN = RecordConfig(tensorboard=False)
 FAST = Network(uplink_bps=8e6, downlink_bps=8e6, step_s=1)
 SLOW = Network(uplink_bps=8e3, downlink_bps=8e3, step_s=1)
+NOWHERE: Mapping[str, Network] = {}
 RUN_TOML = 'name = "x"\nworkers = 2\nrule = "gossip"\n[run]\nsteps = 36\nlocal_steps = 9\n'
 
 
@@ -74,7 +76,7 @@ class Outline(HTMLParser):
             self.texts.append(data)
 
 
-def page_of(runs: dict[str, Path], folder: Path, networks: dict[str, Network] | None = None) -> str:
+def page_of(runs: dict[str, Path], folder: Path, networks: Mapping[str, Network] | None = NOWHERE) -> str:
     write_report(runs, folder / "report.html", networks)
     return (folder / "report.html").read_text("utf-8")
 
@@ -231,12 +233,23 @@ def test_equal_runs_give_equal_pages(tmp_path: Path) -> None:
 )
 def test_a_foreign_figure_is_refused_with_a_sentence(tmp_path: Path, evaluation: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="need"):
-        write_report({"a": make_run(tmp_path / "a", **evaluation)}, tmp_path / "report.html")
+        write_report({"a": make_run(tmp_path / "a", **evaluation)}, tmp_path / "report.html", {})
 
 
 def test_a_line_that_cannot_be_drawn_is_named_on_the_page(tmp_path: Path) -> None:
     (run,) = contents(page_of({"a": make_run(tmp_path / "a", tokens="many")}, tmp_path))["runs"]
     assert run["evals"]["y"] == {} and "tokens is 'many' but must be a number" in run["complaints"][0]
+
+
+def test_each_run_is_priced_on_its_own_networks_where_none_are_given_for_all(tmp_path: Path) -> None:
+    folders = {name: make_run(tmp_path / name) for name in ("a", "b", "c")}
+    for name, network in {"a": SLOW, "b": FAST}.items():
+        (folders[name] / "run.toml").write_text(f"{RUN_TOML}\n[network.wan]\n{to_toml(network)}")
+    slow, fast, none = summary_rows(folders, None)
+    assert slow["wall_s"] == summary_rows({"a": folders["a"]}, {"wan": SLOW})[0]["wall_s"]
+    assert fast["wall_s"]["wan"] < slow["wall_s"]["wan"] and none["wall_s"] == {}
+    page = page_of(folders, tmp_path, None)
+    assert "Network wan<" in page and "Network wan of b<" in page
 
 
 def test_a_missing_folder_and_a_network_of_other_workers_are_refused(tmp_path: Path) -> None:
@@ -250,7 +263,7 @@ def test_pricing_and_reporting_need_no_torch(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from gossamer.network.links import Network
+from gossamer.network.links import Network, to_toml
 from gossamer.report.page import write_report
 write_report({"a": Path(sys.argv[1])}, Path(sys.argv[2]), {"wan": Network(uplink_bps=1e6, downlink_bps=1e6)})
 assert not {"torch", "tensorboard", "wandb"} & set(sys.modules)

@@ -77,7 +77,9 @@ _GENERATED: dict[str, Callable[[], str]] = {
     "leaderboard": leaderboard_page,
     "local steps": lambda: local_steps_table(lengths()),
     "equal bytes": lambda: equal_bytes_table(lengths()),
-    "cells": lambda: gains_page([one for cell in ("", "-h120", "-n32") for one in gains(*committed(f"cells_tuned{cell}"))]),
+    "cells": lambda: gains_page(
+        [one for cell in ("", "-h120", "-n32") for one in gains(*committed(f"cells_tuned{cell}"))]
+    ),
 }
 _WHOLE = re.compile(rf"<!-- all of ({'|'.join(_GENERATED)}) -->\n\n?((?:\|[^\n]*\n)+)")
 _MEASURED = (

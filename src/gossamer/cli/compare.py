@@ -93,7 +93,7 @@ def command(
                 began=follow, told=tell,
             )  # fmt: skip
         page = out / "report.html"
-        rows = publish(folders, page, runs[0].config.network, _words(file, out, seeds, scale))
+        rows = publish(folders, page, None, _words(file, out, seeds, scale))
         outcomes = [
             PointResult(run.method, run.at, run.seed, row, origins[run.label])
             for run, row in zip(runs, rows, strict=True)

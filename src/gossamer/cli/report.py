@@ -45,7 +45,7 @@ def _labels(folders: Sequence[Path], documents: Sequence[Mapping[str, Any]]) -> 
 
 
 def publish(
-    runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Network]", command: str
+    runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Network] | None", command: str
 ) -> list[dict[str, Any]]:
     """Writes the page, its table and its pictures; returns the rows of the table."""
     from gossamer.report.page import write_pages

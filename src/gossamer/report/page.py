@@ -35,16 +35,17 @@ _MOST_NUMBERS = 30_000
 
 
 def write_report(
-    runs: Mapping[str, Path], out_html: Path, networks: Mapping[str, Network] | None = None, *, command: str = ""
+    runs: Mapping[str, Path], out_html: Path, networks: Mapping[str, Network] | None, *, command: str = ""
 ) -> None:
     """Writes a page with what the runs show, their table, curves, pairs and seconds, settings and samples; it loads nothing.
 
     Equal folders give equal pages. The date is that of the newest record.
 
-    Args: `command` is the one that wrote it, to be shown.
+    Args:
+        networks: that price all runs; None prices each on those of its own run file.
+        command: the one that wrote it, to be shown.
     Raises: DataError and ConfigError as `summary_rows` does.
     """
-    networks = networks or {}
     loaded = read_runs(runs, networks)
     if len(loaded) >= MANY:
         loaded.sort(key=lambda run: loss_rank(summary_row(run)["loss"]))
@@ -59,12 +60,12 @@ def write_report(
     )  # fmt: skip
     contents["moments"] = _moments(followed)
     table = html_table([summary_row(run) for run in loaded])
-    page = whole_page(title, finite(contents), table, "\n".join(_details(loaded, networks)))
+    page = whole_page(title, finite(contents), table, "\n".join(_details(loaded)))
     atomic_write(Path(out_html), page.encode())
 
 
 def write_pages(
-    runs: Mapping[str, Path], page: Path, networks: Mapping[str, Network], *, command: str = ""
+    runs: Mapping[str, Path], page: Path, networks: Mapping[str, Network] | None, *, command: str = ""
 ) -> list[dict[str, Any]]:
     """Writes the page, and next to it its table and the pictures of many runs, named after it; returns the rows of the table.
 
@@ -145,7 +146,12 @@ def _short(seconds: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[lis
     }
 
 
-def _details(runs: Sequence[RunData], networks: Mapping[str, Network]) -> list[str]:
+def _details(runs: Sequence[RunData]) -> list[str]:
+    networks = dict[str, Network]()
+    for run in runs:
+        for name, network in run.networks.items():
+            if networks.setdefault(name, network) != network:
+                networks[f"{name} of {run.label}"] = network
     settings = [_fold(f"Configuration of {run.label}", run.config) for run in runs if run.config is not None]
     if len(settings) > _FEW:
         settings = ["<details><summary>Configurations</summary>", *settings, "</details>"]

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.errors import DataError
-from gossamer.network.links import Network
+from gossamer.network.links import Network, from_options
 from gossamer.network.timeline import Timeline
 from gossamer.record.branches import described, read_branches
 from gossamer.record.events import EventLog, read_events
 from gossamer.record.folder import read_metrics
 from gossamer.record.trace import read_trace, trace_files
 from gossamer.report.prices import prices_of
+from gossamer.schema import parse_toml
 
 __all__ = [
     "Curve",
@@ -43,6 +44,8 @@ class RunData(NamedTuple):
     """By name of network."""
     config: str | None
     sample: str | None
+    networks: Mapping[str, Network]
+    """Those that it is priced on."""
     branches: tuple[str, ...] = ()
     """Its changes of settings, in words."""
     sent_until: tuple[float, ...] = ()
@@ -54,15 +57,15 @@ class RunData(NamedTuple):
     """Alignment and persistence of the pseudo-gradients by round, where they were recorded."""
 
 
-def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[RunData]:
-    """The runs by label, with the time that each takes on each network.
+def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:
+    """The runs by label, with the time that each takes on each network; None prices each on those of its own run file.
 
     Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
     """
     return [_read_run(label, Path(folder), networks) for label, folder in runs.items()]
 
 
-def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunData:
+def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) -> RunData:
     if not folder.is_dir():
         raise DataError(
             f"run '{label}' should be in {folder}, which is not a folder; give the folder of a finished or running run"
@@ -71,6 +74,8 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
     evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
     trained = [line["round"] for line in metrics if line["kind"] == "train"]
     config = _read_text(folder / "run.toml")
+    if networks is None:
+        networks = _own_networks(config or "")
     sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
     if (events := read_events(folder)) is not None:
         sent_bytes, timelines = float(events.sent_bytes.mean()), {events.network: _as_it_went(events)}
@@ -89,11 +94,18 @@ def _read_run(label: str, folder: Path, networks: Mapping[str, Network]) -> RunD
         timelines,
         config,
         _read_text(folder / "sample.txt"),
+        networks,
         tuple(map(described, read_branches(folder))),
         sent_until,
         per_round,
         tuple(line for line in metrics if line["kind"] == "alignment"),
     )
+
+
+def _own_networks(run_toml: str) -> dict[str, Network]:
+    """The networks of a run file. Raises ConfigError for one that is spoilt."""
+    tables = parse_toml(run_toml, "the run file").get("network", {})
+    return {name: from_options(table, f"network.{name}") for name, table in tables.items()}
 
 
 def _as_it_went(events: EventLog) -> Timeline:

@@ -37,8 +37,8 @@ DASH = "–"
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
-def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network]) -> list[dict[str, Any]]:
-    """One row per run: its last losses, the bytes it sent and the time it takes on each network.
+def summary_rows(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[dict[str, Any]]:
+    """One row per run: its last losses, the bytes it sent and the time it takes on each network, or on those of its own run file.
 
     Keys: `method`; `loss`, `worst_loss`, `disagreement` and `js_divergence` of the last evaluation; `alignment` and `persistence`
     of the pseudo-gradients, means over the rounds; `sent_bytes`, the mean over the workers; `wall_s` and `utilisation`, each by

@@ -69,7 +69,7 @@ def train_all(
         missing = [run for run in runs if run.label not in origins]
         for run, found in _copied(missing, folders, reuse, some=not resume):
             origins[run.label] = found
-            kept.append(_result(run, folders, runs, found))
+            kept.append(_result(run, folders, found))
     waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
     jobs = min(jobs, max(1, len(waiting)))  # a run has no use for the cores of one that does not exist
     origin("", None)  # asks which commit this is before the first run
@@ -83,14 +83,14 @@ def train_all(
             for label, ended in apart.ended():
                 run = waiting[label]
                 origins[label] = found = origin(digest(run.config), ended.seconds, ended.text)
-                written.write(_result(run, folders, runs, found))
+                written.write(_result(run, folders, found))
                 told(run, ended)
     return origins
 
 
-def _result(run: Point, folders: Mapping[str, Path], runs: Sequence[Point], found: Origin) -> PointResult:
-    """The line of a run that has ended in its folder; the networks of the first price them all."""
-    (row,) = summary_rows({run.label: folders[run.label]}, runs[0].config.network)
+def _result(run: Point, folders: Mapping[str, Path], found: Origin) -> PointResult:
+    """The line of a run that has ended in its folder, priced on its own networks."""
+    (row,) = summary_rows({run.label: folders[run.label]}, None)
     return PointResult(run.method, run.at, run.seed, row, found)
 
 
