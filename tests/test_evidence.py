@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from scipy.stats import t as student
 
-from generators import annealed, claims, experiments, gains, leaderboard, local_steps, sources, verdicts
+from generators import annealed, bound, claims, experiments, gains, leaderboard, local_steps, sources, verdicts
 from generators.verdicts import Arm
 from gossamer.data.corpus import fingerprint, open_corpus
 from gossamer.errors import DataError
@@ -463,6 +463,15 @@ def test_the_decision_on_the_default_of_gasloc_has_what_it_costs_in_the_mean() -
         assert f"{difference(default, chosen, spread=False)}<!-- tests/test_evidence.py -->" in text and words in text
 
 
+def test_momentum_leads_averaging_with_its_own_rate_with_32_workers_and_is_open_in_the_four_cells_of_8() -> None:
+    table = bound.GENERATED["cells"]().splitlines()[2:]
+    verdicts = [line.split(" | ")[-1].removesuffix(" |") for line in table]
+    assert verdicts == ["open"] * 4 + ["lower"] * 2 and all(" 32 |" in line for line in table[4:])
+    for method, plain in (("DiLoCo", "averaging, everyone"), ("GASLoC 2-Peer", "averaging, two peers")):
+        ours, theirs = (losses_of("cells_tuned-h120", one) for one in (method, plain))
+        assert all(ours[seed] < theirs[seed] for seed in range(5)), "lower in each pair of runs at H = 120"
+
+
 def test_our_form_of_gasloc_ends_lower_than_the_published_one_with_two_peers_by_what_the_pages_say() -> None:
     theirs, ours = (losses_of("published_tuned", method) for method in ("published, two peers", "GASLoC 2-Peer"))
     assert all(ours[seed] < theirs[seed] for seed in range(5))
@@ -491,7 +500,7 @@ def test_our_form_of_gasloc_ends_lower_than_the_published_one_with_two_peers_by_
 
 
 @pytest.mark.parametrize("stem", ["straggler_steps", "straggler_steps-uplink_20"])
-def test_two_peers_are_as_low_before_every_diloco_in_each_seed_between_lengths_too(stem: str) -> None:
+def test_diloco_without_the_slow_worker_is_first_and_then_two_peers_in_each_seed_between_lengths_too(stem: str) -> None:
     file, scale = sources.config_of(FIRST_STAGE / f"{stem}.jsonl")
     runs, ended = points(load(file), seeds=(0, 1, 2), scale=scale), read_results(FIRST_STAGE / f"{stem}.jsonl")
     found = annealed.branches(runs, ended, "DiLoCo, H = 30")
@@ -501,13 +510,13 @@ def test_two_peers_are_as_low_before_every_diloco_in_each_seed_between_lengths_t
         own = sorted((one.share, one.above) for one in found if (one.method, one.seed) == (method, seed))
         return next(x + (y - x) * a / (a - b) for (x, a), (y, b) in itertools.pairwise(own) if a > 0 >= b)
 
-    ours = "GASLoC 2-Peer, H = 30"
-    for other in ("DiLoCo, H = 60", "DiLoCo, H = 120"):
-        first, theirs = (annealed.time_shares(found, method, "straggler") for method in (ours, other))
+    without, peers = "DiLoCo without the slow worker, H = 30", "GASLoC 2-Peer, H = 30"
+    for sooner, other in ((without, peers), (peers, "DiLoCo, H = 60"), (peers, "DiLoCo, H = 120")):
+        first, theirs = (annealed.time_shares(found, method, "straggler") for method in (sooner, other))
         for seed in range(3):
             reached, later = first[seed], theirs[seed]
             assert reached is not None and later is not None and reached < later
-            assert between(ours, seed) < between(other, seed)
+            assert between(sooner, seed) < between(other, seed)
 
 
 def test_at_equal_bytes_diloco_ends_lower_in_each_seed_where_the_page_says_so() -> None:

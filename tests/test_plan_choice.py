@@ -10,6 +10,7 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.models.sizes import ModelConfig, parameter_count
+from gossamer.network.left_out import without_slowest
 from gossamer.network.links import Network
 from gossamer.network.measured import MEASURED, MEASURED_FOR, TunedLoss, loss_penalty
 from gossamer.network.plan import Candidate, PlanSettings, RunPlan, best_among, plan, plan_rows, run_toml
@@ -88,6 +89,9 @@ def test_on_the_slow_uplink_two_peers_are_taken_and_the_table_says_what_each_cos
 ) -> None:
     best = made().best
     assert (best.method, best.full_steps) == ("GASLoC 2-Peer", 30)
+    left = without_slowest(made())
+    assert left is not None and left.worker == 7
+    assert (left.others.method, left.others.local_steps) == ("DiLoCo", (15,) * 7)
     out = tmp_path / "run.toml"
     words = ["plan", str(ROOT / "configs/networks/slow_uplink.toml"), "--model", "0.2m", "--out", str(out)]
     assert main([*words, "--method", "gasloc_2peer"]) == 0
@@ -96,6 +100,7 @@ def test_on_the_slow_uplink_two_peers_are_taken_and_the_table_says_what_each_cos
         "chosen: GASLoC 2-Peer with 30 local steps and codec exact (lowest measured loss of those that reach 90%"
         in told
     )
+    assert "without worker 7, the slowest, the other 7 would take DiLoCo with" in told
     assert "nats above data parallel after as many tokens" in told and "≥ +0.298" in told
     text = out.read_text()
     assert "# Best at 30 local steps" in text and "inner.lr = 0.002" in text
@@ -132,3 +137,16 @@ def test_a_planned_run_has_the_outer_settings_of_the_nearest_measured_local_step
     assert rules["GASLoC 2-Peer", 3, "exact"] == {"name": "gasloc", "lr": 0.5, "momentum": 0.5}
     assert rules["GASLoC 1-Peer", 100, "int8"] == {"name": "anchored_gasloc", "lr": 1.0, "momentum": 0.5}
     assert [row[-1] for row in plan_rows(found.candidates)][:2] == ["+0.000", "+0.078"]
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        Network(uplink_bps=25e6, downlink_bps=25e6, step_s=0.5),
+        Network(uplink_bps=(*[25e6] * 6, 2.5e6, 2.5e6), downlink_bps=25e6, step_s=0.5),
+        Network(uplink_bps=25e6, downlink_bps=25e6, step_s=(*[0.5] * 7, 0.52)),
+    ],
+    ids=["all alike", "two are slow", "hardly slower"],
+)
+def test_nobody_is_left_out_of_a_plan_where_no_worker_is_slowest_by_far(network: Network) -> None:
+    assert without_slowest(plan(network, ModelConfig(size="0.2m"), PlanSettings(workers=8))) is None

@@ -14,6 +14,7 @@ from gossamer.errors import ConfigError, choose
 
 if TYPE_CHECKING:
     from gossamer.models.sizes import ModelConfig
+    from gossamer.network.left_out import LeftOut
     from gossamer.network.links import Network
     from gossamer.network.plan import Candidate, RunPlan
     from gossamer.run.planned import Priced
@@ -71,6 +72,7 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
         network: network file (TOML), such as gossamer probe writes
     """
     from gossamer.models.sizes import parameter_count
+    from gossamer.network.left_out import without_slowest
     from gossamer.network.links import read_network
     from gossamer.network.plan import PlanSettings, bits_per_parameter, plan
     from gossamer.run.planned import best_of, price_recipes
@@ -94,11 +96,13 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
         priced = price_recipes(made, options.method)
     chosen = made.best if options.method is None else best_of(made, priced, options.method)
     text = None if options.out is None else _run_file(made, chosen, options, options.out)
+    left_out = without_slowest(made)
     if json:
         print_json(
             {
                 "parameters": made.parameters, "workers": len(chosen.local_steps), "chosen": chosen,
-                "candidates": [*made.candidates, *priced.candidates], "unpriced": priced.unpriced, "run_file": options.out,
+                "candidates": [*made.candidates, *priced.candidates], "unpriced": priced.unpriced,
+                "without": None if left_out is None else left_out._asdict(), "run_file": options.out,
                 "stages": None if cut is None else {
                     "replica_bytes": cut.replica_bytes, "chosen": cut.chosen, "tried": cut.tried, "refused": cut.refused,
                 },
@@ -109,7 +113,7 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
             _print_cut(cut, settings.target)
         elif options.memory_bytes is not None:
             print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
-        _print(made, priced, chosen)
+        _print(made, priced, chosen, left_out)
     if options.out is not None and text is not None:
         from gossamer.record.files import writing
 
@@ -182,10 +186,11 @@ def _print_cut(cut: "StagePlan", target: float) -> None:
     print()
 
 
-def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate") -> None:
+def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate", left_out: "LeftOut | None") -> None:
     """Prints the candidates, and which methods have no price."""
-    from gossamer.network.measured import MEASURED_FOR
+    from gossamer.network.measured import MEASURED_FOR, penalty_text
     from gossamer.network.plan import PLAN_HEADINGS, plan_rows
+    from gossamer.network.timeline import in_words
 
     options, size = made.options, made.model.size
     vocabulary = f"{size} with a vocabulary of {options.vocab_size:,} (--vocab)"
@@ -203,6 +208,13 @@ def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate") -> None:
     for name, why in priced.unpriced.items():
         print(f"no price: {name}: {why}")
     _print_choice(made.candidates, chosen, options.target)
+    if left_out is not None:
+        worker, others = left_out
+        print(
+            f"without worker {worker}, the slowest, the other {len(others.local_steps)} would take {others.method} with "
+            f"{others.full_steps} local steps: {in_words(others.utilisation, others.between_stages)}, "
+            f"{others.seconds_per_token * 1e9 / 3600:.4g} h/1e9 tokens, loss {penalty_text(others.method, others.full_steps)}"
+        )
 
 
 def _print_choice(usual: "Sequence[Candidate]", chosen: "Candidate", target: float) -> None:
