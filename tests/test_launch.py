@@ -361,7 +361,7 @@ def running(pid: int) -> bool:
 
 def test_an_interrupt_ends_all_workers():
     launcher, pids = started()
-    time.sleep(0.5)  # Python loses an interrupt that comes in a finalizer, such as those of what it has started them with
+    time.sleep(0.5)  # Python loses an interrupt that comes in a finalizer, as there are where they are started
     os.kill(launcher.pid, signal.SIGINT)
     wait_until_gone(pids, launcher)
     assert launcher.finish()[0] != 0
