@@ -472,6 +472,17 @@ def test_momentum_leads_averaging_with_its_own_rate_with_32_workers_and_is_open_
         assert all(ours[seed] < theirs[seed] for seed in range(5)), "lower in each pair of runs at H = 120"
 
 
+def test_narrow_arms_stand_in_the_order_that_the_page_says() -> None:
+    widths, lower = (32, 16, 8, 4, 2), {}
+    for stem in ("narrow_adamw_tuned-h64", "narrow_muon_tuned-h64"):
+        losses = {(kind, w): losses_of(stem, f"{kind} {w}") for kind in ("ResBM", "subspace") for w in widths}
+        for kind, seed in itertools.product(("ResBM", "subspace"), range(3)):
+            rising = [losses[kind, w][seed] for w in widths]
+            assert rising == sorted(rising)
+        lower[stem] = [sum(losses["ResBM", w][s] < losses["subspace", w][s] for s in range(3)) for w in widths]
+    assert lower == {"narrow_adamw_tuned-h64": [2, 3, 3, 0, 0], "narrow_muon_tuned-h64": [3] * 5}
+
+
 def test_our_form_of_gasloc_ends_lower_than_the_published_one_with_two_peers_by_what_the_pages_say() -> None:
     theirs, ours = (losses_of("published_tuned", method) for method in ("published, two peers", "GASLoC 2-Peer"))
     assert all(ours[seed] < theirs[seed] for seed in range(5))
