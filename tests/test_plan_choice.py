@@ -87,9 +87,9 @@ def made(**options: Any) -> RunPlan:
 def test_on_the_slow_uplink_two_peers_are_taken_and_the_table_says_what_each_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    best = made().best
-    assert (best.method, best.full_steps) == ("GASLoC 2-Peer", 30)
-    left = without_slowest(made())
+    planned = made()
+    assert (planned.best.method, planned.best.full_steps) == ("GASLoC 2-Peer", 30)
+    left = without_slowest(planned)
     assert left is not None and left.worker == 7
     assert (left.others.method, left.others.local_steps) == ("DiLoCo", (15,) * 7)
     out = tmp_path / "run.toml"

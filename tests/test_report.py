@@ -263,7 +263,7 @@ def test_pricing_and_reporting_need_no_torch(tmp_path: Path) -> None:
     program = """
 import sys
 from pathlib import Path
-from gossamer.network.links import Network, to_toml
+from gossamer.network.links import Network
 from gossamer.report.page import write_report
 write_report({"a": Path(sys.argv[1])}, Path(sys.argv[2]), {"wan": Network(uplink_bps=1e6, downlink_bps=1e6)})
 assert not {"torch", "tensorboard", "wandb"} & set(sys.modules)

@@ -57,7 +57,7 @@ from gossamer.report.results import read_results
 from gossamer.run.document import load
 from gossamer.run.experiment import figure
 
-__all__ = ["GENERATED", "filled", "pages", "unbound", "with_sources"]
+__all__ = ["filled", "pages", "unbound", "with_sources"]
 
 _REGISTERED = "docs/results/registered.md"
 """What was expected, as it was written before the runs."""
@@ -72,7 +72,7 @@ _COMMENT = re.compile(r"<!-- (\w+): ([^>]+?)\s-->")
 _SOURCES = re.compile(r"<!-- sources\n(.*?)-->", re.DOTALL)
 _CELLS = re.compile(r"<!-- cells of (\w+)\nrows: (.*?)\ncolumns: (.*?)\n-->\n\n?((?:\|[^\n]*\n)+)", re.DOTALL)
 _TABLE = re.compile(r"<!-- table (\d+) of (\w+) by (\S+) -->\n\n?((?:\|[^\n]*\n)+)")
-GENERATED: dict[str, Callable[[], str]] = {
+_GENERATED: dict[str, Callable[[], str]] = {
     "claims": claims_page,
     "leaderboard": leaderboard_page,
     "local steps": lambda: local_steps_table(lengths()),
@@ -81,7 +81,7 @@ GENERATED: dict[str, Callable[[], str]] = {
         [one for cell in ("", "-h120", "-n32") for one in gains(*committed(f"cells_tuned{cell}"))]
     ),
 }
-_WHOLE = re.compile(rf"<!-- all of ({'|'.join(GENERATED)}) -->\n\n?((?:\|[^\n]*\n)+)")
+_WHOLE = re.compile(rf"<!-- all of ({'|'.join(_GENERATED)}) -->\n\n?((?:\|[^\n]*\n)+)")
 _MEASURED = (
     r"(?<![\d.])(?<!= )(?<!±)(?<!± )(?<!Python )(?<![Tt]orch )(?<!arXiv )\d{1,3}\.\d{2,}(?![\d.]*\d| ?(?:M|million)\b)"
     r"|(?<![\d.])[+−-]?\d+\.\d+ ?%|[+−-]\d+ ?%"
@@ -143,7 +143,7 @@ def filled(text: str, page: str) -> str:
         return at[0][: at.start(4) - at.start()] + "\n".join([*heads, *made]) + "\n"
 
     def generated(at: re.Match[str]) -> str:
-        return at[0][: at.start(2) - at.start()] + GENERATED[at[1]]()
+        return at[0][: at.start(2) - at.start()] + _GENERATED[at[1]]()
 
     text = _CELLS.sub(cells, _TABLE.sub(whole_table, _WHOLE.sub(generated, text)))
     parts, end = list[str](), 0

@@ -188,9 +188,8 @@ def _print_cut(cut: "StagePlan", target: float) -> None:
 
 def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate", left_out: "LeftOut | None") -> None:
     """Prints the candidates, and which methods have no price."""
-    from gossamer.network.measured import MEASURED_FOR, penalty_text
+    from gossamer.network.measured import MEASURED_FOR
     from gossamer.network.plan import PLAN_HEADINGS, plan_rows
-    from gossamer.network.timeline import in_words
 
     options, size = made.options, made.model.size
     vocabulary = f"{size} with a vocabulary of {options.vocab_size:,} (--vocab)"
@@ -210,10 +209,10 @@ def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate", left_out: "Le
     _print_choice(made.candidates, chosen, options.target)
     if left_out is not None:
         worker, others = left_out
+        *_, computing, hours, loss = plan_rows([others])[0]
         print(
             f"without worker {worker}, the slowest, the other {len(others.local_steps)} would take {others.method} with "
-            f"{others.full_steps} local steps: {in_words(others.utilisation, others.between_stages)}, "
-            f"{others.seconds_per_token * 1e9 / 3600:.4g} h/1e9 tokens, loss {penalty_text(others.method, others.full_steps)}"
+            f"{others.full_steps} local steps: {computing} of it computing, {hours} h/1e9 tokens, loss {loss}"
         )
 
 
