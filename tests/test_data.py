@@ -214,6 +214,30 @@ def test_contiguous_shards_are_disjoint_and_iid_workers_draw_from_everything(
     assert {everything._shard(worker) for worker in range(workers)} == {(0, len(opened._train))}
 
 
+def test_each_worker_draws_from_the_source_that_shards_name_for_it_and_all_validate_on_the_same_text(
+    tmp_path: Path,
+) -> None:
+    texts = documents()
+    sources = tuple(str(write_jsonl(tmp_path / f"{k}.jsonl", texts[k::2])) for k in range(2))
+    for cache in (None, str(tmp_path / "cache"), str(tmp_path / "cache")):  # from memory, written, and read again
+        opened = corpus(sources, workers=3, shards=[1, 0, 1], cache=cache)
+        alone = [corpus(source) for source in sources]
+        for worker, source in enumerate([1, 0, 1]):
+            own = alone[source]._train.tobytes()
+            assert opened._train[slice(*opened._shard(worker))].tobytes() == own
+            assert all(bytes(row.tolist()) in own for row in opened.batch(worker, 0))
+        without = corpus(sources, workers=2, shards=[0, 0], cache=cache)  # nobody trains on the second text
+        assert same(opened.validation(2), without.validation(2)) and opened.state() == without.state()
+        assert opened._val.tobytes() == b"".join(one._val.tobytes() for one in alone)
+
+
+def test_a_source_that_is_too_short_for_its_worker_is_refused(tmp_path: Path) -> None:
+    long, short = write_jsonl(tmp_path / "long.jsonl", documents()), tmp_path / "short.txt"
+    short.write_text("a few words")
+    with pytest.raises(DataError, match="training text of one worker has"):
+        corpus((str(long), str(short)), workers=2, shards=[0, 1])
+
+
 def test_text_beyond_max_bytes_is_left_out(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "texts.jsonl", documents())
     opened = corpus(source, max_bytes=5_000)
@@ -527,6 +551,11 @@ def test_too_little_text_is_refused_with_what_it_needs(tmp_path: Path) -> None:
         ({"source": "hf:a", "max_bytes": 9}, "data.max_bytes is 9, which works for files only"),
         ({"source": "hf:a", "cache": "c"}, "data.cache is 'c', which works for files only"),
         ({"source": "hf:a", "shards": "contiguous"}, "a stream divides its documents"),
+        ({"source": "hf:a", "shards": (0, 0)}, "a stream divides its documents"),
+        ({"source": "my.data:batch", "shards": "contiguous"}, "a function divides its data"),
+        ({"source": ("a", "b"), "shards": (0, 2)}, r"data.shards is \[0, 2\], but the last place of data.source is 1"),
+        ({"source": "a", "shards": (-1,)}, "data.shards"),
+        ({"source": "a", "shards": ()}, "data.shards is an empty list"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(options: dict, sentence: str) -> None:

@@ -23,7 +23,6 @@ WITHOUT_A_VALUE = {  # beginning of the sentence: why it has none to show
     "no run was given to watch": "the same",
     "this page prices no other methods": "it was asked for nothing else",
     "run.device = 'cuda' but torch sees 0 GPUs": "the only value that leads here is in the sentence",
-    "data.shards is 'contiguous'": "the same",
     "PairingError(sentence)": "it comes from the table of pairings, whose rows are looked at here too",
 }
 

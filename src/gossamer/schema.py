@@ -369,13 +369,13 @@ def _span(extras: list[Any]) -> str:
 
 
 def _names(hint: Any) -> list[str]:
-    """The names that a field allows, where it allows nothing else."""
+    """The names that a field allows, where it allows no other text."""
     if table := next((one.names for one in _extras(hint) if isinstance(one, OneOf)), None):
         return table
     bare = _bare(hint)
     if get_origin(bare) is Literal:
         return [*map(str, get_args(bare))]
-    parts = [part for part in get_args(bare) if part is not type(None)]
+    parts = [part for part in get_args(bare) if part is not type(None) and get_origin(_bare(part)) is not tuple]
     return _names(parts[0]) if get_origin(bare) in (typing.Union, types.UnionType) and len(parts) == 1 else []
 
 

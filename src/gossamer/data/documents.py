@@ -109,33 +109,35 @@ def utf8(document: Document) -> bytes:
         ) from None
 
 
-def files_of(sources: Sequence[str]) -> list[Path]:
-    """Every file of the sources once, in the order given; files of a folder or glob are sorted by path."""
-    found: list[Path] = []
-    for source in sources:
-        if source == "stdlib":
-            found += _stdlib()
-            continue
-        path = Path(source).expanduser()
-        if path.is_dir():
-            inside = [p for p in _by_path(path.rglob("*")) if p.suffix in SUFFIXES]
-        elif path.is_file():
-            inside = [path]
-        else:
-            inside = _by_path(map(Path, glob.glob(str(path), recursive=True)))
-        if not inside:
+def files_of(sources: Sequence[str]) -> dict[Path, int]:
+    """Every file of the sources once, in the order given, and the place of its source; those of a folder or glob are sorted."""
+    found: dict[Path, int] = {}
+    for place, source in enumerate(sources):
+        for path in _stdlib() if source == "stdlib" else _files_at(source):
+            found.setdefault(path, place)
+    return found
+
+
+def _files_at(source: str) -> list[Path]:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        inside = [p for p in _by_path(path.rglob("*")) if p.suffix in SUFFIXES]
+    elif path.is_file():
+        inside = [path]
+    else:
+        inside = _by_path(map(Path, glob.glob(str(path), recursive=True)))
+    if not inside:
+        raise DataError(
+            f"data.source '{source}' names no readable file (the working folder is '{Path.cwd()}'); give an "
+            f"existing file, a folder or a glob of files that end in one of: {', '.join(SUFFIXES)}"
+        )
+    for p in inside:
+        if p.suffix not in SUFFIXES:
             raise DataError(
-                f"data.source '{source}' names no readable file (the working folder is '{Path.cwd()}'); give an "
-                f"existing file, a folder or a glob of files that end in one of: {', '.join(SUFFIXES)}"
+                f"'{p}' ends in '{p.suffix}' but files must end in one of: {', '.join(SUFFIXES)}; convert it, or "
+                "rename it to the ending of its format"
             )
-        for p in inside:
-            if p.suffix not in SUFFIXES:
-                raise DataError(
-                    f"'{p}' ends in '{p.suffix}' but files must end in one of: {', '.join(SUFFIXES)}; convert it, or "
-                    "rename it to the ending of its format"
-                )
-        found += inside
-    return list(dict.fromkeys(found))
+    return inside
 
 
 def _by_path(paths: Iterable[Path]) -> list[Path]:

@@ -32,6 +32,8 @@ class Tokens(NamedTuple):
 
     train: NDArray[Any]
     val: NDArray[Any]
+    ends: Sequence[int]
+    """Where in the training tokens each source ends."""
     fingerprint: str
     """A hash of all tokens and of their split."""
 
@@ -42,11 +44,13 @@ class Piece(NamedTuple):
     text: str
     last: bool
     """Whether the document ends here."""
+    source: int
+    """The place of its source."""
 
 
-def _pieces(documents: Iterable[Document], max_bytes: int | None) -> Iterator[Piece]:
+def _pieces(documents: Iterable[tuple[int, Document]], max_bytes: int | None) -> Iterator[Piece]:
     left = max_bytes
-    for document in documents:
+    for source, document in documents:
         raw, text = utf8(document), document.text
         if left is not None:
             raw = raw[:left]
@@ -54,26 +58,39 @@ def _pieces(documents: Iterable[Document], max_bytes: int | None) -> Iterator[Pi
             text = raw.decode(errors="ignore")
         for start in range(0, len(text), PIECE_CHARS):
             stop = start + PIECE_CHARS
-            yield Piece(text[start:stop], stop >= len(text))
+            yield Piece(text[start:stop], stop >= len(text), source)
         if left == 0:
             return
 
 
-def _tokenise(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Path], train: BinaryIO, val: BinaryIO) -> str:
-    """Writes the tokens of all files; returns a hash of them and of their split."""
+class _Written(NamedTuple):
+    """What is known of tokens that were written: see `Tokens`."""
+
+    ends: list[int]
+    fingerprint: str
+
+
+def _tokenise(
+    config: DataConfig, tokenizer: Tokenizer, files: Mapping[Path, int], train: BinaryIO, val: BinaryIO
+) -> _Written:
+    """Writes the tokens of all files."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = b"" if tokenizer.end is None else np.array(tokenizer.end, dtype).tobytes()
     digest = hashlib.blake2b(digest_size=16)
-    documents = itertools.chain.from_iterable(read_documents(path, config.text_field) for path in files)
+    lengths = [0] * len(config.sources)
+    documents = (
+        (source, document) for path, source in files.items() for document in read_documents(path, config.text_field)
+    )
     pieces = _pieces(documents, config.max_bytes)
     while group := list(itertools.islice(pieces, 64)):
         for piece, ids in zip(group, tokenizer.encode([piece.text for piece in group]), strict=True):
             kept = held_out(piece.text, config.val_fraction)
             tokens = ids.astype(dtype).tobytes() + (end if piece.last else b"")
             (val if kept else train).write(tokens)
+            lengths[piece.source] += 0 if kept else len(tokens) // dtype.itemsize
             digest.update(b"v" if kept else b"t")
             digest.update(tokens)
-    return digest.hexdigest()
+    return _Written([*itertools.accumulate(lengths)], digest.hexdigest())
 
 
 def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
@@ -83,17 +100,20 @@ def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
         if config.cache is not None:
             return _cached_tokens(config, tokenizer, files, dtype)
         train, val = io.BytesIO(), io.BytesIO()
-        fingerprint = _tokenise(config, tokenizer, files, train, val)
+        written = _tokenise(config, tokenizer, files, train, val)
     except OSError as error:
         raise DataError(f"the text cannot be read: {error}; correct the file or data.source") from error
-    return Tokens(np.frombuffer(train.getbuffer(), dtype), np.frombuffer(val.getbuffer(), dtype), fingerprint)
+    return Tokens(np.frombuffer(train.getbuffer(), dtype), np.frombuffer(val.getbuffer(), dtype), *written)
 
 
-def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Path], dtype: np.dtype[Any]) -> Tokens:
+def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Mapping[Path, int], dtype: np.dtype[Any]) -> Tokens:
     """Tokens as files in the cache folder, under a name that changes with the text, the tokenizer and the options."""
     assert config.cache is not None
-    stamps = [(path.resolve().as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    made_of = [1, stamps, tokenizer.json(), config.text_field, config.val_fraction, config.max_bytes]
+    stamps = [
+        (path.resolve().as_posix(), path.stat().st_size, path.stat().st_mtime_ns, source)
+        for path, source in files.items()
+    ]
+    made_of = [2, stamps, tokenizer.json(), config.text_field, config.val_fraction, config.max_bytes]
     name = hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
     folder = Path(config.cache).expanduser() / f"tokens-{name}"
     if not folder.is_dir():
@@ -101,16 +121,19 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Sequence[Pat
         scratch.mkdir(parents=True)
         try:
             with (scratch / "train.bin").open("wb") as train, (scratch / "val.bin").open("wb") as val:
-                fingerprint = _tokenise(config, tokenizer, files, train, val)
+                written = _tokenise(config, tokenizer, files, train, val)
                 sizes = {"train": train.tell(), "val": val.tell()}
-            (scratch / "manifest.json").write_text(json.dumps({"bytes": sizes, "fingerprint": fingerprint}))
+            (scratch / "manifest.json").write_text(json.dumps({"bytes": sizes, **written._asdict()}))
             _publish(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
         train, val = (_mapped(folder / f"{side}.bin", manifest["bytes"][side], dtype) for side in ("train", "val"))
-        return Tokens(train, val, str(manifest["fingerprint"]))
+        ends = [int(end) for end in manifest["ends"]]
+        if len(ends) != len(config.sources) or [0, *ends, len(train)] != sorted([0, *ends, len(train)]):
+            raise ValueError(f"its sources end at {ends} of {len(train)} tokens")
+        return Tokens(train, val, ends, str(manifest["fingerprint"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"the token cache '{folder}' is damaged ({error!r}); remove that folder, and it will be written again"
@@ -137,7 +160,7 @@ class FileCorpus:
     the places are drawn once for each worker, and each epoch has all of them in an order of its own.
 
     If the training or the validation text would be shorter than one window, as with one small file, the last
-    `val_fraction` of all text is the validation text instead.
+    `val_fraction` of all text is the validation text instead, unless each worker has a source.
 
     Raises: DataError when there is not enough text for one window on either side, or in one worker's shard.
     """
@@ -146,8 +169,8 @@ class FileCorpus:
         self.vocab_size, self.tokenizer = tokenizer.vocab_size, tokenizer
         self._config, self._workers, self._seed = config, workers, seed
         self._window = config.seq_len + 1
-        train, val, self._fingerprint = _load_tokens(config, tokenizer)
-        if min(len(train), len(val)) < self._window:
+        train, val, self._ends, self._fingerprint = _load_tokens(config, tokenizer)
+        if min(len(train), len(val)) < self._window and not isinstance(config.shards, tuple):
             whole = np.concatenate([train, val])
             cut = len(whole) - int(config.val_fraction * len(whole))
             train, val = whole[:cut], whole[cut:]
@@ -173,6 +196,9 @@ class FileCorpus:
 
     def _shard(self, worker: int) -> tuple[int, int]:
         """The range of training tokens that a worker draws from: the first, and one past the last."""
+        if isinstance(self._config.shards, tuple):
+            source = self._config.shards[worker]
+            return self._ends[source - 1] if source else 0, self._ends[source]
         if self._config.shards == "iid":
             return 0, len(self._train)
         return len(self._train) * worker // self._workers, len(self._train) * (worker + 1) // self._workers

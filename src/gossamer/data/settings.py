@@ -7,13 +7,17 @@ from pydantic import Field
 
 from gossamer.code import is_code
 from gossamer.errors import ConfigError
-from gossamer.fields import NEUTRAL, AtLeastOne, CodeName, Words
+from gossamer.fields import NEUTRAL, AtLeastOne, AtLeastZero, CodeName, Words
 from gossamer.schema import settings
 
 __all__ = ["DataConfig"]
 
 
 _Text = Annotated[str, Field(min_length=1), Words("text: a path, 'stdlib' or 'hf:NAME'")]
+_Shards = Annotated[
+    Literal["iid", "contiguous"] | Annotated[tuple[AtLeastZero, ...], Field(min_length=1)],
+    Words("'iid', 'contiguous', or a list with the place of a source for every worker, counted from 0"),
+]
 
 
 @settings("data")
@@ -48,8 +52,10 @@ class DataConfig:
     windows: AtLeastOne | None = None
     """How many fixed windows of text each worker trains on, all of them in every epoch, in an order of its own; None draws every
     window at a new place."""
-    shards: Literal["iid", "contiguous"] = "iid"
-    """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order."""
+    shards: _Shards = "iid"
+    """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order; a list:
+    each only from one source, and the list has its place in `source` for every worker, counted from 0. All validate on the
+    same text, which is kept from all sources."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The part of the text that is kept for validation."""
     max_bytes: AtLeastOne | None = None
@@ -82,10 +88,20 @@ class DataConfig:
                     raise ConfigError(
                         f"data.{name} is {value!r}, which works for files only; remove data.{name} for a stream"
                     )
-            if self.shards == "contiguous":
-                raise ConfigError(
-                    "data.shards is 'contiguous', but a stream divides its documents among the workers itself; remove data.shards"
-                )
+        self._check_shards()
+
+    def _check_shards(self) -> None:
+        """Raises ConfigError unless the source can be divided like that."""
+        if self.shards != "iid" and (self.streamed or self.own):
+            divides = "a stream divides its documents" if self.streamed else "a function divides its data"
+            raise ConfigError(
+                f"data.shards is {self.shards!r:.60}, but {divides} among the workers itself; remove data.shards"
+            )
+        if isinstance(self.shards, tuple) and max(self.shards) >= len(self.sources):
+            raise ConfigError(
+                f"data.shards is {list(self.shards)!r:.60}, but the last place of data.source is {len(self.sources) - 1}; name "
+                "a source of data.source for every worker"
+            )
 
     @property
     def own(self) -> bool:

@@ -165,6 +165,10 @@ class RunConfig:
                 raise ConfigError(
                     f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
                 )
+        if isinstance(self.data.shards, tuple) and len(self.data.shards) != self.workers:
+            raise ConfigError(
+                f"data.shards has {len(self.data.shards)} entries for {self.workers} workers; name a source for every worker"
+            )
         must_fit(self.pipeline, self.model, self.data, self.workers, self.schedule)
         if self.run.batched > 1:
             self._must_be_batched()
