@@ -21,7 +21,7 @@ from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
 from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
-from tiny import document, single
+from tiny import TEXT, document, single
 
 UNEVEN = {"step_s": [0.1, 0.25, 0.3], "uplink_bps": 1e8, "downlink_bps": 1e8, "latency_s": 0.01}
 EVEN = {"step_s": 1.0, "uplink_bps": math.inf, "downlink_bps": math.inf}
@@ -200,6 +200,17 @@ def test_evaluate_finds_what_the_run_scored(method, tmp_path):
     round, result, _ = evaluate(tmp_path)
     assert (round, result.loss) == (4, outcome.loss)
     assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_run_is_scored_on_other_text_and_nothing_is_written(tmp_path, capsys):
+    simulate(single(run__steps=4), tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    (other := tmp_path / "other.txt").write_text("words of quite another kind\n" * 400)
+    assert main(["evaluate", str(tmp_path / "run"), "--source", str(other), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] is None and found["loss"] != evaluate(tmp_path / "run", source=str(TEXT)).result.loss
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    assert evaluate(tmp_path / "run", source=str(TEXT)).result == evaluate(tmp_path / "run").result
 
 
 def test_runs_in_rounds_and_runs_that_look_at_the_clock_stand_side_by_side(tmp_path, capsys):

@@ -11,22 +11,30 @@ from gossamer.cli.run_file import imported_parts
 __all__ = ["command"]
 
 
-def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | None = None, json: Json = False) -> None:
+def command(
+    folder: Annotated[Path, Parameter(name="RUN")],
+    /,
+    *,
+    round: int | None = None,
+    source: str | None = None,
+    json: Json = False,
+) -> None:
     """Forms the mean model of a run from the checkpoints of one round, scores it and exports it.
 
     Args:
         folder: run folder
         round: number of finished rounds (default: the newest that all workers have; of an elastic run, most)
+        source: score it on this text instead, as data.source has it, and write nothing
     """
     from gossamer.run.config import parse
     from gossamer.run.document import load_run
     from gossamer.run.evaluate import UNUSED, evaluate
 
-    round, result, workers = evaluate(folder, round, imported_parts(parse(load_run(folder)), without=UNUSED))
+    parts = imported_parts(parse(load_run(folder)), without=UNUSED)
+    round, result, workers = evaluate(folder, round, parts, source)
+    model = folder / "model" if source is None else None
     if json:
-        print_json(
-            {"folder": folder, "round": round, "workers": workers, **result._asdict(), "model": folder / "model"}
-        )
+        print_json({"folder": folder, "round": round, "workers": workers, **result._asdict(), "model": model})
         return
     worst = f"worst worker {max(result.worker_losses):.4f}, " if result.worker_losses else ""
     print(
@@ -34,4 +42,5 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, round: int | N
         f"disagreement {result.disagreement:.3g}"
         + ("" if result.js_divergence is None else f", of predictions {result.js_divergence:.3g} nats")
     )
-    print(f"mean model: {folder / 'model'}")
+    if model is not None:
+        print(f"mean model: {model}")

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import CheckpointError
+from gossamer.data.corpus import Corpus, open_corpus
+from gossamer.errors import CheckpointError, ConfigError
 from gossamer.layout import Layout, attach, layout_of, views
 from gossamer.models.export import export, export_state
 from gossamer.models.llama import Llama, logits_of
@@ -267,14 +269,18 @@ class Evaluation(NamedTuple):
     """Whose checkpoints these are, as `worker_losses` has them; that of a run with a server is its number alone."""
 
 
-def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> Evaluation:
+def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS, source: str | None = None) -> Evaluation:
     """The mean model of a run from the checkpoints of one round: its loss, the disagreement, and its export to `RUN/model`.
+
+    On another text than the run's it is only scored: nothing is written.
 
     Args:
         round: the number of finished rounds; by default the newest that all workers have. Of an elastic run, the newest that most
             workers have which took part in it, and the mean is over those.
         parts: the user's own, where the run names any.
-    Raises: CheckpointError when no round has the checkpoints of all workers, or, of an elastic run, of any.
+        source: other text to score it on, as data.source has it, of which the run's part is kept for validation.
+    Raises: CheckpointError when no round has the checkpoints of all workers, or, of an elastic run, of any; ConfigError for
+        other text of a run whose data is a function.
     Cost: holds one model per worker in memory.
     """
     config = parse(load_run(folder))
@@ -289,11 +295,24 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS) -> Eva
         state["x"] if task.holding is None else task.holding.alone(owner, state["x"])
         for owner, state in zip(owners, states, strict=True)
     ]
+    if source is not None:
+        task = task._replace(data=_other_text(config, source))
     probe = Probe(config, task, torch.device("cpu"))
     result = assess(vectors, Probes([probe]), buffers)
-    _note(config, folder, finished, states, result)
-    publish(config, task, union_of(task, vectors), folder, mean_buffers(buffers))
+    if source is None:
+        _note(config, folder, finished, states, result)
+        publish(config, task, union_of(task, vectors), folder, mean_buffers(buffers))
     return Evaluation(finished, result, tuple(owners))
+
+
+def _other_text(config: RunConfig, source: str) -> Corpus:
+    """The text of another source, cut and tokenised as that of the run."""
+    if config.data.own:
+        raise ConfigError(
+            f"the other source is {source!r:.60} and data.source is {config.data.source!r:.60}, but only a model of text can be "
+            "scored on other text; remove --source"
+        )
+    return open_corpus(replace(config.data, source=source, shards="iid"), config.workers, config.seed)
 
 
 def _most(
