@@ -11,8 +11,10 @@ import pytest
 import tomli_w
 
 from generators import experiments, prices, sources
+from gossamer.cli import main
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.run.document import load
+from gossamer.run.evaluate import evaluate
 from gossamer.run.experiment import points
 from gossamer.run.methods import recipes
 from tiny import document
@@ -160,3 +162,22 @@ def test_the_page_of_all_methods_has_bytes_and_times_of_each_and_no_loss() -> No
     page = (ROOT / "docs" / "results" / "methods.md").read_text(encoding="utf-8")
     assert page == prices.prices_page(), "run make results"
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [*recipes()]
+
+
+def test_the_losses_on_each_text_are_those_of_the_runs_on_it(tmp_path: Path) -> None:
+    texts = [tmp_path / f"{name}.jsonl" for name in ("words", "numbers")]
+    texts[0].write_text("".join(json.dumps({"text": f"some words, {k} times again\n" * 9}) + "\n" for k in range(60)))
+    texts[1].write_text("".join(json.dumps({"text": f"{k * k * 999_983} " * 9}) + "\n" for k in range(60)))
+    sources, folder = [*map(str, texts)], tmp_path / "runs"
+    rows = [{"label": "alone"}, {"label": "with both", "data": {"shards": [0, 1]}}]
+    base = document(
+        workers=2, data__source=sources, data__shards=[0, 0], run__steps=60, run__local_steps=4, variant=rows
+    )
+    (file := tmp_path / "experiment.toml").write_text(tomli_w.dumps(base))
+    assert main(["compare", str(file), "--out", str(folder)]) == 0
+    table = program("by_text").by_text(folder)
+    heads, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    assert heads == ["method", *sources] and [line[0] for line in lines] == ["alone", "with both"]
+    (_, *alone), (_, *both) = ([line[0], *map(float, line[1:])] for line in lines)
+    assert alone[1] > both[1] + 0.1  # who has trained on a text models it better
+    assert both[0] == pytest.approx(evaluate(folder / "with-both", source=sources[0]).result.loss, abs=1e-4)

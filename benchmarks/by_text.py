@@ -1,0 +1,49 @@
+"""How well the runs of an experiment model each of the texts they were given: prints a Markdown table of mean losses.
+
+    gossamer compare configs/evidence/own_text.toml --seeds 0,1,2 --out runs/own_text
+    python benchmarks/by_text.py runs/own_text
+
+It needs the checkpoints of their last rounds, which `gossamer compare` leaves in its folder.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+from gossamer.report.results import read_results
+from gossamer.report.table import markdown_lines
+from gossamer.run.config import parse
+from gossamer.run.document import load_run
+from gossamer.run.evaluate import evaluate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where gossamer compare left the runs")
+    print(by_text(parser.parse_args().folder), end="")
+
+
+def by_text(folder: Path) -> str:
+    """For each method, the mean over its seeds of the loss of the mean model on the validation text of each source, in nats."""
+    runs = {
+        config.name: (config, path.parent)
+        for path in folder.glob("*/run.toml")
+        for config in [parse(load_run(path.parent))]
+    }
+    ended = [(one.method, *runs[one.row["method"]]) for one in read_results(folder / "outcomes.jsonl")]
+    sources = [*dict.fromkeys(source for _, config, _ in ended for source in config.data.sources)]
+    rows = [
+        [
+            method,
+            *(
+                f"{statistics.fmean(evaluate(run, source=source).result.loss for name, _, run in ended if name == method):.4f}"
+                for source in sources
+            ),
+        ]
+        for method in dict.fromkeys(method for method, _, _ in ended)
+    ]
+    return markdown_lines([["method", *sources], ["---", *["---:"] * len(sources)], *rows])
+
+
+if __name__ == "__main__":
+    main()
