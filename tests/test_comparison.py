@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 import gossamer
+from gossamer.cli import main
 from gossamer.errors import DataError
 from gossamer.record import origin as origins
 from gossamer.report.results import PointResult, read_results, result_lines
@@ -20,6 +22,8 @@ from gossamer.run.replica import Replica
 from gossamer.run.trunks import shared_trunks
 from tiny import PARAMETERS, document
 
+RATES = {"fast": 1e6, "slow": 1e5}
+"""Of an uplink, in bits a second."""
 CHECKOUT = Path(gossamer.__file__).parents[2]
 
 
@@ -160,3 +164,23 @@ def test_lengths_that_anneal_share_a_trunk_and_have_the_bits_of_whole_runs(
     shutil.copytree(parts / "trunks" / shared_trunks([run.config for run in runs])[0], folder)
     again = trained(parts, runs, resume=True)
     assert again == apart and len(phases) == 2 * 5, "the trunk is beyond this branch"
+
+
+def test_runs_that_are_kept_or_copied_are_priced_on_the_networks_of_the_file_as_it_is_now(tmp_path: Path) -> None:
+    base = document(workers=2, run__steps=4, run__eval_every=0, model__layers=1)
+    networks = {name: {"net": {"uplink_bps": bps, "downlink_bps": 1e6, "step_s": 1.0}} for name, bps in RATES.items()}
+    for name, network in networks.items():
+        (tmp_path / f"{name}.toml").write_text(
+            tomli_w.dumps({**base, "network": network, "variant": [{"label": "pairs"}]})
+        )
+
+    def seconds(name: str, folder: str, *words: str) -> float:
+        assert main(["compare", str(tmp_path / f"{name}.toml"), "--out", str(tmp_path / folder), *words]) == 0
+        (one,) = read_results(tmp_path / folder / "outcomes.jsonl")
+        assert f"{one.row['wall_s']['net']:.3g} s" in (tmp_path / folder / "report-table.md").read_text()
+        return one.row["wall_s"]["net"]
+
+    fast, slow = (seconds(name, name) for name in RATES)
+    assert slow > fast + 1
+    assert seconds("slow", "copied", "--reuse", str(tmp_path / "fast")) == slow
+    assert seconds("slow", "fast", "--resume") == slow

@@ -16,7 +16,7 @@ from gossamer.record.progress import say
 from gossamer.report.results import PointResult, read_results, result_lines
 from gossamer.report.table import summary_rows
 from gossamer.run.apart import Apart, RunEnd
-from gossamer.run.config import RunConfig, digest, parse
+from gossamer.run.config import RunConfig, digest, dump, parse
 from gossamer.run.document import load
 from gossamer.run.experiment import Point, place_of
 from gossamer.run.finished import is_evaluated, is_finished, measures_alike
@@ -61,10 +61,11 @@ def train_all(
         if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):
             continue
         if is_finished(run.config, folders[run.label]):
+            _adopt(run, folders)
             origins[run.label], line = None, known.get(place_of(run))
             if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
                 origins[run.label] = line.origin
-                kept.append(line)
+                kept.append(_result(run, folders, line.origin))
     if reuse:
         missing = [run for run in runs if run.label not in origins]
         for run, found in _copied(missing, folders, reuse, some=not resume):
@@ -117,6 +118,7 @@ def _copied(
         place = next((place for place in alike if is_evaluated(run.config, place)), None)
         if place is not None and mine in computed:
             _copy(place, folders[run.label])
+            _adopt(run, folders)
             taken.append((run, computed[mine]))
     if some and not taken:
         raise ConfigError(
@@ -126,6 +128,13 @@ def _copied(
         )
     say(f"{len(taken)} of {len(missing)} runs are copied from '{reuse}'")
     return taken
+
+
+def _adopt(run: Point, folders: Mapping[str, Path]) -> None:
+    """Gives a finished run the settings of the file that decide none of its numbers, such as the networks that price it."""
+    file, settings = folders[run.label] / "run.toml", dump(run.config).encode()
+    if file.read_bytes() != settings:
+        atomic_write(file, settings)
 
 
 def _copy(place: Path, here: Path) -> None:
