@@ -19,7 +19,7 @@ from gossamer.run.settle import InPairs, InRounds, WithoutWaiting, WithServer, i
 from gossamer.run.settle import faults as faults_of
 from gossamer.topologies import complete, exponential, make_topology, random, random_push, ring, tree
 from test_virtual import UNEVEN, timed
-from tiny import tiny
+from tiny import TEXT, tiny
 
 LINK = Network(uplink_bps=1e6, downlink_bps=1e6, step_s=1.0)
 LATE = Network(uplink_bps=1e6, downlink_bps=1e6)
@@ -325,3 +325,17 @@ def test_every_rule_goes_with_the_topology_that_is_chosen_where_nobody_names_one
         assert not faults(Facts(rule=rule, topology=make_topology(FITTING[rule.needs], 8))), name
         if rule.site == "parameters":
             assert Outer(torch.nn.Linear(2, 1), rule, local_steps=2).method.topology.name == FITTING[rule.needs]
+
+
+def test_a_worker_whose_text_nobody_else_has_and_that_takes_few_local_steps_is_told_of():
+    uneven = {"workers": 3, "run__local_steps": [2, 1, 2]}
+    (sentence,) = in_rounds(tiny(**uneven, data__shards="contiguous")).warnings
+    assert (
+        sentence.startswith("worker 1, the only one with its text, takes 1 of 2 local steps")
+        and "weigh_steps" in sentence
+    )
+    both = {"data__source": [str(TEXT), str(TEXT.parent / "json")]}
+    (sentence,) = in_rounds(tiny(**uneven, **both, data__shards=[0, 1, 0])).warnings
+    assert sentence.startswith("worker 1, ")
+    for shared in ({}, {**both, "data__shards": [0, 1, 1]}, {"data__shards": "contiguous", "run__weigh_steps": True}):
+        assert not in_rounds(tiny(**uneven, **shared)).warnings

@@ -55,7 +55,8 @@ class DataConfig:
     shards: _Shards = "iid"
     """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order; a list:
     each only from one source, and the list has its place in `source` for every worker, counted from 0. All validate on the
-    same text, which is kept from all sources."""
+    same text, which is kept from all sources, so each process reads all of them; text that must not leave its site needs a
+    function of yours as the source."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The part of the text that is kept for validation."""
     max_bytes: AtLeastOne | None = None

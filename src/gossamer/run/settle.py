@@ -111,7 +111,7 @@ def settle(config: RunConfig, parts: Parts = OURS, *, real: bool = False) -> Set
             links_of(network, config.workers)  # one of other workers is refused before the training, not after it
         m = method_of(facts, compile=config.run.compile)
         m = m._replace(codec=by_stage(m.codec, config.pipeline, config.model, config.data))
-        return InRounds(m, facts.pacing_network, (*warnings_of(facts), *_unrecorded(config, real)))
+        return InRounds(m, facts.pacing_network, (*warnings_of(facts), *_unrecorded(config, real), *_unheard(config)))
     name, network, config = _clocked(config, facts)
     absences = _absences(config)
     if config.server is not None:
@@ -134,6 +134,21 @@ def _unrecorded(config: RunConfig, real: bool) -> tuple[str, ...]:
     return (
         "record.alignment is true, but a real worker does not see the pseudo-gradients of all others, so their alignment is not "
         "recorded; run gossamer simulate on the same file to measure it",
+    )
+
+
+def _unheard(config: RunConfig) -> tuple[str, ...]:
+    """Which workers have text that the model will hardly learn, as they take few of the local steps and nobody else has it."""
+    if config.data.shards == "iid" or config.run.weigh_steps:
+        return ()
+    text = config.data.shards if isinstance(config.data.shards, tuple) else range(config.workers)
+    rarely = {worker for worker in range(config.workers) if 2 * config.local_steps_of(worker) <= config.full_steps}
+    heard = {text[worker] for worker in range(config.workers) if worker not in rarely}
+    return tuple(
+        f"worker {worker}, the only one with its text, takes {config.local_steps_of(worker)} of {config.full_steps} local "
+        "steps, so the model will learn little of that text; set run.weigh_steps = true, by which they count fully"
+        for worker in sorted(rarely)
+        if text[worker] not in heard
     )
 
 
