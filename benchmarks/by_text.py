@@ -1,6 +1,6 @@
-"""How well the runs of an experiment model each of the texts they were given: prints a Markdown table of mean losses.
+"""How well the runs of an experiment model each of the texts they were given: prints docs/results/by_text.md.
 
-    gossamer compare configs/evidence/own_text.toml --seeds 0,1,2 --out runs/own_text
+    gossamer compare configs/evidence/own_text.toml --seeds 0,1,2
     python benchmarks/by_text.py runs/own_text
 
 It needs the checkpoints of their last rounds, which `gossamer compare` leaves in its folder.
@@ -20,7 +20,11 @@ from gossamer.run.evaluate import evaluate
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where gossamer compare left the runs")
-    print(by_text(parser.parse_args().folder), end="")
+    folder = parser.parse_args().folder
+    print(
+        f"# {folder.name}, text by text\n\n    python benchmarks/by_text.py runs/{folder.name}\n\n{by_text(folder)}",
+        end="",
+    )
 
 
 def by_text(folder: Path) -> str:

@@ -146,7 +146,7 @@ def _unheard(config: RunConfig) -> tuple[str, ...]:
     heard = {text[worker] for worker in range(config.workers) if worker not in rarely}
     return tuple(
         f"worker {worker}, the only one with its text, takes {config.local_steps_of(worker)} of {config.full_steps} local "
-        "steps, so the model will learn little of that text; set run.weigh_steps = true, by which they count fully"
+        "steps, so the model will learn little of that text; if it matters, set run.weigh_steps = true, by which they count fully"
         for worker in sorted(rarely)
         if text[worker] not in heard
     )
