@@ -327,15 +327,11 @@ def test_every_rule_goes_with_the_topology_that_is_chosen_where_nobody_names_one
             assert Outer(torch.nn.Linear(2, 1), rule, local_steps=2).method.topology.name == FITTING[rule.needs]
 
 
-def test_a_worker_whose_text_nobody_else_has_and_that_takes_few_local_steps_is_told_of():
-    uneven = {"workers": 3, "run__local_steps": [2, 1, 2]}
-    (sentence,) = in_rounds(tiny(**uneven, data__shards="contiguous")).warnings
-    assert (
-        sentence.startswith("worker 1, the only one with its text, takes 1 of 2 local steps")
-        and "weigh_steps" in sentence
-    )
+def test_text_that_only_workers_with_few_local_steps_have_is_told_of():
+    uneven = {"workers": 4, "run__local_steps": [8, 2, 1, 8], "run__steps": 16}
     both = {"data__source": [str(TEXT), str(TEXT.parent / "json")]}
-    (sentence,) = in_rounds(tiny(**uneven, **both, data__shards=[0, 1, 0])).warnings
-    assert sentence.startswith("worker 1, ")
-    for shared in ({}, {**both, "data__shards": [0, 1, 1]}, {"data__shards": "contiguous", "run__weigh_steps": True}):
-        assert not in_rounds(tiny(**uneven, **shared)).warnings
+    (sentence,) = in_rounds(tiny(**uneven, **both, data__shards=[0, 1, 1, 0])).warnings
+    assert "/json' is with workers that take at most 2 of 8 local steps" in sentence and "run.weigh_steps" in sentence
+    for heard in ({}, {"data__shards": "contiguous"}, {**both, "data__shards": [0, 1, 1, 1]}):
+        assert not in_rounds(tiny(**uneven, **heard)).warnings
+    assert not in_rounds(tiny(**uneven, **both, data__shards=[0, 1, 1, 0], run__weigh_steps=True)).warnings

@@ -21,7 +21,7 @@ from gossamer.run.config import digest, dump, parse
 from gossamer.run.evaluate import evaluate
 from gossamer.run.settle import settle
 from gossamer.run.simulate import simulate
-from tiny import TEXT, document, single
+from tiny import document, single
 
 UNEVEN = {"step_s": [0.1, 0.25, 0.3], "uplink_bps": 1e8, "downlink_bps": 1e8, "latency_s": 0.01}
 EVEN = {"step_s": 1.0, "uplink_bps": math.inf, "downlink_bps": math.inf}
@@ -203,14 +203,24 @@ def test_evaluate_finds_what_the_run_scored(method, tmp_path):
 
 
 def test_a_run_is_scored_on_other_text_and_nothing_is_written(tmp_path, capsys):
-    simulate(single(run__steps=4), tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    (other := tmp_path / "other.txt").write_text("words of quite another kind\n" * 400)
-    assert main(["evaluate", str(tmp_path / "run"), "--source", str(other), "--json"]) == 0
+    def text(words):
+        (file := tmp_path / f"{words}.jsonl").write_text(
+            "".join(json.dumps({"text": f"{k} {words} " * 9}) + "\n" for k in range(90))
+        )
+        return str(file)
+
+    own, other, run = text("own"), text("other"), tmp_path / "run"
+    simulate(single(run__steps=4, data__source=own), run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert main(["evaluate", str(run), "--source", other, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["model"] is None and found["loss"] != evaluate(tmp_path / "run", source=str(TEXT)).result.loss
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
-    assert evaluate(tmp_path / "run", source=str(TEXT)).result == evaluate(tmp_path / "run").result
+    scored = evaluate(run, source=own).result
+    assert found["model"] is None and found["loss"] != scored.loss
+    (small := tmp_path / "small.txt").write_text("a text of which nothing is kept for validation\n" * 99)
+    assert main(["evaluate", str(run), "--source", str(small)]) == 2
+    assert "the validation text has 0 tokens" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert evaluate(run).result == scored
 
 
 def test_runs_in_rounds_and_runs_that_look_at_the_clock_stand_side_by_side(tmp_path, capsys):

@@ -291,7 +291,8 @@ _WIDTHS, _BITS = (32, 16, 8, 4, 2), ("4", "4 and 3", "3")
 _PIPELINES = {"narrow_adamw_tuned": ", AdamW", "narrow_muon_tuned": ", Muon"}
 _NARROW = (
     "compare configs/evidence/narrow_adamw_tuned-h64.toml --seeds 0,1,2` and `gossamer compare "
-    "configs/evidence/narrow_muon_tuned-h64.toml --seeds 0,1,2"
+    "configs/evidence/narrow_muon_tuned-h64.toml --seeds 0,1,2`; `gossamer compare "
+    "configs/evidence/narrow_adamw_tuned.toml --seeds 0,1,2"
 )
 _TUNED = "compare configs/evidence/tuned_again.toml --seeds 0,1,2,3,4"
 _LEADERS = "compare configs/evidence/leaderboard_tuned.toml --seeds 0,1,2,3,4"

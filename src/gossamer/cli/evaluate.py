@@ -24,7 +24,7 @@ def command(
     Args:
         folder: run folder
         round: number of finished rounds (default: the newest that all workers have; of an elastic run, most)
-        source: score it on this text instead, as data.source has it, and write nothing
+        source: score it on other text, as data.source has it: on the part that data.val_fraction keeps; nothing is written
     """
     from gossamer.run.config import parse
     from gossamer.run.document import load_run

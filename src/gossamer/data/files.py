@@ -113,7 +113,15 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Mapping[Path
         (path.resolve().as_posix(), path.stat().st_size, path.stat().st_mtime_ns, source)
         for path, source in files.items()
     ]
-    made_of = [2, stamps, tokenizer.json(), config.text_field, config.val_fraction, config.max_bytes]
+    made_of = [
+        2,
+        len(config.sources),
+        stamps,
+        tokenizer.json(),
+        config.text_field,
+        config.val_fraction,
+        config.max_bytes,
+    ]
     name = hashlib.blake2b(json.dumps(made_of).encode(), digest_size=12).hexdigest()
     folder = Path(config.cache).expanduser() / f"tokens-{name}"
     if not folder.is_dir():
@@ -131,7 +139,7 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Mapping[Path
         manifest = json.loads((folder / "manifest.json").read_text())
         train, val = (_mapped(folder / f"{side}.bin", manifest["bytes"][side], dtype) for side in ("train", "val"))
         ends = [int(end) for end in manifest["ends"]]
-        if len(ends) != len(config.sources) or [0, *ends, len(train)] != sorted([0, *ends, len(train)]):
+        if len(ends) != len(config.sources) or [0, *ends] != sorted([0, *ends]) or ends[-1] != len(train):
             raise ValueError(f"its sources end at {ends} of {len(train)} tokens")
         return Tokens(train, val, ends, str(manifest["fingerprint"]))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -170,6 +178,10 @@ class FileCorpus:
         self._config, self._workers, self._seed = config, workers, seed
         self._window = config.seq_len + 1
         train, val, self._ends, self._fingerprint = _load_tokens(config, tokenizer)
+        if isinstance(config.shards, tuple):  # a file that moves from one source to another moves to other workers
+            self._fingerprint = hashlib.blake2b(
+                f"{self._fingerprint} {self._ends}".encode(), digest_size=16
+            ).hexdigest()
         if min(len(train), len(val)) < self._window and not isinstance(config.shards, tuple):
             whole = np.concatenate([train, val])
             cut = len(whole) - int(config.val_fraction * len(whole))
@@ -185,7 +197,15 @@ class FileCorpus:
             raise DataError(
                 f"the text of data.source {self._config.source!r} has 0 bytes; give files that are not empty"
             )
-        shard = min(high - low for low, high in map(self._shard, range(self._workers)))
+        lengths = [high - low for low, high in map(self._shard, range(self._workers))]
+        shard = min(lengths)
+        if isinstance(self._config.shards, tuple) and shard < self._window:
+            source = self._config.sources[self._config.shards[lengths.index(shard)]]
+            raise DataError(
+                f"the training text of worker {lengths.index(shard)} is data.source {source!r:.60} and has {shard} tokens, but "
+                f"one window needs data.seq_len + 1 = {self._window}; give more text, none that a source before it has too, or "
+                "raise data.max_bytes"
+            )
         for what, got in [("the training text", shard), ("the validation text", len(self._val))]:
             if got < self._window:
                 per_worker = " of one worker" if what == "the training text" and shard < len(self._train) else ""

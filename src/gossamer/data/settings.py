@@ -53,10 +53,10 @@ class DataConfig:
     """How many fixed windows of text each worker trains on, all of them in every epoch, in an order of its own; None draws every
     window at a new place."""
     shards: _Shards = "iid"
-    """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order; a list:
-    each only from one source, and the list has its place in `source` for every worker, counted from 0. All validate on the
-    same text, which is kept from all sources, so each process reads all of them; text that must not leave its site needs a
-    function of yours as the source."""
+    """"iid": every worker draws from all training text; "contiguous": each only from its own n-th, in document order; a
+    list: for every worker the place in `source`, counted from 0, of the only text that it draws from. All validate on the same
+    text, a part of each source, so every process reads all of them; text that must not leave its site needs a function of
+    yours as the source."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """The part of the text that is kept for validation."""
     max_bytes: AtLeastOne | None = None

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NotRequired
 
@@ -131,10 +132,11 @@ def _copied(
 
 
 def _adopt(run: Point, folders: Mapping[str, Path]) -> None:
-    """Gives a finished run the settings of the file that decide none of its numbers, such as the networks that price it."""
-    file, settings = folders[run.label] / "run.toml", dump(run.config).encode()
-    if file.read_bytes() != settings:
-        atomic_write(file, settings)
+    """Gives a finished run the name that it has in this experiment, and the networks that price it there."""
+    file = folders[run.label] / "run.toml"
+    there = parse(load(file))
+    if (there.name, there.network) != (run.config.name, run.config.network):
+        atomic_write(file, dump(replace(there, name=run.config.name, network=run.config.network)).encode())
 
 
 def _copy(place: Path, here: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gossamer.code import is_code
 from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.layout import Layout, attach, layout_of, views
@@ -306,13 +307,14 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS, source
 
 
 def _other_text(config: RunConfig, source: str) -> Corpus:
-    """The text of another source, cut and tokenised as that of the run."""
-    if config.data.own:
+    """The text of another source, cut and tokenised as that of the run; nothing but what is kept for validation is scored."""
+    if config.data.own or is_code(source):
         raise ConfigError(
             f"the other source is {source!r:.60} and data.source is {config.data.source!r:.60}, but only a model of text can be "
             "scored on other text; remove --source"
         )
-    return open_corpus(replace(config.data, source=source, shards="iid"), config.workers, config.seed)
+    alone = (0,) * config.workers if not source.startswith("hf:") else "iid"
+    return open_corpus(replace(config.data, source=source, shards=alone), config.workers, config.seed)
 
 
 def _most(

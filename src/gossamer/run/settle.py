@@ -138,17 +138,18 @@ def _unrecorded(config: RunConfig, real: bool) -> tuple[str, ...]:
 
 
 def _unheard(config: RunConfig) -> tuple[str, ...]:
-    """Which workers have text that the model will hardly learn, as they take few of the local steps and nobody else has it."""
-    if config.data.shards == "iid" or config.run.weigh_steps:
+    """A sentence for each text that only workers have which take a quarter of the local steps or fewer, and are not weighed."""
+    if not isinstance(config.data.shards, tuple) or config.run.weigh_steps:
         return ()
-    text = config.data.shards if isinstance(config.data.shards, tuple) else range(config.workers)
-    rarely = {worker for worker in range(config.workers) if 2 * config.local_steps_of(worker) <= config.full_steps}
-    heard = {text[worker] for worker in range(config.workers) if worker not in rarely}
+    steps: dict[int, list[int]] = {}
+    for worker, source in enumerate(config.data.shards):
+        steps.setdefault(source, []).append(config.local_steps_of(worker))
     return tuple(
-        f"worker {worker}, the only one with its text, takes {config.local_steps_of(worker)} of {config.full_steps} local "
-        "steps, so the model will learn little of that text; if it matters, set run.weigh_steps = true, by which they count fully"
-        for worker in sorted(rarely)
-        if text[worker] not in heard
+        f"the text of data.source {config.data.sources[source]!r:.60} is with workers that take at most {max(taken)} of "
+        f"{config.full_steps} local steps, so it counts for little; if it matters, let them take more or set "
+        "run.weigh_steps = true"
+        for source, taken in sorted(steps.items())
+        if 4 * max(taken) <= config.full_steps
     )
 
 
