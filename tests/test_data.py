@@ -235,7 +235,7 @@ def test_a_source_that_is_too_short_for_its_worker_is_refused(tmp_path: Path) ->
     long, short = write_jsonl(tmp_path / "long.jsonl", documents()), tmp_path / "short.txt"
     short.write_text("a few words")
     for second in (short, long):  # of which all text is with the first source already
-        with pytest.raises(DataError, match="training text of worker 1 is data.source"):
+        with pytest.raises(DataError, match=r"training text of worker 1 is data.source"):
             corpus((str(long), str(second)), workers=2, shards=[0, 1])
 
 
