@@ -55,8 +55,9 @@ def time_shares(found: Sequence[Branch], method: str, network: str) -> dict[int,
 
 
 def annealed_page(found: Sequence[Branch], target: str) -> str:
-    """The branches as Markdown: when each method first ends as low as the target, and how far above it each length ends."""
+    """The branches as Markdown: how far above the target each length ends, and when each method with several is first as low."""
     last = max(one.rounds for one in found if one.method == target)
+    several = len({(one.method, one.rounds) for one in found}) > len({one.method for one in found})
     parts = [f"Beside {target} after {last} rounds, which are annealed as all others.\n"]
     for network in dict.fromkeys(one.network for one in found):
         firsts, rows = list[list[str]](), list[list[str]]()
@@ -76,8 +77,10 @@ def annealed_page(found: Sequence[Branch], target: str) -> str:
                 share = statistics.fmean(one.share for one in here)
                 rows.append([method, str(rounds), f"{share:.3f}", each, f"{mean:+.4f}"])
         heads = [f"on {network}", f"first annealed as low as {target}, over its time; each seed", "mean share"]
-        parts.append(markdown_lines([heads, ["---", "---:", "---:"], *firsts]))
-        heads = ["method", "rounds", f"time over {target}'s", f"annealed loss above {target}'s last; each seed", "mean"]
+        if several:
+            parts.append(markdown_lines([heads, ["---", "---:", "---:"], *firsts]))
+        above = f"annealed loss above {target}'s last; each seed"
+        heads = [f"method on {network}", "rounds", f"time over {target}'s", above, "mean"]
         parts.append(markdown_lines([heads, ["---", *["---:"] * 4], *rows]))
     return "\n".join(parts)
 
