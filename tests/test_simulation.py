@@ -319,7 +319,7 @@ def test_a_folder_whose_model_and_data_are_in_a_module_is_evaluated_by_its_name_
     run = simulated(out=tmp_path, rule=gossamer.gasloc(lr=0.5))
     finished, found, _ = evaluate(tmp_path, parts=own_parts(run.config, UNUSED))
     assert (finished, found.loss, found.disagreement) == (ROUNDS, run.loss, run.validation["disagreement"][-1])
-    with pytest.raises(ConfigError, match="only a model of text can be scored on other text"):
+    with pytest.raises(ConfigError, match="neither may be a function"):
         evaluate(tmp_path, parts=own_parts(run.config, UNUSED), source="stdlib")
 
 
