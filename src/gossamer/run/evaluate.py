@@ -310,8 +310,8 @@ def _other_text(config: RunConfig, source: str) -> Corpus:
     """The text of another source, cut and tokenised as that of the run; nothing but what is kept for validation is scored."""
     if config.data.own or is_code(source):
         raise ConfigError(
-            f"the other source is {source!r:.60} and data.source is {config.data.source!r:.60}, but neither may be a function; name "
-            "files, a folder or a stream, or leave --source out"
+            f"the other source is {source!r:.60} and data.source is {config.data.source!r:.60}, but neither may be a function; "
+            "name files, a folder or a stream, or leave --source out"
         )
     alone = (0,) * config.workers if not source.startswith("hf:") else "iid"
     return open_corpus(replace(config.data, source=source, shards=alone), config.workers, config.seed)
