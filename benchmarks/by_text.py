@@ -15,6 +15,7 @@ from gossamer.report.table import markdown_lines
 from gossamer.run.config import parse
 from gossamer.run.document import load_run
 from gossamer.run.evaluate import evaluate
+from gossamer.run.experiment import folder_name
 
 
 def main() -> None:
@@ -29,23 +30,15 @@ def main() -> None:
 
 def by_text(folder: Path) -> str:
     """For each method, the mean over its seeds of the loss of the mean model on the validation text of each source, in nats."""
-    runs = {
-        config.name: (config, path.parent)
-        for path in folder.glob("*/run.toml")
-        for config in [parse(load_run(path.parent))]
-    }
-    ended = [(one.method, *runs[one.row["method"]]) for one in read_results(folder / "outcomes.jsonl")]
-    sources = [*dict.fromkeys(source for _, config, _ in ended for source in config.data.sources)]
-    rows = [
-        [
-            method,
-            *(
-                f"{statistics.fmean(evaluate(run, source=source).result.loss for name, _, run in ended if name == method):.4f}"
-                for source in sources
-            ),
-        ]
-        for method in dict.fromkeys(method for method, _, _ in ended)
-    ]
+    runs: dict[str, list[Path]] = {}
+    for one in read_results(folder / "outcomes.jsonl"):
+        runs.setdefault(one.method, []).append(folder / folder_name(one.row["method"]))
+    sources = [*dict.fromkeys(s for some in runs.values() for run in some for s in parse(load_run(run)).data.sources)]
+
+    def loss(method: str, source: str) -> str:
+        return f"{statistics.fmean(evaluate(run, source=source).result.loss for run in runs[method]):.4f}"
+
+    rows = [[method, *(loss(method, source) for source in sources)] for method in runs]
     return markdown_lines([["method", *sources], ["---", *["---:"] * len(sources)], *rows])
 
 

@@ -219,9 +219,9 @@ def test_each_worker_draws_from_the_source_that_shards_name_for_it_and_all_valid
 ) -> None:
     texts = documents()
     sources = tuple(str(write_jsonl(tmp_path / f"{k}.jsonl", texts[k::2])) for k in range(2))
+    alone = [corpus(source) for source in sources]
     for cache in (None, str(tmp_path / "cache"), str(tmp_path / "cache")):  # from memory, written, and read again
         opened = corpus(sources, workers=3, shards=[1, 0, 1], cache=cache)
-        alone = [corpus(source) for source in sources]
         for worker, source in enumerate([1, 0, 1]):
             own = alone[source]._train.tobytes()
             assert opened._train[slice(*opened._shard(worker))].tobytes() == own

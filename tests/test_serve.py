@@ -343,9 +343,8 @@ ASKED = {
 def heard(port, said=b""):
     """What a stranger receives that sends this and waits for the end, but for the random bytes, of which only the number."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
-        got = sock.recv(
-            32, socket.MSG_WAITALL
-        )  # before it says too much: a server that hangs up on that resets the connection
+        # It listens first: a server that hangs up on what is too much resets the connection, and what it had sent may be lost.
+        got = sock.recv(32, socket.MSG_WAITALL)
         with suppress(OSError):
             sock.sendall(said)
             sock.shutdown(socket.SHUT_WR)

@@ -63,17 +63,10 @@ def _pieces(documents: Iterable[tuple[int, Document]], max_bytes: int | None) ->
             return
 
 
-class _Written(NamedTuple):
-    """What is known of tokens that were written: see `Tokens`."""
-
-    ends: list[int]
-    fingerprint: str
-
-
 def _tokenise(
     config: DataConfig, tokenizer: Tokenizer, files: Mapping[Path, int], train: BinaryIO, val: BinaryIO
-) -> _Written:
-    """Writes the tokens of all files."""
+) -> tuple[list[int], str]:
+    """Writes the tokens of all files; returns where each source ends in those for training, and a hash of all and their split."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = b"" if tokenizer.end is None else np.array(tokenizer.end, dtype).tobytes()
     digest = hashlib.blake2b(digest_size=16)
@@ -90,7 +83,7 @@ def _tokenise(
             lengths[piece.source] += 0 if kept else len(tokens) // dtype.itemsize
             digest.update(b"v" if kept else b"t")
             digest.update(tokens)
-    return _Written([*itertools.accumulate(lengths)], digest.hexdigest())
+    return [*itertools.accumulate(lengths)], digest.hexdigest()
 
 
 def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
@@ -100,10 +93,10 @@ def _load_tokens(config: DataConfig, tokenizer: Tokenizer) -> Tokens:
         if config.cache is not None:
             return _cached_tokens(config, tokenizer, files, dtype)
         train, val = io.BytesIO(), io.BytesIO()
-        written = _tokenise(config, tokenizer, files, train, val)
+        ends, fingerprint = _tokenise(config, tokenizer, files, train, val)
     except OSError as error:
         raise DataError(f"the text cannot be read: {error}; correct the file or data.source") from error
-    return Tokens(np.frombuffer(train.getbuffer(), dtype), np.frombuffer(val.getbuffer(), dtype), *written)
+    return Tokens(np.frombuffer(train.getbuffer(), dtype), np.frombuffer(val.getbuffer(), dtype), ends, fingerprint)
 
 
 def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Mapping[Path, int], dtype: np.dtype[Any]) -> Tokens:
@@ -129,9 +122,10 @@ def _cached_tokens(config: DataConfig, tokenizer: Tokenizer, files: Mapping[Path
         scratch.mkdir(parents=True)
         try:
             with (scratch / "train.bin").open("wb") as train, (scratch / "val.bin").open("wb") as val:
-                written = _tokenise(config, tokenizer, files, train, val)
+                ends, fingerprint = _tokenise(config, tokenizer, files, train, val)
                 sizes = {"train": train.tell(), "val": val.tell()}
-            (scratch / "manifest.json").write_text(json.dumps({"bytes": sizes, **written._asdict()}))
+            manifest = {"bytes": sizes, "ends": ends, "fingerprint": fingerprint}
+            (scratch / "manifest.json").write_text(json.dumps(manifest))
             _publish(scratch, folder)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -197,12 +191,13 @@ class FileCorpus:
             raise DataError(
                 f"the text of data.source {self._config.source!r} has 0 bytes; give files that are not empty"
             )
-        lengths = [high - low for low, high in map(self._shard, range(self._workers))]
-        shard = min(lengths)
+        shard, worker = min(
+            (high - low, worker) for worker in range(self._workers) for low, high in [self._shard(worker)]
+        )
         if isinstance(self._config.shards, tuple) and shard < self._window:
-            source = self._config.sources[self._config.shards[lengths.index(shard)]]
+            source = self._config.sources[self._config.shards[worker]]
             raise DataError(
-                f"the training text of worker {lengths.index(shard)} is data.source {source!r:.60} and has {shard} tokens, but "
+                f"the training text of worker {worker} is data.source {source!r:.60} and has {shard} tokens, but "
                 f"one window needs data.seq_len + 1 = {self._window}; give more text, none that a source before it has too, or "
                 "raise data.max_bytes"
             )

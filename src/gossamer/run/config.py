@@ -41,6 +41,12 @@ _BATCHED: dict[str, Any] = {
     "run.adapt": False, "run.pace_s": 0.0,
 }  # fmt: skip
 """The only values with which several replicas can train as one computation."""
+_PER_WORKER = {
+    "run.local_steps": "give one number, or one per worker",
+    "run.pace_s": "give one number, or one per worker",
+    "data.shards": "name a source for every worker",
+}
+"""What may be a list with an entry for every worker, and what to do where there are too few or too many."""
 _Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
 
 
@@ -159,16 +165,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self._split_totals()
-        for name in ("local_steps", "pace_s"):
-            value = getattr(self.run, name)
+        for key, advice in _PER_WORKER.items():
+            value = attrgetter(key)(self)
             if isinstance(value, tuple) and len(value) != self.workers:
-                raise ConfigError(
-                    f"run.{name} has {len(value)} entries for {self.workers} workers; give one number, or one per worker"
-                )
-        if isinstance(self.data.shards, tuple) and len(self.data.shards) != self.workers:
-            raise ConfigError(
-                f"data.shards has {len(self.data.shards)} entries for {self.workers} workers; name a source for every worker"
-            )
+                raise ConfigError(f"{key} has {len(value)} entries for {self.workers} workers; {advice}")
         must_fit(self.pipeline, self.model, self.data, self.workers, self.schedule)
         if self.run.batched > 1:
             self._must_be_batched()

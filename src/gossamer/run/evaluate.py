@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.code import is_code
-from gossamer.data.corpus import Corpus, open_corpus
 from gossamer.errors import CheckpointError, ConfigError
 from gossamer.layout import Layout, attach, layout_of, views
 from gossamer.models.export import export, export_state
@@ -289,15 +288,14 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS, source
     finished, owners = (
         _whole if config.kind == "server" or not (config.run.elastic or config.event_driven) else _most
     )(config, folder, key, round)
-    task, store = task_of(config, parts), Store(config, folder)
+    task = task_of(config if source is None else _on(config, source), parts)
+    store = Store(config, folder)
     states = [store.load(task, finished, owner, key) for owner in owners]
     buffers = [state.get("buffers", ()) for state in states]
     vectors = [
         state["x"] if task.holding is None else task.holding.alone(owner, state["x"])
         for owner, state in zip(owners, states, strict=True)
     ]
-    if source is not None:
-        task = task._replace(data=_other_text(config, source))
     probe = Probe(config, task, torch.device("cpu"))
     result = assess(vectors, Probes([probe]), buffers)
     if source is None:
@@ -306,15 +304,15 @@ def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS, source
     return Evaluation(finished, result, tuple(owners))
 
 
-def _other_text(config: RunConfig, source: str) -> Corpus:
-    """The text of another source, cut and tokenised as that of the run; nothing but what is kept for validation is scored."""
+def _on(config: RunConfig, source: str) -> RunConfig:
+    """The run on the text of another source, of which nothing is scored but what is kept for validation."""
     if config.data.own or is_code(source):
         raise ConfigError(
             f"the other source is {source!r:.60} and data.source is {config.data.source!r:.60}, but neither may be a function; "
             "name files, a folder or a stream, or leave --source out"
         )
     alone = (0,) * config.workers if not source.startswith("hf:") else "iid"
-    return open_corpus(replace(config.data, source=source, shards=alone), config.workers, config.seed)
+    return replace(config, data=replace(config.data, source=source, shards=alone))
 
 
 def _most(
