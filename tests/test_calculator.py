@@ -9,6 +9,7 @@ import pytest
 from gossamer.cli import main
 from gossamer.cli.watch import calculators
 from gossamer.models.sizes import ModelConfig, parameter_count
+from gossamer.network.left_out import without_slowest
 from gossamer.network.links import Network
 from gossamer.network.plan import PlanSettings, bits_per_parameter, plan, plan_rows
 from gossamer.network.utilisation import bandwidth_table, setting_of
@@ -38,8 +39,11 @@ def test_a_page_of_calculators_answers_as_plan_and_utilisation_do() -> None:
         made = plan(network, model, settings)
         assert found["rows"][place] == [list(row) for row in plan_rows(made.candidates)]
         assert made.candidates[found["best"][place]] == made.best
+        left = without_slowest(made)
+        assert found["without"][place] == ("" if left is None else str(left))
         for one in made.candidates:
             assert found["curves"][one.method][place] == pytest.approx(one.utilisation, rel=1e-4)
+    assert found["without"][0].startswith("without worker 3, the slowest, the other 3 would take")
     published = json.loads(calculator.answers["published.json"]({"published": "10b", "steps": "100"}))
     needed = [
         f"{row.bandwidth_bps / 1e9:.1f}" for row in bandwidth_table(setting_of("10b", "streaming")) if row.bandwidth_bps

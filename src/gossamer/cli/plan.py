@@ -208,12 +208,7 @@ def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate", left_out: "Le
         print(f"no price: {name}: {why}")
     _print_choice(made.candidates, chosen, options.target)
     if left_out is not None:
-        worker, others = left_out
-        *_, computing, hours, loss = plan_rows([others])[0]
-        print(
-            f"without worker {worker}, the slowest, the other {len(others.local_steps)} would take {others.method} with "
-            f"{others.full_steps} local steps: {computing} of it computing, {hours} h/1e9 tokens, loss {loss}"
-        )
+        print(left_out)
 
 
 def _print_choice(usual: "Sequence[Candidate]", chosen: "Candidate", target: float) -> None:

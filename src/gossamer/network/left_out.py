@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gossamer.network.links import Network, links_of
-from gossamer.network.plan import Candidate, RunPlan, plan
+from gossamer.network.plan import Candidate, RunPlan, plan, plan_rows
 
 __all__ = ["LeftOut", "without_slowest"]
 
@@ -24,6 +24,14 @@ class LeftOut(NamedTuple):
     worker: int
     others: Candidate
     """Chosen for them as a plan chooses for all."""
+
+    def __str__(self) -> str:
+        others = self.others
+        *_, computing, hours, loss = plan_rows([others])[0]
+        return (
+            f"without worker {self.worker}, the slowest, the other {len(others.local_steps)} would take {others.method} with "
+            f"{others.full_steps} local steps: {computing} of it computing, {hours} h/1e9 tokens, loss {loss}"
+        )
 
 
 def without_slowest(made: RunPlan) -> LeftOut | None:

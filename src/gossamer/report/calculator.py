@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from gossamer.errors import ConfigError, GossamerError
 from gossamer.models.sizes import SIZES, ModelConfig, parameter_count
+from gossamer.network.left_out import without_slowest
 from gossamer.network.links import Network, StepOf
 from gossamer.network.plan import PLAN_HEADINGS, Candidate, PlanSettings, RunPlan, bits_per_parameter, plan, plan_rows
 from gossamer.network.published import PUBLISHED_GBPS
@@ -119,6 +120,7 @@ class Calculator:
             "parameters": plans[0].parameters,
             "rows": [plan_rows(one.candidates) for one in plans],
             "best": [one.candidates.index(one.best) for one in plans],
+            "without": ["" if (left := without_slowest(one)) is None else str(left) for one in plans],
             "curves": {
                 method: [float(f"{one.candidates[k].utilisation:.5g}") for one in plans] for k, method in enumerate(methods)
             },

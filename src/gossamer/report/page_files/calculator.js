@@ -85,6 +85,7 @@ G.calculator = (root, frozen) => {
       const place = moved.values.indexOf(values[moved.key]);
       rows.replaceChildren(table(found.headings, found.rows[place], found.best[place]), part("p", { class: "faint" },
         `${found.parameters.toLocaleString("en")} parameters; MB sent by a worker. ★ is what gossamer plan would take: the lowest loss among those that compute 90 % of the time, or among the fastest where none does. Loss is in nats above data parallel after as many tokens, as measured with one small model and without a codec: a guide.`));
+      if (found.without[place]) rows.append(part("p", {}, `${found.without[place][0].toUpperCase()}${found.without[place].slice(1)}.`));
       more.replaceChildren();
     };
     const draw = (answer) => {
