@@ -482,6 +482,10 @@ def test_narrow_arms_stand_in_the_order_that_the_page_says() -> None:
             assert rising == sorted(rising)
         lower[stem] = [sum(losses["ResBM", w][s] < losses["subspace", w][s] for s in range(3)) for w in widths]
     assert lower == {"narrow_adamw_tuned-h64": [2, 3, 3, 0, 0], "narrow_muon_tuned-h64": [3] * 5}
+    plain, wide, narrow, subspace = (
+        losses_of("narrow_adamw_tuned", arm) for arm in ("uncompressed", "ResBM 32", "ResBM 2", "subspace 2")
+    )
+    assert all(plain[s] < wide[s] < subspace[s] < narrow[s] for s in range(3)), "at hidden 128 as at 64"
 
 
 def test_our_form_of_gasloc_ends_lower_than_the_published_one_with_two_peers_by_what_the_pages_say() -> None:
