@@ -127,6 +127,23 @@ def test_tiles_of_low_entropy_have_the_fewer_bits():
     assert boundary.encode(h)[0] == 0b00100
 
 
+def test_of_each_sequence_the_tokens_of_low_entropy_have_the_fewer_bits():
+    h = torch.ones(2, 5, 64) + hidden(1, (2, 5, 64)) * 0.1
+    h[0, 3] *= torch.linspace(0.01, 1.0, 64) ** 3  # uneven, as is one token of the other sequence
+    h[1, 1] *= torch.linspace(0.01, 1.0, 64) ** 3
+    payload = tahquant(granularity="token", high_share=0.75).encode(h)
+    assert (payload[0], payload[1]) == (0b0100_1000, 0b0), "tokens 3 and 6 of ten"
+
+
+@pytest.mark.parametrize(("times", "rotated"), [(1.99, False), (2.0, True), (2.01, True)])
+def test_a_tile_is_rotated_where_its_largest_element_is_at_least_twice_the_next(times: float, rotated: bool):
+    h = torch.ones(1, 1, 64)
+    h[0, 0, 5] = -times
+    payload = tahquant().encode(h)
+    assert payload[1] == rotated
+    assert payload.numel() == tahquant_bytes(tahquant(), (1, 1, 64), int(rotated))
+
+
 def test_a_constant_tile_arrives_as_it_is():
     h = torch.full(SHAPE, -3.25)
     boundary = tahquant()

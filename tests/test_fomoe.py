@@ -138,8 +138,11 @@ def test_experts_are_dealt_out_evenly_and_each_to_as_many_workers_as_asked_for(c
 
 def named(folder: Path, config: RunConfig) -> list[dict[str, Tensor]]:
     """The parameters of each worker by name."""
-    layout = Replica(0, config, task_of(config), torch.device("cpu")).layout
-    return [{leaf.name: x[leaf.start : leaf.stop] for leaf in layout.leaves} for x in states(folder, config)]
+    layouts = [Replica(i, config, task_of(config), torch.device("cpu")).layout for i in range(config.workers)]
+    return [
+        {leaf.name: x[leaf.start : leaf.stop] for leaf in layout.leaves}
+        for layout, x in zip(layouts, states(folder, config), strict=True)
+    ]
 
 
 def test_with_every_expert_everywhere_it_is_diloco_bit_for_bit(tmp_path):
@@ -164,6 +167,22 @@ def test_holders_agree_after_a_round_and_the_assembled_model_is_theirs(run):
     assert sizes == {held.of(0)[0].numel} and sizes.pop() < held.layout.numel
     whole = held.union([held.alone(i, x) for i, x in enumerate(xs)])
     assert all(torch.equal(held.own(i, whole), x) for i, x in enumerate(xs))
+
+
+def test_a_round_of_averaging_makes_every_tensor_the_mean_over_the_workers_that_have_it(tmp_path):
+    config = moe(rule="local_sgd", run__steps=2, run__local_steps=2)
+    simulate(config, tmp_path)
+    found, trained = named(tmp_path, config), list[dict[str, Tensor]]()
+    for worker in range(config.workers):
+        replica = Replica(worker, config, task_of(config), torch.device("cpu"))
+        replica.train(0, 0, 2)
+        trained.append({leaf.name: replica.x[leaf.start : leaf.stop].clone() for leaf in replica.layout.leaves})
+    for name in {name for own in trained for name in own}:
+        having = [worker for worker, own in enumerate(trained) if name in own]
+        assert len(having) == (2 if ".experts." in name else 4)
+        mean = torch.stack([trained[worker][name] for worker in having]).double().mean(0)
+        for worker in having:
+            torch.testing.assert_close(found[worker][name].double(), mean, rtol=0, atol=1e-6)
 
 
 def test_each_worker_sends_the_bytes_of_a_ring_over_the_holders_of_each_part(run, capsys):

@@ -19,17 +19,19 @@ from gossamer.record import checkpoint
 from gossamer.record.branches import read_branches
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
+from gossamer.run.assemble import Store
 from gossamer.run.config import RunConfig, digest, dump
 from gossamer.run.evaluate import evaluate
 from gossamer.run.history import lineage
 from gossamer.run.simulate import simulate
+from gossamer.run.task import task_of
 from gossamer.schema import changeable
-from tiny import document, single
+from tiny import document, single, tiny
 
 
 def parameters(folder: Path, config: RunConfig, round: int | None = None) -> list[Tensor]:
-    key = lineage(config, folder)
-    return [checkpoint.load(folder / "checkpoints", round or config.rounds, w, key)["x"] for w in range(config.workers)]
+    key, task, store = lineage(config, folder), task_of(config), Store(config, folder)
+    return [store.load(task, round or config.rounds, w, key)["x"] for w in range(config.workers)]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -213,7 +215,7 @@ def test_auto_takes_a_run_file_and_changes_what_may_change(tmp_path: Path, capsy
 
 
 def train_but_die_once(folder: str, *words: str) -> int:
-    """`gossamer train`, in which worker 1 is killed after its first checkpoint, when it is started for the first time."""
+    """`gossamer train`, in which process 1 is killed after its first checkpoint, when it is started for the first time."""
 
     def save(store: Path, finished: int, *state: Any, real: Any = checkpoint.save, **lineage: Any) -> None:
         real(store, finished, *state, **lineage)
@@ -226,19 +228,23 @@ def train_but_die_once(folder: str, *words: str) -> int:
     return code
 
 
-def test_torchrun_restarts_a_run_whose_worker_was_killed_to_the_same_bits(
-    tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stages", [1, 2])
+def test_torchrun_restarts_a_run_of_which_a_process_was_killed_to_the_same_bits(
+    stages: int, tmp_path: Path, forks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The agent of torchrun, here; the workers that it starts are forks."""
-    config = single(workers=2, topology__name="complete", run__steps=6, run__timeout_s=60)
+    """The agent of torchrun, here; the processes that it starts are forks. Of two stages, process 1 is the second of worker 0."""
+    cut = {"pipeline__stages": stages, "model__layers": stages, "data__accumulate": stages}
+    config = tiny(workers=2, topology__name="complete", run__steps=6, run__timeout_s=60, **cut)
     (tmp_path / "run.toml").write_text(dump(config))
     folder = tmp_path / "run"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torchrun = LaunchConfig(
-        1, 1, 2, run_id="restarted", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1, monitor_interval=0.1,
-        start_method="forkserver",
+        1, 1, 2 * stages, run_id="restarted", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=1,
+        monitor_interval=0.1, start_method="forkserver",
     )  # fmt: skip
-    assert elastic_launch(torchrun, train_but_die_once)(str(folder), str(tmp_path / "run.toml")) == {0: 0, 1: 0}
+    assert elastic_launch(torchrun, train_but_die_once)(str(folder), str(tmp_path / "run.toml")) == dict.fromkeys(
+        range(2 * stages), 0
+    )
     assert "Signal 9" in caplog.text or "SIGKILL" in caplog.text or "exitcode: -9" in caplog.text
     simulate(config, tmp_path / "simulated")
     assert same(parameters(folder, config), parameters(tmp_path / "simulated", config))
