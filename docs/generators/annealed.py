@@ -101,12 +101,14 @@ def drawn_branches(found: Sequence[Branch], target: str) -> bytes:
                     if (one.method, one.network) == (method, network):
                         lengths.setdefault(one.share, []).append(one.above)
                 shares = sorted(lengths)
-                colour, _ = line_style(place)
+                colour, line = line_style(place)
                 means = [statistics.fmean(lengths[share]) for share in shares]
-                axes.plot(shares, means, color=colour, marker="o", markersize=4, linewidth=1.6, label=method)
+                axes.plot(
+                    shares, means, color=colour, linestyle=line, marker="o", markersize=4, linewidth=1.6, label=method
+                )
             axes.axhline(0.0, color="black", linewidth=0.6)
             axes.set_title(network, fontsize=10)
-            axes.set_ylabel(f"annealed loss above {target}'s last")
+            axes.set_ylabel(f"annealed loss, minus the last of {target}")
             axes.legend(frameon=False)
-            plain_axes(axes, f"priced time over {target}'s")
+            plain_axes(axes, f"priced time, as a share of that of {target}")
         return svg(canvas)

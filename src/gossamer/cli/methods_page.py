@@ -149,10 +149,10 @@ sends and takes on three networks is [computed](results/methods.md); losses of o
 the [leaderboard](evidence.md#a-leaderboard).
 """
 _COUNTED = """\
-The columns "sent" and "kept" are counted from rounds that were played without data: {workers} workers, model `{size}` with
-{parameters:,} parameters, so that P, the model in fp32, is {megabytes:.0f} MB, and {steps} local steps where the method does not
-set 1. "Sent": mean bytes per worker and round (per local phase for asynchronous methods); "differences" are zero for a worker
-that has not moved. "Kept": copies in addition to parameters and inner optimizer; those "under way" belong to exchanges that
+The columns "sent" and "keeps" are counted by running rounds without data, with {workers} workers and {steps} local steps (1
+where the method sets that). The model is `{size}`, with {parameters:,} parameters; P is its size in fp32, {megabytes:.0f} MB.
+"Sent": mean bytes per worker and round (per local phase for asynchronous methods); "differences" are zero for a worker
+that has not moved. "Keeps": copies in addition to parameters and inner optimizer; those "under way" belong to exchanges that
 overlap with training. The P of a mixture of experts is that of the whole mixture."""
 
 _BOUNDARIES = f"""\

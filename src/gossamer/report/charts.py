@@ -40,9 +40,10 @@ def svg(figure: Any) -> bytes:
     return image.getvalue()
 
 
-def line_style(place: int) -> tuple[str, tuple[float, ...]]:
-    """Colour and dashes of the run at this place: all colours solid first, then dashed."""
-    return _COLOURS[place % len(_COLOURS)], _DASHES[place // len(_COLOURS) % len(_DASHES)]
+def line_style(place: int) -> tuple[str, Any]:
+    """Colour and line style of the run at this place: all colours solid first, then dashed."""
+    dashes = _DASHES[place // len(_COLOURS) % len(_DASHES)]
+    return _COLOURS[place % len(_COLOURS)], (0, dashes) if dashes else "-"
 
 
 def png(figure: Any) -> bytes:

@@ -311,8 +311,7 @@ def _draw_curves(results: Sequence[PointResult], figure: Figure) -> Any:
 
 def _draw_points(axes: Any, points: Mapping[float, Sequence[float]], label: str, place: int, *, joined: bool) -> None:
     """Draws mean and sample standard deviation over the seeds at each x."""
-    colour, dashes = line_style(place)
-    line = (0, dashes) if dashes else "-"
+    colour, line = line_style(place)
     axes.errorbar(
         list(points),
         [statistics.fmean(own) for own in points.values()],
@@ -368,8 +367,9 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
             end_s, loss = ends[run.seed]
             # Relative to the end of the target run of the same seed, so that seeds can share one panel.
             points = [(s / end_s, own - loss) for s, own in own_curves[network] if s <= 1.02 * end_s]
-            colour, _ = line_style(methods.index(run.method))
-            axes.plot([x for x, _ in points], [y for _, y in points], color=colour, linewidth=1.2, alpha=0.75)
+            colour, line = line_style(methods.index(run.method))
+            x, y = [x for x, _ in points], [y for _, y in points]
+            axes.plot(x, y, color=colour, linestyle=line, linewidth=1.2, alpha=0.75)
             if run.method != figure.target and (hit := next((x for x, y in points if y <= 0), None)) is not None:
                 axes.plot([hit], [0.0], marker="v", color=colour, markersize=6)
         axes.axhline(0.0, color="#2b2b2b", linewidth=0.8)
@@ -378,7 +378,11 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
         axes.set_title(network, fontsize=10)
         plain_axes(axes, f"{network if network in (SENT, ROUNDS) else 'wall-clock'} over that of {figure.target}")
     panels[0].set_ylabel(f"validation loss above {figure.target}'s last")
-    handles = [panels[-1].plot([], [], color=line_style(i)[0], label=name)[0] for i, name in enumerate(methods)]
+    styles = [line_style(place) for place in range(len(methods))]
+    handles = [
+        panels[-1].plot([], [], color=colour, linestyle=line, label=name)[0]
+        for name, (colour, line) in zip(methods, styles, strict=True)
+    ]
     panels[-1].legend(handles=handles, frameon=False)
     return canvas
 
