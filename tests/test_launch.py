@@ -361,8 +361,13 @@ def running(pid: int) -> bool:
 
 def test_an_interrupt_ends_all_workers():
     launcher, pids = started()
-    time.sleep(0.5)  # Python loses an interrupt that comes in a finalizer, as there are where they are started
-    os.kill(launcher.pid, signal.SIGINT)
+    for _ in range(6):  # Python loses an interrupt that comes in a finalizer, as there are where they are started
+        os.kill(launcher.pid, signal.SIGINT)
+        deadline = time.monotonic() + 10.0
+        while any(map(running, pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if not any(map(running, pids)):
+            break
     wait_until_gone(pids, launcher)
     assert launcher.finish()[0] != 0
 
