@@ -19,7 +19,7 @@ from gossamer.cli.train import import_early
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport import Ticket
 from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import agree, join, leave
+from gossamer.transport.launch import agree, join, leave, one_device
 from gossamer.transport.local import run_local
 from gossamer.transport.member import Member
 from gossamer.transport.store import ENTRY_BYTES, hosted_store
@@ -357,6 +357,13 @@ def running(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):  # it has ended, perhaps while it was read
         return False
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_simulation_without_the_gpu_it_asks_for_is_a_sentence():
+    with pytest.raises(ConfigError, match="torch sees 0 GPUs"):
+        one_device("cuda")
+    assert one_device("auto") == torch.device("cpu")
 
 
 def test_an_interrupt_ends_all_workers():

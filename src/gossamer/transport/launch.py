@@ -227,8 +227,8 @@ def device_of(device: str, turn: int | None = None) -> torch.device:
 
 
 def one_device(device: str) -> torch.device:
-    """The device of a single process that computes for all workers."""
-    return torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
+    """The device of a single process that computes for all workers. Raises ConfigError for an unusable one."""
+    return device_of(device, 0)
 
 
 def _backend(backend: str, device: torch.device, ranks: int) -> str:
