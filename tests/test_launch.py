@@ -346,10 +346,16 @@ def started(*words: str) -> tuple[Command, list[int]]:
 
 def wait_until_gone(pids: list[int], launcher: Command) -> None:
     """Fails if any of the processes still runs after a while, and says where their launcher is then."""
-    deadline = time.monotonic() + 60.0
+    assert gone(pids, within_s=60.0), f"an orphan goes on: {launcher.finish(0)}"
+
+
+def gone(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
     while any(map(running, pids)):
-        assert time.monotonic() < deadline, f"an orphan goes on: {launcher.finish(0)}"
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(0.02)
+    return True
 
 
 def running(pid: int) -> bool:
@@ -370,10 +376,7 @@ def test_an_interrupt_ends_all_workers():
     launcher, pids = started()
     for _ in range(6):  # Python loses an interrupt that comes in a finalizer, as there are where they are started
         os.kill(launcher.pid, signal.SIGINT)
-        deadline = time.monotonic() + 10.0
-        while any(map(running, pids)) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if not any(map(running, pids)):
+        if gone(pids, within_s=10.0):
             break
     wait_until_gone(pids, launcher)
     assert launcher.finish()[0] != 0

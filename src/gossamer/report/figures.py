@@ -356,7 +356,8 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
     found = reach(results, figure.target, paired=figure.paired)
     curves = [curves_of(run, paired=figure.paired) for run in results]
     networks = list(dict.fromkeys(one.network for one in found))
-    methods = list(dict.fromkeys(one.method for one in found))
+    methods = dict.fromkeys(one.method for one in found)
+    styles = {name: line_style(place) for place, name in enumerate(methods)}
     canvas = Canvas(figsize=(1.0 + 5.0 * len(networks), 4.0), layout="constrained")
     panels = canvas.subplots(1, len(networks), squeeze=False)[0]
     for axes, network in zip(panels, networks, strict=True):
@@ -367,9 +368,10 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
             end_s, loss = ends[run.seed]
             # Relative to the end of the target run of the same seed, so that seeds can share one panel.
             points = [(s / end_s, own - loss) for s, own in own_curves[network] if s <= 1.02 * end_s]
-            colour, line = line_style(methods.index(run.method))
-            x, y = [x for x, _ in points], [y for _, y in points]
-            axes.plot(x, y, color=colour, linestyle=line, linewidth=1.2, alpha=0.75)
+            colour, line = styles[run.method]
+            axes.plot(
+                [x for x, _ in points], [y for _, y in points], color=colour, linestyle=line, linewidth=1.2, alpha=0.75
+            )
             if run.method != figure.target and (hit := next((x for x, y in points if y <= 0), None)) is not None:
                 axes.plot([hit], [0.0], marker="v", color=colour, markersize=6)
         axes.axhline(0.0, color="#2b2b2b", linewidth=0.8)
@@ -378,10 +380,8 @@ def _draw_reach(results: Sequence[PointResult], figure: Figure) -> Any:
         axes.set_title(network, fontsize=10)
         plain_axes(axes, f"{network if network in (SENT, ROUNDS) else 'wall-clock'} over that of {figure.target}")
     panels[0].set_ylabel(f"validation loss above {figure.target}'s last")
-    styles = [line_style(place) for place in range(len(methods))]
     handles = [
-        panels[-1].plot([], [], color=colour, linestyle=line, label=name)[0]
-        for name, (colour, line) in zip(methods, styles, strict=True)
+        panels[-1].plot([], [], color=colour, linestyle=line, label=name)[0] for name, (colour, line) in styles.items()
     ]
     panels[-1].legend(handles=handles, frameon=False)
     return canvas
