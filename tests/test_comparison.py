@@ -79,8 +79,8 @@ def test_the_commit_is_that_of_the_checkout_and_that_of_an_installed_package_is_
         assert at.removesuffix("+") == head.stdout.strip()
     else:
         assert at == ""
-    installed = tmp_path / "lib" / "site-packages" / "gossamer" / "__init__.py"
-    monkeypatch.setattr(gossamer, "__file__", str(installed))
+    installed = tmp_path / "lib" / "site-packages" / "gossamer" / "record" / "origin.py"
+    monkeypatch.setattr(origins, "__file__", str(installed))
     origins._commit.cache_clear()
     assert origins.origin("", None)["commit"] == ""
     origins._commit.cache_clear()

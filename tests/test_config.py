@@ -17,10 +17,11 @@ from gossamer.optimizers.inner import InnerConfig
 from gossamer.options import options_of
 from gossamer.rules import RULES
 from gossamer.run.choice import Choice
-from gossamer.run.config import RunConfig, digest, dump, faults, json_schema, parse
+from gossamer.run.config import RunConfig, digest, dump, faults, parse
 from gossamer.run.document import load, with_settings
 from gossamer.run.document import settings as overrides
 from gossamer.run.experiment import points
+from gossamer.run.json_schema import json_schema
 from gossamer.topologies import TOPOLOGIES
 from tiny import document, tiny
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from faulty_network.network import FAULT_KINDS, check_faults
 from gossamer.rules import diloco, gasloc, gossip
-from gossamer.testing import check_faults
-from gossamer.testing.faults import FAULT_KINDS
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import without
 from gossamer.transport import Ticket
@@ -76,7 +75,7 @@ def test_an_end_that_counts_an_exchange_too_early_is_found(monkeypatch: pytest.M
 
 
 def test_a_mixing_that_forgets_the_weight_of_a_lost_peer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgets = "gossamer.testing.gossiper.without"
+    forgets = "faulty_network.gossiper.without"
     monkeypatch.setattr(forgets, lambda row, i, lost: tuple((j, w) for j, w in row if j not in lost))
     with pytest.raises(AssertionError, match="moves by other than its pulls"):
         [check_faults(seed=seed) for seed in range(10)]

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import importlib
 import subprocess
 import sys
@@ -20,7 +21,7 @@ SOURCES = {  # by dotted name
 }
 
 LAYERS = (  # a room (a module, or a package of modules) imports from the rooms above its own line only
-    "errors rng tree",
+    "version errors rng tree",
     "code finite",
     "fields",
     "schema",
@@ -106,12 +107,6 @@ LIGHT = [  # work without torch
     "cli.status",
     "cli.watch",
 ]  # work without torch
-LONGEST_FILE, LONGEST_FUNCTION, LONGEST_WITH_DOCSTRING, MOST_PARAMETERS = 450, 50, 85, 8
-TOO_LARGE = {  # each parameter of these is a user's choice
-    "asynchronous.halos.halos": "parameters",
-    "asynchronous.heloco.heloco": "parameters",
-    "library.outer.Outer.__init__": "parameters",
-}
 TWO_HOMES = {"cocktail"}  # a rule and a codec of one paper
 LATE = {
     "transformers",
@@ -164,6 +159,20 @@ def test_imports_go_one_way() -> None:
         for name in imported(tree):
             if name.startswith("gossamer.") and unit(name) != "__version__" and unit(name) != unit(module):
                 assert LAYER[unit(name)] < own, f"{module} imports {name}, which is not in a layer below its own"
+
+
+def test_no_two_files_import_each_other_not_even_on_a_detour() -> None:
+    """Imports inside functions and for type checkers count: who changes one file of a circle has to know all of them."""
+    graph = {module: {file_of(name) for name in imported(tree)} - {module, None} for module, tree in modules().items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as circle:
+        raise AssertionError(f"these import each other: {' -> '.join(circle.args[1])}") from None
+
+
+def file_of(name: str) -> str | None:
+    """The module that a dotted name stands in: itself, or the one whose member it is."""
+    return next((module for module in (name, name.rpartition(".")[0]) if module in SOURCES), None)
 
 
 def at_import(tree: ast.Module) -> ast.Module:
@@ -233,44 +242,6 @@ def undocumented(owner: str, node: ast.AST) -> Iterator[str]:
 def test_everything_public_is_explained() -> None:
     assert [module for module, tree in modules().items() if ast.get_docstring(tree) is None] == []
     assert [name for module, tree in modules().items() for name in undocumented(module, tree)] == []
-
-
-def functions(owner: str, node: ast.AST) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """All functions and methods in here, with dotted names."""
-    for part in ast.iter_child_nodes(node):
-        if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield f"{owner}.{part.name}", part
-        named = isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        yield from functions(f"{owner}.{part.name}" if named else owner, part)
-
-
-def code_lines(function: ast.AST, source: list[str]) -> int:
-    """Lines of a function without docstrings, comments and blank lines."""
-    texts = [
-        node.value for node in ast.walk(function) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    ]
-    documented = {n for text in texts for n in range(text.lineno, (text.end_lineno or 0) + 1)}
-    lines = range(function.lineno, function.end_lineno + 1)  # type: ignore[attr-defined]
-    return sum(1 for n in lines if n not in documented and source[n - 1].split("#")[0].strip())
-
-
-def too_large(module: str) -> Iterator[tuple[str, str]]:
-    """What in a module is larger than allowed: its dotted name, and what is too large of it."""
-    source, name = SOURCES[module], module.removeprefix("gossamer.")
-    if len(source) > LONGEST_FILE:
-        yield name, "file"
-    for where, function in functions(name, modules()[module]):
-        length = (function.end_lineno or 0) - function.lineno + 1
-        if length > LONGEST_WITH_DOCSTRING or code_lines(function, source) > LONGEST_FUNCTION:
-            yield where, "function"
-        arguments = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
-        if len([one for one in arguments if one.arg not in ("self", "cls")]) > MOST_PARAMETERS:
-            yield where, "parameters"
-
-
-def test_files_functions_and_signatures_stay_small() -> None:
-    found = [one for module in modules() for one in too_large(module) if TOO_LARGE.get(one[0]) != one[1]]
-    assert not found, "take it apart, or group its options in a settings object"
 
 
 def defined(tree: ast.Module) -> Iterator[tuple[str, type[ast.AST]]]:

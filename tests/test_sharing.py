@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from faulty_network.network import check_faults
 from gossamer.layout import attach, layout_of
 from gossamer.record import checkpoint
 from gossamer.record.outcomes import Begun, OutcomeWriter, RoundOutcome
@@ -16,7 +17,6 @@ from gossamer.run.config import digest, dump
 from gossamer.run.replay import replay_elastic
 from gossamer.run.simulate import simulate
 from gossamer.run.task import task_of
-from gossamer.testing import check_faults
 from gossamer.topologies import make_topology
 from tiny import tiny
 

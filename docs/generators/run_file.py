@@ -7,8 +7,9 @@ from typing import Any
 
 from generators.prose import escaped, table
 from gossamer.run.choice import Choice
-from gossamer.run.config import RunConfig, json_schema
+from gossamer.run.config import RunConfig
 from gossamer.run.document import EXPERIMENT
+from gossamer.run.json_schema import json_schema
 
 __all__ = ["page"]
 

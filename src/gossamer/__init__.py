@@ -7,6 +7,8 @@ What most programs need is here; everything else is in the namespaces `rules`, `
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from gossamer.version import __version__
+
 if TYPE_CHECKING:
     from gossamer import asynchronous as asynchronous
     from gossamer import codecs as codecs
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from gossamer.run.simulate import simulate as simulate
     from gossamer.run.simulation import Simulation as Simulation
     from gossamer.run.sweep import sweep as sweep
-
-__version__ = "0.1.0"
 
 _HOMES = {  # as above, for who runs the program
     "Network": "gossamer.network.links",

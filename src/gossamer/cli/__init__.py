@@ -28,9 +28,9 @@ from cyclopts import (
     convert,
 )
 
-from gossamer import __version__
 from gossamer.cli.help_columns import HelpColumns
 from gossamer.errors import GossamerError, UserCodeError, choose
+from gossamer.version import __version__
 
 __all__ = ["VERBS", "app", "main"]
 

@@ -10,8 +10,8 @@ from typing import NotRequired
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-import gossamer
 from gossamer.schema import RECORD
+from gossamer.version import __version__
 
 __all__ = ["Origin", "origin"]
 
@@ -43,13 +43,13 @@ def origin(digest: str, seconds: float | None, text: str = "") -> Origin:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "gossamer": gossamer.__version__, "torch": metadata.version("torch")}
+    return {"python": platform.python_version(), "gossamer": __version__, "torch": metadata.version("torch")}
 
 
 @functools.cache
 def _commit() -> str:
     """Asked once, as early as possible: the code that runs is the one that was there then."""
-    package = Path(gossamer.__file__).parent
+    package = Path(__file__).parents[1]
     root = package.parents[1]
     if not (root / ".git").exists():  # an installed package may stand in somebody else's repository
         return ""

@@ -5,9 +5,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gossamer import __version__
 from gossamer.report.table import ranked, table_cells
 from gossamer.report.verdict import verdict
+from gossamer.version import __version__
 
 __all__ = ["groups_of", "page_contents", "row_of_view"]
 

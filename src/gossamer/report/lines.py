@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from gossamer import __version__
 from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, from_options
 from gossamer.record.jsonl import short
 from gossamer.report.tail import open_record
 from gossamer.schema import RECORD, Records, parse_toml
+from gossamer.version import __version__
 
 __all__ = ["KINDS_OF_FILES", "RunFile", "line_of_kind", "run_file_of"]
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from gossamer.clock import EventsConfig
 from gossamer.data.settings import DataConfig
@@ -25,13 +25,12 @@ from gossamer.rounds.facts import INSTEAD, Facts, Kind
 from gossamer.rounds.schedule import Schedule
 from gossamer.run.choice import Choice, NamedIn
 from gossamer.run.document import DIRECTIONS, EXPERIMENT, TABLES, flat, with_settings
-from gossamer.run.methods import recipes
 from gossamer.run.pipeline import PipelineConfig, must_fit
 from gossamer.run.totals import each_batch, rounds_for, tokens_for
 from gossamer.schema import build, plain, settings
 from gossamer.schema import faults as schema_faults
 
-__all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "dump", "faults", "json_schema", "parse"]
+__all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "dump", "faults", "parse"]
 
 _IN_TOKENS = ("tokens", "tokens_per_parameter")
 _LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
@@ -377,42 +376,3 @@ def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any
     old, new = flat(_document(before)), flat(_document(after))
     keys = sorted(old.keys() | new.keys())
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
-
-
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a run file or an experiment file, from which editors complete and explain its keys."""
-    from gossamer.report.figures import Figure
-    from gossamer.run.tune import TuneConfig
-
-    schema = TypeAdapter(RunConfig).json_schema(ref_template="#/$defs/{model}")
-    figure = TypeAdapter(Figure).json_schema()
-    schema["title"] = "A run of gossamer, or an experiment of several"
-    schema["properties"] |= {
-        "method": {"enum": sorted(recipes()), "description": "A recipe, whose settings the keys of the file override."},
-        "variant": {
-            "type": "array",
-            "items": {"type": "object"},
-            "description": "Dotted keys of each variant, and a label.",
-        },
-        "sweep": {
-            "anyOf": [
-                {"type": "object", "additionalProperties": {"type": "array"}},
-                {"type": "array", "items": {"type": "object"}},
-            ],
-            "description": "Lists of values by dotted key, or a list of points, each with its settings.",
-        },
-        "scale": {
-            "type": "object",
-            "additionalProperties": {"type": "object"},
-            "description": "Dotted keys of other sizes.",
-        },
-        "figure": figure,
-        "tune": TypeAdapter(TuneConfig).json_schema(),
-    }
-    # TOML has no null, and JSON no infinity.
-    text = json.dumps(schema)
-    return json.loads(text, parse_constant=lambda _: None, object_hook=_without_null_default)
-
-
-def _without_null_default(part: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in part.items() if key != "default" or value is not None}

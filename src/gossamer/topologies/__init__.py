@@ -8,7 +8,7 @@ ascending order, and the others have a self-loop of weight one.
 from collections.abc import Callable
 from typing import Any
 
-from gossamer.options import row, table
+from gossamer.options import row
 from gossamer.topologies.contract import Topology
 from gossamer.topologies.graphs import chain as chain
 from gossamer.topologies.graphs import complete as complete
@@ -21,6 +21,7 @@ from gossamer.topologies.graphs import tree as tree
 from gossamer.topologies.groups import grid as grid
 from gossamer.topologies.groups import groups as groups
 from gossamer.topologies.periodic import pga as pga
+from gossamer.topologies.plain import PLAIN
 from gossamer.topologies.sequences import base as base
 from gossamer.topologies.sequences import hypercube as hypercube
 from gossamer.topologies.sequences import one_peer_exponential as one_peer_exponential
@@ -33,23 +34,7 @@ __all__ = [
     "make_topology",
 ]
 
-TOPOLOGIES: dict[str, Callable[..., Topology]] = table(
-    base,
-    chain,
-    complete,
-    exponential,
-    grid,
-    groups,
-    hypercube,
-    one_peer_exponential,
-    pga,
-    random,
-    random_push,
-    ring,
-    star,
-    torus,
-    tree,
-)
+TOPOLOGIES: dict[str, Callable[..., Topology]] = dict(sorted({**PLAIN, "pga": pga}.items()))
 
 
 def make_topology(name: str, n: int, seed: int = 0, **options: Any) -> Topology:

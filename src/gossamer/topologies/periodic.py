@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from gossamer.errors import ConfigError
-from gossamer.options import Count, factory
+from gossamer.options import Count, factory, row
 from gossamer.topologies.contract import Seed, Topology, Workers, planned_topology
 from gossamer.topologies.graphs import complete
 from gossamer.topologies.mixing import Mixing
+from gossamer.topologies.plain import PLAIN
 
 __all__ = ["pga"]
 
@@ -30,15 +31,15 @@ def pga(n: Workers, *, seed: Seed = 0, every: Count = 6, graph: Graph = "one_pee
     >>> [len(pga(8, every=3).mixing(t).hears_from(0)) for t in range(6)]
     [1, 1, 7, 1, 1, 7]
     """
-    from gossamer.topologies import make_topology  # imported here because pga itself is in its table
-
     spec = {"name": graph} if isinstance(graph, str) else graph
     if not isinstance(spec.get("name"), str):
         raise ConfigError(
             f"topology 'pga' got graph = {graph!r}; allowed are a topology's name, or a table with its name and options: "
             "add the name"
         )
-    between, average = make_topology(**{**spec, "n": n, "seed": seed}), complete(n)
+    name, options = spec["name"], {key: value for key, value in spec.items() if key not in ("name", "n", "seed")}
+    between = row("topology", PLAIN, name, options)(n, seed=seed, **options)
+    average = complete(n)
 
     def build(round: int, workers: Sequence[int]) -> Mixing:
         return (average if (round + 1) % every == 0 else between).mixing(round, frozenset(workers))

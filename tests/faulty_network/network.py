@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from faulty_network.averager import Averager
+from faulty_network.connections import FaultyConnection
+from faulty_network.gossiper import Gossiper
+from faulty_network.ledger import Ledger
+from faulty_network.participant import Arrangement, Participant
 from gossamer.rules import Rule
-from gossamer.testing.averager import Averager
-from gossamer.testing.connections import FaultyConnection
-from gossamer.testing.gossiper import Gossiper
-from gossamer.testing.ledger import Ledger
-from gossamer.testing.participant import Arrangement, Participant
 from gossamer.topologies import make_topology
 from gossamer.transport.members import Members, SlotEntry, Standing
 

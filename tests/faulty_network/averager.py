@@ -8,11 +8,11 @@ import struct
 
 from torch import Tensor
 
+from faulty_network.participant import LAYOUT, LOCAL_STEPS, NUMEL, KeptState, Participant
 from gossamer.codecs import exact
 from gossamer.rounds.exchange import Exchange, begin
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import first_sharing
-from gossamer.testing.participant import LAYOUT, LOCAL_STEPS, NUMEL, KeptState, Participant
 from gossamer.transport import IncompleteError, Ticket
 from gossamer.transport.closing import Closing, Named
 from gossamer.transport.elastic_core import Outgoing

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal
 from gossamer.transport.letter import Letter
 
 if TYPE_CHECKING:
-    from gossamer.testing.faults import FaultyNetwork
-    from gossamer.testing.participant import Participant
+    from faulty_network.network import FaultyNetwork
+    from faulty_network.participant import Participant
 
 __all__ = ["End", "FaultyConnection"]
 

@@ -2,7 +2,7 @@
 
 `gossamer.transport.elastic` moves letters with sockets and threads, and `gossamer.run.elastic` trains between them. Here the same
 decisions are taken at virtual times; the exchanges and the view of the members are the same classes. What it does in a round
-stands in `gossamer.testing.gossiper` and, for a rule that needs everyone, in `gossamer.testing.averager`.
+stands in `faulty_network.gossiper` and, for a rule that needs everyone, in `faulty_network.averager`.
 """
 
 from abc import ABC, abstractmethod
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from faulty_network.connections import End, FaultyConnection
 from gossamer.layout import Layout, Leaf
 from gossamer.rounds.exchange import initial_state
 from gossamer.rounds.sharing import Sharing
 from gossamer.rules import Context, Rule
-from gossamer.testing.connections import End, FaultyConnection
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
 from gossamer.transport import Ticket, wire
@@ -29,7 +29,7 @@ from gossamer.tree import Tree
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gossamer.testing.faults import FaultyNetwork
+    from faulty_network.network import FaultyNetwork
 
 __all__ = ["LAYOUT", "LOCAL_STEPS", "NUMEL", "Arrangement", "KeptState", "Participant"]
 

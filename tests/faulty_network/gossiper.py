@@ -5,10 +5,10 @@ import struct
 
 from torch import Tensor
 
+from faulty_network.participant import LAYOUT, LOCAL_STEPS, NUMEL, Participant
 from gossamer.codecs import exact
 from gossamer.rounds.exchange import Exchange, begin
 from gossamer.rounds.setup import Part, Setup
-from gossamer.testing.participant import LAYOUT, LOCAL_STEPS, NUMEL, Participant
 from gossamer.topologies.mixing import without
 from gossamer.transport import Ticket
 from gossamer.transport.elastic_core import Outcome
