@@ -12,10 +12,10 @@ from pathlib import Path
 
 from gossamer.report.results import read_results
 from gossamer.report.table import markdown_lines
-from gossamer.run.config import parse
-from gossamer.run.document import load_run
-from gossamer.run.evaluate import evaluate
-from gossamer.run.experiment import folder_name
+from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.config.document import load_run
+from gossamer.run.config.experiment_file import folder_name
+from gossamer.run.config.run_file import parse
 
 
 def main() -> None:

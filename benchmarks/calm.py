@@ -21,7 +21,7 @@ from typing import Any
 
 import tomli_w
 
-from gossamer.record.seconds import RoundSeconds, read_seconds
+from gossamer.record.logs.seconds import RoundSeconds, read_seconds
 
 ROOT = Path(__file__).parents[1]
 LOCAL_STEPS = 15

@@ -29,8 +29,8 @@ from fleet import Fleet, Network, Place, Process, network, sh
 from verdict import Fault, Seen, final_hashes, joins, pauses, problems
 
 from gossamer.record import checkpoint
-from gossamer.run.config import digest, parse
-from gossamer.run.simulate import simulate
+from gossamer.run.config.run_file import digest, parse
+from gossamer.run.simulated.simulate import simulate
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S, ROUNDS, LOCAL_STEPS, PACE_S = 4.0, 80, 2, 0.1

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import gossamer
-from gossamer.guard import must_not_be_wrapped
 from gossamer.layout import keep_attached
+from gossamer.library.guard import must_not_be_wrapped
 
 WIDTH, WORDS, LOCAL_STEPS, ROUNDS = 128, 1024, 15, 20
 

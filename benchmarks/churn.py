@@ -22,10 +22,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gossamer.record.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
-from gossamer.run.config import RunConfig, dump, parse
-from gossamer.run.replay import replay_elastic
-from gossamer.run.settle import in_rounds
+from gossamer.record.logs.outcomes import Begun, Ended, OutcomeWriter, RoundOutcome
+from gossamer.run.config.run_file import RunConfig, dump, parse
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.replay.elastic import replay_elastic
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results" / "churn.md"

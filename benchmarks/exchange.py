@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from gossamer.transport import Ticket, wire
-from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import join, leave
-from gossamer.transport.local import run_local
-from gossamer.transport.member import Member
+from gossamer.transport.processes.group import GroupTransport
+from gossamer.transport.processes.launch import join, leave
+from gossamer.transport.processes.local import run_local
+from gossamer.transport.processes.member import Member
 
 SIZES = (1 << 10, 1 << 16, 1 << 20, 1 << 23, 1 << 26)
 

@@ -19,11 +19,11 @@ import torch
 
 from gossamer import finite
 from gossamer.rounds.exchange import finish_all
-from gossamer.run.config import RunConfig, parse
-from gossamer.run.replica import Replica
-from gossamer.run.settle import in_rounds
-from gossamer.run.task import task_of
-from gossamer.run.worker import Worker
+from gossamer.run.config.run_file import RunConfig, parse
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
+from gossamer.run.worker.worker import Worker
 from gossamer.transport.memory import MemoryNetwork
 
 LOCAL_STEPS = 15

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from gossamer.cli import main as main_of_gossamer
 from gossamer.cli.train import import_early
+from gossamer.transport.processes.store import hosted_store
 from gossamer.transport.secret import SECRET
-from gossamer.transport.store import hosted_store
 
 __all__ = ["Fleet", "Mark", "Place", "Process", "network", "sh"]
 
@@ -199,8 +199,8 @@ def enter(words: list[str], place: Place, environment: Mapping[str, str], log: P
 
 def _take_notes(path: Path) -> None:
     """From now on this process notes what it does."""
-    import gossamer.run.elastic as driver
-    from gossamer.run.replica import LocalPhase, Replica
+    import gossamer.run.elastic.participant as driver
+    from gossamer.run.worker.replica import LocalPhase, Replica
 
     participant, file = driver._Participant, path.open("ab", buffering=0)
     begin, keep, train = participant._begin, participant._keep, Replica.train

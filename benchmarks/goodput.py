@@ -8,16 +8,16 @@ Nothing is measured. The numbers come from a formula and from a simulation with 
 import argparse
 from pathlib import Path
 
-from gossamer.network.goodput import (
+from gossamer.network.estimates.goodput import (
     GOODPUT_HEADINGS,
     GoodputOptions,
     goodput_curves,
     goodput_rows,
     goodput_table,
 )
-from gossamer.network.published import PUBLISHED_LEARNERS, PublishedGoodput, published_goodput
-from gossamer.network.utilisation import plot_curves
-from gossamer.record.files import atomic_write
+from gossamer.network.estimates.published import PUBLISHED_LEARNERS, PublishedGoodput, published_goodput
+from gossamer.network.estimates.utilisation import plot_curves
+from gossamer.record.whole_files import atomic_write
 
 FIGURE = "goodput.svg"
 COLUMNS = [(method, learners) for method, some in PUBLISHED_LEARNERS.items() for learners in some]

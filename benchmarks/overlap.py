@@ -22,7 +22,7 @@ import tomli_w
 from slow_links import EXCHANGE_STEPS, PAYLOAD_BYTES, SIZE, Setting, namespaces, network_of, train
 
 from gossamer.network.pricing import price
-from gossamer.record.trace import Trace, read_trace
+from gossamer.record.logs.trace import Trace, read_trace
 
 WORKERS, LOCAL_STEPS, ROUNDS = 4, 12, 7
 TRANSFER_STEPS = 4

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.record.folder import read_metrics
-from gossamer.report.assets import whole_page
-from gossamer.report.calculator import frozen_contents, short_lists
-from gossamer.report.follow import FollowedRun
-from gossamer.report.moment import moment_of
-from gossamer.report.page import write_report
-from gossamer.run.simulate import simulate
+from gossamer.report.page.assets import whole_page
+from gossamer.report.page.page import write_report
+from gossamer.report.reading.follow import FollowedRun
+from gossamer.report.reading.moment import moment_of
+from gossamer.run.planning.calculator import frozen_contents, short_lists
+from gossamer.run.simulated.simulate import simulate
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"

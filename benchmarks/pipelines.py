@@ -26,16 +26,16 @@ import tomli_w
 from slow_links import GOODPUT, can_limit, elapsed_s, limited, names, numbers, train
 
 from gossamer.network.links import Network
-from gossamer.network.pipeline import StageLinks
+from gossamer.network.pipeline_time import StageLinks
 from gossamer.network.pricing import price
-from gossamer.record.files import atomic_write
 from gossamer.record.folder import read_metrics
-from gossamer.record.stages import read_stages
-from gossamer.record.trace import read_trace
-from gossamer.run.config import parse
-from gossamer.run.layouts import layout_for
-from gossamer.run.pipeline import cuts_of
-from gossamer.run.stage_time import in_stages, shares_of
+from gossamer.record.logs.stage_seconds import read_stages
+from gossamer.record.logs.trace import read_trace
+from gossamer.record.whole_files import atomic_write
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.pipeline import cuts_of
+from gossamer.run.config.run_file import parse
+from gossamer.run.worker.stages.timing import in_stages, shares_of
 
 STAGES = 2
 HIDDEN, LAYERS, WIDTH = 128, 2, 8

@@ -23,7 +23,7 @@ from pathlib import Path
 
 
 def config_of(args: argparse.Namespace):
-    from gossamer.run.config import parse
+    from gossamer.run.config.run_file import parse
 
     return parse(
         {
@@ -48,7 +48,7 @@ def peak_bytes() -> int:
 
 def simulated(config) -> float:
     """Tokens per second of the rounds of a simulation, without its setup and its end."""
-    from gossamer.run.simulate import simulate
+    from gossamer.run.simulated.simulate import simulate
 
     with tempfile.TemporaryDirectory() as folder:
         return simulate(config, Path(folder) / "run").tokens_per_s
@@ -95,9 +95,9 @@ def main() -> None:
     parser.add_argument("--side", choices=["simulated", "batched", "compiled", "bare"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        import gossamer.run.simulate
+        import gossamer.run.simulated.simulate
 
-        assert gossamer.run.simulate
+        assert gossamer.run.simulated.simulate
         config, before = config_of(args), peak_bytes()
         of = bare if args.side == "bare" else simulated
         if args.side == "compiled":

@@ -43,12 +43,12 @@ from gossamer.cli import main as main_of_gossamer
 from gossamer.cli.train import import_early
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Floats, Network, links_of
-from gossamer.network.plan import matched_steps
 from gossamer.network.pricing import price
-from gossamer.record.files import atomic_write
 from gossamer.record.folder import read_metrics
-from gossamer.record.trace import Trace, read_trace, trace_files
-from gossamer.run.config import parse
+from gossamer.record.logs.trace import Trace, read_trace, trace_files
+from gossamer.record.whole_files import atomic_write
+from gossamer.run.config.run_file import parse
+from gossamer.run.planning.plan import matched_steps
 
 SIZE = "0.2m"
 PAYLOAD_BYTES = 4 * parameter_count(ModelConfig(size=SIZE), 256)
@@ -322,7 +322,7 @@ class Simulated(NamedTuple):
 
 
 def simulate(setting: Setting, cell: Cell, rounds: int) -> Simulated:
-    from gossamer.run.simulate import simulate
+    from gossamer.run.simulated.simulate import simulate
 
     steps = steps_of(setting, cell)
     every = max(1, setting.local_steps // 3) if cell.method == "data parallel" else max(steps)

@@ -26,9 +26,9 @@ from survival_model import counted, draw_failures
 from survival_page import Line, draw, page
 
 from gossamer.record import checkpoint
-from gossamer.record.outcomes import read_outcomes
-from gossamer.run.config import RunConfig, digest, parse
-from gossamer.run.settle import in_rounds
+from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.run.config.run_file import RunConfig, digest, parse
+from gossamer.run.config.settle import in_rounds
 
 ROOT = Path(__file__).parents[1]
 WORKERS, LOCAL_STEPS, START_S = 8, 2, 180.0

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gossamer.record.outcomes import Begun, Life, RoundOutcome
-from gossamer.rounds.facts import Facts
-from gossamer.rounds.method import method_of
-from gossamer.run.script import script_of
+from gossamer.record.logs.outcomes import Begun, Life, RoundOutcome
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combine import method_of
+from gossamer.run.replay.script import script_of
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import without
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from survival_model import Failure, Setting, counted, draw_failures, elastic_run, restarting_run
 
-from gossamer.network.utilisation import plot_curves
+from gossamer.network.estimates.utilisation import plot_curves
 from gossamer.topologies import make_topology
 
 __all__ = ["Line", "draw", "page"]

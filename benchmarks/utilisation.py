@@ -9,11 +9,11 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
-from gossamer.network.published import PUBLISHED_GBPS, grid_steps_above_published
-from gossamer.network.straggler import STRAGGLER_METHODS, matched_local_steps, straggler_table
-from gossamer.network.utilisation import PUBLISHED_METHODS, TARGETS, bandwidth_table, plot_curves, setting_of
-from gossamer.network.wall_clock import wall_clock_table
-from gossamer.record.files import atomic_write
+from gossamer.network.estimates.published import PUBLISHED_GBPS, grid_steps_above_published
+from gossamer.network.estimates.straggler import STRAGGLER_METHODS, matched_local_steps, straggler_table
+from gossamer.network.estimates.utilisation import PUBLISHED_METHODS, TARGETS, bandwidth_table, plot_curves, setting_of
+from gossamer.network.estimates.wall_clock import wall_clock_table
+from gossamer.record.whole_files import atomic_write
 
 PUBLISHED_STEPS = {(1, 0.1): 15, (2, 0.1): 1}
 """Local steps (out of 30) of a straggler, by number of peers and share of the bandwidth: arXiv 2606.11081, figures 2 and 3."""

@@ -9,10 +9,10 @@ from fleet import Process
 
 from gossamer.errors import CheckpointError
 from gossamer.record import checkpoint
-from gossamer.record.outcomes import Life, RoundOutcome, read_outcomes
-from gossamer.rounds.method import Method
-from gossamer.run.config import RunConfig, digest
-from gossamer.run.settle import in_rounds
+from gossamer.record.logs.outcomes import Life, RoundOutcome, read_outcomes
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.config.run_file import RunConfig, digest
+from gossamer.run.config.settle import in_rounds
 
 __all__ = ["Fault", "Join", "Seen", "final_hashes", "joins", "pauses", "problems"]
 

@@ -24,8 +24,8 @@ import tomli_w
 from calm import interval
 
 from gossamer.record.folder import metrics_line
-from gossamer.record.seconds import RoundSeconds, read_seconds, seconds_line
-from gossamer.record.trace import Entry, Operation, line_of
+from gossamer.record.logs.seconds import RoundSeconds, read_seconds, seconds_line
+from gossamer.record.logs.trace import Entry, Operation, line_of
 
 ROOT = Path(__file__).parents[1]
 WIDE, LONG, UPDATES, LOCAL_STEPS, PAIRED = 256, 8, 20, 15, 25
@@ -52,8 +52,8 @@ new MutationObserver((changes) => {
 READ = """
 import json, resource, sys, time
 from pathlib import Path
-from gossamer.report.follow import FollowedRun
-from gossamer.report.view import run_view
+from gossamer.report.reading.follow import FollowedRun
+from gossamer.report.page.view import run_view
 began, run = time.perf_counter(), FollowedRun("long", Path(sys.argv[1]).resolve())
 run.look()
 run_view(run, run.modified_s)

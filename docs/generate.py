@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from generators import command_line, methods, python_names, run_file, tables
-from gossamer.report.assets import whole_page
-from gossamer.report.calculator import frozen_contents, short_lists
+from gossamer.report.page.assets import whole_page
+from gossamer.run.planning.calculator import frozen_contents, short_lists
 
 __all__ = ["write"]
 

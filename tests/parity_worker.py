@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from gossamer.run.config import parse
-from gossamer.run.train import train_member
-from gossamer.transport.launch import join, leave
-from gossamer.transport.member import Member
+from gossamer.run.config.run_file import parse
+from gossamer.run.synchronous.train import train_member
+from gossamer.transport.processes.launch import join, leave
+from gossamer.transport.processes.member import Member
 
 TIMEOUT_S = 60
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from gossamer.cli import main
-from gossamer.run.replica import Replica
+from gossamer.run.worker.replica import Replica
 
 __all__ = ["WORKER", "poison", "poisoned_main"]
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gossamer.codecs import Codec, exact
-from gossamer.record.trace import Operation
+from gossamer.record.logs.trace import Operation
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import Each, Exchange, finish_all
 from gossamer.rounds.kernel import PLAIN, Kernel
-from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, Rule
 from gossamer.testing.crew import Drift, random_drift, random_vectors, simulated

@@ -16,11 +16,11 @@ from gossamer.errors import ConfigError, PairingError
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.trace import read_trace
-from gossamer.run.config import digest, dump, parse
-from gossamer.run.evaluate import evaluate
-from gossamer.run.settle import in_rounds
-from gossamer.run.simulate import simulate
+from gossamer.record.logs.trace import read_trace
+from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.config.run_file import digest, dump, parse
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.simulated.simulate import simulate
 from tiny import document, single, tiny
 
 SMALL = {"hidden_size": 8, "layers": 1, "heads": 1, "kv_heads": 1, "intermediate_size": 8}

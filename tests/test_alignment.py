@@ -10,8 +10,8 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.record.folder import read_metrics
 from gossamer.report.table import summary_rows
-from gossamer.run.settle import in_rounds
-from gossamer.run.simulate import simulate
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.simulated.simulate import simulate
 from tiny import tiny
 
 TARGETS = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])

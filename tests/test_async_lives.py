@@ -14,18 +14,18 @@ from gossamer.errors import DataError
 from gossamer.record import checkpoint
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.checkpoint import Lineage
-from gossamer.record.order import Met, Mixed, read_order
-from gossamer.report.status import run_status
-from gossamer.run.async_gossip import GossipParticipant
-from gossamer.run.async_pairs import PairParticipant
-from gossamer.run.async_replay import replay_asynchronous
-from gossamer.run.async_seat import AsyncSeat, async_seat, newest_state
-from gossamer.run.config import digest
-from gossamer.run.parts import own_parts
-from gossamer.run.settle import InPairs, settle
-from gossamer.run.task import task_of
-from gossamer.transport.link import Station
-from gossamer.transport.members import Members, SlotEntry, Standing
+from gossamer.record.logs.order import Met, Mixed, read_order
+from gossamer.report.reading.status import run_status
+from gossamer.run.asynchronous.gossip_process import GossipParticipant
+from gossamer.run.asynchronous.pair_process import PairParticipant
+from gossamer.run.asynchronous.start import AsyncSeat, async_seat, newest_state
+from gossamer.run.config.run_file import digest
+from gossamer.run.config.settle import InPairs, settle
+from gossamer.run.config.user_parts import own_parts
+from gossamer.run.replay.asynchronous import replay_asynchronous
+from gossamer.run.worker.task import task_of
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.sockets.link import Station
 from tiny import single as tiny
 
 RUN, SECRET = 77, "0123456789abcdef0123456789abcdef"

@@ -14,10 +14,10 @@ from commands import Command, run
 from gossamer.cli import main
 from gossamer.errors import DataError
 from gossamer.record import checkpoint
-from gossamer.record.events import read_events
-from gossamer.record.order import Met, Mixed, Published, phases_in, read_order
-from gossamer.run.async_replay import replay_asynchronous
-from gossamer.run.config import digest, dump
+from gossamer.record.logs.events import read_events
+from gossamer.record.logs.order import Met, Mixed, Published, phases_in, read_order
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.replay.asynchronous import replay_asynchronous
 from tiny import single as tiny
 
 

@@ -11,13 +11,13 @@ import torch
 from gossamer.errors import ConfigError, DataError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
-from gossamer.run.audit import audit
-from gossamer.run.config import digest, dump
-from gossamer.run.keywords import resolved
-from gossamer.run.replay import replay_elastic
-from gossamer.run.simulate import simulate
-from gossamer.run.synchronous import Rounds
+from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, Followed, OutcomeWriter, RoundOutcome
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.replay.audit import audit
+from gossamer.run.replay.elastic import replay_elastic
+from gossamer.run.simulated.keywords import resolved
+from gossamer.run.simulated.rounds import Rounds
+from gossamer.run.simulated.simulate import simulate
 from test_serve import served
 from tiny import single, tiny
 
@@ -307,7 +307,7 @@ def test_an_audit_follows_a_slot_that_was_taken_over_twice_once_by_a_ghost_from_
     first = [Begun(0, 0, 1, 0, 0), *rounds_of(range(2), 0)]
     ghost = [Begun(3, 3, 0, 4, 1, followed=(Followed(0, 2, 4), Followed(2, 3, 6))), *rounds_of(range(3, 5), 4)]
     third = [Begun(6, 6, 2, 8, 2), *rounds_of(range(6, 8), 8), Ended(8, "finished")]
-    monkeypatch.setattr("gossamer.run.replay.KEPT", 8)
+    monkeypatch.setattr("gossamer.run.replay.elastic.KEPT", 8)
     run = tmp_path / "run"
     replay_elastic(config, run, logged(tmp_path / "log", config, {**others, 1: [*first, *ghost, *third]}))
     assert audit(run, rounds=(0, 2)) == (0, 2, 0, 3 + 3 + 2, None)

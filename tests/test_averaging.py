@@ -11,12 +11,12 @@ from gossamer.optimizers import GPA
 from gossamer.optimizers.gpa import toward
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.run.config import RunConfig, digest
-from gossamer.run.evaluate import Probe, evaluate
-from gossamer.run.replica import Replica
-from gossamer.run.settle import settle
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
+from gossamer.run.bookkeeping.evaluate import Probe, evaluate
+from gossamer.run.config.run_file import RunConfig, digest
+from gossamer.run.config.settle import settle
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
 from test_train import parameters, words_of
 from tiny import single
 

@@ -8,12 +8,12 @@ import torch
 
 import gossamer
 from gossamer.record.folder import RunFolder, read_metrics
-from gossamer.report.contents import row_of_view
-from gossamer.report.follow import FollowedRun
-from gossamer.report.view import run_view
-from gossamer.run.evaluate import Probe
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
+from gossamer.report.page.contents import row_of_view
+from gossamer.report.page.view import run_view
+from gossamer.report.reading.follow import FollowedRun
+from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.task import task_of
 from test_follow import RUN_TOML
 from tiny import tiny
 

@@ -12,15 +12,15 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from gossamer.boundaries import BOUNDARIES
 from gossamer.record.folder import read_metrics
-from gossamer.run.assemble import Store
-from gossamer.run.config import parse
-from gossamer.run.history import lineage
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
-from gossamer.run.train import train_member
-from gossamer.transport.launch import join, leave
-from gossamer.transport.local import run_local
-from gossamer.transport.member import Member
+from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.config.run_file import parse
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.synchronous.train import train_member
+from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.run.worker.task import task_of
+from gossamer.transport.processes.launch import join, leave
+from gossamer.transport.processes.local import run_local
+from gossamer.transport.processes.member import Member
 from tiny import document, tiny
 
 Case = tuple[str, str, str]

@@ -18,11 +18,11 @@ import tomli_w
 from commands import Command
 from gossamer.cli.watch import calculators
 from gossamer.record.folder import RunFolder
-from gossamer.record.trace import Entry, Operation
-from gossamer.report import view
-from gossamer.report.assets import whole_page
-from gossamer.report.calculator import Calculator, frozen_contents
-from gossamer.report.page import write_report
+from gossamer.record.logs.trace import Entry, Operation
+from gossamer.report.page import view
+from gossamer.report.page.assets import whole_page
+from gossamer.report.page.page import write_report
+from gossamer.run.planning.calculator import Calculator, frozen_contents
 from gossamer.topologies import make_topology
 from test_watch import served, serving
 from tiny import document

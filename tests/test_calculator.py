@@ -9,12 +9,12 @@ import pytest
 from gossamer.cli import main
 from gossamer.cli.watch import calculators
 from gossamer.models.sizes import ModelConfig, parameter_count
-from gossamer.network.left_out import without_slowest
+from gossamer.network.estimates.utilisation import bandwidth_table, setting_of
 from gossamer.network.links import Network
-from gossamer.network.plan import PlanSettings, bits_per_parameter, plan, plan_rows
-from gossamer.network.utilisation import bandwidth_table, setting_of
-from gossamer.report.calculator import Calculator
-from gossamer.run.planned import price_recipes
+from gossamer.run.planning.calculator import Calculator
+from gossamer.run.planning.candidates import price_recipes
+from gossamer.run.planning.plan import PlanSettings, bits_per_parameter, plan, plan_rows
+from gossamer.run.planning.without_slowest import without_slowest
 from test_watch import get, serving
 
 ASKED = {

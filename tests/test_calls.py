@@ -13,7 +13,7 @@ from gossamer.clock.gossip_worker import GossipWorker
 from gossamer.clock.pair_worker import PairWorker
 from gossamer.errors import DataError, TransportError
 from gossamer.layout import Layout
-from gossamer.record.order import (
+from gossamer.record.logs.order import (
     Entered,
     Finished,
     Learned,
@@ -28,11 +28,11 @@ from gossamer.record.order import (
 )
 from gossamer.rules import gasloc
 from gossamer.topologies import random
-from gossamer.transport import letter as letters
-from gossamer.transport.fetches import Fetches
-from gossamer.transport.letter import Letter, LetterKind
-from gossamer.transport.meetings import Meetings
-from gossamer.transport.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.fetches import Fetches
+from gossamer.transport.elastic.meetings import Meetings
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.sockets import letter as letters
+from gossamer.transport.sockets.letter import Letter, LetterKind
 
 N, SIZE = 3, 4
 

@@ -11,21 +11,21 @@ import torch
 from commands import Command
 from gossamer.cli import main
 from gossamer.cli.check import lines
-from gossamer.code import is_code
 from gossamer.layout import layout_of
 from gossamer.models.llama import build_model
 from gossamer.models.sizes import ModelConfig, parameter_count
 from gossamer.network.links import Network, from_options
-from gossamer.run.check import checked, examine, inner_copies
-from gossamer.run.config import faults as faults_of_keys
-from gossamer.run.config import parse
-from gossamer.run.document import EXPERIMENT, flat, load
-from gossamer.run.experiment import drafts
-from gossamer.run.layouts import layout_for
-from gossamer.run.replica import Replica
-from gossamer.run.settle import faults
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
+from gossamer.run.config.document import EXPERIMENT, flat, load
+from gossamer.run.config.experiment_file import drafts
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.run_file import faults as faults_of_keys
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import faults
+from gossamer.run.planning.check import checked, examine, inner_copies
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
+from gossamer.settings.user_code import is_code
 from test_virtual import timed
 from tiny import PARAMETERS, document, single, tiny
 

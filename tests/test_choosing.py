@@ -9,11 +9,11 @@ from gossamer.codecs import exact
 from gossamer.errors import ConfigError
 from gossamer.record.folder import read_metrics
 from gossamer.rounds.choosing import FragmentChoice
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.kernel import PLAIN
-from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import diloco
-from gossamer.run.simulate import simulate
+from gossamer.run.simulated.simulate import simulate
 from gossamer.testing.crew import random_drift, random_vectors, simulated
 from gossamer.topologies import complete
 from tiny import tiny

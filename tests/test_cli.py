@@ -16,8 +16,8 @@ from commands import Command
 from gossamer import cli
 from gossamer.cli import main
 from gossamer.report.results import read_results
-from gossamer.run.config import dump
-from gossamer.run.simulate import simulate
+from gossamer.run.config.run_file import dump
+from gossamer.run.simulated.simulate import simulate
 from tiny import document, single
 
 

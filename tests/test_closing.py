@@ -5,10 +5,10 @@ from collections import defaultdict
 
 import pytest
 
-from gossamer.transport.closing import Closing, Named
-from gossamer.transport.elastic_core import ElasticCore
-from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.closing import Closing, Named
+from gossamer.transport.elastic.core import ElasticCore
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
 
 ROUNDS, STEP_S = 5, 0.1
 

@@ -9,8 +9,8 @@ from gossamer import rng
 from gossamer.codecs import CODECS, int4, make_codec, topk
 from gossamer.errors import ConfigError
 from gossamer.rules import anchored_gasloc, cocktail, local_sgd
-from gossamer.run.config import dump, parse
-from gossamer.run.document import settings, with_settings
+from gossamer.run.config.document import settings, with_settings
+from gossamer.run.config.run_file import dump, parse
 from gossamer.topologies import make_topology
 from rounds import play, random_drift, random_vectors
 from tiny import document

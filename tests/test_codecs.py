@@ -37,11 +37,11 @@ from gossamer.codecs.topk import num_kept
 from gossamer.errors import ConfigError, TransportError
 from gossamer.layout import Layout, Leaf, layout_of
 from gossamer.models.llama import build_model
-from gossamer.options import options_of
 from gossamer.rules import gasloc
-from gossamer.run.config import parse
-from gossamer.run.document import with_settings
-from gossamer.run.traffic import traffic
+from gossamer.run.config.document import with_settings
+from gossamer.run.config.run_file import parse
+from gossamer.run.planning.traffic import traffic
+from gossamer.settings.options import options_of
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves, nbytes
 from rounds import play, random_vectors

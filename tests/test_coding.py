@@ -6,10 +6,10 @@ import torch
 from gossamer.asynchronous import ad_psgd
 from gossamer.codecs import bf16, both_ways, exact, fp4, int4, int8, randomk, topk
 from gossamer.codecs.error import relative_error
-from gossamer.rounds import coding
-from gossamer.rounds.facts import Facts
-from gossamer.rounds.method import FITTING, warnings_of
-from gossamer.rounds.pairing import faults
+from gossamer.rounds.compatibility import lossy_codecs as coding
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combine import FITTING, warnings_of
+from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rules import (
     RULES,
     anchored_gasloc,

@@ -14,12 +14,12 @@ from gossamer.cli import main
 from gossamer.errors import DataError
 from gossamer.record import origin as origins
 from gossamer.report.results import PointResult, read_results, result_lines
-from gossamer.run.apart import RunEnd
-from gossamer.run.comparison import train_all
-from gossamer.run.config import digest
-from gossamer.run.experiment import Point, folder_name, points
-from gossamer.run.replica import Replica
-from gossamer.run.trunks import shared_trunks
+from gossamer.run.config.experiment_file import Point, folder_name, points
+from gossamer.run.config.run_file import digest
+from gossamer.run.experiments.compare import train_all
+from gossamer.run.experiments.processes import RunEnd
+from gossamer.run.experiments.shared_start import shared_trunks
+from gossamer.run.worker.replica import Replica
 from tiny import PARAMETERS, document
 
 RATES = {"fast": 1e6, "slow": 1e5}

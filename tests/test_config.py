@@ -14,14 +14,14 @@ from gossamer.codecs import CODECS, make_codec
 from gossamer.errors import ConfigError
 from gossamer.network.links import Change, Network, Route, Site
 from gossamer.optimizers.inner import InnerConfig
-from gossamer.options import options_of
 from gossamer.rules import RULES
-from gossamer.run.choice import Choice
-from gossamer.run.config import RunConfig, digest, dump, faults, parse
-from gossamer.run.document import load, with_settings
-from gossamer.run.document import settings as overrides
-from gossamer.run.experiment import points
-from gossamer.run.json_schema import json_schema
+from gossamer.run.config.choice import Choice
+from gossamer.run.config.document import load, with_settings
+from gossamer.run.config.document import settings as overrides
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.run_file import RunConfig, digest, dump, faults, parse
+from gossamer.run.experiments.json_schema import json_schema
+from gossamer.settings.options import options_of
 from gossamer.topologies import TOPOLOGIES
 from tiny import document, tiny
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.data.corpus import open_corpus
-from gossamer.data.files import PIECE_CHARS, FileCorpus
 from gossamer.data.settings import DataConfig
 from gossamer.data.streams import StreamCorpus
+from gossamer.data.token_files import PIECE_CHARS, FileCorpus
 from gossamer.data.tokenizer import load_tokenizer
 from gossamer.errors import ConfigError, DataError
 

@@ -7,14 +7,14 @@ from gossamer.codecs import exact, int4
 from gossamer.codecs.message import decode, encode, payload_like
 from gossamer.layout import Layout, Leaf
 from gossamer.record.folder import read_metrics
-from gossamer.record.trace import read_trace
+from gossamer.record.logs.trace import read_trace
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import finish_all
 from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.loop import OuterLoop
-from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Context, diloco, dilocox, eager
-from gossamer.run.simulate import simulate
+from gossamer.run.simulated.simulate import simulate
 from gossamer.topologies import make_topology
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves, map_leaves, nbytes

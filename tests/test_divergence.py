@@ -14,9 +14,9 @@ from torch import Tensor
 import gossamer
 from gossamer.errors import ConfigError
 from gossamer.record.folder import read_metrics
-from gossamer.run.evaluate import js_divergence
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
+from gossamer.run.bookkeeping.evaluate import js_divergence
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.task import task_of
 from tiny import tiny
 
 CLOCK = {"step_s": 0.1, "uplink_bps": 1e8, "downlink_bps": 1e8}

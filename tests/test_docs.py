@@ -18,12 +18,12 @@ import gossamer
 from generators.methods import python_of
 from gossamer import topologies
 from gossamer.cli import VERBS, main
-from gossamer.run.config import parse
-from gossamer.run.document import load, with_settings
-from gossamer.run.methods import FACTORIES, recipes
-from gossamer.run.parts import named
-from gossamer.run.settle import settle
-from gossamer.schema import parse_toml
+from gossamer.run.config.document import load, with_settings
+from gossamer.run.config.recipes import FACTORIES, recipes
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import settle
+from gossamer.run.config.user_parts import named
+from gossamer.settings.schema import parse_toml
 
 ROOT = Path(__file__).parents[1]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")

@@ -7,8 +7,8 @@ import pytest
 
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.codecs import CODECS
-from gossamer.options import options_of
 from gossamer.rules import RULES, WRAPPERS
+from gossamer.settings.options import options_of
 from gossamer.topologies import TOPOLOGIES
 
 METHODS = {**RULES, **SERVERS, **PAIRS}

@@ -14,18 +14,19 @@ import torch
 
 from gossamer.errors import CheckpointError, GossamerError, PeerError
 from gossamer.record.addresses import read_addresses
-from gossamer.record.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
-from gossamer.record.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
+from gossamer.record.logs.order import Entered, Finished, Mixed, OrderWriter, Published, read_order
+from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, OutcomeWriter, RoundOutcome, read_outcomes
 from gossamer.record.packed import cold, packed, unpacked
-from gossamer.run.async_seat import fact_of, state_of
-from gossamer.transport import Ticket, newcomer
-from gossamer.transport import letter as letters
-from gossamer.transport.elastic_core import ElasticCore
-from gossamer.transport.fetches import Fetches
-from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.link import receive_letter
-from gossamer.transport.meetings import Meetings
-from gossamer.transport.members import Members, SlotEntry, Standing, news, read_news
+from gossamer.run.asynchronous.start import fact_of, state_of
+from gossamer.transport import Ticket
+from gossamer.transport.elastic import newcomer
+from gossamer.transport.elastic.core import ElasticCore
+from gossamer.transport.elastic.fetches import Fetches
+from gossamer.transport.elastic.meetings import Meetings
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news, read_news
+from gossamer.transport.sockets import letter as letters
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+from gossamer.transport.sockets.link import receive_letter
 
 JUNK = [
     None,

@@ -12,9 +12,9 @@ import torch
 from commands import Command, run
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.outcomes import read_outcomes
-from gossamer.run.config import digest, dump
-from gossamer.run.simulate import simulate
+from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.simulated.simulate import simulate
 from tiny import tiny
 
 

@@ -13,11 +13,11 @@ from commands import Command, run
 from gossamer.cli import main
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.outcomes import read_outcomes
-from gossamer.run.config import digest, dump
-from gossamer.run.simulate import simulate
-from gossamer.transport.elastic import ElasticTransport
-from gossamer.transport.members import Standing
+from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.simulated.simulate import simulate
+from gossamer.transport.elastic.members import Standing
+from gossamer.transport.elastic.transport import ElasticTransport
 from tiny import single as tiny
 
 

@@ -15,15 +15,16 @@ import torch
 
 from gossamer.errors import PeerError
 from gossamer.record.packed import cold, frozen, unpacked
-from gossamer.run.handing import give_state, take_state
-from gossamer.transport import Ticket, newcomer
-from gossamer.transport import letter as letters
-from gossamer.transport.elastic import ElasticTransport
-from gossamer.transport.elastic_core import Outcome
-from gossamer.transport.handshake import dial
-from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.link import Listener, Station, receive_letter
-from gossamer.transport.members import Members, SlotEntry, Standing, news
+from gossamer.run.elastic.state_transfer import give_state, take_state
+from gossamer.transport import Ticket
+from gossamer.transport.elastic import newcomer
+from gossamer.transport.elastic.core import Outcome
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news
+from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.sockets import letter as letters
+from gossamer.transport.sockets.handshake import dial
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+from gossamer.transport.sockets.link import Listener, Station, receive_letter
 
 RUN, SECRET = 77, b"the secret of this run"
 LIKE = [torch.empty(4)]

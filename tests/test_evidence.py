@@ -18,10 +18,10 @@ from gossamer.errors import DataError
 from gossamer.models.sizes import parameter_count
 from gossamer.report.paired import effect, holm
 from gossamer.report.results import PointResult, read_results
-from gossamer.run.document import load
-from gossamer.run.experiment import Point, points
-from gossamer.run.settle import settle
-from gossamer.run.tune import contenders, searched
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import Point, points
+from gossamer.run.config.settle import settle
+from gossamer.run.experiments.tune import contenders, searched
 from tiny import document
 
 ROOT = Path(__file__).parent.parent

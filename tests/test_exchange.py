@@ -11,9 +11,9 @@ import torch
 import gossamer
 from gossamer.codecs import CODECS, Codec, bf16, both_ways, exact, fp4, int8, make_codec, randomk, topk
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds import pairing
+from gossamer.rounds.compatibility import incompatibilities as pairing
+from gossamer.rounds.compatibility.combination import Facts
 from gossamer.rounds.exchange import begin, initial_state
-from gossamer.rounds.facts import Facts
 from gossamer.rounds.forms import Sizes
 from gossamer.rounds.kernel import PLAIN, Kernel, compiled, outer_update
 from gossamer.rounds.setup import Part, Setup
@@ -331,7 +331,11 @@ CALLERS = {  # who calls which functions of rules and codecs; those that wrap an
         "rounds.recursion",
         "testing.functions",
     ),
-    ("codec", ("encode", "decode")): ("boundaries", "codecs", "run.staged"),  # that of what a linear boundary loses
+    ("codec", ("encode", "decode")): (
+        "boundaries",
+        "codecs",
+        "run.worker.stages.in_one_process",
+    ),  # that of what a linear boundary loses
 }
 
 

@@ -18,13 +18,13 @@ from gossamer.report.figures import Figure, draw_figure, table
 from gossamer.report.reach import ROUNDS, reach
 from gossamer.report.results import PointResult
 from gossamer.report.table import summary_rows
-from gossamer.run.config import RunConfig, dump
-from gossamer.run.document import load
-from gossamer.run.experiment import Point, figure, opened, points
-from gossamer.run.search import needed_tokens
-from gossamer.run.settle import settle
-from gossamer.run.simulate import simulate
-from gossamer.run.tune import contenders
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import Point, figure, opened, points
+from gossamer.run.config.run_file import RunConfig, dump
+from gossamer.run.config.settle import settle
+from gossamer.run.experiments.search import needed_tokens
+from gossamer.run.experiments.tune import contenders
+from gossamer.run.simulated.simulate import simulate
 from tiny import TEXT, document
 
 CONFIGS = Path(__file__).parents[1] / "src" / "gossamer" / "configs"

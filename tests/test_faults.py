@@ -12,10 +12,10 @@ from gossamer.rules import diloco, gasloc, gossip
 from gossamer.topologies import make_topology
 from gossamer.topologies.mixing import without
 from gossamer.transport import Ticket
-from gossamer.transport.closing import Closing
-from gossamer.transport.elastic_core import ElasticCore, Outcome
-from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.members import Members, SlotEntry, Standing, merged, news, read_news
+from gossamer.transport.elastic.closing import Closing
+from gossamer.transport.elastic.core import ElasticCore, Outcome
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing, merged, news, read_news
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
 
 PARTS, SEEDS, FULL = 4, 120, 1000
 BODY = torch.zeros(4, dtype=torch.uint8)

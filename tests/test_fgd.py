@@ -6,13 +6,13 @@ import torch
 import gossamer
 from gossamer.codecs import exact
 from gossamer.errors import ConfigError
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.kernel import PLAIN
-from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rounds.stability import stability, stability_of
 from gossamer.rules import anchored, diloco, fgd, weighted
-from gossamer.run.check import examine
-from gossamer.run.settle import in_rounds
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.planning.check import examine
 from gossamer.testing import check_parity
 from gossamer.testing.crew import Crew, simulated
 from gossamer.testing.numbers import half_precision_follows_full_precision

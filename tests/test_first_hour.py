@@ -39,7 +39,7 @@ def start_from(words: list[str]) -> int:
     for name in [name for name in sys.modules if name.partition(".")[0] == "gossamer"]:
         del sys.modules[name]
     sys.path.insert(0, words[0])
-    for name in ("gossamer", "gossamer.cli.demo", "gossamer.run.simulate"):
+    for name in ("gossamer", "gossamer.cli.demo", "gossamer.run.simulated.simulate"):
         assert str(importlib.import_module(name).__file__).startswith(words[0]), f"{name} is that of the repository"
     main = importlib.import_module("gossamer.cli").main
     demo = ["demo", "--quiet", *SETS, "--set", "run.steps=2"]
@@ -106,8 +106,8 @@ def test_the_demo_leaves_its_models_and_no_checkpoints_and_can_be_asked_for_agai
 
 
 def test_a_run_that_will_keep_no_checkpoints_resumes_until_it_has_ended(tmp_path: Path) -> None:
-    from gossamer.run.config import parse
-    from gossamer.run.simulate import simulate
+    from gossamer.run.config.run_file import parse
+    from gossamer.run.simulated.simulate import simulate
 
     config = parse(document(record__keep_checkpoints=False, run__steps=8, model__layers=1))
     simulate(config, tmp_path / "cut", until=2)

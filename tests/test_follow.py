@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.record.folder import RunFolder
-from gossamer.record.outcomes import Begun, OutcomeWriter, RoundOutcome
-from gossamer.record.seconds import RoundSeconds
-from gossamer.record.trace import Entry, Operation
-from gossamer.report.contents import page_contents
-from gossamer.report.follow import FollowedRun
-from gossamer.report.moment import moment_of
-from gossamer.report.tail import Marks, Tail
-from gossamer.report.thinning import Grid, KeptLines, spread_out, thinned
-from gossamer.report.view import run_view, standings
+from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
+from gossamer.record.logs.seconds import RoundSeconds
+from gossamer.record.logs.trace import Entry, Operation
+from gossamer.report.page.contents import page_contents
+from gossamer.report.page.view import run_view, standings
+from gossamer.report.reading.follow import FollowedRun
+from gossamer.report.reading.moment import moment_of
+from gossamer.report.reading.tail import Marks, Tail
+from gossamer.report.reading.thinning import Grid, KeptLines, spread_out, thinned
 
 RUN_TOML = 'name = "x"\nworkers = 2\nrule = { name = "gasloc" }\n[run]\nsteps = 36\nlocal_steps = 9\n'
 

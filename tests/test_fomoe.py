@@ -15,17 +15,17 @@ from gossamer.models.llama import logits_of, loss
 from gossamer.models.sizes import ExpertsConfig, tensors
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.trace import read_trace
-from gossamer.run.check import examine
-from gossamer.run.config import RunConfig, digest, dump, parse
-from gossamer.run.evaluate import evaluate, model_with
-from gossamer.run.layouts import Holding
-from gossamer.run.replica import Replica
-from gossamer.run.settle import faults
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
-from gossamer.run.traffic import traffic
-from gossamer.schema import parse_toml
+from gossamer.record.logs.trace import read_trace
+from gossamer.run.bookkeeping.evaluate import evaluate, model_with
+from gossamer.run.config.layouts import Holding
+from gossamer.run.config.run_file import RunConfig, digest, dump, parse
+from gossamer.run.config.settle import faults
+from gossamer.run.planning.check import examine
+from gossamer.run.planning.traffic import traffic
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
+from gossamer.settings.schema import parse_toml
 from tiny import tiny
 
 EXPERTS = {"count": 4, "holders": 2}

@@ -11,15 +11,15 @@ from gossamer.layout import Layout, Leaf
 from gossamer.rounds.exchange import Exchange, begin, initial_state
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rules import Context, gasloc
-from gossamer.run.replica import Replica
-from gossamer.run.settle import in_rounds
-from gossamer.run.standings import changes
-from gossamer.run.task import task_of
-from gossamer.run.worker import Worker
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.elastic.messages import changes
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
+from gossamer.run.worker.worker import Worker
 from gossamer.topologies import make_topology
 from gossamer.transport import Ticket, wire
-from gossamer.transport.elastic_core import ElasticCore
-from gossamer.transport.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.core import ElasticCore
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import leaves
 from tiny import tiny

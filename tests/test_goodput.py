@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.cli import main
-from gossamer.network.goodput import (
+from gossamer.network.estimates.goodput import (
     Failures,
     Goodput,
     GoodputOptions,
@@ -23,7 +23,7 @@ from gossamer.network.goodput import (
     simulated_goodput,
     uptime,
 )
-from gossamer.network.published import PUBLISHED_GOODPUT, published_goodput
+from gossamer.network.estimates.published import PUBLISHED_GOODPUT, published_goodput
 
 SECONDS = st.floats(1e-3, 1e6)
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import gossamer
 from commands import Command, in_forks
 from gossamer.errors import ConfigError, PeerError
-from gossamer.guard import fingerprints, must_be_alike
-from gossamer.transport.local import loopback
+from gossamer.library.guard import fingerprints, must_be_alike
+from gossamer.transport.processes.local import loopback
 from test_library import flat, net, train
 
 

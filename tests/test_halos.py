@@ -18,12 +18,12 @@ from gossamer.clock.fragment import RegionReport
 from gossamer.clock.server_core import Send, ServerCore
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network, from_options, read_network
-from gossamer.record.events import read_events
-from gossamer.run.check import examine
-from gossamer.run.document import load
-from gossamer.run.experiment import points
-from gossamer.run.settle import settle
-from gossamer.run.simulate import simulate
+from gossamer.record.logs.events import read_events
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.settle import settle
+from gossamer.run.planning.check import examine
+from gossamer.run.simulated.simulate import simulate
 from rounds import random_vectors
 from test_events import LAYOUT, P, Walker, at_random, network, of, plain, spans, walkers
 from test_servers import absorbed, close

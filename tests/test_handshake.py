@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gossamer.errors import ConfigError, PeerError
-from gossamer.transport.handshake import HalfOpen, prove_to_server, prove_to_worker
 from gossamer.transport.secret import SECRET, folder_secret, read_secret
+from gossamer.transport.sockets.handshake import HalfOpen, prove_to_server, prove_to_worker
 
 GIVEN = "a secret that somebody else has made"
 

@@ -12,9 +12,9 @@ from gossamer.layout import layout_of
 from gossamer.models import ModelConfig, build_model
 from gossamer.models.stages import stages_of
 from gossamer.record import checkpoint
-from gossamer.run.config import digest
-from gossamer.run.replica import Replica
-from gossamer.run.task import task_of
+from gossamer.run.config.run_file import digest
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
 from test_pipeline import CUT, replica
 from tiny import preset as tiny
 

@@ -10,11 +10,11 @@ from gossamer.codecs import fp16, topk
 from gossamer.layout import Layout, Leaf
 from gossamer.record import checkpoint
 from gossamer.rules import data_parallel, diloco, gasloc, gossip, local_sgd, noloco, slowmo, sparseloco
-from gossamer.run.config import digest, parse
-from gossamer.run.document import with_settings
-from gossamer.run.methods import recipe
-from gossamer.run.simulate import simulate
-from gossamer.run.traffic import traffic
+from gossamer.run.config.document import with_settings
+from gossamer.run.config.recipes import recipe
+from gossamer.run.config.run_file import digest, parse
+from gossamer.run.planning.traffic import traffic
+from gossamer.run.simulated.simulate import simulate
 from gossamer.topologies import make_topology
 from gossamer.tree import leaves
 from rounds import play, random_drift, random_vectors

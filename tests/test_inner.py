@@ -17,8 +17,8 @@ from gossamer.models.sizes import ModelConfig
 from gossamer.optimizers import InnerOptimizer, Joined, SpectralMuon
 from gossamer.optimizers.inner import InnerConfig, build_optimizer, clip_gradients, lr_scale
 from gossamer.optimizers.spectral_muon import orthogonalized
-from gossamer.run.config import parse
-from gossamer.run.document import with_settings
+from gossamer.run.config.document import with_settings
+from gossamer.run.config.run_file import parse
 
 
 class Small(nn.Module):

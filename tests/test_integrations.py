@@ -30,7 +30,7 @@ from commands import Command, in_forks
 from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
 from gossamer.integrations import Place, as_worker
 from gossamer.integrations.begin import OuterOptions, must_resume_alike
-from gossamer.transport.local import loopback
+from gossamer.transport.processes.local import loopback
 
 PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "trainers.md"
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"

@@ -18,11 +18,11 @@ from commands import Command
 from gossamer.cli.train import import_early
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.transport import Ticket
-from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import agree, join, leave, one_device
-from gossamer.transport.local import run_local
-from gossamer.transport.member import Member
-from gossamer.transport.store import ENTRY_BYTES, hosted_store
+from gossamer.transport.processes.group import GroupTransport
+from gossamer.transport.processes.launch import agree, join, leave, one_device
+from gossamer.transport.processes.local import run_local
+from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.store import ENTRY_BYTES, hosted_store
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 

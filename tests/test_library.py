@@ -16,18 +16,18 @@ from gossamer.errors import CheckpointError, ConfigError, PairingError, PeerErro
 from gossamer.library.metrics import Meter
 from gossamer.library.peers import common_of, must_agree
 from gossamer.optimizers.inner import build_optimizer
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combine import FITTING, Method
+from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rounds.exchange import finish_all
-from gossamer.rounds.facts import Facts
 from gossamer.rounds.kernel import PLAIN
 from gossamer.rounds.loop import OuterLoop
 from gossamer.rounds.mean_model import mean_of, mean_over_workers
-from gossamer.rounds.method import FITTING, Method
-from gossamer.rounds.pairing import faults
 from gossamer.rules import RULES
-from gossamer.run.methods import missing, recipes
+from gossamer.run.config.recipes import missing, recipes
 from gossamer.topologies import make_topology
-from gossamer.transport.local import run_local
 from gossamer.transport.memory import MemoryNetwork, MemoryTransport
+from gossamer.transport.processes.local import run_local
 from rounds import layout, serially
 
 
@@ -344,7 +344,7 @@ def test_random_numbers_of_a_step_are_those_that_a_replica_draws_whatever_was_dr
     with gossamer.Outer(model, "gossip", local_steps=2, seed=7) as loop:
         for step in range(5):
             assert loop.steps_taken == step
-            with rng.drawing(torch.device("cpu"), 7, 0, step, "model"):  # as in gossamer.run.replica
+            with rng.drawing(torch.device("cpu"), 7, 0, step, "model"):  # as in gossamer.run.worker.replica
                 expected = torch.rand(4)
             torch.rand(step)
             before = torch.get_rng_state()

@@ -8,9 +8,9 @@ from torch import nn
 
 import gossamer
 from gossamer.codecs import exact
+from gossamer.rounds.compatibility.combine import FITTING, Method
 from gossamer.rounds.kernel import PLAIN, compiled
 from gossamer.rounds.loop import OuterLoop
-from gossamer.rounds.method import FITTING, Method
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, weighted
 from gossamer.testing.numbers import SPACING, half_precision_follows_full_precision, quarter_spacings

@@ -18,19 +18,19 @@ from gossamer.models.bottleneck import BOTTLENECKS
 from gossamer.models.sizes import BottleneckConfig
 from gossamer.network.links import from_options
 from gossamer.network.pricing import price
-from gossamer.record.trace import KINDS, read_trace
+from gossamer.record.logs.trace import KINDS, read_trace
 from gossamer.rules import RULES, WRAPPERS, make_rule
-from gossamer.run.check import examine
-from gossamer.run.config import parse
-from gossamer.run.document import load, with_settings
-from gossamer.run.experiment import points
-from gossamer.run.layouts import layout_for
-from gossamer.run.methods import FACTORIES, METHODS, missing, recipe, recipes, said
-from gossamer.run.replica import Replica
-from gossamer.run.settle import in_rounds
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
-from gossamer.run.traffic import traffic
+from gossamer.run.config.document import load, with_settings
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.recipes import FACTORIES, METHODS, missing, recipe, recipes, said
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.planning.check import examine
+from gossamer.run.planning.traffic import traffic
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
 from gossamer.topologies import TOPOLOGIES
 from tiny import TEXT, document, tiny
 

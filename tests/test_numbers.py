@@ -7,9 +7,9 @@ import pytest
 from generators import bound, sources
 from generators.bound import filled, unbound
 from gossamer.rounds.stability import stability_of
-from gossamer.run.document import load
-from gossamer.run.experiment import points
-from gossamer.run.settle import InRounds, settle
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.settle import InRounds, settle
 
 SOURCES = """<!-- sources
 h = paper/h_sweep.jsonl

@@ -8,7 +8,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from gossamer.errors import ConfigError
-from gossamer.options import (
+from gossamer.rules import RULES, anchored_gasloc, gasloc
+from gossamer.settings.options import (
     Count,
     Decay,
     Given,
@@ -25,7 +26,6 @@ from gossamer.options import (
     table,
     wrapper,
 )
-from gossamer.rules import RULES, anchored_gasloc, gasloc
 
 
 class Rule(NamedTuple):

@@ -13,15 +13,15 @@ from hatchling.builders.wheel import WheelBuilder
 
 import gossamer
 from commands import run
-from gossamer.code import imported, is_code
 from gossamer.errors import ConfigError, UserCodeError
 from gossamer.record.folder import read_metrics
 from gossamer.rules import make_rule
-from gossamer.run.config import parse
-from gossamer.run.parts import own_parts
-from gossamer.run.serve_protocol import run_key, run_settings
-from gossamer.run.settle import in_rounds
-from gossamer.run.task import task_of
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.config.user_parts import own_parts
+from gossamer.run.served.protocol import run_key, run_settings
+from gossamer.run.worker.task import task_of
+from gossamer.settings.user_code import imported, is_code
 from gossamer.transport.alike import difference
 from tiny import document
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from gossamer.errors import ConfigError
-from gossamer.record.trace import read_trace
-from gossamer.run.config import digest, parse
-from gossamer.run.simulate import simulate
+from gossamer.record.logs.trace import read_trace
+from gossamer.run.config.run_file import digest, parse
+from gossamer.run.simulated.simulate import simulate
 
 RUN = {"workers": 2, "model": {"size": "0.2m"}, "data": {"seq_len": 8, "batch_size": 1, "max_bytes": 50_000}}
 LOOP = {"steps": 4, "local_steps": [4, 2], "eval_every": 0, "eval_batches": 1}

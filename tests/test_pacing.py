@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossamer.network.estimates.straggler import matched_local_steps
 from gossamer.network.links import Change, Network, Site
 from gossamer.network.pacing import (
     Pace,
@@ -23,8 +24,7 @@ from gossamer.network.pacing import (
     whole_steps,
 )
 from gossamer.network.pricing import price
-from gossamer.network.straggler import matched_local_steps
-from gossamer.record.trace import Operation, from_targets
+from gossamer.record.logs.trace import Operation, from_targets
 from gossamer.topologies.matching import random_matchings
 
 PACES = st.lists(st.builds(Pace, st.floats(1e-3, 10.0), st.floats(0.0, 1e3)), min_size=1, max_size=8)

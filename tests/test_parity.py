@@ -17,15 +17,15 @@ from gossamer import rng
 from gossamer.errors import ConfigError, PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.rounds.facts import Facts
-from gossamer.rounds.pairing import check
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.incompatibilities import check
 from gossamer.rules import RULES, WRAPPERS, make_rule
-from gossamer.run.config import digest, parse
-from gossamer.run.settle import pairing_faults
-from gossamer.run.simulate import simulate
+from gossamer.run.config.run_file import digest, parse
+from gossamer.run.config.settle import pairing_faults
+from gossamer.run.simulated.simulate import simulate
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import pull
-from gossamer.transport.local import run_local
+from gossamer.transport.processes.local import run_local
 from gossamer.tree import leaves
 from parity_worker import train_cases
 

@@ -19,17 +19,17 @@ from gossamer.models.llama import loss
 from gossamer.models.sizes import BottleneckConfig, tensors
 from gossamer.models.stages import minimax, stages_of
 from gossamer.record import checkpoint
-from gossamer.run.config import digest, dump, parse
-from gossamer.run.document import with_settings
-from gossamer.run.evaluate import publish
-from gossamer.run.layouts import layout_for
-from gossamer.run.pipeline import cuts_of
-from gossamer.run.replica import Replica
-from gossamer.run.resplit import laid_anew
-from gossamer.run.settle import faults
-from gossamer.run.stage_time import shares_of
-from gossamer.run.task import task_of
-from gossamer.schema import parse_toml
+from gossamer.run.bookkeeping.evaluate import publish
+from gossamer.run.config.document import with_settings
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.pipeline import cuts_of
+from gossamer.run.config.run_file import digest, dump, parse
+from gossamer.run.config.settle import faults
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.stages.resplit import laid_anew
+from gossamer.run.worker.stages.timing import shares_of
+from gossamer.run.worker.task import task_of
+from gossamer.settings.schema import parse_toml
 from tiny import preset as tiny
 from tiny import preset_document as document
 

@@ -15,21 +15,21 @@ from gossamer.errors import ConfigError, DataError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.inner_steps import inner_steps
 from gossamer.network.links import Network, from_toml, to_toml
-from gossamer.network.pipeline import Pass, StageLinks, order_of, pipeline_step
+from gossamer.network.pipeline_time import Pass, StageLinks, order_of, pipeline_step
 from gossamer.network.pricing import price
-from gossamer.record.pipeline import PipelineWork, read_pipeline, write_pipeline
-from gossamer.record.seconds import read_seconds
-from gossamer.record.stages import read_stages
-from gossamer.record.trace import read_trace
-from gossamer.report.live import LiveRuns
+from gossamer.record.logs.pipeline_work import PipelineWork, read_pipeline, write_pipeline
+from gossamer.record.logs.seconds import read_seconds
+from gossamer.record.logs.stage_seconds import read_stages
+from gossamer.record.logs.trace import read_trace
+from gossamer.report.page.live import LiveRuns
 from gossamer.report.results import read_results
 from gossamer.report.table import summary_rows
-from gossamer.run.check import examine
-from gossamer.run.comparison import train_all
-from gossamer.run.experiment import Point
-from gossamer.run.layouts import layout_for
-from gossamer.run.simulate import simulate
-from gossamer.run.stage_time import in_stages, pipeline_work
+from gossamer.run.config.experiment_file import Point
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.experiments.compare import train_all
+from gossamer.run.planning.check import examine
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.stages.timing import in_stages, pipeline_work
 from tiny import preset as tiny
 
 LAYOUT = layout_for(ModelConfig(size="0.2m", layers=4), 256)

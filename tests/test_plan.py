@@ -12,15 +12,15 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, Site, links_of
-from gossamer.network.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml
-from gossamer.record.trace import read_trace
-from gossamer.run.check import examine
-from gossamer.run.config import parse
-from gossamer.run.document import with_settings
-from gossamer.run.methods import recipes
-from gossamer.run.planned import PLANNED
-from gossamer.run.settle import faults as faults_of
-from gossamer.run.simulate import simulate
+from gossamer.record.logs.trace import read_trace
+from gossamer.run.config.document import with_settings
+from gossamer.run.config.recipes import recipes
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import faults as faults_of
+from gossamer.run.planning.candidates import PLANNED
+from gossamer.run.planning.check import examine
+from gossamer.run.planning.plan import PlanSettings, RunPlan, matched_steps, plan, run_toml
+from gossamer.run.simulated.simulate import simulate
 
 TINY = ModelConfig(size="0.2m")
 EVEN = Network(uplink_bps=25e6, downlink_bps=25e6, step_s=0.5)

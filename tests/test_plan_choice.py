@@ -10,12 +10,12 @@ import pytest
 
 from gossamer.cli import main
 from gossamer.models.sizes import ModelConfig, parameter_count
-from gossamer.network.left_out import without_slowest
 from gossamer.network.links import Network
-from gossamer.network.measured import MEASURED, MEASURED_FOR, TunedLoss, loss_penalty
-from gossamer.network.plan import Candidate, PlanSettings, RunPlan, best_among, plan, plan_rows, run_toml
-from gossamer.run.config import parse
-from gossamer.run.settle import faults
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import faults
+from gossamer.run.planning.measured_losses import MEASURED, MEASURED_FOR, TunedLoss, loss_penalty
+from gossamer.run.planning.plan import Candidate, PlanSettings, RunPlan, best_among, plan, plan_rows, run_toml
+from gossamer.run.planning.without_slowest import without_slowest
 
 ROOT = Path(__file__).parents[1]
 EVIDENCE = [f"local_steps_tuned{scale}" for scale in ("-h1", "-h5", "-h10", "", "-h60", "-h120")]

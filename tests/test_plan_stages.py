@@ -11,12 +11,12 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import ModelConfig
 from gossamer.network.links import Network, to_toml
-from gossamer.network.pipeline import StageLinks
-from gossamer.network.plan import PlanSettings
-from gossamer.run.check import examine
-from gossamer.run.config import parse
-from gossamer.run.planned_stages import BOUNDARY_PAIRS, StagePlan, plan_in_stages
-from gossamer.run.settle import faults
+from gossamer.network.pipeline_time import StageLinks
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import faults
+from gossamer.run.planning.check import examine
+from gossamer.run.planning.plan import PlanSettings
+from gossamer.run.planning.planned_stages import BOUNDARY_PAIRS, StagePlan, plan_in_stages
 
 MODEL = ModelConfig(size="1m")
 FAST = Network(uplink_bps=1e9, downlink_bps=1e9, step_s=0.4, stages=StageLinks(bandwidth_bps=1e9))

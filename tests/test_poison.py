@@ -18,12 +18,12 @@ from gossamer.record import checkpoint
 from gossamer.rounds.exchange import begin, initial_state
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rules import Rule, diloco, gasloc
-from gossamer.run.config import digest, dump
-from gossamer.run.simulate import simulate
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.simulated.simulate import simulate
 from gossamer.topologies import make_topology
 from gossamer.transport import Ticket
-from gossamer.transport.local import run_local
 from gossamer.transport.memory import MemoryNetwork, Parcel
+from gossamer.transport.processes.local import run_local
 from poisoned import WORKER, poison, poisoned_main
 from rounds import context, drive, serially
 from tiny import tiny

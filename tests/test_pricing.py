@@ -15,7 +15,7 @@ from gossamer.network.fluid import max_min_rates
 from gossamer.network.links import Change, Network, Route, Site, jitter_factors
 from gossamer.network.pricing import price
 from gossamer.network.timeline import Timeline, legs_of
-from gossamer.record.trace import KINDS, Entry, Kind, Operation, Trace, from_entries, from_targets
+from gossamer.record.logs.trace import KINDS, Entry, Kind, Operation, Trace, from_entries, from_targets
 
 N, PAYLOAD, STEP_S = 8, 1_000_000, 1.0
 FULL_BPS = 8 * PAYLOAD / (5 / 3)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError, DataError, DiskError
 from gossamer.record import checkpoint
-from gossamer.record.files import atomic_write
 from gossamer.record.folder import RecordConfig, RunFolder, read_metrics
-from gossamer.record.seconds import RoundSeconds
-from gossamer.record.trace import Entry, Operation, read_trace
+from gossamer.record.logs.seconds import RoundSeconds
+from gossamer.record.logs.trace import Entry, Operation, read_trace
+from gossamer.record.whole_files import atomic_write
 
 PLAIN = RecordConfig(tensorboard=False)
 BOARD = RecordConfig(tensorboard=True)

@@ -23,23 +23,23 @@ from gossamer.clock.server_core import Send, ServerCore
 from gossamer.clock.shares import Shares
 from gossamer.errors import DataError
 from gossamer.record import checkpoint
-from gossamer.record.arrivals import ServerInput, arrivals_file, read_arrivals
-from gossamer.record.events import event_files, read_events
 from gossamer.record.folder import read_metrics
 from gossamer.record.jsonl import json_lines
-from gossamer.run.evaluate import Probe
-from gossamer.run.global_session import LetterHeard, open_global
-from gossamer.run.region_protocol import regions_of
-from gossamer.run.serve_global import serve_regions
-from gossamer.run.serve_protocol import settled_server
-from gossamer.run.serve_region import serve_region
-from gossamer.run.serve_replay import _Recorded, _Replay, replay_server
-from gossamer.run.serve_worker import work
-from gossamer.run.server_session import region_session
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
+from gossamer.record.logs.arrivals import ServerInput, arrivals_file, read_arrivals
+from gossamer.record.logs.events import event_files, read_events
+from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.replay.served import _Recorded, _Replay, replay_server
+from gossamer.run.served.global_server import serve_regions
+from gossamer.run.served.global_session import LetterHeard, open_global
+from gossamer.run.served.protocol import settled_server
+from gossamer.run.served.region import serve_region
+from gossamer.run.served.region_protocol import regions_of
+from gossamer.run.served.session import region_session
+from gossamer.run.served.worker import work
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.task import task_of
 from gossamer.transport.secret import SECRET
-from gossamer.transport.stream import connect
+from gossamer.transport.sockets.stream import connect
 from test_events import LAYOUT, P
 from test_replay import losses, same, saved
 from test_serve import KNOWN, Process, events, model, served, start, stopped
@@ -73,7 +73,7 @@ def together(config, folder, places, monkeypatch):
         arriving.release()
         return connect(*args, **options)
 
-    monkeypatch.setattr("gossamer.run.serve_worker.connect", connecting)
+    monkeypatch.setattr("gossamer.run.served.worker.connect", connecting)
     top, ports = free_port(), [free_port() for _ in range(max(places) + 1)]
     sides = [Process(serve_regions, config, folder, "127.0.0.1", top)]
     while sides[0].is_alive() and not (folder / f"events-{config.workers:03}.jsonl").exists():

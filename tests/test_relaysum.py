@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gossamer.codecs import CODECS, bf16
 from gossamer.errors import PairingError
-from gossamer.rounds import pairing
-from gossamer.rounds.facts import Facts
+from gossamer.rounds.compatibility import incompatibilities as pairing
+from gossamer.rounds.compatibility.combination import Facts
 from gossamer.rules import local_sgd, relaysum
 from gossamer.topologies import TOPOLOGIES, make_topology
 from gossamer.topologies.mixing import from_edges, matrix, metropolis

@@ -11,11 +11,11 @@ import torch
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, DataError
 from gossamer.record import checkpoint
-from gossamer.record.arrivals import ArrivalWriter, ServerInput, arrivals_file, read_arrivals
-from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
-from gossamer.run.config import digest, dump
-from gossamer.run.serve_replay import replay_server
+from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput, arrivals_file, read_arrivals
+from gossamer.record.logs.events import read_events
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.replay.served import replay_server
 from test_serve import events, in_place_of_a_killed_worker, served, start, together
 from test_virtual import evals
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from gossamer.errors import ConfigError, DataError
 from gossamer.network.links import Network, to_toml
 from gossamer.record.folder import RecordConfig, RunFolder
-from gossamer.record.trace import Entry, Operation
-from gossamer.report.page import pictures, write_report
+from gossamer.record.logs.trace import Entry, Operation
+from gossamer.report.page.page import pictures, write_report
 from gossamer.report.table import MANY, markdown_table, render_table, summary_rows
 
 PLAIN = RecordConfig(tensorboard=False)
@@ -264,7 +264,7 @@ def test_pricing_and_reporting_need_no_torch(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from gossamer.network.links import Network
-from gossamer.report.page import write_report
+from gossamer.report.page.page import write_report
 write_report({"a": Path(sys.argv[1])}, Path(sys.argv[2]), {"wan": Network(uplink_bps=1e6, downlink_bps=1e6)})
 assert not {"torch", "tensorboard", "wandb"} & set(sys.modules)
 """

@@ -9,10 +9,10 @@ import torch
 from gossamer.errors import ConfigError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.run.config import RunConfig, digest
-from gossamer.run.pipeline import work_of_layers
-from gossamer.run.resplit import as_simulated, laid_anew, lays_anew, measured_speeds
-from gossamer.run.simulate import simulate
+from gossamer.run.config.pipeline import work_of_layers
+from gossamer.run.config.run_file import RunConfig, digest
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.stages.resplit import as_simulated, laid_anew, lays_anew, measured_speeds
 from tiny import preset as tiny
 
 RUN = {

@@ -13,10 +13,10 @@ import tomli_w
 from generators import experiments, prices, sources
 from gossamer.cli import main
 from gossamer.report.results import PointResult, read_results, result_lines
-from gossamer.run.document import load
-from gossamer.run.evaluate import evaluate
-from gossamer.run.experiment import points
-from gossamer.run.methods import recipes
+from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.recipes import recipes
 from tiny import document
 
 ROOT = Path(__file__).parent.parent
@@ -66,7 +66,7 @@ def test_the_figure_beside_it_has_every_method_and_no_date() -> None:
 
 
 def test_drawing_it_twice_gives_the_same_file(tmp_path: Path) -> None:
-    from gossamer.network.utilisation import plot_curves
+    from gossamer.network.estimates.utilisation import plot_curves
 
     for name in ("a.svg", "b.svg"):
         plot_curves({"curve": [(1e9, 0.5), (1e10, 0.9)]}, tmp_path / name)

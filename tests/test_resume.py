@@ -19,13 +19,13 @@ from gossamer.record import checkpoint
 from gossamer.record.branches import read_branches
 from gossamer.record.checkpoint import Lineage
 from gossamer.record.folder import read_metrics
-from gossamer.run.assemble import Store
-from gossamer.run.config import RunConfig, digest, dump
-from gossamer.run.evaluate import evaluate
-from gossamer.run.history import lineage
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
-from gossamer.schema import changeable
+from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.config.run_file import RunConfig, digest, dump
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.run.worker.task import task_of
+from gossamer.settings.schema import changeable
 from tiny import document, single, tiny
 
 

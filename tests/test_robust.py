@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gossamer.codecs import bf16, both_ways, exact
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds import pairing
-from gossamer.rounds.facts import Facts
+from gossamer.rounds.compatibility import incompatibilities as pairing
+from gossamer.rounds.compatibility.combination import Facts
 from gossamer.rules import data_parallel, diloco, eager, gossip, local_sgd, make_rule, robust, trusted
 from gossamer.rules.contract import Context
 from gossamer.topologies import make_topology

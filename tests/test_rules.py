@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from gossamer.codecs import CODECS, exact
 from gossamer.errors import ConfigError, PairingError
-from gossamer.options import options_of
-from gossamer.rounds import pairing
-from gossamer.rounds.facts import Facts
+from gossamer.rounds.compatibility import incompatibilities as pairing
+from gossamer.rounds.compatibility.combination import Facts
 from gossamer.rounds.stability import stability
 from gossamer.rules import (
     RULES,
@@ -44,6 +43,7 @@ from gossamer.rules import (
     trusted,
     weighted,
 )
+from gossamer.settings.options import options_of
 from gossamer.testing.numbers import (
     allowed_codecs_change_equal_workers_as_little_as_said,
     half_precision_follows_full_precision,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gossamer.codecs import CODECS, int4, randomk, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
-from gossamer.rounds import pairing
-from gossamer.rounds.facts import Facts
+from gossamer.rounds.compatibility import incompatibilities as pairing
+from gossamer.rounds.compatibility.combination import Facts
 from gossamer.rules import (
     RULES,
     anchored,

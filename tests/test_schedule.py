@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from gossamer.codecs import exact, fp4
 from gossamer.errors import ConfigError, PairingError
 from gossamer.layout import Layout, Leaf, arrange
-from gossamer.rounds import pairing
-from gossamer.rounds.facts import Facts
+from gossamer.rounds.compatibility import incompatibilities as pairing
+from gossamer.rounds.compatibility.combination import Facts
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, eager, gasloc, gossip, local_sgd
 from gossamer.topologies import make_topology

@@ -13,11 +13,11 @@ from commands import run
 from gossamer.errors import DataError
 from gossamer.network.links import Network
 from gossamer.network.pricing import price
-from gossamer.record.seconds import RoundSeconds, read_seconds, seconds_lines
-from gossamer.record.trace import Messages, from_targets, read_trace
-from gossamer.run.config import dump
-from gossamer.run.seconds import held_up, priced
-from gossamer.run.simulate import simulate
+from gossamer.record.logs.seconds import RoundSeconds, read_seconds, seconds_lines
+from gossamer.record.logs.trace import Messages, from_targets, read_trace
+from gossamer.run.bookkeeping.spent_seconds import held_up, priced
+from gossamer.run.config.run_file import dump
+from gossamer.run.simulated.simulate import simulate
 from gossamer.transport import Delivery, Ticket, Wait
 from test_virtual import METHODS, timed
 from tiny import tiny

@@ -19,26 +19,26 @@ from gossamer.cli import main
 from gossamer.clock import SERVER
 from gossamer.errors import ConfigError, PeerError, TransportError
 from gossamer.record import checkpoint
-from gossamer.record.arrivals import read_arrivals
-from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
-from gossamer.record.seconds import read_seconds
-from gossamer.run.config import digest, dump
-from gossamer.run.evaluate import Probe, evaluate
-from gossamer.run.hub import listener_at
-from gossamer.run.parts import OURS
-from gossamer.run.serve import serve
-from gossamer.run.serve_protocol import Terms, run_key, settled_server, terms_of
-from gossamer.run.serve_replay import replay_server
-from gossamer.run.serve_worker import work
-from gossamer.run.server_session import open_session
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
+from gossamer.record.logs.arrivals import read_arrivals
+from gossamer.record.logs.events import read_events
+from gossamer.record.logs.seconds import read_seconds
+from gossamer.run.bookkeeping.evaluate import Probe, evaluate
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.config.user_parts import OURS
+from gossamer.run.replay.served import replay_server
+from gossamer.run.served.protocol import Terms, run_key, settled_server, terms_of
+from gossamer.run.served.server import serve
+from gossamer.run.served.session import open_session
+from gossamer.run.served.worker import work
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.task import task_of
 from gossamer.transport import Turn, wire
-from gossamer.transport.handshake import prove_to_worker
-from gossamer.transport.local import LISTENER
+from gossamer.transport.processes.local import LISTENER
 from gossamer.transport.secret import SECRET
-from gossamer.transport.stream import HELLO, PUSH, START, Stream, connect
+from gossamer.transport.sockets.handshake import prove_to_worker
+from gossamer.transport.sockets.hub import listener_at
+from gossamer.transport.sockets.stream import HELLO, PUSH, START, Stream, connect
 from test_transport import eventually
 from test_virtual import EVEN, evals, timed
 from tiny import OF_ONE_LAYER as PARAMETERS

@@ -28,8 +28,8 @@ from gossamer.asynchronous.cgad import attenuation
 from gossamer.asynchronous.decoupled_diloco import radial_mean, slack_s, token_weight, weighted_mean
 from gossamer.errors import ConfigError
 from gossamer.layout import Layout, Leaf, arrange
-from gossamer.options import options_of
 from gossamer.rules import diloco
+from gossamer.settings.options import options_of
 from gossamer.topologies import ring
 from gossamer.tree import leaves, map_leaves
 from rounds import random_vectors

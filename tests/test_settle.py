@@ -9,14 +9,14 @@ from gossamer.codecs import both_ways, int8, topk, topk2bit
 from gossamer.errors import ConfigError, PairingError
 from gossamer.library import Outer
 from gossamer.network.links import Network
-from gossamer.rounds.facts import Facts
-from gossamer.rounds.method import FITTING
-from gossamer.rounds.pairing import PAIRINGS, check, faults
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combine import FITTING
+from gossamer.rounds.compatibility.incompatibilities import PAIRINGS, check, faults
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import RULES, data_parallel, diloco, dilocox, eager, easgd, fgd, gasloc, relaysum, sgp, sparseloco
-from gossamer.run.methods import missing
-from gossamer.run.settle import InPairs, InRounds, WithoutWaiting, WithServer, in_rounds, settle
-from gossamer.run.settle import faults as faults_of
+from gossamer.run.config.recipes import missing
+from gossamer.run.config.settle import InPairs, InRounds, WithoutWaiting, WithServer, in_rounds, settle
+from gossamer.run.config.settle import faults as faults_of
 from gossamer.topologies import complete, exponential, make_topology, random, random_push, ring, tree
 from test_virtual import UNEVEN, timed
 from tiny import TEXT, tiny

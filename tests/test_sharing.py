@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from faulty_network.network import check_faults
 from gossamer.layout import attach, layout_of
 from gossamer.record import checkpoint
-from gossamer.record.outcomes import Begun, OutcomeWriter, RoundOutcome
+from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
 from gossamer.rounds.sharing import Sharing, first_sharing, shares
-from gossamer.run.config import digest, dump
-from gossamer.run.replay import replay_elastic
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.replay.elastic import replay_elastic
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.task import task_of
 from gossamer.topologies import make_topology
 from tiny import tiny
 

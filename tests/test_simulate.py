@@ -12,17 +12,17 @@ from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, TrainingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.trace import read_trace
+from gossamer.record.logs.trace import read_trace
 from gossamer.report.table import DASH, summary_rows, table_cells
 from gossamer.rounds.kernel import compiled
 from gossamer.rules import RULES
-from gossamer.run import lanes
-from gossamer.run.config import digest, dump
-from gossamer.run.evaluate import mean_of
-from gossamer.run.finished import is_finished
-from gossamer.run.settle import in_rounds
-from gossamer.run.simulate import simulate
-from gossamer.transport.launch import available_cores
+from gossamer.run.bookkeeping.evaluate import mean_of
+from gossamer.run.bookkeeping.finished import is_finished
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.simulated import threads as lanes
+from gossamer.run.simulated.simulate import simulate
+from gossamer.transport.processes.launch import available_cores
 from tiny import single, tiny
 
 

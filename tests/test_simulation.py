@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import gossamer
 from gossamer.errors import ConfigError, MissingPackageError, TrainingError, UserCodeError
 from gossamer.network.links import Network
-from gossamer.run.document import load_run
-from gossamer.run.evaluate import UNUSED, evaluate
-from gossamer.run.parts import own_parts
+from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
+from gossamer.run.config.document import load_run
+from gossamer.run.config.user_parts import own_parts
 from gossamer.topologies import graph, ring
-from gossamer.transport.local import run_local
+from gossamer.transport.processes.local import run_local
 
 N, H, ROUNDS, SEED = 3, 3, 4, 5
 

@@ -19,23 +19,23 @@ from hypothesis import strategies as st
 from gossamer.cli import main
 from gossamer.errors import ConfigError, DiskError, GossamerError
 from gossamer.network.links import from_toml
-from gossamer.record.arrivals import ArrivalWriter, ServerInput, read_arrivals
 from gossamer.record.branches import read_branches
-from gossamer.record.events import EventWriter, read_events
-from gossamer.record.files import Appender, atomic_write, make_folder
 from gossamer.record.folder import read_metrics
-from gossamer.record.pipeline import read_pipeline, write_pipeline
-from gossamer.record.seconds import read_seconds
-from gossamer.record.trace import read_trace
-from gossamer.run.config import dump, faults, parse
-from gossamer.run.document import load
-from gossamer.run.document import settings as words_as_settings
-from gossamer.run.experiment import figure, points
-from gossamer.run.history import history
-from gossamer.run.layouts import layout_for
-from gossamer.run.simulate import simulate
-from gossamer.run.stage_time import pipeline_work
-from gossamer.transport.local import run_local
+from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput, read_arrivals
+from gossamer.record.logs.events import EventWriter, read_events
+from gossamer.record.logs.pipeline_work import read_pipeline, write_pipeline
+from gossamer.record.logs.seconds import read_seconds
+from gossamer.record.logs.trace import read_trace
+from gossamer.record.whole_files import Appender, atomic_write, make_folder
+from gossamer.run.bookkeeping.resume import history
+from gossamer.run.config.document import load
+from gossamer.run.config.document import settings as words_as_settings
+from gossamer.run.config.experiment_file import figure, points
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.run_file import dump, faults, parse
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.worker.stages.timing import pipeline_work
+from gossamer.transport.processes.local import run_local
 from tiny import document, single, tiny
 
 CONFIGS = sorted(Path(__file__).parent.with_name("src").joinpath("gossamer", "configs").glob("*.toml"))

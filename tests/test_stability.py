@@ -23,7 +23,7 @@ from gossamer.rounds.stability import (
     warning,
 )
 from gossamer.rules import RULES, Consensus, Rule, anchored, gasloc, gossip, noloco, weighted
-from gossamer.run.check import examine
+from gossamer.run.planning.check import examine
 from gossamer.topologies import TOPOLOGIES, Topology, base, complete, exponential, make_topology, random, ring, star
 from gossamer.topologies.mixing import from_edges, laplacian_condition, matrix
 from rounds import play, random_vectors

@@ -7,9 +7,9 @@ from gossamer.errors import ConfigError, PairingError, TrainingError
 from gossamer.models.llama import build_model, loss
 from gossamer.models.sizes import ModelConfig
 from gossamer.models.stacked import stacked_losses
-from gossamer.run.config import RunConfig, digest
-from gossamer.run.stack import Stack
-from gossamer.run.synchronous import Rounds
+from gossamer.run.config.run_file import RunConfig, digest
+from gossamer.run.simulated.rounds import Rounds
+from gossamer.run.worker.batched import Stack
 from tiny import single, tiny
 
 

@@ -27,22 +27,22 @@ from gossamer.optimizers import Joined
 from gossamer.optimizers.inner import InnerConfig, build_optimizer
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.pipeline import read_pipeline
-from gossamer.record.seconds import read_seconds
-from gossamer.record.stages import end_logs_of_others, read_stages
-from gossamer.record.trace import read_trace
-from gossamer.run.assemble import WHOLE, Store, joined_state, partition_of, state_of_part
-from gossamer.run.carried import CarriedStage
-from gossamer.run.config import digest, dump, parse
-from gossamer.run.evaluate import evaluate
-from gossamer.run.history import lineage
-from gossamer.run.simulate import simulate
-from gossamer.run.staged import StagedModel
-from gossamer.run.task import task_of
-from gossamer.run.train import train_member
-from gossamer.transport.launch import join, leave
-from gossamer.transport.local import run_local
-from gossamer.transport.member import Member
+from gossamer.record.logs.pipeline_work import read_pipeline
+from gossamer.record.logs.seconds import read_seconds
+from gossamer.record.logs.stage_seconds import end_logs_of_others, read_stages
+from gossamer.record.logs.trace import read_trace
+from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.config.run_file import digest, dump, parse
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.synchronous.train import train_member
+from gossamer.run.worker.stages.checkpoints import WHOLE, Store, joined_state, partition_of, state_of_part
+from gossamer.run.worker.stages.in_one_process import StagedModel
+from gossamer.run.worker.stages.torch_stage import CarriedStage
+from gossamer.run.worker.task import task_of
+from gossamer.transport.processes.launch import join, leave
+from gossamer.transport.processes.local import run_local
+from gossamer.transport.processes.member import Member
 from tiny import preset as tiny
 from tiny import preset_document as document
 
@@ -444,13 +444,13 @@ def test_what_is_private_in_the_pipelines_of_torch_is_as_it_was():
     for name in ours:
         assert [*inspect.signature(getattr(CarriedStage, name)).parameters] == [
             *inspect.signature(getattr(PipelineStage, name)).parameters
-        ], f"torch has changed {name}, which gossamer.run.carried replaces"
+        ], f"torch has changed {name}, which gossamer.run.worker.stages.torch_stage replaces"
     stage = inspect.getsource(inspect.getmodule(PipelineStage))
     for text in (
         "self.fwd_cache[fwd_chunk_id] = (\n            output_tuple,",
         "self.bwd_cache[bwd_chunk_id] = grads_input",
     ):
-        assert text in stage, "torch has changed a cache that gossamer.run.carried reads"
+        assert text in stage, "torch has changed a cache that gossamer.run.worker.stages.torch_stage reads"
     for kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
         assert "scale_grads" in inspect.signature(kind).parameters
 

@@ -15,19 +15,19 @@ from gossamer.cli import main
 from gossamer.errors import ConfigError, DataError, PeerError
 from gossamer.record.addresses import Address, write_address
 from gossamer.record.folder import RecordConfig, RunFolder
-from gossamer.record.outcomes import Begun, Ended, Life, OutcomeWriter, RoundOutcome
-from gossamer.record.seconds import RoundSeconds
-from gossamer.record.trace import Entry as TraceEntry
-from gossamer.record.trace import Operation
-from gossamer.report.status import Sighting, run_status, standing_of
-from gossamer.run.config import dump
-from gossamer.run.ending import ending
-from gossamer.run.held import to_resume, to_score
-from gossamer.run.standings import changes
-from gossamer.transport.elastic import ElasticTransport
-from gossamer.transport.link import Station
-from gossamer.transport.members import Members, SlotEntry, Standing
-from gossamer.transport.watch import look
+from gossamer.record.logs.outcomes import Begun, Ended, Life, OutcomeWriter, RoundOutcome
+from gossamer.record.logs.seconds import RoundSeconds
+from gossamer.record.logs.trace import Entry as TraceEntry
+from gossamer.record.logs.trace import Operation
+from gossamer.report.reading.status import Sighting, run_status, standing_of
+from gossamer.run.bookkeeping.newest_round import to_resume, to_score
+from gossamer.run.config.run_file import dump
+from gossamer.run.elastic.exit import ending
+from gossamer.run.elastic.messages import changes
+from gossamer.transport.elastic.ask import look
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.transport import ElasticTransport
+from gossamer.transport.sockets.link import Station
 from tiny import tiny
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -125,7 +125,7 @@ def test_a_worker_shows_its_view_only_to_who_knows_the_secret_of_its_run():
 )
 def test_an_answer_that_is_no_view_is_refused(answer, monkeypatch):
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr("gossamer.transport.watch.dial", lambda *_, **__: ours)
+    monkeypatch.setattr("gossamer.transport.elastic.ask.dial", lambda *_, **__: ours)
     theirs.sendall(answer)
     theirs.close()
     with pytest.raises((PeerError, ConnectionError)):

@@ -10,21 +10,21 @@ import torch
 
 from gossamer.errors import PeerError
 from gossamer.record import checkpoint
-from gossamer.record.outcomes import Begun, OutcomeWriter, RoundOutcome
-from gossamer.run import elastic
-from gossamer.run.config import digest, dump
-from gossamer.run.meeting import Seat
-from gossamer.run.replay import replay_elastic
-from gossamer.run.replica import Replica
-from gossamer.run.settle import in_rounds
-from gossamer.run.synchronous import train_together
-from gossamer.run.task import task_of
-from gossamer.run.worker import Worker
-from gossamer.transport import newcomer
-from gossamer.transport.elastic import ElasticTransport
-from gossamer.transport.link import Station
-from gossamer.transport.members import Members, SlotEntry, Standing
+from gossamer.record.logs.outcomes import Begun, OutcomeWriter, RoundOutcome
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.elastic import participant as elastic
+from gossamer.run.elastic.rendezvous import Seat
+from gossamer.run.replay.elastic import replay_elastic
+from gossamer.run.simulated.rounds import train_together
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
+from gossamer.run.worker.worker import Worker
+from gossamer.transport.elastic import newcomer
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.transport import ElasticTransport
 from gossamer.transport.memory import MemoryNetwork
+from gossamer.transport.sockets.link import Station
 from gossamer.tree import leaves
 from tiny import tiny
 

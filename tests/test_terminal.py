@@ -15,8 +15,8 @@ from rich.console import Console
 
 from gossamer.cli import main
 from gossamer.record.folder import RunFolder
+from gossamer.record.logs.seconds import RoundSeconds
 from gossamer.record.progress import quieted, say
-from gossamer.record.seconds import RoundSeconds
 from gossamer.report.terminal import Terminal
 from test_follow import RUN_TOML, write_round
 from tiny import document

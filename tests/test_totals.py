@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
 from gossamer.models.sizes import parameter_count
-from gossamer.run.config import RunConfig, digest, dump, faults, parse
-from gossamer.run.experiment import points
-from gossamer.schema import parse_toml
+from gossamer.run.config.experiment_file import points
+from gossamer.run.config.run_file import RunConfig, digest, dump, faults, parse
+from gossamer.settings.schema import parse_toml
 from tiny import document
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gossamer.errors import DataError
 from gossamer.record.jsonl import json_lines
-from gossamer.record.trace import (
+from gossamer.record.logs.trace import (
     KINDS,
     Entry,
     Operation,

@@ -16,19 +16,19 @@ from gossamer.cli import main
 from gossamer.errors import PairingError
 from gossamer.record import checkpoint
 from gossamer.record.folder import read_metrics
-from gossamer.record.trace import read_trace
-from gossamer.run.config import digest, dump
-from gossamer.run.evaluate import evaluate
-from gossamer.run.replica import Replica
-from gossamer.run.settle import in_rounds
-from gossamer.run.simulate import simulate
-from gossamer.run.task import task_of
-from gossamer.run.train import KEPT, _saver
-from gossamer.run.worker import Worker
-from gossamer.transport.board import Board
-from gossamer.transport.local import run_local
+from gossamer.record.logs.trace import read_trace
+from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.config.run_file import digest, dump
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.synchronous.train import KEPT, _saver
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
+from gossamer.run.worker.worker import Worker
 from gossamer.transport.memory import MemoryNetwork
-from gossamer.transport.store import Entries
+from gossamer.transport.processes.board import Board
+from gossamer.transport.processes.local import run_local
+from gossamer.transport.processes.store import Entries
 from test_adapt import SMALL
 from test_transport import a_store_of_its_own, eventually
 from tiny import single, tiny

@@ -23,13 +23,13 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from gossamer.errors import GossamerError, PeerError, TransportError
 from gossamer.transport import Ticket, wire
-from gossamer.transport.backend import hang_up, poll
-from gossamer.transport.board import THREADS, Board, Failure, Note, blame
-from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import join, leave
-from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork, Parcel
-from gossamer.transport.store import Entries
+from gossamer.transport.processes.backend import hang_up, poll
+from gossamer.transport.processes.board import THREADS, Board, Failure, Note, blame
+from gossamer.transport.processes.group import GroupTransport
+from gossamer.transport.processes.launch import join, leave
+from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.store import Entries
 
 RUN = 0x1234_5678_9ABC_DEF0
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex128, torch.float16]

@@ -14,10 +14,10 @@ from commands import run
 from gossamer.cli.tune import tuned_page
 from gossamer.errors import ConfigError, DataError
 from gossamer.report.results import read_results
-from gossamer.run.document import load
-from gossamer.run.experiment import points
-from gossamer.run.search import Found, GridPoint, Space, Trial, needed_tokens, search
-from gossamer.run.tune import contenders, searched, tune
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import points
+from gossamer.run.experiments.search import Found, GridPoint, Space, Trial, needed_tokens, search
+from gossamer.run.experiments.tune import contenders, searched, tune
 from tiny import document
 
 Loss = Callable[[Trial], float]

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import ConfigError
-from gossamer.network.published import PUBLISHED_GBPS, grid_steps_above_published
-from gossamer.network.straggler import (
+from gossamer.network.estimates.published import PUBLISHED_GBPS, grid_steps_above_published
+from gossamer.network.estimates.straggler import (
     STRAGGLER_METHODS,
     StragglerRun,
     matched_local_steps,
     straggler_table,
     straggler_utilisation,
 )
-from gossamer.network.utilisation import (
+from gossamer.network.estimates.utilisation import (
     MODELS,
     PUBLISHED_METHODS,
     TARGETS,
@@ -33,7 +33,7 @@ from gossamer.network.utilisation import (
     utilisation,
     utilisation_curve,
 )
-from gossamer.network.wall_clock import (
+from gossamer.network.estimates.wall_clock import (
     LINKS,
     Link,
     MultiSiteRun,
@@ -554,5 +554,5 @@ def test_what_cannot_be_is_refused_with_a_sentence(call: Callable[[], object], m
 
 
 def test_the_module_needs_no_torch():
-    code = "import sys, gossamer.network.utilisation; raise SystemExit('torch' in sys.modules)"
+    code = "import sys, gossamer.network.estimates.utilisation; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=250).returncode == 0

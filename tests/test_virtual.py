@@ -13,14 +13,14 @@ from gossamer.asynchronous import PAIRS, SERVERS, a2cid2
 from gossamer.cli import main
 from gossamer.errors import CheckpointError, ConfigError, DataError, PairingError
 from gossamer.record import checkpoint
-from gossamer.record.events import read_events
 from gossamer.record.folder import read_metrics
-from gossamer.record.seconds import read_seconds
+from gossamer.record.logs.events import read_events
+from gossamer.record.logs.seconds import read_seconds
 from gossamer.report.table import summary_rows
-from gossamer.run.config import digest, dump, parse
-from gossamer.run.evaluate import evaluate
-from gossamer.run.settle import settle
-from gossamer.run.simulate import simulate
+from gossamer.run.bookkeeping.evaluate import evaluate
+from gossamer.run.config.run_file import digest, dump, parse
+from gossamer.run.config.settle import settle
+from gossamer.run.simulated.simulate import simulate
 from tiny import document, single
 
 UNEVEN = {"step_s": [0.1, 0.25, 0.3], "uplink_bps": 1e8, "downlink_bps": 1e8, "latency_s": 0.01}

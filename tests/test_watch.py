@@ -19,12 +19,12 @@ import tomli_w
 from gossamer.cli import main
 from gossamer.errors import ConfigError
 from gossamer.record.folder import RunFolder
-from gossamer.record.seconds import RoundSeconds
-from gossamer.report.assets import ASSETS
-from gossamer.report.contents import groups_of
-from gossamer.report.live import LiveRuns
+from gossamer.record.logs.seconds import RoundSeconds
+from gossamer.report.page.assets import ASSETS
+from gossamer.report.page.contents import groups_of
+from gossamer.report.page.live import LiveRuns
+from gossamer.report.page.web import Page, page_server
 from gossamer.report.verdict import verdict
-from gossamer.report.web import Page, page_server
 from test_follow import RUN_TOML, write_round
 from tiny import document
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_served_is_one_sentence(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_page_beside_a_run_ends_when_the_run_has_gone_and_nobody_looks(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; import gossamer.report.web as web\n"
+    program = "import sys; from pathlib import Path; import gossamer.report.page.web as web\n"
     program += "web._LINGER_S = 0.0; web.beside(Path(sys.argv[1]))"
     words = [sys.executable, "-c", program, str(tmp_path / "later")]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as beside:

@@ -4,8 +4,8 @@ import wsgiref
 from pathlib import Path
 from typing import Any
 
-from gossamer.run.config import RunConfig, parse
-from gossamer.run.document import with_settings
+from gossamer.run.config.document import with_settings
+from gossamer.run.config.run_file import RunConfig, parse
 
 PARAMETERS = 47_328
 """Of the tiny run's model, whose tokens are bytes."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from gossamer.report.charts import drawing, line_style, plain_axes, svg
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.experiment import Point, place_of
+from gossamer.run.config.experiment_file import Point, place_of
 
 __all__ = ["Branch", "annealed_page", "branches", "drawn_branches", "time_shares"]
 

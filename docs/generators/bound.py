@@ -54,8 +54,8 @@ from generators.local_steps import equal_bytes_table, lengths, local_steps_table
 from generators.sources import NUMBER, RESULTS, ROOT, TEXT, Reading, Source, source
 from gossamer.report.figures import table
 from gossamer.report.results import read_results
-from gossamer.run.document import load
-from gossamer.run.experiment import figure
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import figure
 
 __all__ = ["filled", "pages", "unbound", "with_sources"]
 

@@ -18,8 +18,8 @@ from generators.verdicts import Arm, Found, costs_little, equal, leads, matches,
 from gossamer.record.jsonl import json_lines
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.document import load
-from gossamer.run.experiment import Point, place_of, points
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import Point, place_of, points
 
 __all__ = ["CHECKS", "NOT_RUN", "Check", "Outcomes", "claims_page", "committed", "registered"]
 

@@ -19,9 +19,9 @@ from gossamer.record.jsonl import json_lines
 from gossamer.report.figures import Figure, draw_figure, spread, swept, table
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines, number_text, table_cells
-from gossamer.run.document import load
-from gossamer.run.experiment import Point, figure, place_of, points
-from gossamer.run.tune import contenders, searched
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import Point, figure, place_of, points
+from gossamer.run.experiments.tune import contenders, searched
 
 __all__ = ["FOLDERS", "drawn", "outcome_files", "page"]
 

@@ -14,8 +14,8 @@ from gossamer.report.charts import drawing, plain_axes, svg
 from gossamer.report.paired import effect, effect_cells, effect_heads
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.config import RunConfig, decisive
-from gossamer.run.experiment import Point, place_of
+from gossamer.run.config.experiment_file import Point, place_of
+from gossamer.run.config.run_file import RunConfig, decisive
 
 __all__ = ["MARGIN", "Gain", "drawn_gains", "gains", "gains_page", "is_map", "rank_correlation"]
 

@@ -12,7 +12,7 @@ from gossamer.report.charts import drawing, plain_axes, svg
 from gossamer.report.figures import spread
 from gossamer.report.results import PointResult, read_results
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.document import load
+from gossamer.run.config.document import load
 
 __all__ = ["LEADERBOARD", "Standing", "drawn_standings", "leaderboard_page", "leaderboard_table", "standings"]
 

@@ -12,8 +12,8 @@ from generators.prose import about, begun, escaped, first_line, options_table, t
 from gossamer.asynchronous import PAIRS, SERVERS
 from gossamer.cli.methods_page import MethodRow, counted_for, linked, rows
 from gossamer.rules import RULES, WRAPPERS
-from gossamer.run.document import with_settings
-from gossamer.run.methods import FACTORIES, Recipe, made_of, missing, recipes, said
+from gossamer.run.config.document import with_settings
+from gossamer.run.config.recipes import FACTORIES, Recipe, made_of, missing, recipes, said
 from gossamer.topologies import make_topology
 
 __all__ = ["GROUPS", "grouped", "pages", "python_of"]

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from generators.sources import ROOT
 from gossamer.models.sizes import parameter_count
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.run.check import examine
-from gossamer.run.config import RunConfig, parse
-from gossamer.run.document import load, with_settings
-from gossamer.run.methods import recipes
+from gossamer.run.config.document import load, with_settings
+from gossamer.run.config.recipes import recipes
+from gossamer.run.config.run_file import RunConfig, parse
+from gossamer.run.planning.check import examine
 
 __all__ = ["prices_page"]
 

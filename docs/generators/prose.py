@@ -8,7 +8,7 @@ from typing import Any
 
 from generators.docstrings import LABEL, block, capital, is_equation, under
 from gossamer.cli.methods_page import linked
-from gossamer.options import Option, options_of
+from gossamer.settings.options import Option, options_of
 
 __all__ = ["PARTS", "about", "begun", "escaped", "first_line", "labelled", "options_table", "table"]
 

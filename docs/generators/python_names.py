@@ -24,8 +24,8 @@ The names of the package stand first, then those of its public modules. Rules, t
 [methods](../methods.md), [wrappers](../methods/wrappers.md), [topologies](../topologies.md), [codecs](../codecs.md).
 """
 _MODULES = (
-    "gossamer.run.simulation", "gossamer.run.keywords", "gossamer.run.sweep", "gossamer.library", "gossamer.rules.contract",
-    "gossamer.testing", "gossamer.integrations", "gossamer.errors",
+    "gossamer.run.simulated.simulation", "gossamer.run.simulated.keywords", "gossamer.run.experiments.sweep",
+    "gossamer.library", "gossamer.rules.contract", "gossamer.testing", "gossamer.integrations", "gossamer.errors",
 )  # fmt: skip
 """Modules whose names are public besides those of the package; one that does not exist is left out."""
 _FIRST = ("Outer", "simulate", "sweep", "method")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gossamer.report.figures import swept
 from gossamer.report.reach import reach
 from gossamer.report.results import PointResult, read_results
-from gossamer.run.experiment import place_of
+from gossamer.run.config.experiment_file import place_of
 
 __all__ = ["NUMBER", "RESULTS", "ROOT", "TEXT", "Reading", "Source", "config_of", "source"]
 

@@ -22,23 +22,23 @@ if TYPE_CHECKING:
     from gossamer.library import Outer as Outer
     from gossamer.network.links import Network as Network
     from gossamer.network.pricing import price as price
-    from gossamer.record.trace import read_trace as read_trace
+    from gossamer.record.logs.trace import read_trace as read_trace
     from gossamer.rounds.schedule import Schedule as Schedule
     from gossamer.rules import Rule as Rule
     from gossamer.rules import diloco as diloco
     from gossamer.rules import gasloc as gasloc
     from gossamer.rules import gossip as gossip
-    from gossamer.run.own_loop import method as method
-    from gossamer.run.simulate import simulate as simulate
-    from gossamer.run.simulation import Simulation as Simulation
-    from gossamer.run.sweep import sweep as sweep
+    from gossamer.run.config.own_loop import method as method
+    from gossamer.run.experiments.sweep import sweep as sweep
+    from gossamer.run.simulated.simulate import simulate as simulate
+    from gossamer.run.simulated.simulation import Simulation as Simulation
 
 _HOMES = {  # as above, for who runs the program
     "Network": "gossamer.network.links",
     "Outer": "gossamer.library",
     "Rule": "gossamer.rules",
     "Schedule": "gossamer.rounds.schedule",
-    "Simulation": "gossamer.run.simulation",
+    "Simulation": "gossamer.run.simulated.simulation",
     "asynchronous": "",
     "codecs": "",
     "diloco": "gossamer.rules",
@@ -46,14 +46,14 @@ _HOMES = {  # as above, for who runs the program
     "gasloc": "gossamer.rules",
     "gossip": "gossamer.rules",
     "integrations": "",
-    "method": "gossamer.run.own_loop",
+    "method": "gossamer.run.config.own_loop",
     "models": "",
     "optimizers": "",
     "price": "gossamer.network.pricing",
-    "read_trace": "gossamer.record.trace",
+    "read_trace": "gossamer.record.logs.trace",
     "rules": "",
-    "simulate": "gossamer.run.simulate",
-    "sweep": "gossamer.run.sweep",
+    "simulate": "gossamer.run.simulated.simulate",
+    "sweep": "gossamer.run.experiments.sweep",
     "testing": "",
     "topologies": "",
 }

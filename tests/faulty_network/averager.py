@@ -1,6 +1,6 @@
 """A process of the virtual network whose rule needs everyone: its rounds are closed as real workers close them.
 
-`named` and `concluded` of `gossamer.transport.elastic` block; here the same decisions are taken as the letters come.
+`named` and `concluded` of `gossamer.transport.elastic.transport` block; here the same decisions are taken as the letters come.
 """
 
 import math
@@ -14,10 +14,10 @@ from gossamer.rounds.exchange import Exchange, begin
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import first_sharing
 from gossamer.transport import IncompleteError, Ticket
-from gossamer.transport.closing import Closing, Named
-from gossamer.transport.elastic_core import Outgoing
-from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.members import Members
+from gossamer.transport.elastic.closing import Closing, Named
+from gossamer.transport.elastic.core import Outgoing
+from gossamer.transport.elastic.members import Members
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
 from gossamer.tree import leaves, map_leaves, refill
 
 __all__ = ["Averager"]

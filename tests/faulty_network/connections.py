@@ -3,7 +3,7 @@
 from collections import deque
 from typing import TYPE_CHECKING, Literal
 
-from gossamer.transport.letter import Letter
+from gossamer.transport.sockets.letter import Letter
 
 if TYPE_CHECKING:
     from faulty_network.network import FaultyNetwork

@@ -1,4 +1,4 @@
-"""A process that gossips over the virtual network: what `gossamer.run.elastic` does in a round, as events."""
+"""A process that gossips over the virtual network: what `gossamer.run.elastic.participant` does in a round, as events."""
 
 import math
 import struct
@@ -11,8 +11,8 @@ from gossamer.rounds.exchange import Exchange, begin
 from gossamer.rounds.setup import Part, Setup
 from gossamer.topologies.mixing import without
 from gossamer.transport import Ticket
-from gossamer.transport.elastic_core import Outcome
-from gossamer.transport.letter import body_of
+from gossamer.transport.elastic.core import Outcome
+from gossamer.transport.sockets.letter import body_of
 
 __all__ = ["Gossiper"]
 

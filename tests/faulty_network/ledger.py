@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from gossamer.rounds.sharing import Sharing, shares
 from gossamer.transport import Ticket
-from gossamer.transport.closing import Named
-from gossamer.transport.elastic_core import Outcome
+from gossamer.transport.elastic.closing import Named
+from gossamer.transport.elastic.core import Outcome
 
 __all__ = ["Ledger"]
 

@@ -21,7 +21,7 @@ from faulty_network.ledger import Ledger
 from faulty_network.participant import Arrangement, Participant
 from gossamer.rules import Rule
 from gossamer.topologies import make_topology
-from gossamer.transport.members import Members, SlotEntry, Standing
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing
 
 __all__ = ["FAULT_KINDS", "FaultReport", "FaultyNetwork", "check_faults"]
 

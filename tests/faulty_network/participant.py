@@ -1,8 +1,10 @@
-"""One process of an elastic run over the virtual network: what `gossamer.run.elastic` and its transport do, as events.
+"""One process of an elastic run over the virtual network: what `gossamer.run.elastic.participant` and its transport do, as
+events.
 
-`gossamer.transport.elastic` moves letters with sockets and threads, and `gossamer.run.elastic` trains between them. Here the same
-decisions are taken at virtual times; the exchanges and the view of the members are the same classes. What it does in a round
-stands in `faulty_network.gossiper` and, for a rule that needs everyone, in `faulty_network.averager`.
+`gossamer.transport.elastic.transport` moves letters with sockets and threads, and `gossamer.run.elastic.participant` trains
+between them. Here the same decisions are taken at virtual times; the exchanges and the view of the members are the same
+classes. What it does in a round stands in `faulty_network.gossiper` and, for a rule that needs everyone, in
+`faulty_network.averager`.
 """
 
 from abc import ABC, abstractmethod
@@ -21,9 +23,9 @@ from gossamer.rules import Context, Rule
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing
 from gossamer.transport import Ticket, wire
-from gossamer.transport.elastic_core import MOST_EARLY, ElasticCore, Outgoing
-from gossamer.transport.letter import Letter, LetterKind, body_of
-from gossamer.transport.members import Members, SlotEntry, Standing, news
+from gossamer.transport.elastic.core import MOST_EARLY, ElasticCore, Outgoing
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
 from gossamer.tree import Tree
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class Arrangement(NamedTuple):
 
     @property
     def beat_s(self) -> float:
-        """How often a process looks at its clock, as in `gossamer.transport.elastic`."""
+        """How often a process looks at its clock, as in `gossamer.transport.elastic.transport`."""
         return min(1.0, self.timeout_s / 8)
 
     @property
@@ -70,7 +72,7 @@ class KeptState(NamedTuple):
     x: tuple[float, ...]
     s: Tree = ()
     line: int = 0
-    """The hash of the rounds that were closed, see `gossamer.transport.closing`."""
+    """The hash of the rounds that were closed, see `gossamer.transport.elastic.closing`."""
     sharing: Sharing | None = None
     """How slots are shared after these rounds."""
 
@@ -135,7 +137,7 @@ class Participant(ABC):
         self.network.ledger.born(self.uid, self.slot, asked=())
         self._enter(0)
 
-    # Joining, as in `gossamer.transport.newcomer`
+    # Joining, as in `gossamer.transport.elastic.newcomer`
 
     def ask(self, donor: "Participant") -> None:
         """Asks for a slot and a state."""
@@ -187,7 +189,7 @@ class Participant(ABC):
         took_s = 3 * network.latency_s() + network.phase_s(self.slot)
         network.after(took_s, lambda: self._follow(phases - 1), self)
 
-    # The transport, as in `gossamer.transport.elastic`
+    # The transport, as in `gossamer.transport.elastic.transport`
 
     def flush(self) -> None:
         """Sends what the core wants to send."""

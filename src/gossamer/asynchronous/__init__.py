@@ -13,8 +13,8 @@ from gossamer.asynchronous.delayed_nesterov import delayed_nesterov as delayed_n
 from gossamer.asynchronous.delayed_nesterov import dylu_steps as dylu_steps
 from gossamer.asynchronous.halos import halos as halos
 from gossamer.asynchronous.heloco import heloco as heloco
-from gossamer.asynchronous.meetings import Rates, conditions, meeting_rates
-from gossamer.options import table
+from gossamer.asynchronous.meeting_times import Rates, conditions, meeting_rates
+from gossamer.settings.options import table
 
 __all__ = [
     "PAIRS",

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PairRule
-from gossamer.options import NotNegative, Positive, factory
+from gossamer.settings.options import NotNegative, Positive, factory
 
 __all__ = ["a2cid2", "acceleration"]
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PairRule
-from gossamer.options import factory
+from gossamer.settings.options import factory
 from gossamer.tree import Tree
 
 __all__ = ["ad_psgd"]

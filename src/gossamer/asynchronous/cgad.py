@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, ServerRule
-from gossamer.options import Decay, Interval, NotNegative, Positive, factory
+from gossamer.settings.options import Decay, Interval, NotNegative, Positive, factory
 
 __all__ = ["attenuation", "cgad"]
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.layout import Layout
-from gossamer.options import in_short
+from gossamer.settings.options import in_short
 from gossamer.tree import Tree
 
 __all__ = ["PairRule", "PushInfo", "Regions", "ServerRule", "Slack", "Window"]

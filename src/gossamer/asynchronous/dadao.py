@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.asynchronous.contract import PairRule
 from gossamer.errors import ConfigError
-from gossamer.options import Positive, factory
+from gossamer.settings.options import Positive, factory
 
 __all__ = ["dadao", "meetings_per_s"]
 

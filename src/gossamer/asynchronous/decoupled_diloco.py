@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, ServerRule, Slack, Window
-from gossamer.options import Count, Decay, NotNegative, Positive, Share, factory
+from gossamer.settings.options import Count, Decay, NotNegative, Positive, Share, factory
 
 __all__ = ["decoupled_diloco", "radial_mean", "slack_s", "token_weight", "weighted_mean"]
 

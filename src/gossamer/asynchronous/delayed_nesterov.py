@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, ServerRule
 from gossamer.errors import ConfigError
-from gossamer.options import Count, Decay, NotNegative, Positive, factory
+from gossamer.settings.options import Count, Decay, NotNegative, Positive, factory
 
 __all__ = ["delayed_nesterov", "dylu_steps"]
 

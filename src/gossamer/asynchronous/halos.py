@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gossamer.asynchronous.contract import PushInfo, Regions, ServerRule
 from gossamer.asynchronous.delayed_nesterov import delayed_nesterov
-from gossamer.options import Count, Decay, Interval, Positive, factory
+from gossamer.settings.options import Count, Decay, Interval, Positive, factory
 
 __all__ = ["halos"]
 

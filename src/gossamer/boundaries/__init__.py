@@ -9,7 +9,7 @@ from gossamer.boundaries.intk import aqsgd as aqsgd
 from gossamer.boundaries.intk import intk as intk
 from gossamer.boundaries.projection import projection as projection
 from gossamer.boundaries.tahquant import tahquant as tahquant
-from gossamer.options import table
+from gossamer.settings.options import table
 
 __all__ = ["BOUNDARIES", "Boundary"]
 

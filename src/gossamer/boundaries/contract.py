@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.options import in_short
+from gossamer.settings.options import in_short
 
 __all__ = ["Boundary", "in_pieces", "join"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer.boundaries.contract import Boundary, in_pieces, join
-from gossamer.options import factory
+from gossamer.settings.options import factory
 
 __all__ = ["cast", "dense"]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer.boundaries.contract import Boundary, in_pieces, join
 from gossamer.errors import CheckpointError
-from gossamer.transport.pipe import LENGTH_BYTES
+from gossamer.transport.processes.pipe import LENGTH_BYTES
 
 __all__ = ["BoundaryEnd", "through"]
 

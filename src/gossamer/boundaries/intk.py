@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.boundaries.contract import Boundary, in_pieces, join
 from gossamer.codecs.blocks import absmax_bf16
 from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
-from gossamer.options import Count, Interval, factory
+from gossamer.settings.options import Count, Interval, factory
 
 __all__ = ["Bits", "aqsgd", "intk"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gossamer.boundaries.contract import Boundary, in_pieces, join
-from gossamer.options import Count, factory
+from gossamer.settings.options import Count, factory
 
 __all__ = ["projection"]
 

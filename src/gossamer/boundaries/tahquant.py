@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.boundaries.contract import Boundary, in_pieces, join
 from gossamer.boundaries.intk import Bits
 from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
-from gossamer.options import Interval, factory
+from gossamer.settings.options import Interval, factory
 
 __all__ = ["hadamard", "tahquant", "tahquant_bytes"]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import PLAIN, Output, print_json
-from gossamer.cli.run_file import imported_parts
+from gossamer.cli.run_file_options import imported_parts
 from gossamer.errors import ConfigError
 
 __all__ = ["command"]
@@ -25,9 +25,9 @@ def command(
         rounds: compare these rounds alone, from 0 (default: all)
     """
     asked = _asked(rounds)
-    from gossamer.run.audit import audit
-    from gossamer.run.config import parse
-    from gossamer.run.document import load_run
+    from gossamer.run.config.document import load_run
+    from gossamer.run.config.run_file import parse
+    from gossamer.run.replay.audit import audit
 
     with output.silenced():
         found = audit(folder, worker=worker, rounds=asked, parts=imported_parts(parse(load_run(folder))))

@@ -4,11 +4,11 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from gossamer.cli.output import Json, print_json
-from gossamer.cli.run_file import NO_CHANGES, Changes, File
+from gossamer.cli.run_file_options import NO_CHANGES, Changes, File
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gossamer.run.check import Examined, HeldExperts
+    from gossamer.run.planning.check import Examined, HeldExperts
 
 __all__ = ["command", "lines"]
 
@@ -18,8 +18,8 @@ def command(file: File = None, /, *, changes: Changes = NO_CHANGES, json: Json =
 
     With --json the runs of an experiment file are a list.
     """
-    from gossamer.run.check import checked
-    from gossamer.run.document import load, settings
+    from gossamer.run.config.document import load, settings
+    from gossamer.run.planning.check import checked
 
     if file is None:
         raise ConfigError("no run file was given (got none, need one); name a TOML file such as configs/gasloc.toml")

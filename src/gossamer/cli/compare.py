@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 from cyclopts import Parameter
 
 from gossamer.cli.report import publish, show
-from gossamer.cli.run_file import ExperimentFile, Overrides, imported_parts, whole_numbers
+from gossamer.cli.run_file_options import ExperimentFile, Overrides, imported_parts, whole_numbers
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
     from gossamer.report.figures import Figure
     from gossamer.report.results import PointResult
-    from gossamer.run.apart import RunEnd
-    from gossamer.run.experiment import Point
+    from gossamer.run.config.experiment_file import Point
+    from gossamer.run.experiments.processes import RunEnd
 
 __all__ = ["Earlier", "command"]
 
@@ -60,10 +60,10 @@ def command(
         raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")
     from gossamer.report.figures import check_figure
     from gossamer.report.results import PointResult
-    from gossamer.run.comparison import train_all
-    from gossamer.run.document import settings
-    from gossamer.run.experiment import figure, opened, points
-    from gossamer.run.settle import settle
+    from gossamer.run.config.document import settings
+    from gossamer.run.config.experiment_file import figure, opened, points
+    from gossamer.run.config.settle import settle
+    from gossamer.run.experiments.compare import train_all
 
     document = opened(file, settings([*overrides]))
     asked = figure(document)
@@ -114,7 +114,7 @@ def _words(file: Path, out: Path, seeds: str, scale: str) -> str:
 
 def _folders(runs: "Sequence[Point]", out: Path, *, resume: bool) -> dict[str, Path]:
     """The folder of each run by its label. Raises ConfigError for one that is shared, or already exists."""
-    from gossamer.run.experiment import folder_name
+    from gossamer.run.config.experiment_file import folder_name
 
     if (out / "run.toml").exists():
         raise ConfigError(
@@ -138,7 +138,7 @@ def _write_figure(
     outcomes: "Sequence[PointResult]", asked: "Figure | None", out: Path
 ) -> tuple[Path | None, Path | None]:
     """Writes the outcomes, and the figure that the experiment asks for with its numbers; returns the files of these two."""
-    from gossamer.record.files import atomic_write
+    from gossamer.record.whole_files import atomic_write
     from gossamer.report.figures import draw_figure, table
     from gossamer.report.results import result_lines
 

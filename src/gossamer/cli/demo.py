@@ -4,7 +4,7 @@ from pathlib import Path
 
 from gossamer.cli import compare
 from gossamer.cli.init import EXAMPLES
-from gossamer.cli.run_file import Overrides
+from gossamer.cli.run_file_options import Overrides
 from gossamer.cli.watch import WATCHABLE, Watchable
 
 __all__ = ["command"]
@@ -25,7 +25,7 @@ def command(
         jobs: runs at a time, each in a process of its own (default: one for each core)
         resume: keep the finished runs, and train the others
     """
-    from gossamer.transport.launch import available_cores
+    from gossamer.transport.processes.launch import available_cores
 
     jobs = available_cores() if jobs is None else jobs
     compare.command(

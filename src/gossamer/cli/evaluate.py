@@ -6,7 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json
-from gossamer.cli.run_file import imported_parts
+from gossamer.cli.run_file_options import imported_parts
 
 __all__ = ["command"]
 
@@ -26,9 +26,9 @@ def command(
         round: number of finished rounds (default: the newest that all workers have; of an elastic run, most)
         source: score it on other text, as data.source has it: on the part that data.val_fraction keeps; nothing is written
     """
-    from gossamer.run.config import parse
-    from gossamer.run.document import load_run
-    from gossamer.run.evaluate import UNUSED, evaluate
+    from gossamer.run.bookkeeping.evaluate import UNUSED, evaluate
+    from gossamer.run.config.document import load_run
+    from gossamer.run.config.run_file import parse
 
     parts = imported_parts(parse(load_run(folder)), without=UNUSED)
     round, result, workers = evaluate(folder, round, parts, source)

@@ -10,7 +10,7 @@ from gossamer.cli.tables import print_table
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gossamer.network.goodput import GoodputOptions
+    from gossamer.network.estimates.goodput import GoodputOptions
 
 __all__ = ["command"]
 
@@ -26,13 +26,13 @@ def command(
         published: the published goodputs of Decoupled DiLoCo beside ours instead; of the options only restart_s and downtime_s
         plot: draw goodput against the number of chips (.png or .svg)
     """
-    from gossamer.network.goodput import GoodputOptions, goodput_curves
-    from gossamer.network.limits import build_settings
-    from gossamer.network.utilisation import plot_curves
+    from gossamer.network.estimates.goodput import GoodputOptions, goodput_curves
+    from gossamer.network.estimates.limits import build_settings
+    from gossamer.network.estimates.utilisation import plot_curves
 
     given: dict[str, Any] = {}
     if overrides:
-        from gossamer.run.document import settings
+        from gossamer.run.config.document import settings
 
         given = settings([*overrides])
     options = build_settings(GoodputOptions, given, "option of goodput")
@@ -52,7 +52,7 @@ def command(
 
 
 def _print_goodput(options: "GoodputOptions", json: bool) -> None:
-    from gossamer.network.goodput import GOODPUT_HEADINGS, goodput_rows, goodput_table
+    from gossamer.network.estimates.goodput import GOODPUT_HEADINGS, goodput_rows, goodput_table
 
     made = goodput_table(options)
     if json:
@@ -64,7 +64,7 @@ def _print_goodput(options: "GoodputOptions", json: bool) -> None:
 
 
 def _print_published(options: "GoodputOptions", json: bool) -> None:
-    from gossamer.network.published import published_goodput
+    from gossamer.network.estimates.published import published_goodput
 
     cells = published_goodput(options.restart_s, options.downtime_s)
     assumptions = [

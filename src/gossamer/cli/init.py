@@ -51,7 +51,7 @@ def _about(path: Path) -> str:
 
 def _written(name: Path, folder: Path) -> bool:
     """Writes one of the examples; False when there is such a file already."""
-    from gossamer.record.files import make_folder, writing
+    from gossamer.record.whole_files import make_folder, writing
 
     path = folder / name
     if path.exists():

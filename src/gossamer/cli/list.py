@@ -30,7 +30,7 @@ def command(kind: str | None = None, /, *, markdown: bool = False, json: Json = 
     from gossamer.boundaries import BOUNDARIES
     from gossamer.codecs import CODECS
     from gossamer.rules import RULES
-    from gossamer.run.methods import factory_rows, recipe_rows
+    from gossamer.run.config.recipes import factory_rows, recipe_rows
     from gossamer.topologies import TOPOLOGIES
 
     tables = {

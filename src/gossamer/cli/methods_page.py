@@ -1,6 +1,6 @@
 """The methods as one table, counted from the running code: bytes sent, memory, requirements, and when it fails.
 
-The rounds that are counted (`gossamer.run.traffic`) run on tensors without data.
+The rounds that are counted (`gossamer.run.planning.traffic`) run on tensors without data.
 """
 
 import functools
@@ -15,13 +15,13 @@ from gossamer.layout import Layout
 from gossamer.models.bottleneck import BOTTLENECKS
 from gossamer.models.sizes import parameter_count
 from gossamer.report.table import markdown_lines
-from gossamer.rounds.method import Method
-from gossamer.run.config import RunConfig, parse
-from gossamer.run.document import DIRECTIONS, with_settings
-from gossamer.run.layouts import layout_for
-from gossamer.run.methods import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
-from gossamer.run.settle import InPairs, WithServer, settle
-from gossamer.run.traffic import PROBE, Traffic, probe_message, traffic
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.config.document import DIRECTIONS, with_settings
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.recipes import FACTORIES, Recipe, first_sentence, made_of, missing, recipes, said
+from gossamer.run.config.run_file import RunConfig, parse
+from gossamer.run.config.settle import InPairs, WithServer, settle
+from gossamer.run.planning.traffic import PROBE, Traffic, probe_message, traffic
 
 __all__ = ["BoundaryRow", "MethodRow", "boundary_rows", "counted_for", "linked", "markdown", "rows"]
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import Json, print_json, working
-from gossamer.cli.run_file import whole_numbers
+from gossamer.cli.run_file_options import whole_numbers
 from gossamer.cli.tables import print_table
 from gossamer.errors import ConfigError, choose
 
 if TYPE_CHECKING:
     from gossamer.models.sizes import ModelConfig
-    from gossamer.network.left_out import LeftOut
     from gossamer.network.links import Network
-    from gossamer.network.plan import Candidate, RunPlan
-    from gossamer.run.planned import Priced
-    from gossamer.run.planned_stages import StagePlan
+    from gossamer.run.planning.candidates import Priced
+    from gossamer.run.planning.plan import Candidate, RunPlan
+    from gossamer.run.planning.planned_stages import StagePlan
+    from gossamer.run.planning.without_slowest import LeftOut
 
 __all__ = ["PlanOptions", "command"]
 
@@ -72,11 +72,11 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
         network: network file (TOML), such as gossamer probe writes
     """
     from gossamer.models.sizes import parameter_count
-    from gossamer.network.left_out import without_slowest
     from gossamer.network.links import read_network
-    from gossamer.network.plan import PlanSettings, bits_per_parameter, plan
-    from gossamer.run.planned import best_of, price_recipes
-    from gossamer.run.planned_stages import plan_in_stages
+    from gossamer.run.planning.candidates import best_of, price_recipes
+    from gossamer.run.planning.plan import PlanSettings, bits_per_parameter, plan
+    from gossamer.run.planning.planned_stages import plan_in_stages
+    from gossamer.run.planning.without_slowest import without_slowest
 
     options = options or PlanOptions()
     if options.out is not None and options.out.exists():
@@ -115,7 +115,7 @@ def command(network: Path, /, options: PlanOptions | None = None, *, json: Json 
             print(f"a replica fits a process of {options.memory_bytes / 1e9:.4g} GB, without activations")
         _print(made, priced, chosen, left_out)
     if options.out is not None and text is not None:
-        from gossamer.record.files import writing
+        from gossamer.record.whole_files import writing
 
         with writing(options.out):
             options.out.write_text(text, encoding="utf-8")
@@ -148,7 +148,7 @@ def _what(network: "Network", options: PlanOptions, file: Path) -> "tuple[Networ
 
 def _boundaries(options: PlanOptions) -> tuple[str, ...]:
     """The boundary codecs to try. Raises ConfigError for one that a plan does not know."""
-    from gossamer.run.planned_stages import BOUNDARY_PAIRS
+    from gossamer.run.planning.planned_stages import BOUNDARY_PAIRS
 
     if options.boundary and options.memory_bytes is None:
         raise ConfigError(
@@ -188,8 +188,8 @@ def _print_cut(cut: "StagePlan", target: float) -> None:
 
 def _print(made: "RunPlan", priced: "Priced", chosen: "Candidate", left_out: "LeftOut | None") -> None:
     """Prints the candidates, and which methods have no price."""
-    from gossamer.network.measured import MEASURED_FOR
-    from gossamer.network.plan import PLAN_HEADINGS, plan_rows
+    from gossamer.run.planning.measured_losses import MEASURED_FOR
+    from gossamer.run.planning.plan import PLAN_HEADINGS, plan_rows
 
     options, size = made.options, made.model.size
     vocabulary = f"{size} with a vocabulary of {options.vocab_size:,} (--vocab)"
@@ -236,15 +236,15 @@ def _print_choice(usual: "Sequence[Candidate]", chosen: "Candidate", target: flo
 
 def _measured_above(method: str, other: str) -> float:
     """By how much a method ended above another, with 30 local steps."""
-    from gossamer.network.measured import MEASURED
+    from gossamer.run.planning.measured_losses import MEASURED
 
     return MEASURED[method][30].loss - MEASURED[other][30].loss
 
 
 def _run_file(made: "RunPlan", chosen: "Candidate", options: PlanOptions, out: Path) -> str:
     """The run file of the chosen candidate."""
-    from gossamer.network.plan import run_toml
-    from gossamer.run.planned import recipe_toml
+    from gossamer.run.planning.candidates import recipe_toml
+    from gossamer.run.planning.plan import run_toml
 
     if chosen in made.candidates:
         return run_toml(made, chosen, name=out.stem, adapt=options.adapt, weigh_steps=options.weigh_steps)

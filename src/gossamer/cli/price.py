@@ -21,13 +21,13 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], network: Path, /, *,
     from gossamer.network.links import PerWorker, read_network
     from gossamer.network.pricing import price
     from gossamer.network.timeline import in_words
-    from gossamer.record.events import event_files
-    from gossamer.record.trace import read_trace
-    from gossamer.run.check import vocabulary
-    from gossamer.run.config import parse
-    from gossamer.run.document import load_run
-    from gossamer.run.layouts import layout_for
-    from gossamer.run.stage_time import in_stages
+    from gossamer.record.logs.events import event_files
+    from gossamer.record.logs.trace import read_trace
+    from gossamer.run.config.document import load_run
+    from gossamer.run.config.layouts import layout_for
+    from gossamer.run.config.run_file import parse
+    from gossamer.run.planning.check import vocabulary
+    from gossamer.run.worker.stages.timing import in_stages
 
     config = parse(load_run(folder))
     if event_files(folder):

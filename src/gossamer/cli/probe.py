@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from gossamer.cli.output import PLAIN, Output, print_json
-from gossamer.cli.run_file import Overrides
+from gossamer.cli.run_file_options import Overrides
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
     from gossamer.network.probe import StepTimer
-    from gossamer.run.config import RunConfig
+    from gossamer.run.config.run_file import RunConfig
 
 __all__ = ["command"]
 
@@ -50,7 +50,7 @@ def command(
         return 0
     from gossamer.network.links import to_toml
     from gossamer.network.probe import probe
-    from gossamer.record.files import atomic_write
+    from gossamer.record.whole_files import atomic_write
 
     world = os.environ.get("WORLD_SIZE", "")
     config = None if links_only or not world.isdigit() else _run_of(file, overrides, int(world))
@@ -66,7 +66,7 @@ def _started(local: int, words: Sequence[str]) -> int:
     """Starts all workers on this machine, and waits for them; returns their exit code."""
     from gossamer.cli import main
     from gossamer.cli.train import import_early
-    from gossamer.transport.local import run_local
+    from gossamer.transport.processes.local import run_local
 
     import_early()
     return run_local(local, main, ["probe", *words])
@@ -74,8 +74,8 @@ def _started(local: int, words: Sequence[str]) -> int:
 
 def _run_of(file: Path | None, overrides: Sequence[str], workers: int) -> "RunConfig":
     """The run whose inner step is measured; a run file's, or that of the defaults. Raises ConfigError."""
-    from gossamer.run.config import parse
-    from gossamer.run.document import load, settings, with_settings
+    from gossamer.run.config.document import load, settings, with_settings
+    from gossamer.run.config.run_file import parse
 
     changes = settings([*overrides])
     config = parse(with_settings({"workers": workers}, changes) if file is None else load(file, changes))
@@ -88,8 +88,8 @@ def _run_of(file: Path | None, overrides: Sequence[str], workers: int) -> "RunCo
 
 
 def _timer(config: "RunConfig") -> "StepTimer":
-    from gossamer.run.step_time import step_time
-    from gossamer.transport.launch import device_of
+    from gossamer.run.worker.step_time import step_time
+    from gossamer.transport.processes.launch import device_of
 
     return lambda member: step_time(config, member.worker, device_of(config.run.device))
 

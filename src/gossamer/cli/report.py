@@ -28,8 +28,8 @@ def command(
         folders: run folders
         out: the page (default: report.html)
     """
-    from gossamer.run.config import parse
-    from gossamer.run.document import load_run
+    from gossamer.run.config.document import load_run
+    from gossamer.run.config.run_file import parse
 
     documents = [load_run(folder) for folder in folders]
     runs = dict(zip(_labels(folders, documents), folders, strict=True))
@@ -48,7 +48,7 @@ def publish(
     runs: Mapping[str, Path], page: Path, networks: "Mapping[str, Network] | None", command: str
 ) -> list[dict[str, Any]]:
     """Writes the page, its table and its pictures; returns the rows of the table."""
-    from gossamer.report.page import write_pages
+    from gossamer.report.page.page import write_pages
 
     return write_pages(runs, page, networks, command=command)
 
@@ -57,7 +57,7 @@ def show(
     runs: Mapping[str, Path], rows: Sequence[Mapping[str, Any]], page: Path, *, json: bool, **more: Path | None
 ) -> None:
     """Prints the table of some runs and where their page is, with `more` files of the same comparison, or all of it as JSON."""
-    from gossamer.report.page import table_of
+    from gossamer.report.page.page import table_of
 
     files = {"report": page, "table": table_of(page), **more}
     if json:

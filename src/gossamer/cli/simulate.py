@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gossamer.cli.report import publish, show
-from gossamer.cli.run_file import NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
+from gossamer.cli.run_file_options import NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
 from gossamer.cli.watch import WATCHABLE, Watchable
 
 if TYPE_CHECKING:
-    from gossamer.run.config import RunConfig
-    from gossamer.run.history import Resume
+    from gossamer.run.bookkeeping.resume import Resume
+    from gossamer.run.config.run_file import RunConfig
 
 __all__ = ["command", "train_here"]
 
@@ -41,15 +41,15 @@ def command(
 
 def train_here(config: "RunConfig", folder: Path, *, resume: "Resume" = False) -> None:
     """Trains all workers in this process, in rounds or over virtual time."""
-    from gossamer.run.simulate import simulate
+    from gossamer.run.simulated.simulate import simulate
 
     simulate(config, folder, resume=resume)
 
 
 def _replay(config: "RunConfig", folder: Path, recorded: Path) -> None:
-    from gossamer.run.async_replay import replay_asynchronous
-    from gossamer.run.replay import replay_elastic
-    from gossamer.run.serve_replay import replay_server
+    from gossamer.run.replay.asynchronous import replay_asynchronous
+    from gossamer.run.replay.elastic import replay_elastic
+    from gossamer.run.replay.served import replay_server
 
     replays = {"rounds": replay_elastic, "server": replay_server}
     replays.get(config.kind, replay_asynchronous)(config, folder, recorded)

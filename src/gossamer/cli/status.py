@@ -8,8 +8,8 @@ from cyclopts import Parameter
 from gossamer.cli.output import Json, print_json
 
 if TYPE_CHECKING:
-    from gossamer.record.seconds import RoundSeconds
-    from gossamer.report.status import RunStatus
+    from gossamer.record.logs.seconds import RoundSeconds
+    from gossamer.report.reading.status import RunStatus
 
 __all__ = ["command"]
 
@@ -22,7 +22,7 @@ def command(folder: Annotated[Path, Parameter(name="RUN")], /, *, json: Json = F
     Args:
         folder: run folder
     """
-    from gossamer.report.status import run_status
+    from gossamer.report.reading.status import run_status
 
     found = run_status(folder)
     if json:

@@ -27,7 +27,7 @@ def command(
     """
     from gossamer.cli.gossip_table import gossip_facts, gossip_table
     from gossamer.rounds.stability import outlook
-    from gossamer.run.document import settings
+    from gossamer.run.config.document import settings
     from gossamer.topologies import make_topology
     from gossamer.topologies.draw import draw_round
 

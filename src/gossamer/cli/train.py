@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from gossamer.cli.output import print_json
-from gossamer.cli.run_file import AUTO, NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
+from gossamer.cli.run_file_options import AUTO, NO_CHANGES, Changes, File, imported_parts, resume_hint, run_and_folder
 from gossamer.cli.watch import WATCHABLE, Watchable
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gossamer.run.config import RunConfig
-    from gossamer.run.history import Resume
+    from gossamer.run.bookkeeping.resume import Resume
+    from gossamer.run.config.run_file import RunConfig
 
 __all__ = ["ServerOptions", "command", "import_early"]
 
@@ -70,8 +70,8 @@ def command(
     """
     if local is not None:
         import_early()
-    from gossamer.run.parts import own_parts
-    from gossamer.run.settle import settle
+    from gossamer.run.config.settle import settle
+    from gossamer.run.config.user_parts import own_parts
 
     config, folder, resumed = run_and_folder(file, changes.words, out, resume)
     # One of them tells what is imported: the launcher, or worker 0 of another's launcher.
@@ -117,7 +117,7 @@ def _train_one(
 ) -> None:  # fmt: skip
     """What this process is in the run: one of its workers, or its server."""
     if config.kind in ("pair", "no waiting"):
-        from gossamer.run.async_train import train_asynchronous
+        from gossamer.run.asynchronous.train import train_asynchronous
 
         if (served.server, served.worker) != (None, None):
             raise ConfigError(
@@ -126,7 +126,7 @@ def _train_one(
             )
         train_asynchronous(config, folder, join=join, resume=resume)
     elif config.run.elastic:
-        from gossamer.run.elastic import train_elastic
+        from gossamer.run.elastic.participant import train_elastic
 
         train_elastic(config, folder, join=join, resume=resume is not False)
     elif join is not None:
@@ -139,7 +139,7 @@ def _train_one(
             "torchrun"
         )
     else:
-        from gossamer.run.train import train
+        from gossamer.run.synchronous.train import train
 
         train(config, folder, resume=resume)
 
@@ -162,14 +162,14 @@ def _result(config: "RunConfig", folder: Path, local: int | None, served: Server
 
 def _worker_here(config: "RunConfig") -> int:
     """The worker that torchrun has started this process as; -1 if it has not."""
-    from gossamer.transport.member import place_of
+    from gossamer.transport.processes.member import place_of
 
     rank = int(os.environ.get("RANK", "-1"))
     return rank if rank < 0 else place_of(rank, config.pipeline.processes(config.workers))[0]
 
 
 def import_early(*more: str) -> None:
-    """Starts the process that the workers will be forks of (`gossamer.transport.local`), which imports while we do.
+    """Starts the process that the workers will be forks of (`gossamer.transport.processes.local`), which imports while we do.
 
     torch imports its compiler in the first step of any optimizer, which takes as long as importing the rest. `more` are other
     modules that it imports.
@@ -177,22 +177,22 @@ def import_early(*more: str) -> None:
     if sys.platform == "linux":
         work = [
             "gossamer.cli.train",
-            "gossamer.run.train",
-            "gossamer.run.elastic",
-            "gossamer.run.async_train",
-            "gossamer.run.serve_global",
-            "gossamer.run.serve_region",
-            "gossamer.run.serve_worker",
+            "gossamer.run.synchronous.train",
+            "gossamer.run.elastic.participant",
+            "gossamer.run.asynchronous.train",
+            "gossamer.run.served.global_server",
+            "gossamer.run.served.region",
+            "gossamer.run.served.worker",
         ]
-        multiprocessing.set_forkserver_preload(["gossamer.transport.local", "torch._dynamo", *work, *more])
+        multiprocessing.set_forkserver_preload(["gossamer.transport.processes.local", "torch._dynamo", *work, *more])
         forkserver.ensure_running()
 
 
 def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], *, resume: "Resume") -> int:
     """Starts all workers of a run, and its server if it has one, on this machine."""
     from gossamer.cli import main
-    from gossamer.run.finished import rounds_in_common
-    from gossamer.transport.local import run_local, run_served
+    from gossamer.run.bookkeeping.finished import rounds_in_common
+    from gossamer.transport.processes.local import run_local, run_served
     from gossamer.transport.secret import folder_secret
 
     goes_on = config.run.elastic or config.kind in ("pair", "no waiting")
@@ -216,8 +216,8 @@ def _start_workers(config: "RunConfig", folder: Path, n: int, words: list[str], 
 
 def _places(config: "RunConfig") -> list[int | None]:
     """The region of each worker, whose server it joins; None for a run with one server."""
-    from gossamer.run.parts import own_parts
-    from gossamer.run.serve_protocol import settled_server
+    from gossamer.run.config.user_parts import own_parts
+    from gossamer.run.served.protocol import settled_server
 
     settled = settled_server(config, own_parts(config))
     return [None] * config.workers if settled.rule.regions is None else [*settled.regions]
@@ -226,9 +226,9 @@ def _places(config: "RunConfig") -> list[int | None]:
 def _start_elastic(config: "RunConfig", folder: Path, n: int, words: list[str]) -> int:
     """Starts workers of an elastic run on this machine, and says at the end who was lost on the way."""
     from gossamer.cli import main
-    from gossamer.record.outcomes import read_outcomes
-    from gossamer.run.ending import ending, rounds_behind
-    from gossamer.transport.local import run_elastic
+    from gossamer.record.logs.outcomes import read_outcomes
+    from gossamer.run.elastic.exit import ending, rounds_behind
+    from gossamer.transport.processes.local import run_elastic
     from gossamer.transport.secret import folder_secret
 
     lost: dict[int, int] = {}
@@ -247,9 +247,9 @@ def _start_elastic(config: "RunConfig", folder: Path, n: int, words: list[str]) 
 def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
     """Starts workers that wait for nobody on this machine, and says at the end who was lost on the way."""
     from gossamer.cli import main
-    from gossamer.record.order import phases_in, read_order
-    from gossamer.run.ending import ending_of_order
-    from gossamer.transport.local import run_elastic
+    from gossamer.record.logs.order import phases_in, read_order
+    from gossamer.run.elastic.exit import ending_of_order
+    from gossamer.transport.processes.local import run_elastic
     from gossamer.transport.secret import folder_secret
 
     lost: dict[int, int] = {}
@@ -269,12 +269,12 @@ def _start_asynchronous(folder: Path, n: int, words: list[str]) -> int:
 
 def _train_served(config: "RunConfig", folder: Path, served: ServerOptions, *, resume: "Resume") -> None:
     """A server of a run, or one of its workers."""
-    from gossamer.run.parts import own_parts
-    from gossamer.run.serve import serve
-    from gossamer.run.serve_global import serve_regions
-    from gossamer.run.serve_protocol import address, settled_server
-    from gossamer.run.serve_region import serve_region
-    from gossamer.run.serve_worker import work
+    from gossamer.run.config.user_parts import own_parts
+    from gossamer.run.served.global_server import serve_regions
+    from gossamer.run.served.protocol import address, settled_server
+    from gossamer.run.served.region import serve_region
+    from gossamer.run.served.server import serve
+    from gossamer.run.served.worker import work
 
     if served.server is None:
         raise ConfigError(

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gossamer.cli.output import PLAIN, Output, print_json
-from gossamer.cli.run_file import ExperimentFile, Overrides, imported_parts
+from gossamer.cli.run_file_options import ExperimentFile, Overrides, imported_parts
 from gossamer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gossamer.run.search import GridPoint
-    from gossamer.run.tune import Tuned
+    from gossamer.run.experiments.search import GridPoint
+    from gossamer.run.experiments.tune import Tuned
 
 __all__ = ["command", "tuned_page"]
 
@@ -34,12 +34,12 @@ def command(
         raise ConfigError("no experiment file was given (got none, need one); name a TOML file with a [tune] table")
     if jobs is not None and jobs < 1:
         raise ConfigError(f"--jobs got {jobs}; give the number of runs at a time, at least 1")
-    from gossamer.record.files import atomic_write
-    from gossamer.run.document import settings
-    from gossamer.run.experiment import opened
-    from gossamer.run.settle import settle
-    from gossamer.run.tune import contenders, tune, tuned_file
-    from gossamer.transport.launch import available_cores
+    from gossamer.record.whole_files import atomic_write
+    from gossamer.run.config.document import settings
+    from gossamer.run.config.experiment_file import opened
+    from gossamer.run.config.settle import settle
+    from gossamer.run.experiments.tune import contenders, tune, tuned_file
+    from gossamer.transport.processes.launch import available_cores
 
     document = opened(file, settings([*overrides]))
     methods = contenders(document, scale=scale)
@@ -112,7 +112,7 @@ def tuned_page(found: "Sequence[Tuned]") -> str:
 
 
 def _plain(one: "Tuned") -> dict[str, Any]:
-    from gossamer.run.search import Trial
+    from gossamer.run.experiments.search import Trial
 
     found, contender = one.found, one.contender
     assert found is not None  # all searches have ended

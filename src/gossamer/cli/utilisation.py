@@ -29,11 +29,11 @@ def command(
         analytic: hours of a whole run by formula instead, on nodes in several sites
         plot: draw utilisation against bandwidth (.png or .svg)
     """
-    from gossamer.network.utilisation import plot_curves
+    from gossamer.network.estimates.utilisation import plot_curves
 
     options: dict[str, Any] = {}
     if overrides:
-        from gossamer.run.document import settings
+        from gossamer.run.config.document import settings
 
         options = settings([*overrides])
     if analytic and (figure9 or plot is not None):
@@ -51,7 +51,7 @@ def command(
 
 def _print_bandwidths(model: str, method: str, options: Mapping[str, Any], json: bool) -> dict[str, Any]:
     """Prints which bandwidth a method needs for which utilisation; returns its curve."""
-    from gossamer.network.utilisation import assumed, bandwidth_table, setting_of, utilisation_curve
+    from gossamer.network.estimates.utilisation import assumed, bandwidth_table, setting_of, utilisation_curve
 
     setting = setting_of(model, method, **options)
     curves, rows = {f"{method}, {model}": utilisation_curve(setting)}, bandwidth_table(setting)
@@ -67,8 +67,8 @@ def _print_bandwidths(model: str, method: str, options: Mapping[str, Any], json:
 
 def _print_hours(options: Mapping[str, Any], json: bool) -> None:
     """Prints where the hours of a run go, method by method, and all that was assumed."""
-    from gossamer.network.limits import build_settings
-    from gossamer.network.wall_clock import HOURS_HEADINGS, WallClockOptions, hours_rows, wall_clock_table
+    from gossamer.network.estimates.limits import build_settings
+    from gossamer.network.estimates.wall_clock import HOURS_HEADINGS, WallClockOptions, hours_rows, wall_clock_table
 
     made = wall_clock_table(build_settings(WallClockOptions, options, "option of --analytic"))
     if json:
@@ -81,8 +81,8 @@ def _print_hours(options: Mapping[str, Any], json: bool) -> None:
 
 def _print_stragglers(options: Mapping[str, Any], json: bool) -> dict[str, Any]:
     """Prints mean utilisation with one straggler, and all that was assumed; returns the curves."""
-    from gossamer.network.limits import build_settings
-    from gossamer.network.straggler import STRAGGLER_METHODS, StragglerRun, straggler_rows, straggler_table
+    from gossamer.network.estimates.limits import build_settings
+    from gossamer.network.estimates.straggler import STRAGGLER_METHODS, StragglerRun, straggler_rows, straggler_table
 
     run = build_settings(StragglerRun, options, "option of --figure9", without=["model"])
     points = straggler_table(run=run)

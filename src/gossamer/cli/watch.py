@@ -14,14 +14,14 @@ from gossamer.errors import ConfigError
 if TYPE_CHECKING:
     import subprocess
 
-    from gossamer.report.web import Page
+    from gossamer.report.page.web import Page
 
 __all__ = ["WATCHABLE", "Watchable", "calculators", "command"]
 
 PORT = 8250
 _PAGES: list["subprocess.Popen[bytes]"] = []
 """Kept, as nobody waits for them."""
-_BESIDE = "import sys; from pathlib import Path; from gossamer.report.web import beside; beside(Path(sys.argv[1]))"
+_BESIDE = "import sys; from pathlib import Path; from gossamer.report.page.web import beside; beside(Path(sys.argv[1]))"
 
 
 def command(
@@ -44,7 +44,7 @@ def command(
     """
     import shlex
 
-    from gossamer.report.web import page_server
+    from gossamer.report.page.web import page_server
 
     if not plan and not folders:
         raise ConfigError("no run was given to watch (got none, need one or more); name run folders, or give --plan")
@@ -62,15 +62,15 @@ def command(
 def calculators(files: tuple[Path, ...], host: str, port: int) -> "Page":
     """A server of calculators, not yet serving."""
     from gossamer.network.links import read_network
-    from gossamer.network.plan import Candidate, RunPlan
-    from gossamer.report.calculator import Calculator
-    from gossamer.report.web import Page
+    from gossamer.report.page.web import Page
+    from gossamer.run.planning.calculator import Calculator
+    from gossamer.run.planning.plan import Candidate, RunPlan
 
     if len(files) > 1:
         raise ConfigError(f"--plan got {len(files)} files; give one network file, or none")
 
     def others(made: RunPlan) -> tuple[Sequence[Candidate], Mapping[str, str]]:
-        from gossamer.run.planned import price_recipes
+        from gossamer.run.planning.candidates import price_recipes
 
         return price_recipes(made)
 

@@ -1,8 +1,9 @@
 """The decisions of a server, without input or output: no clock, no sockets, no threads and no training.
 
 A driver passes each event (`join`, `push`, `leave`, and `tick` as time passes) with its time to the core, and carries out the
-actions it returns. Virtual time (`gossamer.clock.server`), real processes (`gossamer.run.serve`) and the replay of a real
-run (`gossamer.run.serve_replay`) run the same core, so the same inputs give the same bits. The drivers differ in three things:
+actions it returns. Virtual time (`gossamer.clock.server_loop`), real processes (`gossamer.run.served.server`) and the replay of
+a real run (`gossamer.run.replay.served`) run the same core, so the same inputs give the same bits. The drivers differ in three
+things:
 
 * Who spends the budget. A real worker may train one phase for each starting point it receives, so the core claims its steps
   when it sends one and returns them when the worker leaves. Over virtual time a worker claims them when a phase begins,

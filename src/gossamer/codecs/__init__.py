@@ -18,7 +18,7 @@ from gossamer.codecs.statistical import int8_statistical as int8_statistical
 from gossamer.codecs.topk import topk as topk
 from gossamer.codecs.topk import topk2bit as topk2bit
 from gossamer.errors import ConfigError
-from gossamer.options import row, table
+from gossamer.settings.options import row, table
 
 __all__ = [
     "CODECS",

@@ -3,7 +3,7 @@
 import torch
 
 from gossamer.codecs.codec import Codec
-from gossamer.options import factory
+from gossamer.settings.options import factory
 
 __all__ = ["bf16", "fp16"]
 

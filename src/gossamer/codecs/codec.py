@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.layout import Layout
-from gossamer.options import in_short
+from gossamer.settings.options import in_short
 from gossamer.tree import Tree
 
 __all__ = ["Codec", "both_ways", "fitted"]

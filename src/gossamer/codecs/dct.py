@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.codecs.blocks import num_blocks, spans
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.topk import Kept, ValueFormat, topk, value_dtype
-from gossamer.options import Interval, factory
+from gossamer.settings.options import Interval, factory
 
 __all__ = ["dct", "dct_topk"]
 

@@ -1,7 +1,7 @@
 """The codec that changes nothing."""
 
 from gossamer.codecs.codec import Codec
-from gossamer.options import factory
+from gossamer.settings.options import factory
 
 __all__ = ["EXACT", "exact"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from gossamer.codecs.blocks import SLAB, absmax, absmax_bf16, as_blocks, num_blocks, spans, storable
 from gossamer.codecs.codec import Codec
 from gossamer.codecs.packing import lookup, num_bytes, pack_codes
-from gossamer.options import Interval, factory
+from gossamer.settings.options import Interval, factory
 
 __all__ = ["Block", "Quantized", "Rounding", "fp4", "int4", "int8", "sign"]
 

@@ -11,7 +11,7 @@ from gossamer.codecs.packing import num_bytes, pack_codes, unpack_codes
 from gossamer.codecs.quantize import Block, Quantized, int4
 from gossamer.codecs.topk import PerChunk, ValueFormat, fits_chunk, gather, num_kept, value_bytes, value_dtype
 from gossamer.errors import TransportError
-from gossamer.options import Interval, factory
+from gossamer.settings.options import Interval, factory
 
 __all__ = ["Cocktail", "Drawn", "Run", "cocktail", "randomk"]
 

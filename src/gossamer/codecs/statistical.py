@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.codecs.blocks import SLAB, spans
 from gossamer.codecs.codec import Codec
-from gossamer.options import factory
+from gossamer.settings.options import factory
 
 __all__ = ["BinMeans", "int8_statistical"]
 

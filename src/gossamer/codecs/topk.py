@@ -13,7 +13,7 @@ from gossamer.codecs.cut import Cut
 from gossamer.codecs.packing import num_bytes, pack_codes, pack_indices, unpack_codes, unpack_indices
 from gossamer.errors import TransportError
 from gossamer.layout import Layout
-from gossamer.options import Interval, check_option, factory
+from gossamer.settings.options import Interval, check_option, factory
 from gossamer.tree import nbytes
 
 __all__ = [

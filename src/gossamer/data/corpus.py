@@ -8,9 +8,9 @@ text decides whether it is for validation, so all workers, machines and formats 
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from gossamer.data.files import FileCorpus
 from gossamer.data.settings import DataConfig
 from gossamer.data.streams import StreamCorpus
+from gossamer.data.token_files import FileCorpus
 from gossamer.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["Batches", "Corpus", "fingerprint", "open_corpus"]

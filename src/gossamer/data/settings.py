@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from gossamer.code import is_code
 from gossamer.errors import ConfigError
-from gossamer.fields import NEUTRAL, AtLeastOne, AtLeastZero, CodeName, Words
-from gossamer.schema import settings
+from gossamer.settings.fields import NEUTRAL, AtLeastOne, AtLeastZero, CodeName, Words
+from gossamer.settings.schema import settings
+from gossamer.settings.user_code import is_code
 
 __all__ = ["DataConfig"]
 

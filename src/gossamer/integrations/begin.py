@@ -10,13 +10,13 @@ from typing_extensions import TypedDict
 
 from gossamer.codecs import Codec
 from gossamer.errors import CheckpointError, ConfigError, PeerError, first_line
-from gossamer.guard import Rest
 from gossamer.integrations.place import Place
 from gossamer.library import Outer, OuterMethod, Reduction
+from gossamer.library.guard import Rest
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule
 from gossamer.topologies import Topology
-from gossamer.transport.backend import backend_of
+from gossamer.transport.processes.backend import backend_of
 
 __all__ = ["OuterOptions", "begin", "let_every_worker_save", "must_be_alone", "must_resume_alike", "place_in"]
 

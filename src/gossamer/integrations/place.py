@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import Subset
 
 from gossamer.errors import ConfigError
-from gossamer.transport.launch import join
+from gossamer.transport.processes.launch import join
 
 __all__ = ["Place", "as_worker"]
 

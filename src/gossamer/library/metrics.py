@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.record.trace import Operation
+from gossamer.record.logs.trace import Operation
 from gossamer.topologies.mixing import widen
 from gossamer.tree import Tree, leaves
 

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from gossamer import rng
 from gossamer.codecs import Codec
 from gossamer.errors import CheckpointError, ConfigError, PeerError
-from gossamer.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
 from gossamer.layout import arrange, attach, keep_attached, layout_of
+from gossamer.library.guard import Rest, must_be_trainable, must_not_be_wrapped, rest_of
 from gossamer.library.metrics import Meter, OuterMetrics
 from gossamer.library.parts import LOCAL_STEPS, OuterMethod, Reduction, ranks_of, settled_parts
 from gossamer.library.peers import Peers, common_of
-from gossamer.options import Count, Interval, Positive, check_option
+from gossamer.rounds.compatibility.combine import method_of, settled_rule, warnings_of
 from gossamer.rounds.loop import OuterLoop, UnderWay
 from gossamer.rounds.mean_model import mean_over_workers
-from gossamer.rounds.method import method_of, settled_rule, warnings_of
 from gossamer.rounds.schedule import Schedule, Stop
 from gossamer.rules import Rule
+from gossamer.settings.options import Count, Interval, Positive, check_option
 from gossamer.topologies import Topology
 from gossamer.transport.wire import checksum
 from gossamer.tree import leaves, must_fit

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from gossamer.codecs import Codec, codec_of, exact
 from gossamer.errors import ConfigError
 from gossamer.optimizers.inner import InnerConfig
-from gossamer.rounds.facts import Facts
-from gossamer.rounds.method import FITTING
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combine import FITTING
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule, make_rule
 from gossamer.topologies import Topology, make_topology

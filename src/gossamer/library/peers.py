@@ -16,15 +16,15 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from gossamer.codecs import Codec
 from gossamer.errors import PeerError
-from gossamer.guard import Rest, broadcast, fingerprints, must_be_alike
 from gossamer.layout import Layout
-from gossamer.rounds.method import Method
+from gossamer.library.guard import Rest, broadcast, fingerprints, must_be_alike
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.transport import Reduce, Ticket, Transport
-from gossamer.transport.backend import backend_of, hang_up
-from gossamer.transport.group import GroupTransport, all_reduce
-from gossamer.transport.launch import agree
-from gossamer.transport.member import Member
 from gossamer.transport.memory import MemoryNetwork
+from gossamer.transport.processes.backend import backend_of, hang_up
+from gossamer.transport.processes.group import GroupTransport, all_reduce
+from gossamer.transport.processes.launch import agree
+from gossamer.transport.processes.member import Member
 from gossamer.transport.secret import environment_secret
 
 __all__ = ["Common", "Peers", "common_of", "must_agree"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gossamer.data.tokenizer import Tokenizer
 from gossamer.models.llama import INIT_STD, NORM_EPS, ROPE_THETA, Llama
 from gossamer.models.sizes import in_subspace
-from gossamer.record.files import atomic_write, make_folder, writing
+from gossamer.record.whole_files import atomic_write, make_folder, writing
 
 __all__ = ["export", "export_state"]
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from gossamer.code import is_code
 from gossamer.errors import ConfigError
-from gossamer.fields import AtLeastOne, CodeName, OneOf
-from gossamer.schema import settings
+from gossamer.settings.fields import AtLeastOne, CodeName, OneOf
+from gossamer.settings.schema import settings
+from gossamer.settings.user_code import is_code
 
 __all__ = [
     "SIZES",

@@ -9,8 +9,8 @@ import numpy as np
 
 from gossamer.errors import ConfigError
 from gossamer.network.links import Network
-from gossamer.network.pipeline import PipelineStep, StageLinks, pipeline_step
-from gossamer.record.pipeline import PipelineWork
+from gossamer.network.pipeline_time import PipelineStep, StageLinks, pipeline_step
+from gossamer.record.logs.pipeline_work import PipelineWork
 
 __all__ = ["InnerSteps", "inner_steps"]
 
@@ -33,7 +33,7 @@ def inner_steps(network: Network, work: PipelineWork | None, workers: int) -> In
     """The network on which an inner step takes as long as a pipeline does; itself for workers in one piece, or without `step_s`.
 
     `step_s` is that of a whole replica on one machine. A stage takes its share of it, over its speed; a third of it forward, two
-    thirds backward (`gossamer.network.pipeline`). Where a boundary remembers samples it is the mean step of the run. Workers
+    thirds backward (`gossamer.network.pipeline_time`). Where a boundary remembers samples it is the mean step of the run. Workers
     that are left whole keep theirs.
 
     Args: `work` is None for a run of whole replicas.

@@ -55,12 +55,12 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, AllowInfNan, Field
 
 from gossamer.errors import ConfigError, choose
-from gossamer.fields import AtLeastOne, Words
 from gossamer.models.sizes import ModelConfig
-from gossamer.network.pipeline import StageLinks
-from gossamer.record.trace import Integers
+from gossamer.network.pipeline_time import StageLinks
+from gossamer.record.logs.trace import Integers
 from gossamer.rng import numpy_rng
-from gossamer.schema import build, parse_toml, plain, settings
+from gossamer.settings.fields import AtLeastOne, Words
+from gossamer.settings.schema import build, parse_toml, plain, settings
 
 __all__ = [
     "Change",

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gossamer.network.links import Floats, Links, Network, links_of
-from gossamer.record.trace import Operation
+from gossamer.record.logs.trace import Operation
 
 __all__ = [
     "Pace",

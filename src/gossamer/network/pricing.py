@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from gossamer.network.links import Floats, Links, Network, PerWorker, links_of
 from gossamer.network.replay import Replay
 from gossamer.network.timeline import Timeline, compute_seconds, legs_of, no_rounds, streams_of
-from gossamer.record.trace import KINDS, Integers, Kind, Messages, Trace
+from gossamer.record.logs.trace import KINDS, Integers, Kind, Messages, Trace
 
 __all__ = ["price"]
 
@@ -50,7 +50,7 @@ def price(trace: Trace, network: Network, computing: PerWorker = 1.0) -> Timelin
         costs 0.1 to 1 ms per message. A single round of more than 1,000 messages is not replayed. It is priced as if its
         messages shared their links evenly all the time, which is never too fast and at most some per cent too slow.
 
-    >>> from gossamer.record.trace import from_targets
+    >>> from gossamer.record.logs.trace import from_targets
     >>> swap = from_targets(np.array([[1, 0]]), payload_bytes=1000, steps=30)
     >>> price(swap, Network(uplink_bps=(8000, 800), downlink_bps=8000, step_s=1)).end_s
     array([[40., 40.]])

@@ -21,9 +21,9 @@ from gossamer.errors import ConfigError, PeerError
 from gossamer.network.links import Network, Route, Site, StepOf
 from gossamer.topologies.matching import factors
 from gossamer.transport import Ticket, Transport
-from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import agree, join
-from gossamer.transport.member import Member
+from gossamer.transport.processes.group import GroupTransport
+from gossamer.transport.processes.launch import agree, join
+from gossamer.transport.processes.member import Member
 
 __all__ = ["Measured", "StepTimer", "network_of", "probe"]
 

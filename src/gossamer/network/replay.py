@@ -11,7 +11,7 @@ import numpy as np
 from gossamer.network.fluid import Fluid, LinkChange, Use
 from gossamer.network.links import Floats, Links, MeanKind, Network
 from gossamer.network.timeline import Leg, Timeline, compute_seconds, legs_of, no_rounds, streams_of
-from gossamer.record.trace import KINDS, Kind, Messages, Trace
+from gossamer.record.logs.trace import KINDS, Kind, Messages, Trace
 
 __all__ = ["Replay"]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gossamer.network.links import Floats, Links, MeanKind, Network, jitter_factors
-from gossamer.record.trace import Integers, Messages, Trace
+from gossamer.record.logs.trace import Integers, Messages, Trace
 
 __all__ = ["Leg", "Timeline", "compute_seconds", "in_words", "legs_of", "no_rounds", "streams_of"]
 
@@ -63,7 +63,7 @@ class Leg(NamedTuple):
 def legs_of(mean: MeanKind, messages: Messages) -> Iterator[Leg]:
     """The legs of a mean, however its messages were recorded; all move `2(n-1)` times the bytes that are averaged.
 
-    >>> from gossamer.record.trace import from_targets
+    >>> from gossamer.record.logs.trace import from_targets
     >>> trace = from_targets(np.array([[[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]]), 200, steps=1, kind="mean")
     >>> [(leg.bytes.tolist(), leg.times) for leg in legs_of("tree", trace.messages)]
     [([400.0, 400.0], 1), ([400.0], 1), ([400.0], 1), ([400.0, 400.0], 1)]

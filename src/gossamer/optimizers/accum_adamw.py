@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.optimizers.contract import loss_of
 from gossamer.optimizers.pieces import pieces
-from gossamer.options import Count, Decay, NotNegative, checked
+from gossamer.settings.options import Count, Decay, NotNegative, checked
 
 __all__ = ["AccumAdamW"]
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gossamer.optimizers.contract import InnerOptimizer, loss_of
 from gossamer.optimizers.pieces import pieces
-from gossamer.options import Count, Decay, Interval, checked
+from gossamer.settings.options import Count, Decay, Interval, checked
 
 __all__ = ["GPA", "mu_x_like_diloco", "toward"]
 

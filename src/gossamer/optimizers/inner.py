@@ -10,12 +10,12 @@ from pydantic import AllowInfNan, Field
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon
 
-from gossamer.code import is_code
 from gossamer.errors import ConfigError
-from gossamer.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
 from gossamer.layout import Layout
 from gossamer.optimizers import GPA, AccumAdamW, InnerOptimizer, Joined, SpectralMuon
-from gossamer.schema import settings
+from gossamer.settings.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
+from gossamer.settings.schema import settings
+from gossamer.settings.user_code import is_code
 
 __all__ = [
     "InnerConfig",

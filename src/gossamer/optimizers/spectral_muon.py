@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import ConfigError
 from gossamer.optimizers.contract import loss_of
-from gossamer.options import Decay, NotNegative, checked
+from gossamer.settings.options import Decay, NotNegative, checked
 
 __all__ = ["SpectralMuon", "orthogonalized"]
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from gossamer.record.files import atomic_write, make_folder, worker_suffix
+from gossamer.record.whole_files import atomic_write, make_folder, worker_suffix
 
 __all__ = ["Address", "read_addresses", "write_address"]
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from gossamer.record.files import atomic_write
-from gossamer.schema import RECORD, Records
+from gossamer.record.whole_files import atomic_write
+from gossamer.settings.schema import RECORD, Records
 
 __all__ = ["Branch", "described", "read_branches", "write_branches"]
 

@@ -28,9 +28,9 @@ from typing_extensions import TypedDict
 
 from gossamer.errors import CheckpointError, TrainingError
 from gossamer.finite import must_be_finite
-from gossamer.record.files import atomic_write, sync_folder, worker_suffix
 from gossamer.record.tensor_file import TENSOR_TYPES, write_tensors
-from gossamer.schema import RECORD, Records
+from gossamer.record.whole_files import atomic_write, sync_folder, worker_suffix
+from gossamer.settings.schema import RECORD, Records
 
 __all__ = [
     "Lineage",

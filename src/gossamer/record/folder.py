@@ -3,9 +3,9 @@
 ```
 run.toml              the resolved configuration
 metrics[-003].jsonl   one JSON object a line; with a worker's number in a real run
-trace[-003].jsonl     see `gossamer.record.trace`
-seconds[-003].jsonl   see `gossamer.record.seconds`
-stages[-003-1].jsonl  see `gossamer.record.stages`
+trace[-003].jsonl     see `gossamer.record.logs.trace`
+seconds[-003].jsonl   see `gossamer.record.logs.seconds`
+stages[-003-1].jsonl  see `gossamer.record.logs.stage_seconds`
 machines[-003].jsonl  see `gossamer.record.machines`
 tensorboard/          TensorBoard events
 ```
@@ -37,16 +37,16 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gossamer.errors import ConfigError
-from gossamer.fields import AtLeastOne
-from gossamer.record.dashboards import Dashboards
-from gossamer.record.files import Appender, atomic_write, make_folder, worker_suffix
+from gossamer.record.dashboards.loggers import Dashboards
+from gossamer.record.dashboards.prometheus import Exporter
 from gossamer.record.jsonl import json_line, json_lines
+from gossamer.record.logs.seconds import RoundSeconds, seconds_line, seconds_lines
+from gossamer.record.logs.stage_seconds import STAGES_FILE
+from gossamer.record.logs.trace import Entry, line_of
 from gossamer.record.machines import machine_line, this_machine
-from gossamer.record.prometheus import Exporter
-from gossamer.record.seconds import RoundSeconds, seconds_line, seconds_lines
-from gossamer.record.stages import STAGES_FILE
-from gossamer.record.trace import Entry, line_of
-from gossamer.schema import RECORD, Records, settings
+from gossamer.record.whole_files import Appender, atomic_write, make_folder, worker_suffix
+from gossamer.settings.fields import AtLeastOne
+from gossamer.settings.schema import RECORD, Records, settings
 
 __all__ = ["RecordConfig", "RunFolder", "Unrecorded", "finite", "metrics_line", "read_metrics", "run_file"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gossamer.errors import DataError
-from gossamer.schema import Records
+from gossamer.settings.schema import Records
 
 __all__ = ["json_line", "json_lines", "records", "short"]
 

@@ -13,9 +13,9 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from gossamer.fields import AtLeastOne, AtLeastZero
 from gossamer.record.jsonl import json_line, records
-from gossamer.schema import RECORD, Records
+from gossamer.settings.fields import AtLeastOne, AtLeastZero
+from gossamer.settings.schema import RECORD, Records
 
 __all__ = ["Machine", "machine_line", "read_machines", "this_machine"]
 

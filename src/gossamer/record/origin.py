@@ -10,7 +10,7 @@ from typing import NotRequired
 from pydantic import with_config
 from typing_extensions import TypedDict
 
-from gossamer.schema import RECORD
+from gossamer.settings.schema import RECORD
 from gossamer.version import __version__
 
 __all__ = ["Origin", "origin"]

@@ -17,7 +17,7 @@ from gossamer.report.paired import Side, Slope, effect, effect_cells, effect_hea
 from gossamer.report.reach import ROUNDS, SENT, curves_of, ends, paired_table, reach, validated_once
 from gossamer.report.results import PointResult
 from gossamer.report.table import DASH, markdown_lines
-from gossamer.schema import settings
+from gossamer.settings.schema import settings
 
 __all__ = ["Figure", "check_figure", "draw_figure", "spread", "swept", "table"]
 

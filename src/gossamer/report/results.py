@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from gossamer.record.folder import finite
 from gossamer.record.jsonl import json_line, records
 from gossamer.record.origin import Origin
-from gossamer.schema import RECORD, Records
+from gossamer.settings.schema import RECORD, Records
 
 __all__ = ["PointResult", "read_results", "result_lines"]
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.network.links import Network
-from gossamer.report.runs import read_runs, summary_row
+from gossamer.report.reading.runs import read_runs, summary_row
 
 __all__ = [
     "DASH",

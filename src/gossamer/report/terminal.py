@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gossamer.record.progress import is_quiet
-from gossamer.report.follow import FollowedRun
-from gossamer.report.thinning import Grid
-from gossamer.report.view import standings
+from gossamer.report.page.view import standings
+from gossamer.report.reading.follow import FollowedRun
+from gossamer.report.reading.thinning import Grid
 
 __all__ = ["Terminal"]
 

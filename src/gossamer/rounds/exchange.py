@@ -29,7 +29,7 @@ from gossamer import rng
 from gossamer.codecs.exact import EXACT
 from gossamer.codecs.message import decode, encode
 from gossamer.finite import must_be_finite
-from gossamer.record.trace import Operation
+from gossamer.record.logs.trace import Operation
 from gossamer.rounds.forms import chunks, message_template, own_message, sizes_of
 from gossamer.rounds.kernel import Decoded, cut, update_spans
 from gossamer.rounds.merging import merging

@@ -13,8 +13,9 @@ from torch import Tensor
 from gossamer.codecs import exact, fitted
 from gossamer.codecs.message import owners_share
 from gossamer.layout import Layout
-from gossamer.record.trace import Operation
+from gossamer.record.logs.trace import Operation
 from gossamer.rounds.choosing import FragmentChoice
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import (
     Exchange,
     begin,
@@ -22,7 +23,6 @@ from gossamer.rounds.exchange import (
     sent_again,
     update_from_zeros,
 )
-from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Stop
 from gossamer.rounds.setup import Part, Setup
 from gossamer.rounds.sharing import Sharing

@@ -10,8 +10,8 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field
 
 from gossamer.errors import ConfigError
-from gossamer.fields import AtLeastOne, AtLeastZero
-from gossamer.schema import settings
+from gossamer.settings.fields import AtLeastOne, AtLeastZero
+from gossamer.settings.schema import settings
 
 __all__ = ["Schedule", "Stop"]
 

@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gossamer.errors import ConfigError
-from gossamer.options import Decay, Interval, check_option
 from gossamer.rounds.merging import Merge
 from gossamer.rounds.recursion import Recursion, of_consensus, of_rule
 from gossamer.rounds.updates import left_by_updates
 from gossamer.rules import RULES, Consensus, Rule
 from gossamer.rules.contract import MomentumSite
+from gossamer.settings.options import Decay, Interval, check_option
 from gossamer.topologies import Topology
 from gossamer.topologies.mixing import Mixing, laplacian_condition, matrix, spectral_gap
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gossamer.options import row, table
 from gossamer.rules.anchored import anchored as anchored
 from gossamer.rules.anchored import anchored_gasloc as anchored_gasloc
 from gossamer.rules.choco import choco as choco
@@ -32,6 +31,7 @@ from gossamer.rules.sgp import sgp as sgp
 from gossamer.rules.slowmo import slowmo as slowmo
 from gossamer.rules.sparta import sparta as sparta
 from gossamer.rules.weighted import weighted as weighted
+from gossamer.settings.options import row, table
 
 __all__ = [
     "RULES",

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.options import Given, factory, like, wrapper
 from gossamer.rules.contract import Context, Rule, inside
 from gossamer.rules.gasloc import gasloc
+from gossamer.settings.options import Given, factory, like, wrapper
 from gossamer.topologies.mixing import Row, mean, pull
 from gossamer.tree import Tree
 

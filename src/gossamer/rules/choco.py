@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.options import Share, factory
 from gossamer.rules.contract import Context, Rule
+from gossamer.settings.options import Share, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gossamer import rng
 from gossamer.codecs import CodecSpec, codec_of, fitted
-from gossamer.options import factory
 from gossamer.rules.contract import Context, Rule
+from gossamer.settings.options import factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.layout import Layout, Leaf
-from gossamer.options import in_short
+from gossamer.settings.options import in_short
 from gossamer.topologies.mixing import Hear, mean
 from gossamer.tree import Tree, leaves
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gossamer import rng
 from gossamer.layout import Layout
-from gossamer.options import Count, Decay, Interval, Positive, factory
 from gossamer.rules.contract import Adapted, Context, Rule
+from gossamer.settings.options import Count, Decay, Interval, Positive, factory
 from gossamer.topologies.mixing import Row, widen
 from gossamer.tree import Tree, map_leaves
 

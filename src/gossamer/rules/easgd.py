@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gossamer.options import Share, factory
 from gossamer.rules.contract import Context, Rule
+from gossamer.settings.options import Share, factory
 from gossamer.topologies.mixing import mean
 from gossamer.tree import Tree
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.options import Given, Positive, Share, factory, wrapper
 from gossamer.rules.contract import Context, Rule, inside
 from gossamer.rules.diloco import diloco
+from gossamer.settings.options import Given, Positive, Share, factory, wrapper
 from gossamer.tree import Tree
 
 __all__ = ["error_feedback", "sparseloco"]

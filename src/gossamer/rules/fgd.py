@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError, choose
-from gossamer.options import Decay, Positive, factory
 from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
+from gossamer.settings.options import Decay, Positive, factory
 from gossamer.topologies import TOPOLOGIES
 from gossamer.topologies.mixing import mean, pull
 from gossamer.tree import Tree

@@ -6,8 +6,8 @@ from typing import Annotated, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.options import Decay, Interval, Positive, factory
 from gossamer.rules.contract import Consensus, Context, MomentumSite, OuterSGD, Rule
+from gossamer.settings.options import Decay, Interval, Positive, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 

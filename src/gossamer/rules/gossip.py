@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from gossamer.options import factory
 from gossamer.rules.contract import Consensus, Context, Rule
+from gossamer.settings.options import factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 

@@ -5,8 +5,8 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.options import Count, Interval, factory
 from gossamer.rules.contract import Context, Rule
+from gossamer.settings.options import Count, Interval, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.options import Decay, Positive, factory
 from gossamer.rules.contract import Consensus, Context, OuterSGD, Rule
+from gossamer.settings.options import Decay, Positive, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 

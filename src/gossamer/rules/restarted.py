@@ -5,9 +5,9 @@ import math
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.options import Count, Decay, Given, Positive, factory, wrapper
 from gossamer.rules.contract import Context, Rule, amplification
 from gossamer.rules.diloco import diloco
+from gossamer.settings.options import Count, Decay, Given, Positive, factory, wrapper
 from gossamer.tree import Tree
 
 __all__ = ["omr", "restarted"]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.options import Count, Decay, Given, Positive, wrapper
 from gossamer.rules.contract import Context, Rule, inside, sends_parameters
+from gossamer.settings.options import Count, Decay, Given, Positive, wrapper
 from gossamer.topologies.mixing import each, widen
 from gossamer.tree import Tree, map_leaves
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.options import factory
 from gossamer.rules.contract import Context, Rule
+from gossamer.settings.options import factory
 from gossamer.topologies.mixing import mean
 
 __all__ = ["Mass", "sgp"]

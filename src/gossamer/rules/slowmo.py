@@ -1,8 +1,8 @@
 """SlowMo: slow momentum around local steps and an exact average."""
 
-from gossamer.options import Decay, Positive, factory
 from gossamer.rules.contract import Rule
 from gossamer.rules.diloco import diloco
+from gossamer.settings.options import Decay, Positive, factory
 
 __all__ = ["slowmo"]
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from gossamer import rng
-from gossamer.options import Count, factory
 from gossamer.rules.contract import Context, Rule
+from gossamer.settings.options import Count, factory
 from gossamer.topologies.mixing import pull
 from gossamer.tree import Tree
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gossamer.errors import ConfigError
-from gossamer.options import Given, wrapper
 from gossamer.rules.contract import Context, Rule, inside
+from gossamer.settings.options import Given, wrapper
 from gossamer.tree import Tree
 
 __all__ = ["weighted"]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gossamer.layout import Layout, Leaf
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.exchange import finish_all
 from gossamer.rounds.loop import OuterLoop
-from gossamer.rounds.method import Method
 from gossamer.transport import Transport
 from gossamer.transport.memory import MemoryNetwork
 from gossamer.tree import Tree

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from gossamer.codecs import CODECS, Codec, exact, fp4, int8, randomk
 from gossamer.errors import TrainingError
-from gossamer.rounds import coding
-from gossamer.rounds.facts import Facts
+from gossamer.rounds.compatibility import lossy_codecs as coding
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rounds.kernel import PLAIN
-from gossamer.rounds.method import Method
-from gossamer.rounds.pairing import faults
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.stability import stability
 from gossamer.rules import Rule

@@ -26,18 +26,18 @@ from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImport
 
 from gossamer.codecs import Codec, codec_of, exact
 from gossamer.errors import ConfigError
-from gossamer.rounds.facts import Facts
-from gossamer.rounds.method import Method, method_of, settled_rule
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combine import Method, method_of, settled_rule
 from gossamer.rounds.schedule import Schedule
 from gossamer.rules import Rule
 from gossamer.testing.crew import Crew, random_drift, random_vectors, simulated
 from gossamer.testing.specification import must_be_rule
 from gossamer.topologies import Topology, make_topology
-from gossamer.transport.group import GroupTransport
-from gossamer.transport.launch import leave
-from gossamer.transport.local import loopback
-from gossamer.transport.member import Member
-from gossamer.transport.store import hosted_store, reached_store
+from gossamer.transport.processes.group import GroupTransport
+from gossamer.transport.processes.launch import leave
+from gossamer.transport.processes.local import loopback
+from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.store import hosted_store, reached_store
 from gossamer.tree import leaves
 
 __all__ = ["check_parity"]

@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from gossamer.errors import ConfigError, GossamerError, PairingError, first_line
-from gossamer.rounds.facts import Facts
-from gossamer.rounds.method import FITTING
-from gossamer.rounds.pairing import faults
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rounds.compatibility.combine import FITTING
+from gossamer.rounds.compatibility.incompatibilities import faults
 from gossamer.rounds.stability import resolve_alpha
 from gossamer.rules import Rule
 from gossamer.testing import functions, numbers, tags

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gossamer.codecs import CODECS, Codec, exact
+from gossamer.rounds.compatibility.combine import Method
 from gossamer.rounds.kernel import PLAIN, Kernel
-from gossamer.rounds.method import Method
 from gossamer.rounds.schedule import Schedule
 from gossamer.rounds.updates import topology_of_updates
 from gossamer.rules import Rule

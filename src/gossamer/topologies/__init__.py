@@ -8,7 +8,7 @@ ascending order, and the others have a self-loop of weight one.
 from collections.abc import Callable
 from typing import Any
 
-from gossamer.options import row
+from gossamer.settings.options import row
 from gossamer.topologies.contract import Topology
 from gossamer.topologies.graphs import chain as chain
 from gossamer.topologies.graphs import complete as complete

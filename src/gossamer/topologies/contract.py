@@ -5,7 +5,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from gossamer.options import Count, Given, in_short
+from gossamer.settings.options import Count, Given, in_short
 from gossamer.topologies.mixing import Mixing, from_edges
 
 __all__ = ["Edge", "Plan", "Seed", "Topology", "Workers", "chosen", "over_alive", "planned_topology"]

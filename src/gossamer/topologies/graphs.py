@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from gossamer.errors import ConfigError
-from gossamer.options import Count, Share, factory
+from gossamer.settings.options import Count, Share, factory
 from gossamer.topologies.contract import Edge, Seed, Topology, Workers, over_alive, planned_topology
 from gossamer.topologies.mixing import Mixing, from_edges, in_groups, metropolis
 from gossamer.topologies.sequences import powers_of_two

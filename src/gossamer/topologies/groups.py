@@ -6,8 +6,8 @@ from typing import Annotated
 import numpy as np
 
 from gossamer.errors import ConfigError
-from gossamer.options import Count, Interval, factory
 from gossamer.rng import numpy_rng
+from gossamer.settings.options import Count, Interval, factory
 from gossamer.topologies.contract import Seed, Topology, Workers, planned_topology
 from gossamer.topologies.mixing import Mixing, in_groups
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from gossamer.errors import ConfigError
-from gossamer.options import Count, factory, row
+from gossamer.settings.options import Count, factory, row
 from gossamer.topologies.contract import Seed, Topology, Workers, planned_topology
 from gossamer.topologies.graphs import complete
 from gossamer.topologies.mixing import Mixing

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from gossamer.options import table
+from gossamer.settings.options import table
 from gossamer.topologies.contract import Topology
 from gossamer.topologies.graphs import chain, complete, exponential, ring, star, torus, tree
 from gossamer.topologies.groups import grid, groups

@@ -6,8 +6,8 @@ from itertools import zip_longest
 from typing import Annotated
 
 from gossamer.errors import ConfigError
-from gossamer.options import Count, Interval, check_option, factory
 from gossamer.rng import numpy_rng
+from gossamer.settings.options import Count, Interval, check_option, factory
 from gossamer.topologies.contract import Edge, Seed, Topology, Workers, chosen, over_alive, planned_topology
 from gossamer.topologies.matching import random_matchings
 from gossamer.topologies.mixing import Mixing, from_edges

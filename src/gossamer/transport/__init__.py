@@ -35,7 +35,7 @@ class Turn(NamedTuple):
     """The worker's local phase that it belongs to."""
     fragment: int
     kind: int
-    """What the message is, see `gossamer.transport.stream`."""
+    """What the message is, see `gossamer.transport.sockets.stream`."""
 
 
 class Delivery(NamedTuple):
@@ -59,7 +59,7 @@ class Wait(NamedTuple):
 
 
 class Closes(Protocol):
-    """How the workers of an elastic run agree over whom the mean of a round is taken (`gossamer.transport.closing`)."""
+    """How the workers of an elastic run agree over whom the mean of a round is taken (`gossamer.transport.elastic.closing`)."""
 
     def named(self, round: int) -> tuple[int, frozenset[int]]:
         """The next attempt of the round, and the workers over whom the mean is taken. Blocks until it is known."""

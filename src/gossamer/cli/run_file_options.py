@@ -1,0 +1,116 @@
+"""What the verbs that train have in common: the run file with its overrides, the run folder, and the hint how to resume."""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from gossamer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gossamer.run.bookkeeping.resume import Resume
+    from gossamer.run.config.run_file import RunConfig
+    from gossamer.run.config.user_parts import Parts
+
+__all__ = [
+    "AUTO",
+    "NO_CHANGES",
+    "Changes",
+    "ExperimentFile",
+    "File",
+    "Overrides",
+    "imported_parts",
+    "resume_hint",
+    "run_and_folder",
+    "whole_numbers",
+]
+
+AUTO = "auto"
+"""In place of a run folder: the run in its own folder, from its newest checkpoint, or from the start where it has none."""
+File = Annotated[Path | None, Parameter(help="run file (TOML)")]
+ExperimentFile = Annotated[Path | None, Parameter(name="FILE", help="experiment file (TOML)")]
+Overrides = Annotated[
+    tuple[str, ...],
+    Parameter(name="--set", metavar="KEY=VALUE", help="override one key, such as rule.lr=0.5; may be repeated"),
+]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What the words of a command change in a run file."""
+
+    overrides: Overrides = ()
+    stages: int | None = None
+    """cut each worker into so many stages: short for --set pipeline.stages=N"""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All of them, as --set takes them."""
+        return (*self.overrides, *(() if self.stages is None else (f"pipeline.stages={self.stages}",)))
+
+
+NO_CHANGES = Changes()
+
+
+def run_and_folder(
+    file: Path | None, overrides: tuple[str, ...], out: Path | None, resume: Path | None
+) -> "tuple[RunConfig, Path, Resume]":
+    """The run, its folder and whether it is resumed, from a run file or from the folder to resume, with overrides.
+
+    Raises: ConfigError when neither or both are given, the run cannot work, or a run to resume may not change so.
+    """
+    from gossamer.run.bookkeeping.resume import history
+    from gossamer.run.config.document import load, load_run, settings, with_settings
+    from gossamer.run.config.run_file import parse
+
+    changes = settings([*overrides])
+    if resume is not None and str(resume) != AUTO:
+        if file is not None or out is not None:
+            raise ConfigError(
+                f"--resume got '{resume}' and a run file or --out, but a run to resume has both in its folder; give --resume "
+                f"alone, or with --set for what changes, or --resume {AUTO} with the run file"
+            )
+        config, folder = parse(with_settings(load_run(resume), changes)), resume
+    elif file is None:
+        raise ConfigError("no run file was given (got none, need one); name a TOML file, or --resume with a run folder")
+    else:
+        config = parse(load(file, changes))
+        folder = out or Path("runs") / config.name
+    if resume is None:
+        return config, folder, False
+    history(config, folder)  # refuses what may not change
+    return config, folder, AUTO if str(resume) == AUTO else True
+
+
+def imported_parts(config: "RunConfig", told: Collection[str] = (), without: Collection[str] = ()) -> "Parts":
+    """The user's own parts of a run, without some kinds; prints a line for each that was imported, but for those told already."""
+    from gossamer.record.progress import say
+    from gossamer.run.config.user_parts import own_parts
+
+    parts = own_parts(config, without)
+    for code in (code for code in parts.codes if code.name not in told):
+        say(f"imported {code.name} from {code.path or 'no file'} (sha256 {code.sha256[:12]})")
+    return parts
+
+
+@contextlib.contextmanager
+def resume_hint(folder: Path) -> Iterator[None]:
+    """Makes Ctrl-C print how to resume the run in this folder, if it has a checkpoint."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if any(folder.glob("checkpoints/**/round-*/*.json")):
+            raise KeyboardInterrupt(f"stopped; resume with --resume {folder}") from None
+        raise
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """The numbers of an option such as `--seeds 0,1,2`. Raises ConfigError for anything else."""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} got '{text}'; write whole numbers with commas, such as 15,30") from None

@@ -1,0 +1,382 @@
+"""The order of events: what decided the numbers of a real run that waits for nobody. `order-003.jsonl` is that of worker 3.
+
+Which message of a peer was the newest, and when two workers met, follows from seconds that no seed repeats. With these files a
+run can be computed again, bit for bit (`gossamer.run.replay.asynchronous`). Several processes may fill a slot one after the
+other. Each has a random number, its life, with which all of its lines begin (`{"life":l,`, left out below).
+
+* `"event":"begin","number":k,"round":r,"source":[j,m,p],"time_s":t}`: a process begins, with its local phase k. Its state is that
+  of worker j in life m after p events, or that of the start of the run (null). What the slot has recorded of round r and of later
+  ones, and of phase k and later ones, is void.
+
+Gossip without waiting writes
+
+* `"event":"publish","number":k,"round":r,"start_s":a,"time_s":t}`: local phase k has ended, for whose learning rate r rounds of
+  the run were over; the message of this worker is its version k + 1 now.
+* `"event":"mix","number":k,"alive":[...],"heard":[[j,v,m],...],"time_s":t}`: the outer update that follows. Its topology was
+  drawn over the workers that are `alive`, null for all; `heard` has the version of each peer's message that was mixed, and the
+  life that published it. The weight of a peer that is missing stayed at home.
+
+and workers that meet in pairs
+
+* `"event":"learn","number":k,"round":r,"dt":d,"start_s":a,"time_s":t}`: local phase k has ended, and the next one begins here.
+* `"event":"tell","peer":j,"starter":i,"of":m,"number":k,"dt":d,"time_s":t}`: the message for meeting k of those that worker i
+  started in life m.
+* `"event":"meet","peer":j,"starter":i,"of":m,"number":k,"dt":d,"time_s":t}`: that meeting, at this end.
+
+`dt` is the time that passes for the method before an event since the one above it, exact to the last bit. Unless a worker is
+killed, its life ends with `"event":"end","why":"finished" | "left","round":r,"dt":d,"time_s":t}`. `time_s` counts from the begin
+of the first process of the slot on that machine.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, NoReturn
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import DataError
+from gossamer.record.jsonl import json_line, records
+from gossamer.record.whole_files import LineWriter, make_folder, worker_suffix, writing
+from gossamer.settings.schema import RECORD, Records
+
+__all__ = [
+    "Entered",
+    "Finished",
+    "Learned",
+    "Met",
+    "Mixed",
+    "OrderEvent",
+    "OrderLife",
+    "OrderWriter",
+    "Published",
+    "Told",
+    "phases_in",
+    "read_order",
+]
+
+_Whole = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Slot = Annotated[int, Field(ge=0, lt=1 << 20)]
+_Seconds = Annotated[float, Field(ge=0, lt=1e12)]
+_Three = Annotated[list[_Whole], Field(min_length=3, max_length=3)]
+
+
+@with_config(RECORD)
+class _Begin(TypedDict):
+    life: _Whole
+    event: Literal["begin"]
+    number: _Whole
+    round: _Whole
+    source: _Three | None
+    time_s: _Seconds
+
+
+@with_config(RECORD)
+class _Publish(TypedDict):
+    life: _Whole
+    event: Literal["publish"]
+    number: _Whole
+    round: _Whole
+    start_s: _Seconds
+    time_s: _Seconds
+
+
+@with_config(RECORD)
+class _Mix(TypedDict):
+    life: _Whole
+    event: Literal["mix"]
+    number: _Whole
+    alive: list[_Slot] | None
+    heard: list[_Three]
+    time_s: _Seconds
+
+
+@with_config(RECORD)
+class _Learn(TypedDict):
+    life: _Whole
+    event: Literal["learn"]
+    number: _Whole
+    round: _Whole
+    dt: _Seconds
+    start_s: _Seconds
+    time_s: _Seconds
+
+
+@with_config(RECORD)
+class _Meeting(TypedDict):
+    life: _Whole
+    event: Literal["tell", "meet"]
+    peer: _Slot
+    starter: _Slot
+    of: _Whole
+    number: _Whole
+    dt: _Seconds
+    time_s: _Seconds
+
+
+@with_config(RECORD)
+class _End(TypedDict):
+    life: _Whole
+    event: Literal["end"]
+    why: Literal["finished", "left"]
+    round: _Whole
+    dt: _Seconds
+    time_s: _Seconds
+
+
+_Line = _Begin | _Publish | _Mix | _Learn | _Meeting | _End
+_LINES = Records[_Line](Annotated[_Line, Field(discriminator="event")])
+
+
+class Entered(NamedTuple):
+    """A process begins in a slot."""
+
+    number: int
+    """Of its first local phase. What the slot has recorded of this one and of later ones before is void."""
+    round: int
+    """Of this round and of later ones too."""
+    source: tuple[int, int, int] | None
+    """Whose state it begins with: worker, life, and events of that life so far. None for the start of the run."""
+    time_s: float
+
+
+class Published(NamedTuple):
+    """A local phase of gossip has ended."""
+
+    number: int
+    round: int
+    start_s: float
+    time_s: float
+
+
+class Mixed(NamedTuple):
+    """The outer update after it."""
+
+    number: int
+    alive: frozenset[int] | None
+    """None for everyone."""
+    heard: tuple[tuple[int, int, int], ...]
+    """Each peer with the version of its message, and the life that has published it."""
+    time_s: float
+
+
+class Learned(NamedTuple):
+    """A local phase of a worker that meets others has ended."""
+
+    number: int
+    round: int
+    dt: float
+    start_s: float
+    time_s: float
+
+
+class Told(NamedTuple):
+    """A message for a meeting."""
+
+    peer: int
+    starter: int
+    of: int
+    """The life of the starter."""
+    number: int
+    dt: float
+    time_s: float
+
+
+class Met(NamedTuple):
+    """A meeting that counts at this end."""
+
+    peer: int
+    starter: int
+    of: int
+    number: int
+    dt: float
+    time_s: float
+
+
+class Finished(NamedTuple):
+    """The worker ended on purpose."""
+
+    why: Literal["finished", "left"]
+    round: int
+    """Rounds of the run that are over, as far as the worker knows."""
+    dt: float
+    time_s: float
+
+
+OrderEvent = Published | Mixed | Learned | Told | Met | Finished
+_NAMES = {
+    Entered: "begin",
+    Published: "publish",
+    Mixed: "mix",
+    Learned: "learn",
+    Told: "tell",
+    Met: "meet",
+    Finished: "end",
+}
+
+
+class OrderLife(NamedTuple):
+    """One process in a slot."""
+
+    life: int
+    begun: Entered
+    events: tuple[OrderEvent, ...]
+
+    @property
+    def phases(self) -> int:
+        """Local phases that the slot has behind it."""
+        return self.begun.number + sum(isinstance(event, Published | Learned) for event in self.events)
+
+    @property
+    def ended(self) -> Finished | None:
+        """How it has ended; None if it was killed, or runs."""
+        last = self.events[-1] if self.events else None
+        return last if isinstance(last, Finished) else None
+
+
+class OrderWriter(LineWriter):
+    """Writes the order of events of one process; every line is handed to the system before this goes on.
+
+    Args:
+        life: the random number of the process.
+        goes_on: whether earlier lives of the slot stay in the file.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> with OrderWriter(folder, 3, life=77) as log:
+    ...     log.begin(Entered(0, 0, None, 0.0))
+    ...     log.write(Published(0, 0, 0.0, 1.5))
+    ...     log.write(Mixed(0, None, ((1, 2, 99),), 1.5))
+    >>> read_order(folder)[3][0].events[1].heard
+    ((1, 2, 99),)
+    """
+
+    def __init__(self, folder: Path, worker: int, *, life: int, goes_on: bool = False) -> None:
+        make_folder(folder)
+        path = Path(folder) / f"order{worker_suffix(worker)}.jsonl"
+        with writing(path):
+            if not goes_on:
+                path.unlink(missing_ok=True)
+            elif path.exists():
+                _cut_torn(path)
+        super().__init__(path)
+        self._life = life
+        self.place = 0
+        """Events of this life so far."""
+
+    def begin(self, begun: Entered) -> None:
+        """The process begins."""
+        self._write(begun)
+
+    def write(self, event: OrderEvent) -> None:
+        """Appends an event."""
+        self._write(event)
+        self.place += 1
+
+    def _write(self, event: "Entered | OrderEvent") -> None:
+        fields = event._asdict()
+        if isinstance(event, Mixed) and event.alive is not None:
+            fields["alive"] = sorted(event.alive)
+        self._file.write(json_line({"life": self._life, "event": _NAMES[type(event)], **fields}))
+
+
+def read_order(run_folder: Path) -> dict[int, list[OrderLife]]:
+    """The lives of each worker of a run that waits for nobody, in their order; empty for a run without such files.
+
+    Raises: DataError for a line that is none, or that cannot follow those before it.
+    """
+    found: dict[int, list[OrderLife]] = {}
+    for path in sorted(Path(run_folder).glob("order-*.jsonl")):
+        number = path.stem.removeprefix("order-")
+        if number.isascii() and number.isdigit():
+            found[int(number)] = _lives(path)
+    return found
+
+
+def phases_in(lives: Sequence[OrderLife]) -> int:
+    """Local phases that a slot has behind it."""
+    return lives[-1].phases if lives else 0
+
+
+def _lives(path: Path) -> list[OrderLife]:
+    lives: dict[int, _Reader] = {}
+    kinds = set[bool]()
+    for where, line in records(path, _LINES):
+        life = line["life"]
+        if line["event"] == "begin":
+            if life in lives:
+                _impossible(where, f"life {life} begins twice")
+            lives[life] = _Reader(Entered(line["number"], line["round"], _three(line["source"]), line["time_s"]))
+            continue
+        if life not in lives:
+            _impossible(where, f"life {life} has not begun")
+        event = _event_of(line)
+        if not isinstance(event, Finished):
+            kinds.add(isinstance(event, Published | Mixed))
+        if len(kinds) == 2:
+            _impossible(where, "gossip and meetings do not go together")
+        lives[life].add(where, event)
+    return [OrderLife(life, one.begun, tuple(one.events)) for life, one in lives.items()]
+
+
+class _Reader:
+    """The events of one life, each of which must follow from those before it."""
+
+    def __init__(self, begun: Entered) -> None:
+        self.begun = begun
+        self.events: list[OrderEvent] = []
+        self._phases = begun.number
+        self._told: set[tuple[int, ...]] = set()
+
+    def add(self, where: str, event: OrderEvent) -> None:
+        """Appends an event. Raises DataError when it cannot be the next."""
+        before, phases = self.events[-1] if self.events else None, self._phases
+        if isinstance(before, Finished):
+            _impossible(where, "it follows the end")
+        if isinstance(event, Published | Learned) and event.number != phases:
+            _impossible(where, f"phase {event.number} ends after {phases} others")
+        follows = isinstance(event, Mixed) and isinstance(before, Published)
+        if isinstance(event, Mixed) and not (follows and event.number == phases - 1 and _once(event)):
+            _impossible(where, f"an update after phase {event.number} does not follow what is above it")
+        if isinstance(event, Published) and isinstance(before, Published):
+            _impossible(where, "the update after the last phase is missing")
+        if isinstance(event, Told | Met):
+            key = event[:4]
+            if (key in self._told) != isinstance(event, Met):
+                told = "twice" if key in self._told else "never"
+                _impossible(where, f"a meeting with worker {event.peer} that was told {told}")
+            self._told.symmetric_difference_update({key})
+        self._phases += isinstance(event, Published | Learned)
+        self.events.append(event)
+
+
+def _event_of(line: _Publish | _Mix | _Learn | _Meeting | _End) -> OrderEvent:
+    if line["event"] == "publish":
+        return Published(line["number"], line["round"], line["start_s"], line["time_s"])
+    if line["event"] == "mix":
+        alive = None if line["alive"] is None else frozenset(line["alive"])
+        return Mixed(line["number"], alive, tuple((j, v, m) for j, v, m in line["heard"]), line["time_s"])
+    if line["event"] == "learn":
+        return Learned(line["number"], line["round"], line["dt"], line["start_s"], line["time_s"])
+    if line["event"] == "end":
+        return Finished(line["why"], line["round"], line["dt"], line["time_s"])
+    kind = Told if line["event"] == "tell" else Met
+    return kind(line["peer"], line["starter"], line["of"], line["number"], line["dt"], line["time_s"])
+
+
+def _three(value: list[int] | None) -> tuple[int, int, int] | None:
+    return None if value is None else (value[0], value[1], value[2])
+
+
+def _once(event: Mixed) -> bool:
+    return len({j for j, _, _ in event.heard}) == len(event.heard)
+
+
+def _cut_torn(path: Path) -> None:
+    """Removes a last line that a killed process left half-written."""
+    with path.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+
+
+def _impossible(where: str, why: str) -> NoReturn:
+    raise DataError(f"{where}: {why}; restore the file as the run wrote it")

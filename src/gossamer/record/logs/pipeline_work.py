@@ -1,0 +1,89 @@
+"""What the inner steps of a run in stages have to do, in `pipeline.json` of its folder; with a network it gives their seconds.
+
+Whoever prices the run again, on any network, needs no model and no codec for it. A run of whole replicas has no such file.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import ConfigError, DataError
+from gossamer.record.whole_files import atomic_write
+from gossamer.settings.schema import RECORD, Records, parse_toml
+
+__all__ = ["PIPELINE_FILE", "PipelineWork", "has_stages", "read_pipeline", "write_pipeline"]
+
+PIPELINE_FILE = "pipeline.json"
+_MOST_PASSES = 1_000_000
+"""Of micro-batches through pieces in an inner step, whose seconds are found pass by pass."""
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Sizes = Annotated[list[Annotated[int, Field(ge=0, lt=2**53)]], Field(max_length=4095)]
+
+
+@with_config(RECORD)
+class PipelineWork(TypedDict):
+    """The work of an inner step of a worker in stages."""
+
+    stages: Annotated[int, Field(ge=2, le=4096)]
+    chunks: Annotated[int, Field(ge=1, le=4096)]
+    schedule: Literal["gpipe", "1f1b", "interleaved"]
+    micro_batches: Annotated[int, Field(ge=1)]
+    shares: Annotated[list[_Share], Field(max_length=4096)]
+    """Of each piece in the work."""
+    forward_bytes: _Sizes
+    """Of one micro-batch over each boundary, at most."""
+    backward_bytes: _Sizes
+    again_bytes: _Sizes
+    """As `forward_bytes`, of samples that the boundary remembers."""
+    first: _Share
+    """Of all inner steps of the run, those whose samples no boundary remembers."""
+    cut: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=2**20)] | None
+    """The workers in stages; null for all."""
+
+
+_WORK = Records[PipelineWork](PipelineWork)
+
+
+def read_pipeline(run_folder: Path) -> PipelineWork | None:
+    """The work of an inner step of a run in stages; None where nothing says that it is. Raises DataError for a spoilt record."""
+    path = run_folder / PIPELINE_FILE
+    if not path.exists():
+        return None
+    work = _WORK.parse(path.read_bytes(), str(path))
+    pieces = work["stages"] * work["chunks"]
+    found = [len(work["shares"]), *(len(work[key]) + 1 for key in ("forward_bytes", "backward_bytes", "again_bytes"))]
+    if found != [pieces] * 4:
+        raise DataError(
+            f"{path} has {pieces} pieces, {found[0]} shares, and bytes between {found[1]}, {found[2]} and {found[3]} pieces, "
+            "but as many of each are needed; repair or remove the file"
+        )
+    if pieces * work["micro_batches"] > _MOST_PASSES:
+        raise DataError(
+            f"{path} has {work['micro_batches']} micro-batches in {pieces} pieces, and at most {_MOST_PASSES} passes of an inner "
+            "step are priced; repair or remove the file"
+        )
+    return work
+
+
+def write_pipeline(run_folder: Path, work: PipelineWork | None) -> None:
+    """Puts the work of an inner step into the folder of a run, all at once; None, of whole replicas, removes it."""
+    if work is None:
+        (run_folder / PIPELINE_FILE).unlink(missing_ok=True)
+    else:
+        atomic_write(run_folder / PIPELINE_FILE, json.dumps(work).encode())
+
+
+def has_stages(run_toml: str) -> bool:
+    """Whether the text of a run file cuts workers into stages.
+
+    >>> has_stages("[pipeline]\\nstages = 2"), has_stages("workers = 2")
+    (True, False)
+    """
+    try:
+        pipeline = parse_toml(run_toml, "the run file").get("pipeline", {})
+    except ConfigError:
+        return False
+    return isinstance(pipeline, dict) and pipeline.get("stages", 1) != 1

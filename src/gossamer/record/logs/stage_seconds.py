@@ -1,0 +1,91 @@
+"""What each stage of a worker did: one line for each process and round of a run whose workers have several.
+
+`stages-003-1.jsonl` has those of stage 1 of worker 3:
+
+* `{"round":r,"worker":i,"stage":s,"compute_s":a,"wait_s":b,"forward_bytes":c,"backward_bytes":d,"outer_bytes":e}`
+
+A stage computes, codecs included, or waits for another stage; activations, and gradients of them, that it has sent are counted
+with the lengths before them; the outer bytes are what it has sent to its peers.
+
+A simulation that has networks writes `stages.jsonl` when it ends: such lines of all stages, with the key `network`, on which
+their seconds are priced, and without the outer bytes, which its trace has of whole workers.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from gossamer.errors import ConfigError
+from gossamer.record.jsonl import json_line, json_lines
+from gossamer.record.whole_files import LineWriter, atomic_write, make_folder, worker_suffix
+
+__all__ = ["STAGES_FILE", "StageLog", "StageSeconds", "end_logs_of_others", "read_stages", "stage_lines", "stage_log"]
+
+STAGES_FILE = "stages.jsonl"
+"""That of a simulation."""
+
+
+class StageSeconds(NamedTuple):
+    """One process in one round."""
+
+    round: int
+    worker: int
+    stage: int
+    compute_s: float
+    wait_s: float
+    forward_bytes: int
+    backward_bytes: int
+    outer_bytes: int | None
+    """None where they are not known stage by stage."""
+    network: str | None = None
+    """The declared network whose seconds these are; None for measured seconds."""
+
+
+def stage_lines(seconds: Iterable[StageSeconds]) -> str:
+    """The text of a file; what is None has no key."""
+    return "".join(json_line({k: v for k, v in one._asdict().items() if v is not None}) for one in seconds)
+
+
+class StageLog(LineWriter):
+    """Writes the seconds of one process, a line for each round."""
+
+    def log(self, seconds: StageSeconds) -> None:
+        """Appends a line."""
+        self._file.write(stage_lines([seconds]))
+
+
+def stage_log(folder: Path, worker: int, part: int, parts: int, resume_round: int | None) -> StageLog:
+    """The log of one process; a run that goes on drops the lines of this round and later ones.
+
+    Raises: ConfigError when a new run would mix with an old one.
+    """
+    make_folder(folder)
+    path = folder / f"stages{worker_suffix(worker, part, parts)}.jsonl"
+    if path.exists():
+        if resume_round is None:
+            raise ConfigError(
+                f"the run folder '{folder}' already holds {path.name}; name a new one with --out, or go on with --resume {folder}"
+            )
+        _keep_before(path, resume_round)
+    return StageLog(path)
+
+
+def end_logs_of_others(folder: Path, worker: int, parts: int, resume_round: int) -> None:
+    """Drops the lines of this round and later ones from the logs of stages that a run with fewer of them no longer has."""
+    for path in sorted(folder.glob(f"stages{worker_suffix(worker)}-*.jsonl")):
+        part = path.stem.rpartition("-")[2]
+        if parts == 1 or (part.isdecimal() and int(part) >= parts):
+            _keep_before(path, resume_round)
+
+
+def _keep_before(path: Path, round: int) -> None:
+    kept = [line for _, line in json_lines(path) if line.get("round", 0) < round]
+    atomic_write(path, "".join(map(json_line, kept)).encode())
+
+
+def read_stages(folder: Path) -> Iterator[StageSeconds]:
+    """The lines of all stages of a run. Raises DataError for a line that is no JSON object."""
+    for path in sorted(folder.glob("stages*.jsonl")):
+        for _, line in json_lines(path):
+            known = {"outer_bytes": None, **line}
+            yield StageSeconds(**{name: known[name] for name in StageSeconds._fields if name in known})

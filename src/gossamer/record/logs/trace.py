@@ -1,0 +1,329 @@
+"""What a run did, apart from how long its network took: local steps, compute seconds and every message with its bytes.
+
+Both drivers write the same lines, so a run is trained once and priced on any number of networks (`gossamer.network.links`).
+A simulated run leaves one `trace.jsonl` in its folder, a real one a `trace-003.jsonl` for each worker.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import DataError
+from gossamer.record.jsonl import json_line, records
+from gossamer.settings.schema import RECORD, Records
+
+__all__ = [
+    "KINDS",
+    "Entry",
+    "Integers",
+    "Kind",
+    "Messages",
+    "Operation",
+    "Trace",
+    "entry_of",
+    "from_entries",
+    "from_targets",
+    "line_of",
+    "read_trace",
+    "trace_files",
+]
+
+Integers = NDArray[np.signedinteger[Any]]
+"""An array of integers of any width."""
+
+Kind = Literal["exchange", "mean"]
+"""How the messages of an operation depend on each other.
+
+"exchange": each is sent as soon as its sender is ready, and only its two ends wait for it.
+"mean": a sum by chunk owners; everybody sends each owner its chunk and gets the sum back, so all wait for all.
+"""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""Every kind; its place is its code in the columns of a trace, and kinds of one round happen in this order."""
+
+_MAX_CELLS = 2**28
+"""Rounds times workers that a trace may span: a foreign line that names round 2^30 must not claim all memory."""
+
+
+class Operation(NamedTuple):
+    """One communication of one worker, as the messages it became: `(peer, bytes)` each way."""
+
+    kind: Kind
+    fragment: int
+    sends: tuple[tuple[int, int], ...]
+    receives: tuple[tuple[int, int], ...]
+    overlap_steps: int = 0
+    """Inner steps between sending and waiting for the result, of the worker that takes most of them in this round; one that
+    takes a share of those waits after that share, rounded down. 0 waits at once; sender and receiver record the same number."""
+
+
+class Entry(NamedTuple):
+    """What one worker did in one round: its local phase (measured) and the operations after it.
+
+    A run that communicates within its rounds writes an entry for each part: the steps since the last, then what was sent.
+    """
+
+    round: int
+    worker: int
+    local_steps: int
+    compute_s: float
+    operations: tuple[Operation, ...]
+
+
+_Index = Annotated[int, Field(ge=0, lt=2**31)]
+_Size = Annotated[int, Field(ge=0, lt=2**50)]
+_Messages = tuple[tuple[_Index, _Size], ...]
+
+
+@with_config(RECORD)
+class _Part(TypedDict):
+    """An operation in a line of a trace file."""
+
+    kind: Kind
+    fragment: _Index
+    sends: _Messages
+    receives: _Messages
+    overlap_steps: NotRequired[_Index]
+
+
+@with_config(RECORD)
+class _Line(TypedDict):
+    """A line of a trace file."""
+
+    round: _Index
+    worker: _Index
+    steps: _Index
+    compute_s: Annotated[float, Field(ge=0, le=1e9)]
+    ops: tuple[_Part, ...]
+
+
+_LINES = Records[_Line](_Line)
+
+
+class Messages(NamedTuple):
+    """Every message of a run as columns `[M]`, sorted by round, kind, source, target, fragment, bytes and overlap."""
+
+    round: Integers
+    kind: Integers
+    source: Integers
+    target: Integers
+    fragment: Integers
+    bytes: Integers
+    overlap_steps: Integers
+
+    def span(self, start: int, stop: int) -> "Messages":
+        """Messages start to stop, as views."""
+        return Messages(*(column[start:stop] for column in self))
+
+
+class Trace(NamedTuple):
+    """A run as arrays; a worker that was absent in a round took 0 steps in 0 seconds."""
+
+    steps: Integers
+    """Inner steps, `[rounds, workers]`."""
+    compute_s: NDArray[np.float64]
+    """Measured seconds of the local phases, `[rounds, workers]`."""
+    messages: Messages
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return self.steps.shape[0]
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.steps.shape[1]
+
+    @property
+    def sent_bytes(self) -> Integers:
+        """Bytes each worker sent in the whole run, `[workers]`."""
+        sent = np.zeros(self.workers, np.int64)
+        np.add.at(sent, self.messages.source, self.messages.bytes)
+        return sent
+
+
+def line_of(entry: Entry) -> str:
+    """An entry as one line of a trace file.
+
+    >>> line_of(Entry(0, 3, 15, 1.2, (Operation("exchange", 0, ((5, 34),), ((5, 34),)),)))
+    '{"round":0,"worker":3,"steps":15,"compute_s":1.2,"ops":[{"kind":"exchange","fragment":0,"sends":[[5,34]],"receives":[[5,34]]}]}\\n'
+    """
+    return json_line(
+        {
+            "round": entry.round,
+            "worker": entry.worker,
+            "steps": entry.local_steps,
+            "compute_s": entry.compute_s,
+            "ops": [_plain(operation) for operation in entry.operations],
+        }
+    )
+
+
+def entry_of(line: bytes | str, where: str) -> Entry:
+    """The entry that a line of a trace file stands for; `where` is named when it is none.
+
+    Raises: DataError for a missing or unknown key, a wrong type, or a number out of bounds.
+    """
+    return _entry(_LINES.parse(line, where), where)
+
+
+def _entry(line: _Line, where: str) -> Entry:
+    worker = line["worker"]
+    operations = []
+    for part in line["ops"]:
+        sends, receives = part["sends"], part["receives"]
+        if any(peer == worker for peer, _ in sends) or any(peer == worker for peer, _ in receives):
+            raise DataError(
+                f"{where} has worker {worker} talking to itself but peers are other workers; repair the line"
+            )
+        operations.append(Operation(part["kind"], part["fragment"], sends, receives, part.get("overlap_steps", 0)))
+    return Entry(line["round"], worker, line["steps"], line["compute_s"], tuple(operations))
+
+
+def trace_files(run_folder: Path) -> list[Path]:
+    """The trace files of a run folder, sorted by name; none when the run left no trace."""
+    return sorted(Path(run_folder).glob("trace*.jsonl"))
+
+
+def read_trace(run_folder: Path) -> Trace:
+    """The trace of a run, from all the files its workers wrote.
+
+    Raises: DataError when there is none, a line is malformed, or the lines contradict each other.
+    """
+    files = trace_files(run_folder)
+    if not files:
+        raise DataError(
+            f"{run_folder} holds no trace*.jsonl; give the folder of a run made by gossamer simulate or gossamer train"
+        )
+    return from_entries(_entry(line, where) for path in files for where, line in records(path, _LINES))
+
+
+def from_entries(entries: Iterable[Entry]) -> Trace:
+    """The columnar form of a run, in whatever order its entries come.
+
+    A message that only its sender or its receiver recorded (the other died before writing its line) counts as well.
+    Raises: DataError for two entries of one worker and round, a peer without any entry, or ends that differ about a
+        message.
+    """
+    cells, seconds = array("q"), array("d")
+    told, heard = array("q"), array("q")
+    for entry in entries:
+        cells.extend((entry.round, entry.worker, entry.local_steps))
+        seconds.append(entry.compute_s)
+        for kind, fragment, sends, receives, overlap_steps in entry.operations:
+            code = KINDS.index(kind)
+            for peer, size in sends:
+                told.extend((entry.round, code, entry.worker, peer, fragment, size, overlap_steps))
+            for peer, size in receives:
+                heard.extend((entry.round, code, peer, entry.worker, fragment, size, overlap_steps))
+
+    at_round, at_worker, steps = _rows(cells, 3).T
+    rows = _agreed(_sorted(_rows(told, 7)), _sorted(_rows(heard, 7)))
+    rounds = 1 + int(at_round.max(initial=-1))
+    workers = 1 + int(max(at_worker.max(initial=-1), rows[:, 2:4].max(initial=-1)))
+    present = np.unique(at_worker)
+    if len(present) < workers:
+        silent = next((place for place, worker in enumerate(present) if place != worker), len(present))
+        raise DataError(
+            f"the trace names {workers} workers but worker {silent} has no entry of its own; "
+            "gather the trace files of all workers in one folder"
+        )
+    if rounds * workers > _MAX_CELLS:
+        raise DataError(
+            f"the trace spans {rounds} rounds of {workers} workers but at most {_MAX_CELLS} cells are allowed; "
+            "look for a line with a wrong round"
+        )
+    known, times = np.unique(at_round * workers + at_worker, return_counts=True)
+    if len(known) < len(at_round):
+        where = int(known[times > 1][0])
+        raise DataError(
+            f"the trace has {times.max()} entries for round {where // workers} of worker {where % workers} "
+            "but 1 is allowed; two runs were written into one folder, keep them apart"
+        )
+    trace = Trace(np.zeros((rounds, workers), np.int64), np.zeros((rounds, workers)), _messages(rows))
+    trace.steps[at_round, at_worker] = steps
+    trace.compute_s[at_round, at_worker] = seconds
+    return trace
+
+
+def from_targets(
+    targets: NDArray[np.integer],
+    payload_bytes: int,
+    steps: ArrayLike,
+    compute_s: ArrayLike = 0.0,
+    kind: Kind = "exchange",
+) -> Trace:
+    """The trace of a run that was only planned: in round r worker i sends one payload to each of `targets[r, i]`.
+
+    Args:
+        targets: `[rounds, workers]` or `[rounds, workers, k]` worker numbers; a worker's own number is no message.
+        steps, compute_s: inner steps and their seconds, anything that broadcasts to `[rounds, workers]`.
+    Cost: 12 bytes a message; no loop over messages.
+
+    >>> from_targets(np.array([[1, 0], [0, 1]]), 100, steps=30).sent_bytes
+    array([100, 100])
+    """
+    rounds, workers = targets.shape[:2]
+    assert targets.size == 0 or (targets.min() >= 0 and targets.max() < workers), "targets are worker numbers"
+    ordered = np.sort(targets if targets.ndim == 3 else targets[:, :, None], axis=2).astype(np.int32)
+    at_round, source, place = np.nonzero(ordered != np.arange(workers, dtype=np.int32)[:, None])
+    count = len(at_round)
+    messages = Messages(
+        at_round.astype(np.int32),
+        np.broadcast_to(np.int8(KINDS.index(kind)), count),
+        source.astype(np.int32),
+        ordered[at_round, source, place],
+        np.broadcast_to(np.int32(0), count),
+        np.broadcast_to(np.int64(payload_bytes), count),
+        np.broadcast_to(np.int32(0), count),
+    )
+    shape = (rounds, workers)
+    return Trace(
+        np.broadcast_to(np.asarray(steps, np.int64), shape),
+        np.broadcast_to(np.asarray(compute_s, float), shape),
+        messages,
+    )
+
+
+def _rows(flat: "array[int]", width: int) -> NDArray[np.int64]:
+    return np.frombuffer(flat, np.int64).reshape(-1, width) if flat else np.empty((0, width), np.int64)
+
+
+def _sorted(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    return rows[np.lexsort(rows.T[::-1])]
+
+
+def _agreed(told: NDArray[np.int64], heard: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The messages that either end recorded, once each; both are sorted."""
+    if np.array_equal(told, heard):
+        return told
+    sent, got = (Counter(map(tuple, rows.tolist())) for rows in (told, heard))
+    disputed = {row[:5] for row in sent - got} & {row[:5] for row in got - sent}
+    if disputed:
+        round_, _, source, target, _ = min(disputed)
+        raise DataError(
+            f"the trace of round {round_} has two sizes or overlaps for the message from worker {source} to worker {target}, "
+            "but both must record the same; gather the trace files of one run only"
+        )
+    return np.array(sorted((sent | got).elements()), np.int64)
+
+
+def _messages(rows: NDArray[np.int64]) -> Messages:
+    """The columns of sorted rows, in the types that `Messages` keeps them in."""
+    types = (np.int32, np.int8, np.int32, np.int32, np.int32, np.int64, np.int32)
+    return Messages(*(np.ascontiguousarray(column, dtype) for column, dtype in zip(rows.T, types, strict=True)))
+
+
+def _plain(operation: Operation) -> dict[str, Any]:
+    fields = operation._asdict()
+    if not operation.overlap_steps:
+        del fields["overlap_steps"]
+    return fields

@@ -1,0 +1,177 @@
+"""What a page of runs shows, as plain values: the same for a page that is live and for a report that is frozen."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gossamer.report.table import ranked, table_cells
+from gossamer.report.verdict import verdict
+from gossamer.version import __version__
+
+__all__ = ["groups_of", "page_contents", "row_of_view"]
+
+_AXES = (
+    ("round", "rounds"),
+    ("step", "inner steps"),
+    ("tokens", "tokens of all workers"),
+    ("bytes", "bytes sent per worker"),
+)
+_TITLES = {
+    "loss": "Validation loss of the mean model",
+    "own": "Validation loss, mean of the workers' own",
+    "worst worker": "Validation loss of the worst worker",
+    "disagreement": "Disagreement of the workers (rms)",
+    "js_divergence": "Disagreement of their predictions (Jensen-Shannon, nats)",
+}
+_LOG = ("disagreement", "js_divergence")
+
+
+def page_contents(
+    views: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    title: str,
+    live: bool,
+    command: str,
+    date: str,
+) -> dict[str, Any]:
+    """Everything on a page.
+
+    Args:
+        views: of `gossamer.report.page.view.run_view`, in the order to show.
+        rows: of `gossamer.report.table.summary_rows`.
+        command, date: how and when what is shown was made.
+    """
+    axes = _axes(views)
+    rows = ranked(rows)
+    headings, cells = table_cells(rows)
+    return {
+        "title": title,
+        "live": live,
+        "verdict": verdict(rows, running=any(view.get("state") in ("training", "starting") for view in views)),
+        "command": command,
+        "date": date,
+        "version": __version__,
+        "axes": axes,
+        "axis": _default_axis(axes, rows),
+        "figures": _figures(views),
+        "runs": views,
+        "groups": groups_of(views),
+        "table": {"headings": headings, "rows": cells, "best": _best(rows)},
+    }
+
+
+def row_of_view(view: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table for a run that is followed, with the keys of `gossamer.report.table.summary_rows`."""
+    evals = view.get("evals", {"x": {}, "y": {}})
+    trained = max(evals["x"].get("round", []), default=0) > 0  # else there are initial values alone
+    last = {key: values[-1] for key, values in evals["y"].items() if values and trained}
+    wall_s = {name or "its own clock": end_s for name, end_s in view.get("ends_s", {}).items()}
+    return {
+        "method": view["label"],
+        "loss": _known(last, "loss") if "loss" in last else _known(last, "own"),
+        "worst_loss": _known(last, "worst worker"),
+        "disagreement": _known(last, "disagreement"),
+        "js_divergence": _known(last, "js_divergence"),
+        "sent_bytes": view.get("sent_bytes"),
+        "wall_s": wall_s,
+        "utilisation": {name: _computing(view, name) for name in wall_s},
+    }
+
+
+def groups_of(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The runs of one method with several seeds, whose labels end in " seed=3", with the mean and the range of their curves.
+
+    >>> run = lambda seed, loss: {"label": f"a seed={seed}", "evals": {"x": {"round": [1]}, "y": {"loss": [loss]}}}
+    >>> (group,) = groups_of([run(0, 1.0), run(1, 2.0)])
+    >>> group["label"], group["runs"], group["mean"]["y"], group["low"], group["high"]
+    ('a', [0, 1], {'loss': [1.5]}, {'loss': [1.0]}, {'loss': [2.0]})
+    """
+    members: dict[str, list[int]] = {}
+    for place, view in enumerate(views):
+        members.setdefault(view["label"].partition(" seed=")[0], []).append(place)
+    return [
+        {"label": label, "runs": places, **_spread([views[k] for k in places])} for label, places in members.items()
+    ]
+
+
+def _spread(views: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    curves = [view["evals"] for view in views if view.get("evals", {}).get("y")]
+    if len(curves) < 2 or any(curve["x"]["round"] != curves[0]["x"]["round"] for curve in curves):
+        return {"mean": None}
+    xs = {axis: _each([curve["x"].get(axis) for curve in curves], statistics.fmean) for axis in curves[0]["x"]}
+    names = [name for name in curves[0]["y"] if all(name in curve["y"] for curve in curves)]
+    ys = [[curve["y"][name] for curve in curves] for name in names]
+    mean, low, high = (
+        {name: _each(y, of) for name, y in zip(names, ys, strict=True)} for of in (statistics.fmean, min, max)
+    )
+    return {"mean": {"x": xs, "y": mean}, "low": low, "high": high}
+
+
+def _each(curves: Sequence[Sequence[float | None] | None], of: Any) -> list[float | None]:
+    """A figure of several curves, point by point; None where one of them has none."""
+    if any(curve is None for curve in curves):
+        return []
+    return [
+        None if None in point else of(point)
+        for point in zip(*(curve for curve in curves if curve is not None), strict=True)
+    ]
+
+
+def _axes(views: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """What all runs that have a curve can be drawn over."""
+    having = [
+        set(curve["x"]) for view in views for key in ("evals", "training") if (curve := view.get(key)) and curve["y"]
+    ]
+    shared = set.intersection(*having) if having else set()
+    times = [axis for view in views for axis in view.get("evals", {}).get("x", {}) if axis.startswith("time:")]
+    found = [{"key": key, "label": label} for key, label in _AXES if key in shared]
+    for axis in dict.fromkeys(times):
+        name = axis.removeprefix("time:")
+        found.append({"key": axis, "label": f"seconds on {name}" if name else "measured seconds"})
+    return found
+
+
+def _default_axis(axes: Sequence[Mapping[str, str]], rows: Sequence[Mapping[str, Any]]) -> str:
+    """The clock on which the runs differ most, as that is what communication decides; inner steps without a clock."""
+    keys, spread = [axis["key"] for axis in axes], dict[str, float]()
+    for key in keys:
+        seconds = [row["wall_s"][name] for row in rows if (name := key.removeprefix("time:")) in row["wall_s"]]
+        if key.startswith("time:") and len(seconds) == len(rows) > 0 and min(seconds) > 0:
+            spread[key] = max(seconds) / min(seconds)
+    widest = max(spread, key=lambda key: spread[key], default="")
+    if widest and spread[widest] > 1:
+        return widest
+    return next((key for key in ("step", "round") if key in keys), keys[0] if keys else "round")
+
+
+def _figures(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    names = dict.fromkeys(name for view in views for key in ("evals", "own") for name in view.get(key, {}).get("y", {}))
+    ordered = [name for name in _TITLES if name in names] + [name for name in names if name not in _TITLES]
+    figures = [
+        {"key": name, "title": _TITLES.get(name, name.replace("_", " ")), "log": name in _LOG} for name in ordered
+    ]
+    if any(view.get("training", {}).get("y", {}).get("loss") for view in views):
+        figures.append({"key": "training", "title": "Training loss, mean over workers", "log": False})
+    return figures
+
+
+def _best(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Which row of several has the lowest loss."""
+    losses = [
+        (row["loss"], place) for place, row in enumerate(rows) if row["loss"] is not None and math.isfinite(row["loss"])
+    ]
+    return min(losses)[1] if losses and len(rows) > 1 else None
+
+
+def _known(figures: Mapping[str, Any], key: str) -> float | None:
+    """A figure: None where it is missing, NaN where it was not finite."""
+    return None if key not in figures else math.nan if figures[key] is None else figures[key]
+
+
+def _computing(view: Mapping[str, Any], name: str) -> float:
+    """The share of its seconds that a run computed; NaN where its seconds are not recorded."""
+    kinds = view.get("spent", {}).get("" if name == "its own clock" else name, {}).get("kinds", [])
+    total = sum(map(sum, kinds))
+    return sum(row[0] for row in kinds) / total if total else math.nan

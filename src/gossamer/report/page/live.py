@@ -1,0 +1,153 @@
+"""The runs of a live page: found in the folders that were given, followed, and shown as far as they have been read."""
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gossamer.errors import ConfigError, DataError
+from gossamer.record.folder import finite
+from gossamer.record.logs.pipeline_work import PIPELINE_FILE
+from gossamer.record.logs.trace import read_trace
+from gossamer.report.page.contents import page_contents, row_of_view
+from gossamer.report.page.view import run_view, standings
+from gossamer.report.reading.follow import FollowedRun
+from gossamer.report.reading.moment import moment_of
+from gossamer.report.reading.prices import prices_of
+
+__all__ = ["LiveRuns"]
+
+_LOOK_S, _LONG_LOOK_S = 0.5, 2.0
+"""How long the first look reads before it shows what it has, and how long each further one, which would show little more."""
+_MOST_RUNS = 64
+_MOST_REPLAYED = 3000
+"""Messages of a run under way that are replayed one by one in order to price it; `price` needs up to 1 ms for each."""
+_MOST_PRICED = 1_000_000
+"""Messages of a run under way that are priced at all."""
+
+
+class LiveRuns:
+    """Follows runs; any thread may ask.
+
+    Args:
+        roots: run folders, or folders that hold run folders, also ones that appear later.
+        command: what shows this page again.
+        awaited: whether a root may be missing so far.
+    Raises: ConfigError for a root that is no folder.
+    """
+
+    def __init__(self, roots: Sequence[Path], *, command: str = "", awaited: bool = False) -> None:
+        for root in roots:
+            if not root.is_dir() and (root.exists() or not awaited):
+                raise ConfigError(f"'{root}' is no folder; give run folders, or a folder that holds them")
+        # A link is resolved once, when it is given; where it leads later is another folder.
+        self._roots = [root.resolve() for root in roots]
+        self._command = command
+        self._lock = threading.Lock()
+        self._runs: dict[Path, FollowedRun] = {}
+        self._prices: dict[Path, tuple[int, dict[str, NDArray[np.float64]]]] = {}
+        self._answer: tuple[str, bytes] = "", b""
+        self._empty: list[str] = []
+
+    def data(self, have: str) -> bytes:
+        """The page's contents as JSON; only what time has changed where the page has this revision already."""
+        with self._lock:
+            self._look()
+            now_s, runs = time.time(), list(self._runs.values())
+            revision = "-".join(str(run.revision) for run in runs) + f"/{len(self._empty)}"
+            if revision == have:
+                pulse = [{**_pulse(run, now_s), "progress": round(run.progress, 3)} for run in runs]
+                return json.dumps({"revision": revision, "pulse": pulse, "notes": self._empty}).encode()
+            if revision != self._answer[0]:
+                self._answer = revision, self._contents(runs, now_s, revision)
+            return self._answer[1]
+
+    def moment(self, run: int, round: int) -> bytes:
+        """One round of the run at this place as JSON; empty where there is no such run or round."""
+        with self._lock:
+            runs = list(self._runs.values())
+            if not 0 <= run < len(runs) or (one := runs[run]).file is None or not 0 <= round < 2**31:
+                return b""
+            return json.dumps(finite(moment_of(one, round))).encode()
+
+    def _look(self) -> None:
+        self._find()
+        until_s = time.monotonic() + (_LONG_LOOK_S if self._answer[0] else _LOOK_S)
+        for run in self._runs.values():
+            run.look(max(until_s, time.monotonic() + 0.02))  # the last of many gets a little too
+
+    def _find(self) -> None:
+        """New run folders; what has gone stays as it was last seen."""
+        self._empty = []
+        for root in self._roots:
+            inside = sorted(path.parent for path in root.glob("*/run.toml") if not path.parent.is_symlink())
+            found = [root] if (root / "run.toml").is_file() else inside
+            if not found and not any(folder.is_relative_to(root) for folder in self._runs):
+                self._empty.append(f"{root} holds no run so far; a run that begins there is shown")
+            for folder in found:
+                if folder not in self._runs and len(self._runs) < _MOST_RUNS:
+                    self._runs[folder] = FollowedRun(self._label(folder), folder)
+
+    def _label(self, folder: Path) -> str:
+        alike = [other for other in self._runs if other.name == folder.name]
+        return f"{folder.parent.name}/{folder.name}" if alike else folder.name
+
+    def _contents(self, runs: Sequence[FollowedRun], now_s: float, revision: str) -> bytes:
+        views = [run_view(run, now_s, self._priced(run)) for run in runs]
+        names = [run.label if run.file is None else run.file.name for run in runs]
+        for view, name in zip(views, names, strict=True):
+            if names.count(name) == 1:  # else the name of its folder tells it from the others
+                view["label"] = name
+        title = views[0]["name"] if len(views) == 1 else f"{len(views)} runs" if views else "no run yet"
+        contents = page_contents(
+            views, [row_of_view(view) for view in views], title=title, live=True, command=self._command,
+            date=f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%d %H:%M} UTC",
+        )  # fmt: skip
+        answer = {**contents, "revision": revision, "notes": self._empty}
+        try:
+            return json.dumps(answer, allow_nan=False).encode()
+        except ValueError:  # a figure is not finite, which is rare: to look for one takes longer than all else
+            return json.dumps(finite(answer), allow_nan=False).encode()
+
+    def _priced(self, run: FollowedRun) -> dict[str, NDArray[np.float64]]:
+        """When each round of a simulation under way ends on its networks; priced again when it is half as long again."""
+        if run.file is None or run.file.kind != "rounds" or run.clock or not run.traced_lines or not run.file.networks:
+            return {}
+        rounds, found = self._prices.get(run.folder, (0, {}))
+        if run.done >= max(2, 1.5 * rounds):
+            found = _prices(run)
+            self._prices[run.folder] = run.done, found
+        return found
+
+
+def _pulse(run: FollowedRun, now_s: float) -> dict[str, Any]:
+    """What time alone changes."""
+    if run.file is None:
+        return {"age_s": None, "standings": []}
+    return {"age_s": max(0.0, round(now_s - run.modified_s, 1)), "standings": standings(run, now_s)}
+
+
+def _prices(run: FollowedRun) -> dict[str, NDArray[np.float64]]:
+    assert run.file is not None
+    if run.traced_lines > _MOST_PRICED or (run.folder / PIPELINE_FILE).is_symlink():
+        return {}
+    try:
+        trace = read_trace(run.folder)
+        count = len(trace.messages.round)
+        overlaps = bool(trace.messages.overlap_steps.any())
+        few = {
+            name: network
+            for name, network in run.file.networks.items()
+            if count <= (_MOST_REPLAYED if network.shares or overlaps else _MOST_PRICED)
+        }
+        timelines = prices_of(run.folder, run.file.text, trace, few)
+    except (ConfigError, DataError, OSError):
+        # A worker has not written its first line, or the file is just being replaced.
+        return {}
+    return {name: one.end_s.max(axis=1)[run.parts - 1 :: run.parts] for name, one in timelines.items()}

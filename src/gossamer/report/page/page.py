@@ -1,0 +1,167 @@
+"""Runs side by side as one HTML page that needs no other file: the parts of the live page, frozen, with settings and samples."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from gossamer.errors import MissingPackageError, require
+from gossamer.network.links import Network, to_toml
+from gossamer.record.folder import finite
+from gossamer.record.whole_files import atomic_write, make_folder
+from gossamer.report.charts import png
+from gossamer.report.page.assets import whole_page
+from gossamer.report.page.contents import page_contents
+from gossamer.report.page.panels import ranking, small_charts
+from gossamer.report.page.view import run_view
+from gossamer.report.reading.follow import FollowedRun
+from gossamer.report.reading.moment import moment_of
+from gossamer.report.reading.runs import RunData, loss_curves, read_runs, summary_row
+from gossamer.report.table import MANY, html_table, loss_rank, markdown_table, summary_rows
+
+__all__ = ["pictures", "table_of", "write_pages", "write_report"]
+
+log = logging.getLogger("gossamer")
+
+_FIRST, _LAST = 24, 4
+"""Rounds of each run whose pairs and seconds are on the page."""
+_FEW = 4
+"""Up to so many configurations stand side by side; more are folded into one."""
+_MOST_NUMBERS = 30_000
+"""About so many numbers of all rounds of all runs together are on the page; of many or large runs it has fewer rounds."""
+
+
+def write_report(
+    runs: Mapping[str, Path], out_html: Path, networks: Mapping[str, Network] | None, *, command: str = ""
+) -> None:
+    """Writes a page with what the runs show, their table, curves, pairs and seconds, settings and samples; it loads nothing.
+
+    Equal folders give equal pages. The date is that of the newest record.
+
+    Args:
+        networks: that price all runs; None prices each on those of its own run file.
+        command: the one that wrote it, to be shown.
+    Raises: DataError and ConfigError as `summary_rows` does.
+    """
+    loaded = read_runs(runs, networks)
+    if len(loaded) >= MANY:
+        loaded.sort(key=lambda run: loss_rank(summary_row(run)["loss"]))
+    followed = [_followed(run.label, runs[run.label]) for run in loaded]
+    title = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs compared"
+    newest_s = max((one.modified_s for one in followed), default=0.0)
+    # A report tells of a run that is over, or as if it were: nobody in it is silent.
+    views = [run_view(one, one.modified_s, _ends(run)) for one, run in zip(followed, loaded, strict=True)]
+    contents = page_contents(
+        views, [summary_row(run) for run in loaded], title=title, live=False, command=command,
+        date=f"{datetime.fromtimestamp(newest_s, UTC):%Y-%m-%d %H:%M} UTC" if newest_s else "an unknown time",
+    )  # fmt: skip
+    contents["moments"] = _moments(followed)
+    table = html_table([summary_row(run) for run in loaded])
+    page = whole_page(title, finite(contents), table, "\n".join(_details(loaded)))
+    atomic_write(Path(out_html), page.encode())
+
+
+def write_pages(
+    runs: Mapping[str, Path], page: Path, networks: Mapping[str, Network] | None, *, command: str = ""
+) -> list[dict[str, Any]]:
+    """Writes the page, and next to it its table and the pictures of many runs, named after it; returns the rows of the table.
+
+    Without matplotlib there are no pictures, and a line of the log says so. Raises: as `write_report`.
+    """
+    make_folder(page.parent)
+    write_report(runs, page, networks, command=command)
+    rows = summary_rows(runs, networks)
+    atomic_write(table_of(page), markdown_table(rows).encode())
+    try:
+        for name, image in pictures(runs).items():
+            atomic_write(page.with_name(f"{page.stem}-{name}"), image)
+    except MissingPackageError as missing:
+        log.warning("%s", missing)
+    return rows
+
+
+def table_of(page: Path) -> Path:
+    """Where the table of a page is.
+
+    >>> table_of(Path("runs/report.html")).name
+    'report-table.md'
+    """
+    return page.with_name(f"{page.stem}-table.md")
+
+
+def pictures(runs: Mapping[str, Path]) -> dict[str, bytes]:
+    """PNG pictures of many runs by file name, for use next to a table: the ranking, and the loss curve of each; none of few.
+
+    Raises: DataError as `summary_rows` does, and MissingPackageError without matplotlib.
+    """
+    loaded = sorted(read_runs(runs, {}), key=lambda run: loss_rank(summary_row(run)["loss"]))
+    if len(loaded) < MANY:
+        return {}
+    require("matplotlib.figure", "plots", "drawing the pictures of many runs")
+    x_label, curves = loss_curves(loaded)
+    figures = {
+        "ranking.png": ranking([summary_row(run) for run in loaded]),
+        "curves.png": small_charts([run.label for run in loaded], curves, x_label),
+    }
+    return {name: png(figure) for name, figure in figures.items()}
+
+
+def _followed(label: str, folder: Path) -> FollowedRun:
+    run = FollowedRun(label, Path(folder).resolve())
+    run.look(time.monotonic() + 600)
+    return run
+
+
+def _ends(run: RunData) -> dict[str, Any]:
+    """When each round ended on each network that the run was priced on."""
+    return {
+        name: timeline.end_s.max(axis=1)[run.entries - 1 :: run.entries] for name, timeline in run.timelines.items()
+    }
+
+
+def _moments(runs: Sequence[FollowedRun]) -> list[dict[int, Any]]:
+    """By run the rounds that can be drawn: its first and its last ones, as many as there is room for."""
+    room = _MOST_NUMBERS // max(1, len(runs))
+    found: list[dict[int, Any]] = []
+    for run in runs:
+        own: dict[int, Any] = {}
+        spent = 0
+        last = range(max(_FIRST, run.done - _LAST), run.done)
+        for round in [*range(min(_FIRST, run.done)), *last] if run.file is not None else ():
+            if spent < room:
+                own[round] = moment_of(run, round)
+                spent += 3 * len(own[round]["pairs"]) + 7 * sum(map(len, own[round]["seconds"].values()))
+                own[round]["seconds"] = _short(own[round]["seconds"])
+        found.append(own)
+    return found
+
+
+def _short(seconds: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[list[Any]]]:
+    return {
+        name: [[float(f"{x:.5g}") if isinstance(x, float) else x for x in row] for row in rows]
+        for name, rows in seconds.items()
+    }
+
+
+def _details(runs: Sequence[RunData]) -> list[str]:
+    networks = dict[str, Network]()
+    for run in runs:
+        for name, network in run.networks.items():
+            if networks.setdefault(name, network) != network:
+                networks[f"{name} of {run.label}"] = network
+    settings = [_fold(f"Configuration of {run.label}", run.config) for run in runs if run.config is not None]
+    if len(settings) > _FEW:
+        settings = ["<details><summary>Configurations</summary>", *settings, "</details>"]
+    return [
+        *(_fold(f"Network {name}", to_toml(network)) for name, network in networks.items()),
+        *settings,
+        *(_fold(f"Changes of settings of {run.label}", "\n".join(run.branches)) for run in runs if run.branches),
+        *(_fold(f"Text sample of {run.label}", run.sample) for run in runs if run.sample is not None),
+    ]
+
+
+def _fold(title: str, text: str) -> str:
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"

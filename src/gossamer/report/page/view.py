@@ -1,0 +1,291 @@
+"""A followed run as plain values for a page: thinned curves, standings, seconds and what happened."""
+
+import heapq
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gossamer.errors import ConfigError, DataError
+from gossamer.network.links import Network, links_of
+from gossamer.record.branches import described, read_branches
+from gossamer.report.reading.follow import FollowedRun, figure_of
+from gossamer.report.reading.thinning import spread_out, thinned
+
+__all__ = ["run_view", "standings"]
+
+MEASURED = ""
+"""In place of a network's name: measured seconds."""
+_MOST_POINTS = 300
+"""Of a curve."""
+_MOST_CELLS = 12_000
+"""Losses by worker and round of one run."""
+_MOST_WAITS = 12
+_STRAGGLES = 1.3
+"""A worker whose computing takes so many times the median's is named."""
+_SILENT_S = 10.0
+"""A worker is called silent after this long without a line, or after five of its rounds if that is longer."""
+_NOT_FIGURES = ("round", "step", "tokens", "time_s")
+
+
+def run_view(run: FollowedRun, now_s: float, priced: Mapping[str, NDArray[np.float64]] | None = None) -> dict[str, Any]:
+    """What a page shows of a run.
+
+    Args:
+        now_s: Unix time, from which the age of what the files say is counted.
+        priced: when each round ends by name of network, of a run that has not recorded its seconds; `[rounds]`.
+    """
+    file = run.file
+    found: dict[str, Any] = {"label": run.label, "complaints": [*run.complaints], "progress": round(run.progress, 3)}
+    if file is None:
+        return {**found, "name": run.label, "empty": True}
+    axes = _Axes(run, priced or {})
+    words = standings(run, now_s)
+    losses, evals, own = run.losses.values(), _evals(run, axes), _own(run, axes)
+    return {
+        **found,
+        "empty": False,
+        "name": file.name, "folder": str(run.folder), "method": file.method, "topology": file.topology, "kind": file.kind,
+        "simulated": _simulated(run), "workers": file.workers, "rounds": file.rounds, "done": run.done,
+        "state": _state(run, words), "age_s": max(0.0, round(now_s - run.modified_s, 1)) if run.tails else None,
+        "standings": words, "rounds_of": run.rounds_of,
+        "last_losses": [_rounded(_last(losses[:, worker])) for worker in range(file.workers)],
+        "networks": {name: _placed(network, file.workers) for name, network in file.networks.items()},
+        "evals": evals if evals["y"] else own,
+        "own": own,
+        "training": _training(run, axes, losses),
+        "by_worker": _by_worker(run, losses),
+        "spent": _spent(run),
+        "sent_bytes": axes.sent_bytes,
+        "ends_s": {name: float(end_s[-1]) for name, (_, end_s) in axes.clocks.items() if len(end_s)},
+        "tokens_per_s": axes.tokens_per_s(),
+        "happenings": _happenings(run)[-60:],
+        "events": run.events,
+    }  # fmt: skip
+
+
+class _Axes:
+    """What a run had spent after each of its rounds."""
+
+    def __init__(self, run: FollowedRun, priced: Mapping[str, NDArray[np.float64]]) -> None:
+        assert run.file is not None
+        self._parts, workers = run.parts, run.file.workers
+        sums = np.nansum(run.sent.values(), axis=1) if run.sent.rows else np.zeros(0)
+        self._entries, self._sent = run.sent.rounds(), sums.cumsum() / workers
+        self.sent_bytes = float(self._sent[-1]) if len(self._sent) else None
+        self._steps, self._tokens = (_most(grid.rounds(), grid.values()) for grid in (run.steps, run.tokens))
+        self._workers = workers
+        self.clocks = {name or MEASURED: _most(grid.rounds(), grid.values()) for name, grid in run.clock.items()}
+        for name, end_s in priced.items():
+            if name not in self.clocks:
+                self.clocks[name] = np.arange(len(end_s)), end_s
+
+    def at(self, rounds: Sequence[int], lines: Sequence[Mapping[str, Any]] = ()) -> dict[str, list[Any]]:
+        """Where on each axis these rounds end; lines of an evaluation tell steps, tokens and seconds themselves."""
+        known: dict[str, list[Any]] = {"round": [r + 1 for r in rounds]}
+        for key, curve, many in (("step", self._steps, 1), ("tokens", self._tokens, self._workers)):
+            if lines and all(isinstance(line.get(key), int | float) for line in lines):
+                known[key] = [line[key] for line in lines]
+            elif len(curve[0]):
+                known[key] = [_rounded(value * many) for value in _along(rounds, *curve)]
+        if len(self._entries):
+            known["bytes"] = [
+                _rounded(x) for x in _along([(r + 1) * self._parts - 1 for r in rounds], self._entries, self._sent)
+            ]
+        for name, curve in self.clocks.items():
+            known[f"time:{name}"] = [_rounded(x) for x in _along(rounds, *curve)]
+        return known
+
+    def tokens_per_s(self) -> dict[str, float]:
+        """Tokens of all workers a second, on each clock."""
+        (rounds, tokens) = self._tokens
+        found = {}
+        for name, (_, end_s) in self.clocks.items():
+            if len(end_s) and end_s[-1] > 0 and len(rounds):
+                found[name] = float(_along([int(rounds[-1])], rounds, tokens)[0] * self._workers / end_s[-1])
+        return found
+
+
+def _most(rounds: NDArray[np.int64], values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Of each round the largest value of any worker; rounds without any are left out."""
+    known = np.isfinite(values).any(axis=1)
+    most = np.where(np.isfinite(values), values, -np.inf)[known].max(axis=1) if known.any() else np.zeros(0)
+    return rounds[known], most
+
+
+def _along(rounds: Sequence[int], at: NDArray[np.int64], values: NDArray[np.float64]) -> list[float]:
+    """A growing figure after these rounds: nothing before the first, and unknown after the last that is recorded."""
+    if not len(at):
+        return [math.nan] * len(rounds)
+    found = np.interp(np.array(rounds, float), np.concatenate([[-1], at]), np.concatenate([[0.0], values]))
+    last = at[-1]
+    return [math.nan if r > last else float(x) for r, x in zip(rounds, found, strict=True)]
+
+
+def _evals(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
+    """The validations of the mean model."""
+    lines = run.evaluations.lines()
+    names = dict.fromkeys(key for line in lines for key, value in line.items() if _is_figure(key, value))
+    figures = {key: [figure_of(line.get(key)) for line in lines] for key in names}
+    rounds = [line["round"] for line in lines]
+    if run.aligned and lines:
+        for key in ("alignment", "persistence"):
+            figures[key] = [figure_of(run.aligned.get(r, {}).get(key)) for r in rounds]
+    return _curves(figures, rounds, axes, lines)
+
+
+def _own(run: FollowedRun, axes: _Axes) -> dict[str, Any]:
+    """The mean of what the workers of a real run validate, each its own parameters."""
+    rounds, values = run.validations.rounds(), run.validations.values()
+    known = np.isfinite(values).any(axis=1) if len(values) else np.zeros(0, bool)
+    untrained = [loss for loss in run.untrained.values() if math.isfinite(loss)]
+    at = [*[-1] * bool(untrained), *map(int, rounds[known])]
+    own = [*map(statistics.fmean, [untrained] if untrained else []), *map(float, np.nanmean(values[known], axis=1))]
+    return _curves({"own": own} if at else {}, at, axes)
+
+
+def _curves(
+    figures: Mapping[str, Sequence[float]], rounds: Sequence[int], axes: _Axes, lines: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    kept = thinned(next(iter(figures.values())), _MOST_POINTS) if figures else []
+    at = axes.at([rounds[k] for k in kept], [lines[k] for k in kept] if lines else ())
+    return {"x": at, "y": {key: [_rounded(values[k]) for k in kept] for key, values in figures.items()}}
+
+
+def _is_figure(key: str, value: object) -> bool:
+    return key not in _NOT_FIGURES and (
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    )
+
+
+def _training(run: FollowedRun, axes: _Axes, losses: NDArray[np.float64]) -> dict[str, Any]:
+    """The mean training loss of the workers."""
+    known = np.isfinite(losses).any(axis=1) if len(losses) else np.zeros(0, bool)
+    rounds = run.losses.rounds()[known]
+    means = [float(x) for x in np.nanmean(losses[known], axis=1)] if known.any() else []
+    kept = thinned(means, _MOST_POINTS)
+    return {"x": axes.at([int(rounds[k]) for k in kept]), "y": {"loss": [_rounded(means[k]) for k in kept]}}
+
+
+def _by_worker(run: FollowedRun, losses: NDArray[np.float64]) -> dict[str, Any]:
+    """The training loss of each worker."""
+    count, workers = losses.shape if len(losses) else (0, run.losses.columns)
+    kept = spread_out(count, max(8, min(_MOST_POINTS, _MOST_CELLS // workers)))
+    rounds = run.losses.rounds()
+    rows = [[_rounded(float(losses[k, worker])) for k in kept] for worker in range(workers)]
+    return {"round": [int(rounds[k]) + 1 for k in kept], "losses": rows}
+
+
+def _spent(run: FollowedRun) -> dict[str, Any]:
+    """By clock the seconds of each worker, and the longest waits of a worker for a peer."""
+    found = {}
+    for name, seconds in run.spent_s.items():
+        waits = heapq.nlargest(_MOST_WAITS, run.waits_s[name].items(), key=itemgetter(1))
+        found[name or MEASURED] = {
+            "kinds": [[_rounded(float(x)) for x in row] for row in seconds],
+            "waits": [[i, j, _rounded(s)] for (i, j), s in waits],
+        }
+    return found
+
+
+def _happenings(run: FollowedRun) -> list[tuple[int, str]]:
+    """What happened, and who computes much longer than the others."""
+    found = list(run.happenings)
+    if not (run.folder / "branches.json").is_symlink():
+        try:
+            found += [(one["round"], f"settings changed {described(one)}") for one in read_branches(run.folder)]
+        except (DataError, OSError) as error:
+            run.complain(f"{run.label}: {error}")
+    for name, seconds in run.spent_s.items():
+        compute_s = [float(row[0]) for row in seconds if row[0] > 0]
+        usual, where = statistics.median(compute_s) if len(compute_s) > 2 else math.inf, f" on {name}" if name else ""
+        found += [
+            (max(0, run.done - 1), f"worker {worker} computes {row[0] / usual:.1f} times as long as the median{where}")
+            for worker, row in enumerate(seconds)
+            if row[0] > _STRAGGLES * usual
+        ]
+    return sorted(found, key=lambda one: one[0])
+
+
+def _simulated(run: FollowedRun) -> bool:
+    return "metrics.jsonl" in run.tails and not any(name.startswith("metrics-0") for name in run.tails)
+
+
+def standings(run: FollowedRun, now_s: float) -> list[str]:
+    """What the files tell of each worker, in one word.
+
+    training: its files grow. silent: they have not for 10 s, or five of its rounds if that is longer. gone: the others have gone
+    on without it. left: it was asked to leave. finished: it has all its rounds behind it, or the run has. empty: it has left no
+    line.
+    """
+    assert run.file is not None
+    everyone, over, words = _simulated(run), _is_scored(run), list[str]()
+    for worker in range(run.file.workers):
+        rounds = run.rounds_of[worker]
+        own = [tail for name, tail in run.tails.items() if everyone or name.partition("-")[2] == f"{worker:03}.jsonl"]
+        age_s = now_s - max((tail.modified_s for tail in own), default=0.0)
+        alive_round, alive = run.alive
+        if run.ended.get(worker) == "finished" or rounds >= run.file.rounds:
+            words.append("finished")
+        elif worker in run.ended:
+            words.append(run.ended[worker])
+        elif not rounds and not own:
+            words.append("empty")
+        elif alive is not None and worker not in alive and rounds <= alive_round:
+            words.append("gone")
+        elif over:  # where nobody waits, the slow have fewer rounds
+            words.append("finished")
+        else:
+            words.append("silent" if age_s > max(_SILENT_S, 5 * _round_s(run)) else "training")
+    return words
+
+
+def _round_s(run: FollowedRun) -> float:
+    """How long a round takes, by the measured clock; 0 where it is not known."""
+    grid = run.clock.get(None)
+    if grid is None or not grid.rows:
+        return 0.0
+    rounds, end_s = _most(grid.rounds(), grid.values())
+    return float(end_s[-1]) / (int(rounds[-1]) + 1) if len(rounds) else 0.0
+
+
+def _state(run: FollowedRun, words: Sequence[str]) -> str:
+    if _is_scored(run) or ("finished" in words and "training" not in words):
+        return "finished"
+    return "training" if "training" in words else "silent" if run.done else "starting"
+
+
+def _is_scored(run: FollowedRun) -> bool:
+    """Whether there is a validation after the last round."""
+    return run.file is not None and any(line["round"] + 1 >= run.file.rounds for line in run.evaluations.lines()[-1:])
+
+
+def _placed(network: Network, workers: int) -> dict[str, Any] | None:
+    """Where workers are and how fast their links; None for a network of other workers."""
+    try:
+        links = links_of(network, workers)
+    except ConfigError:
+        return None
+    return {
+        "sites": [*network.sites], "site": links.site.tolist() if network.sites else [0] * workers,
+        "uplink_bps": [_rounded(x) for x in links.uplink_bps.tolist()],
+        "downlink_bps": [_rounded(x) for x in links.downlink_bps.tolist()],
+    }  # fmt: skip
+
+
+def _last(values: NDArray[np.float64]) -> float:
+    known = np.flatnonzero(np.isfinite(values))
+    return float(values[known[-1]]) if len(known) else math.nan
+
+
+def _rounded(value: float) -> float | None:
+    """Six digits, which is more than a screen shows; None for what is not finite.
+
+    >>> _rounded(1234567.891), _rounded(0.123456789), _rounded(math.inf)
+    (1234570.0, 0.123457, None)
+    """
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,196 @@
+"""The server of a live page: GET only, on loopback unless asked otherwise, and nothing but the page and its figures.
+
+Beyond loopback the address of everything begins with a token that only the printed address tells. A request that names a foreign
+host is refused, so that no page of another site can read this one through a name that it makes point here.
+"""
+
+import hmac
+import http.server
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from gossamer.errors import ConfigError
+from gossamer.report.page.assets import ASSETS, shell
+from gossamer.report.page.live import LiveRuns
+
+__all__ = ["Page", "beside", "page_server"]
+
+Answers = Mapping[str, Callable[[Mapping[str, str]], bytes]]
+_LINGER_S = 60.0
+"""How long the page of a run that has ended is served after somebody last looked."""
+_POLICY = (
+    "default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+
+
+class Page(http.server.ThreadingHTTPServer):
+    """Serves one page of some runs, each request in a thread of its own.
+
+    Args:
+        answers: what it answers with JSON, by the name that is asked for, from the query; empty for what there is not.
+        host, port: where it listens; port 0 takes one that is free. On any host but loopback all addresses begin with a token.
+        main: the script that puts the page together.
+    Raises: ConfigError for a port that is taken, or an address that is none of this machine.
+    """
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, answers: Answers, host: str, port: int, *, main: str = "page") -> None:
+        self.answers, self.host, self.main = answers, host, main
+        self.token = "" if _is_loopback(host) else secrets.token_urlsafe(16)
+        self.names = {socket.gethostname().lower(), socket.getfqdn().lower()} if self.token else set[str]()
+        """Of this machine; on loopback it has no other than localhost."""
+        self.asked_s = time.monotonic()
+        """When somebody last looked."""
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"port {port} of {host} cannot be opened ({getattr(error, 'strerror', None) or error}); choose another with "
+                "--port, or --port 0 for any that is free"
+            ) from None
+
+    @property
+    def port(self) -> int:
+        """The port that it has."""
+        return self.server_address[1]
+
+    @property
+    def address(self) -> str:
+        """Where the page is."""
+        host = f"[{self.host}]" if ":" in self.host else socket.gethostname() if self.host == "0.0.0.0" else self.host
+        return f"http://{host}:{self.port}/" + (f"{self.token}/" if self.token else "")
+
+    def knows(self, host: str) -> bool:
+        """Whether a Host header names this machine: loopback, the address that was given, and beyond loopback any address.
+
+        >>> page = Page.__new__(Page)
+        >>> page.host, page.token = "127.0.0.1", ""
+        >>> [page.knows(host) for host in ("localhost:8250", "127.0.0.1", "[::1]:80", "evil.example:8250", "")]
+        [True, True, True, False, False]
+        """
+        name = urlsplit(f"//{host}").hostname or ""
+        if name == "localhost" or name == self.host or _is_loopback(name):
+            return True
+        return bool(self.token) and (_is_address(name) or name in self.names)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle of an answer is no error."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server_version = "gossamer"
+    sys_version = ""
+    timeout = 20
+
+    def do_GET(self) -> None:
+        page = self.server
+        assert isinstance(page, Page)
+        if not page.knows(self.headers.get("Host", "")):
+            return self._refuse(HTTPStatus.FORBIDDEN, "this server answers to its own address only")
+        url = urlsplit(self.path)
+        first, _, last = url.path.removeprefix("/").rpartition("/")
+        if not hmac.compare_digest(first.encode(), page.token.encode()):
+            return self._refuse(
+                HTTPStatus.NOT_FOUND, "there is nothing here; use the address that gossamer watch printed"
+            )
+        page.asked_s = time.monotonic()
+        query = {key: values[-1] for key, values in parse_qs(url.query).items()}
+        if last in ASSETS:
+            return self._answer(ASSETS[last].kind, ASSETS[last].read())
+        if not last:
+            hint = "" if page.token else f"ssh -L {page.port}:127.0.0.1:{page.port} {socket.gethostname()}"
+            return self._answer("text/html; charset=utf-8", shell(hint, main=page.main))
+        if last not in page.answers:
+            return self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
+        if not (body := page.answers[last](query)):
+            return self._refuse(HTTPStatus.NOT_FOUND, "there is no such round")
+        self._answer("application/json", body)
+
+    def _answer(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store",
+            "Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer",
+            "X-Frame-Options": "DENY", "Cross-Origin-Resource-Policy": "same-origin",
+        }  # fmt: skip
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _refuse(self, status: HTTPStatus, why: str) -> None:
+        self._answer("text/plain; charset=utf-8", f"{why}\n".encode(), status)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is logged: a page asks once a second."""
+
+
+def _answers(runs: LiveRuns) -> Answers:
+    return {
+        "data.json": lambda query: runs.data(query.get("have", "")),
+        "round.json": lambda query: _moment(runs, query),
+    }
+
+
+def _moment(runs: LiveRuns, query: Mapping[str, str]) -> bytes:
+    """A round that was asked for; empty where there is no such run or round."""
+    try:
+        run, round = int(query["run"]), int(query["round"])
+    except (KeyError, ValueError):
+        return b""
+    return runs.moment(run, round)
+
+
+def page_server(folders: Sequence[Path], host: str, port: int, command: str = "") -> Page:
+    """A server of the runs in these folders, not yet serving. Raises ConfigError, see `LiveRuns` and `Page`."""
+    return Page(_answers(LiveRuns(folders, command=command)), host, port)
+
+
+def beside(folder: Path) -> None:
+    """Serves the page of a run that another process trains, at low priority, on any free port of loopback.
+
+    It ends when that process has gone, which closes our standard input, and nobody has looked for a minute.
+    """
+    if hasattr(os, "nice"):  # which Windows has not
+        os.nice(10)
+    page = Page(_answers(LiveRuns([folder], command=f"gossamer watch {folder}", awaited=True)), "127.0.0.1", 0)
+    print(f"watch: {page.address}", file=sys.stderr, flush=True)
+
+    def end() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        while time.monotonic() - page.asked_s < _LINGER_S:
+            time.sleep(1)
+        page.shutdown()
+
+    threading.Thread(target=end, daemon=True).start()
+    page.serve_forever()
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

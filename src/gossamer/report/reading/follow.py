@@ -1,0 +1,299 @@
+"""A run folder, followed while it grows: what a page needs of it, in bounded memory.
+
+`FollowedRun.look` reads what was appended since the last look, and nothing twice. What was cut or replaced (a run that was
+resumed goes back to a checkpoint) is read again from the start. A spoilt line costs itself and is named; the rest is shown.
+It only reads, and follows no link out of the folder.
+"""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gossamer.errors import DataError
+from gossamer.report.reading.lines import KINDS_OF_FILES, RunFile, line_of_kind, run_file_of
+from gossamer.report.reading.tail import Marks, Tail
+from gossamer.report.reading.thinning import Grid, KeptLines
+
+__all__ = ["MOST_WORKERS", "FollowedRun", "figure_of"]
+
+MOST_WORKERS = 4096
+"""Of a run that is followed."""
+_NAME = re.compile(rf"({'|'.join(KINDS_OF_FILES)})(-[\w-]+)?\.jsonl")
+_MOST_COMPLAINTS = 5
+_MOST_HAPPENINGS = 400
+
+
+class FollowedRun:
+    """What is known of one run.
+
+    Args:
+        label: its name on the page.
+        folder: its run folder, with links resolved.
+    """
+
+    def __init__(self, label: str, folder: Path) -> None:
+        self.label, self.folder = label, folder
+        self.revision = 0
+        """Grows with everything that is new."""
+        self._restart()
+
+    def _restart(self) -> None:
+        self.file: RunFile | None = None
+        self._run_toml: tuple[float, int] | None = None
+        self.tails: dict[str, Tail] = {}
+        self.marks: dict[tuple[str, str | None], Marks] = {}
+        """Where rounds begin, by file and, in a file of seconds, by network."""
+        self.complaints: dict[str, None] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        workers = 1 if self.file is None else self.file.workers
+        self.losses, self.tokens, self.steps = Grid(workers), Grid(workers), Grid(workers)
+        self.validations = Grid(workers)
+        self.untrained: dict[int, float] = {}
+        """The validation loss of workers' initial values."""
+        self.sent = Grid(workers, summed=True)
+        """Bytes, by entry of the trace; for a run without one, by round."""
+        self.trained_lines = self.traced_lines = 0
+        self.evaluations = KeptLines()
+        self.aligned: dict[int, dict[str, Any]] = {}
+        """By round, how far local phases agreed, where that is recorded."""
+        self.clock: dict[str | None, Grid] = {}
+        """When each round ended on each network; None stands for measured seconds."""
+        self.spent_s: dict[str | None, np.ndarray] = {}
+        """Seconds of compute, waiting, transfer and other things, `[workers, 4]`."""
+        self.waits_s: dict[str | None, dict[tuple[int, int], float]] = {}
+        """Seconds that a worker waited for a peer."""
+        self.rounds_of: list[int] = [0] * workers
+        """Rounds that each worker is known to have behind it."""
+        self.alive: tuple[int, list[int] | None] = (-1, None)
+        """The newest list of those alive, with its round; None for everyone."""
+        self.ended: dict[int, str] = {}
+        """Why workers of an elastic run ended."""
+        self.events: dict[str, int] = {}
+        """How often each kind of event of an asynchronous run was."""
+        self.happenings: list[tuple[int, str]] = []
+        """What happened that is worth a line, by round."""
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def look(self, until_s: float = math.inf) -> bool:
+        """Reads what is new until this time of `time.monotonic`; returns whether everything was read."""
+        if not self._look_at_run_file():
+            return True
+        try:
+            self._find()
+        except OSError:  # the folder has just been removed
+            return True
+        if any(tail.rewound for tail in self.tails.values()):
+            self._read_again()
+        waiting = list(self.tails.values())
+        while waiting:
+            waiting = [tail for tail in waiting if self._read(tail)]
+            if any(tail.rewound for tail in self.tails.values()):
+                self._read_again()
+                waiting = list(self.tails.values())
+            if time.monotonic() >= until_s:
+                return not waiting
+        return True
+
+    @property
+    def progress(self) -> float:
+        """The share of the bytes that were read, from 0 to 1."""
+        total = sum(tail.size for tail in self.tails.values())
+        return 1.0 if not total else sum(min(tail.offset, tail.size) for tail in self.tails.values()) / total
+
+    @property
+    def modified_s(self) -> float:
+        """When any of its files was last written, Unix time."""
+        return max((tail.modified_s for tail in self.tails.values()), default=0.0)
+
+    @property
+    def done(self) -> int:
+        """Rounds that the worker which is farthest has behind it."""
+        return max(self.rounds_of, default=0)
+
+    @property
+    def parts(self) -> int:
+        """Entries of the trace in a round: several where fragments, or updates and parameters, are sent apart."""
+        return max(1, round(self.traced_lines / max(1, self.trained_lines)))
+
+    def complain(self, sentence: str) -> None:
+        """Keeps a sentence about something that cannot be shown."""
+        if sentence not in self.complaints and len(self.complaints) < _MOST_COMPLAINTS:
+            self.complaints[sentence] = None
+            self.revision += 1
+
+    def _look_at_run_file(self) -> bool:
+        """Reads run.toml where it is new; returns whether there is one that can be followed."""
+        path = self.folder / "run.toml"
+        try:
+            now = path.stat()
+        except OSError:
+            if self.file is not None:
+                self._restart()
+            self.complain(f"{self.label} holds no run.toml yet; the page shows the run when it begins")
+            return False
+        if self._run_toml == (now.st_mtime, now.st_ino):
+            return self.file is not None
+        self._restart()
+        self._run_toml = (now.st_mtime, now.st_ino)
+        try:
+            self.file = run_file_of(path)
+            if self.file.workers > MOST_WORKERS:
+                workers, self.file = self.file.workers, None
+                self.complain(f"{path} has {workers} workers and a page shows {MOST_WORKERS} at most")
+        except (DataError, OSError, ValueError) as error:
+            self.complain(f"{error}")
+        self._forget()
+        self.revision += 1
+        return self.file is not None
+
+    def _find(self) -> None:
+        for path in sorted(self.folder.iterdir()):
+            if path.name not in self.tails and _NAME.fullmatch(path.name):
+                self.tails[path.name] = Tail(path)
+        for name in [name for name, tail in self.tails.items() if not tail.path.exists()]:
+            del self.tails[name]  # removed: what it held counts no more
+            self._read_again()
+
+    def _read_again(self) -> None:
+        for tail in self.tails.values():
+            tail.restart()
+        self.marks.clear()
+        self._forget()
+        self.revision += 1
+
+    def _read(self, tail: Tail) -> bool:
+        """Reads a chunk; returns whether there is more."""
+        kind = tail.path.name.partition("-")[0].removesuffix(".jsonl")
+        name, before, workers = tail.path.name, tail.offset, len(self.rounds_of)
+        try:
+            enter = self._entering(kind, name)
+            for begin, raw in tail.read():
+                try:
+                    line = line_of_kind(kind, raw, f"{name} at byte {begin}")
+                    if line.get("worker", 0) >= workers:
+                        raise DataError(f"{name} at byte {begin} names worker {line['worker']} of {workers}")
+                    enter(line)
+                    key = name, line["network"] if kind == "seconds" else None
+                    self.marks.setdefault(key, Marks()).add(line["round"], begin)
+                except DataError as error:
+                    self.complain(f"{self.label}: {error}")
+        except (OSError, ValueError) as error:
+            self.complain(f"{self.label}: {name} is not read ({getattr(error, 'strerror', None) or error})")
+            return False
+        if tail.offset > before:
+            self.revision += 1
+        return tail.offset > before and tail.behind > 0
+
+    # --- what lines mean ----------------------------------------------------------------------------------------------
+
+    def _entering(self, kind: str, name: str) -> Callable[[Any], None]:
+        """What enters a line of a file of this kind."""
+        if kind == "outcomes":
+            slot = int(name.removeprefix("outcomes-").removesuffix(".jsonl"))
+            return lambda line: self._enter_outcome(slot, line)
+        return {
+            "metrics": self._enter_metric, "trace": self._enter_trace, "seconds": self._enter_seconds,
+            "events": self._enter_event,
+        }[kind]  # fmt: skip
+
+    def _foreign(self, *workers: int) -> bool:
+        return any(not 0 <= worker < len(self.rounds_of) for worker in workers)
+
+    def _behind(self, worker: int, rounds: int) -> None:
+        self.rounds_of[worker] = max(self.rounds_of[worker], rounds)
+
+    def _enter_metric(self, line: dict[str, Any]) -> None:
+        round, worker = line["round"], line.get("worker")
+        if line["kind"] == "train" and worker is not None:
+            self.trained_lines += 1
+            self.losses.put(round, worker, _number(line.get("loss")))
+            self.steps.put(round, worker, _number(line.get("step")))
+            self.tokens.put(round, worker, _number(line.get("tokens")))
+            self._behind(worker, round + 1)
+        elif line["kind"] == "validation" and worker is not None and round < 0:
+            self.untrained[worker] = _number(line.get("loss"))
+        elif line["kind"] == "validation" and worker is not None:
+            self.validations.put(round, worker, _number(line.get("loss")))
+        elif line["kind"] == "alignment":
+            self.aligned[round] = {key: _number(line.get(key)) for key in ("alignment", "persistence")}
+        elif line["kind"] == "eval" and worker is None:
+            # Of the workers only the worst is shown, and a run of many workers has many numbers.
+            own = line.pop("worker_losses", None)
+            if isinstance(own, list) and own:
+                line["worst worker"] = max((x for x in map(figure_of, own) if not math.isnan(x)), default=None)
+            self.evaluations.add(line)
+
+    def _enter_trace(self, line: dict[str, Any]) -> None:
+        self.traced_lines += 1
+        self.sent.put(line["round"], line["worker"], sum(size for part in line["ops"] for _, size in part["sends"]))
+
+    def _enter_seconds(self, line: dict[str, Any]) -> None:
+        network, worker = line["network"], line["worker"]
+        if network not in self.clock:
+            self.clock[network] = Grid(len(self.rounds_of))
+            self.spent_s[network] = np.zeros((len(self.rounds_of), 4))
+            self.waits_s[network] = {}
+        self.clock[network].put(line["round"], worker, line["end_s"])
+        waiting_s = sum(line["waiting_for"].values())
+        self.spent_s[network][worker] += (line["compute_s"], waiting_s, line["transfer_s"], line["other_s"])
+        waits = self.waits_s[network]
+        for peer, seconds in line["waiting_for"].items():
+            waits[worker, int(peer)] = waits.get((worker, int(peer)), 0.0) + seconds
+
+    def _enter_outcome(self, slot: int, line: dict[str, Any]) -> None:
+        if self._foreign(slot):
+            raise DataError(f"outcomes of slot {slot} are there and the run has {len(self.rounds_of)} workers")
+        round, event = line["round"], line["event"]
+        if event == "begin":
+            self.ended.pop(slot, None)
+            if round or line["after"]:
+                own = "its own state" if line["donor"] == slot else f"the state of worker {line['donor']}"
+                self._happen(round, f"worker {slot} comes with {own} after {line['after']} rounds")
+        elif event == "end":
+            self.ended[slot] = line["why"]
+            if line["why"] != "finished":
+                self._happen(round, f"worker {slot} has {line['why']}")
+        elif event == "round":
+            self._behind(slot, round + 1)
+            if round >= self.alive[0]:
+                self.alive = round, line["alive"]
+        for word in ("missed", "unsure") if event == "round" else ():
+            if line[word]:
+                self._happen(round, f"worker {slot}: exchange with {_several(line[word])} {word}")
+
+    def _enter_event(self, line: dict[str, Any]) -> None:
+        event = line["event"]
+        self.events[event] = self.events.get(event, 0) + 1
+        if event in ("leave", "return"):
+            self._happen(line["round"], f"worker {line['worker']} {'leaves' if event == 'leave' else 'returns'}")
+        elif event in ("push", "fetch", "meet") and line["source"] >= 0:
+            if self._foreign(line["source"]):
+                raise DataError(f"an event names worker {line['source']} of {len(self.rounds_of)}")
+            self.sent.put(max(0, line["round"]), line["source"], line["bytes"])
+
+    def _happen(self, round: int, sentence: str) -> None:
+        self.happenings.append((round, sentence))
+        if len(self.happenings) > _MOST_HAPPENINGS:
+            self.happenings = self.happenings[-_MOST_HAPPENINGS // 2 :]
+
+
+def figure_of(value: Any) -> float:
+    """A figure of a line, which may hold anything; NaN for what is none."""
+    known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if known else math.nan
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _several(workers: Iterable[int]) -> str:
+    return ", ".join(map(str, workers))

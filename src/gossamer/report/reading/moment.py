@@ -1,0 +1,126 @@
+"""One round of a followed run: who sent to whom, what failed, and where everybody's seconds went.
+
+It is read from the files when it is asked for, at the places where the run's reader saw the round begin.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from gossamer.errors import DataError
+from gossamer.report.reading.follow import FollowedRun
+from gossamer.report.reading.lines import line_of_kind
+from gossamer.report.reading.tail import Marks, open_record
+
+__all__ = ["moment_of"]
+
+_MOST_BYTES = 1 << 25
+"""That are read of one file for one round."""
+_MOST_PAIRS = 4096
+"""That are told of one round; a mean over everyone is told in one word."""
+_SERVER = -1
+
+
+def moment_of(run: FollowedRun, round: int) -> dict[str, Any]:
+    """A round as a page draws it.
+
+    Keys: `round`; `pairs`, lists of source, target and bytes, in which -1 is the server; `everyone`, whether it had a mean over
+    all, with `mean_bytes` that a worker sent for it; `failed`, pairs of workers whose exchange one of them did not count;
+    `alive`, null for everyone; `seconds`, by network lists of worker, start, compute, waiting, the peer waited for, transfer
+    and other seconds.
+    Cost: reads a round of each file, from at most one round in `rounds / 4096` before it.
+    """
+    assert run.file is not None
+    pairs: dict[tuple[int, int], int] = {}
+    sent_in_means: dict[int, int] = {}
+    parts = run.parts
+    for line in _lines(run, "trace", round * parts, (round + 1) * parts - 1):
+        for operation in line["ops"]:
+            for peer, size in operation["sends"]:
+                if operation["kind"] == "mean":
+                    sent_in_means[line["worker"]] = sent_in_means.get(line["worker"], 0) + size
+                else:
+                    pairs[line["worker"], peer] = pairs.get((line["worker"], peer), 0) + size
+    for line in _lines(run, "events", round, round):
+        if line["event"] in ("push", "fetch", "meet") and "source" in line and "target" in line:
+            key = line["source"], line["target"]
+            pairs[key] = pairs.get(key, 0) + line.get("bytes", 0)
+    failed, alive = _outcomes(run, round)
+    listed = sorted((i, j, size) for (i, j), size in pairs.items() if max(i, j) < run.file.workers and i != j)
+    return {
+        "round": round,
+        "pairs": listed[:_MOST_PAIRS],
+        "left_out": max(0, len(listed) - _MOST_PAIRS),
+        "everyone": bool(sent_in_means),
+        "mean_bytes": max(sent_in_means.values(), default=0),
+        "failed": failed,
+        "alive": alive,
+        "seconds": _seconds(run, round),
+    }
+
+
+def _outcomes(run: FollowedRun, round: int) -> tuple[list[tuple[int, int]], list[int] | None]:
+    """The exchanges of a round that one end or both did not count, and who was alive."""
+    failed: set[tuple[int, int]] = set()
+    alive: list[int] | None = None
+    for name in sorted(name for name in run.tails if name.startswith("outcomes-")):
+        slot = int(name.removeprefix("outcomes-").removesuffix(".jsonl"))
+        for line in _lines(run, name.removesuffix(".jsonl"), round, round):
+            if line["event"] == "round":
+                failed |= {(min(slot, peer), max(slot, peer)) for peer in [*line["missed"], *line["unsure"]]}
+                alive = line["alive"] if alive is None else alive
+    return sorted(failed), alive
+
+
+def _seconds(run: FollowedRun, round: int) -> dict[str, list[tuple[Any, ...]]]:
+    found: dict[str, list[tuple[Any, ...]]] = {}
+    for network in run.clock:
+        rows = []
+        for line in _lines(run, "seconds", round, round, network):
+            waits = line["waiting_for"]
+            waiting_s = sum(waits.values())
+            peer = int(max(waits, key=lambda peer: waits[peer])) if waits else None
+            spent_s = line["compute_s"], waiting_s, peer, line["transfer_s"], line["other_s"]
+            total_s = line["compute_s"] + waiting_s + line["transfer_s"] + line["other_s"]
+            rows.append((line["worker"], max(0.0, line["end_s"] - total_s), *spent_s))
+        found[network or ""] = sorted(rows, key=lambda row: row[0])
+    return found
+
+
+def _lines(run: FollowedRun, kind: str, first: int, last: int, network: str | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of some rounds from all files of a kind, of a file of seconds those of one network."""
+    for name, tail in list(run.tails.items()):
+        if name.removesuffix(".jsonl") != kind and not name.startswith(f"{kind}-"):
+            continue
+        marks = run.marks.get((name, network))
+        if marks is None:
+            continue
+        kind_of_file = name.partition("-")[0].removesuffix(".jsonl")
+        try:
+            for line in _records(tail.path, marks, tail.offset, first, kind_of_file):
+                if line.get("network") != network and kind_of_file == "seconds":
+                    continue
+                if line["round"] > last:
+                    break
+                if line["round"] >= first and line.get("worker", 0) < len(run.rounds_of):
+                    yield line
+        except (OSError, ValueError):
+            continue  # it has been removed meanwhile
+
+
+def _records(path: Any, marks: Marks, end: int, first: int, kind: str) -> Iterator[dict[str, Any]]:
+    begin = marks.before(first)
+    with os.fdopen(open_record(path), "rb") as file:
+        file.seek(begin)
+        while begin < end:
+            data = file.read(min(1 << 16, end - begin)) + file.readline()
+            if not data:
+                return
+            begin += len(data)
+            for raw in data.splitlines():
+                try:
+                    yield line_of_kind(kind, raw, path.name)
+                except DataError:
+                    continue  # the reader of the run has named it
+            if begin - marks.before(first) > _MOST_BYTES:
+                return

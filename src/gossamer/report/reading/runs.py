@@ -1,0 +1,196 @@
+"""Runs as a report needs them: what each left in its folder, priced on any number of networks."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gossamer.errors import DataError
+from gossamer.network.links import Network, from_options
+from gossamer.network.timeline import Timeline
+from gossamer.record.branches import described, read_branches
+from gossamer.record.folder import read_metrics
+from gossamer.record.logs.events import EventLog, read_events
+from gossamer.record.logs.trace import read_trace, trace_files
+from gossamer.report.reading.prices import prices_of
+from gossamer.settings.schema import parse_toml
+
+__all__ = [
+    "Curve",
+    "RunData",
+    "loss_curves",
+    "priced_curve",
+    "read_runs",
+    "summary_row",
+]
+
+_PROGRESS = (("tokens", "tokens"), ("step", "inner steps"), ("round", "round"))
+
+Curve = tuple[list[float], list[float]]
+"""The x and the y of its points; a y of NaN leaves a gap."""
+
+
+class RunData(NamedTuple):
+    """The contents of one run folder."""
+
+    label: str
+    evals: list[dict[str, Any]]
+    """Evaluations of the mean model, one a round, by round; that of the initial values has round -1."""
+    sent_bytes: float | None
+    """Mean over the workers; None where nothing was recorded."""
+    timelines: dict[str, Timeline]
+    """By name of network."""
+    config: str | None
+    sample: str | None
+    networks: Mapping[str, Network]
+    """Those that it is priced on."""
+    branches: tuple[str, ...] = ()
+    """Its changes of settings, in words."""
+    sent_until: tuple[float, ...] = ()
+    """Bytes sent up to the end of each entry of the trace, mean over the workers; empty for an asynchronous run."""
+    entries: int = 1
+    """Entries of the trace, and of the timelines, in each round: several where fragments, or updates and parameters, are sent
+    apart."""
+    alignments: tuple[dict[str, Any], ...] = ()
+    """Alignment and persistence of the pseudo-gradients by round, where they were recorded."""
+
+
+def read_runs(runs: Mapping[str, Path], networks: Mapping[str, Network] | None) -> list[RunData]:
+    """The runs by label, with the time that each takes on each network; None prices each on those of its own run file.
+
+    Raises: DataError for a folder that is missing or unreadable, ConfigError for a network of other workers.
+    """
+    return [_read_run(label, Path(folder), networks) for label, folder in runs.items()]
+
+
+def _read_run(label: str, folder: Path, networks: Mapping[str, Network] | None) -> RunData:
+    if not folder.is_dir():
+        raise DataError(
+            f"run '{label}' should be in {folder}, which is not a folder; give the folder of a finished or running run"
+        )
+    metrics = read_metrics(folder)
+    evals = {line["round"]: line for line in metrics if line["kind"] == "eval" and "worker" not in line}
+    trained = [line["round"] for line in metrics if line["kind"] == "train"]
+    config = _read_text(folder / "run.toml")
+    if networks is None:
+        networks = _own_networks(config or "")
+    sent_bytes, timelines, sent_until, per_round = None, {}, (), 1
+    if (events := read_events(folder)) is not None:
+        sent_bytes, timelines = float(events.sent_bytes.mean()), {events.network: _as_it_went(events)}
+    elif any(path.stat().st_size for path in trace_files(folder)):  # a run that has only just started has none
+        trace = read_trace(folder)
+        sent_bytes = float(trace.sent_bytes.mean())
+        by_round = np.bincount(trace.messages.round, trace.messages.bytes, minlength=trace.rounds)
+        sent_until = tuple((by_round.cumsum() / trace.workers).tolist())
+        per_round = max(1, round(trace.rounds / (1 + max(trained, default=trace.rounds - 1))))
+        if trace.workers > 1:  # a single worker sends nothing
+            timelines = prices_of(folder, config or "", trace, networks)
+    return RunData(
+        label,
+        list(evals.values()),
+        sent_bytes,
+        timelines,
+        config,
+        _read_text(folder / "sample.txt"),
+        networks,
+        tuple(map(described, read_branches(folder))),
+        sent_until,
+        per_round,
+        tuple(line for line in metrics if line["kind"] == "alignment"),
+    )
+
+
+def _own_networks(run_toml: str) -> dict[str, Network]:
+    """The networks of a run file. Raises ConfigError for one that is spoilt."""
+    tables = parse_toml(run_toml, "the run file").get("network", {})
+    return {name: from_options(table, f"network.{name}") for name, table in tables.items()}
+
+
+def _as_it_went(events: EventLog) -> Timeline:
+    """The timeline of an asynchronous run, whose seconds are part of its result."""
+    end_s = np.broadcast_to(events.end_s[:, None], events.compute_s.shape)
+    spent_s = np.diff(end_s, axis=0, prepend=0.0)
+    return Timeline(events.compute_s, spent_s - events.compute_s, np.zeros(end_s.shape, np.int32), end_s)
+
+
+def _read_text(path: Path) -> str | None:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+
+
+def _number(line: Mapping[str, Any], key: str) -> float | None:
+    """A number of a metrics line: None where it is missing, NaN where it was not finite. Raises DataError for anything else."""
+    return _as_number(line[key], key, line["round"]) if key in line else None
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """The mean of a number over all lines where it is finite; None without any."""
+    known = [value for line in lines if (value := _number(line, key)) is not None and not math.isnan(value)]
+    return math.fsum(known) / len(known) if known else None
+
+
+def _as_number(value: object, key: str, round: int) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
+        raise DataError(
+            f"the metrics of round {round} have {key} {value!r:.60} but need a number or null; repair the file"
+        )
+    return float(value)
+
+
+def summary_row(run: RunData) -> dict[str, Any]:
+    """The run's row of `gossamer.report.table.summary_rows`."""
+    run = run._replace(evals=[line for line in run.evals if line["round"] >= 0])
+    last: dict[str, Any] = run.evals[-1] if run.evals else {"round": -1}
+    losses = last.get("worker_losses", [])
+    if not isinstance(losses, list):
+        raise DataError(
+            f"the metrics of round {last['round']} have worker_losses {losses!r:.60} but need a list of numbers"
+        )
+    worst = [_as_number(loss, "worker_losses", last["round"]) for loss in losses]
+    return {
+        "method": run.label,
+        "loss": _number(last, "loss"),
+        # max() would lose a NaN among finite losses.
+        "worst_loss": math.nan if any(map(math.isnan, worst)) else max(worst, default=None),
+        "disagreement": _number(last, "disagreement"),
+        "js_divergence": _number(last, "js_divergence"),
+        "alignment": _mean(run.alignments, "alignment"),
+        "persistence": _mean(run.alignments, "persistence"),
+        "sent_bytes": run.sent_bytes,
+        "wall_s": {name: timeline.total_s for name, timeline in run.timelines.items()},
+        "utilisation": {name: timeline.mean_utilisation for name, timeline in run.timelines.items()},
+        "loss_at_s": {name: list(zip(*priced_curve(run, name, 1.0), strict=True)) for name in run.timelines},
+        "loss_at_round": list(zip(*_curve((e["round"] + 1, _number(e, "loss")) for e in run.evals), strict=True)),
+        "loss_at_bytes": list(zip(*_losses_after(run, run.sent_until), strict=True)),
+    }
+
+
+def loss_curves(runs: Sequence[RunData]) -> tuple[str, list[Curve]]:
+    """What the progress of the runs is measured in, and the validation loss of each against it."""
+    evals = [line for run in runs for line in run.evals]
+    key, label = next(
+        choice for choice in _PROGRESS if choice[0] == "round" or all(choice[0] in line for line in evals)
+    )
+    return label, [_curve((_number(e, key), _number(e, "loss")) for e in run.evals) for run in runs]
+
+
+def _curve(points: Iterable[tuple[float | None, float | None]]) -> Curve:
+    """The points that have both coordinates; NaN leaves a gap."""
+    known = [(x, y) for x, y in points if x is not None and y is not None]
+    return [x for x, _ in known], [y for _, y in known]
+
+
+def priced_curve(run: RunData, network: str, unit_s: float) -> Curve:
+    """Validation loss against the time when the last worker ended the round, in units of `unit_s`; empty without a price."""
+    if network not in run.timelines:
+        return [], []
+    return _losses_after(run, (run.timelines[network].end_s.max(axis=1) / unit_s).tolist())
+
+
+def _losses_after(run: RunData, spent: Sequence[float]) -> Curve:
+    """Validation loss against what was spent up to the end of each entry of the trace."""
+    until = [0.0, *spent[run.entries - 1 :: run.entries]]
+    return _curve((until[e["round"] + 1], _number(e, "loss")) for e in run.evals if -1 <= e["round"] < len(until) - 1)

@@ -1,0 +1,302 @@
+"""How a run is doing: what its folder tells, and what those workers say that answer.
+
+The files tell what each worker has done, and not whether it is still there. A worker that listens (of an elastic run, or of one
+that waits for nobody) is asked for its view of all others; views are merged as the workers themselves merge them. Needs no torch.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NotRequired
+
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import ConfigError, PeerError
+from gossamer.record.addresses import Address, read_addresses
+from gossamer.record.folder import read_metrics, run_file
+from gossamer.record.logs.order import read_order
+from gossamer.record.logs.outcomes import Begun, Ended, Life, read_outcomes
+from gossamer.record.logs.seconds import RoundSeconds, read_seconds
+from gossamer.record.whole_files import worker_suffix
+from gossamer.settings.fields import AtLeastOne
+from gossamer.settings.schema import RECORD, Records, parse_toml
+from gossamer.transport.elastic.ask import View, look
+from gossamer.transport.elastic.members import SlotEntry, Standing, merged
+from gossamer.transport.secret import folder_secret
+
+__all__ = ["RunStatus", "Sighting", "WorkerStatus", "run_status", "standing_of"]
+
+PATIENCE_S = 2.0
+"""How long a worker may take to answer."""
+_MOST_WORKERS = 1 << 20
+
+
+@with_config({**RECORD, "extra": "allow"})
+class _Loop(TypedDict):
+    steps: AtLeastOne
+    local_steps: AtLeastOne | Annotated[list[AtLeastOne], Field(min_length=1)]
+    elastic: NotRequired[bool]
+
+
+@with_config({**RECORD, "extra": "allow"})
+class _Run(TypedDict):
+    name: str
+    workers: Annotated[int, Field(ge=1, le=_MOST_WORKERS)]
+    run: _Loop
+
+
+_RUN = Records[_Run](_Run)
+
+
+class WorkerStatus(NamedTuple):
+    """One worker, or the slot of one."""
+
+    worker: int
+    standing: str
+    """One of the words of `standing_of`."""
+    round: int
+    """Rounds that it is known to have behind it."""
+    steps: int | None
+    """Inner steps, as its files say."""
+    loss: float | None
+    """Training loss of its last recorded round, nats per token."""
+    age_s: float | None
+    """How old the newest news of it is; None where there is none."""
+    address: str | None
+    missed: int
+    """Exchanges that it has recorded and that neither end counted."""
+    unsure: int
+    """Exchanges that it has not counted and the other end may have."""
+    seconds: RoundSeconds | None
+    """Where those of its last recorded round went."""
+
+
+class RunStatus(NamedTuple):
+    """A run and its workers."""
+
+    folder: Path
+    name: str
+    kind: str
+    """elastic, server, pair, no waiting, rounds or simulation."""
+    rounds: int
+    """Of the whole run."""
+    round: int
+    """Rounds that the worker which is farthest has behind it."""
+    answered: list[int]
+    """Workers that were asked and have answered."""
+    note: str | None
+    """Why nobody was asked, or nobody has answered."""
+    workers: list[WorkerStatus]
+
+
+class Sighting(NamedTuple):
+    """What decides on the standing of a slot."""
+
+    entry: SlotEntry | None = None
+    """What the workers that answered say of it together."""
+    life: Life | None = None
+    """Its last one in the log of outcomes."""
+    answered: bool = False
+    refused: bool = False
+    """Whether nobody listens at its address."""
+    finished: bool = False
+    """Whether it has all rounds of the run behind it."""
+    elastic: bool = True
+    traces: bool = True
+    """Whether it has left any file."""
+
+
+def standing_of(seen: Sighting) -> str:
+    """What is known of a slot, in one word.
+
+    alive: it trains. joining: it has a slot and fetches its state. ghost: it warms its inner optimizer, unheard of by others.
+    suspect: others have lost the connection with it, or it has been silent. gone: nobody listens at its address any more, and it
+    has not said goodbye. left: it was asked to leave, and has saved its state. finished: it has trained all rounds. empty: nobody
+    has filled the slot. unknown: its files do not tell.
+
+    >>> standing_of(Sighting(SlotEntry(1, 0, 5, Standing.SUSPECT, 0, "127.0.0.1:4000"), refused=True))
+    'gone'
+    >>> standing_of(Sighting(finished=True, elastic=False)), standing_of(Sighting(traces=False))
+    ('finished', 'empty')
+    """
+    entry, ended = seen.entry, seen.life.ended if seen.life is not None else None
+    if entry is not None and entry.standing != Standing.LEFT:
+        if seen.refused and not seen.answered:
+            return "gone"
+        return entry.standing.name.lower()
+    if entry is not None and not entry.address and ended is None:
+        return "empty" if seen.life is None else "gone"
+    if seen.finished or (ended is not None and ended.why == "finished"):
+        return "finished"
+    if entry is not None or ended is not None:
+        return "left"
+    if seen.refused:
+        return "gone"
+    return "unknown" if seen.traces or not seen.elastic else "empty"
+
+
+class _Records(NamedTuple):
+    """What the files of a run tell."""
+
+    folder: Path
+    rounds: int
+    elastic: bool
+    """Whether its workers answer."""
+    in_rounds: bool
+    lives: dict[int, list[Life]]
+    trained: dict[int, list[dict[str, Any]]]
+    """Lines of metrics, by worker."""
+    seconds: dict[int, RoundSeconds]
+    addresses: dict[int, Address]
+
+
+class _Answers(NamedTuple):
+    """What the workers say that were asked."""
+
+    views: dict[int, View]
+    refused: set[str]
+    """Addresses at which nobody listens."""
+    note: str | None
+
+    @property
+    def entries(self) -> dict[int, SlotEntry]:
+        """All views merged."""
+        entries: dict[int, SlotEntry] = {}
+        for entry in (entry for view in self.views.values() for entry in view.entries):
+            entries[entry.slot] = merged(entries[entry.slot], entry) if entry.slot in entries else entry
+        return entries
+
+
+def run_status(folder: Path, *, now_s: float | None = None) -> RunStatus:
+    """How the run in a folder is doing.
+
+    Args: `now_s` is Unix time, from which the age of what the files say is counted.
+    Raises: ConfigError when the folder holds no run, DataError for a spoilt file.
+    Cost: reads the metrics, seconds and outcomes of the run; waits up to PATIENCE_S for workers that are asked.
+    """
+    path = run_file(folder)
+    document = parse_toml(path.read_text(encoding="utf-8", errors="replace"), f"'{path}'")
+    run = _RUN.of(document, f"'{path}'")
+    n, steps = run["workers"], run["run"]["local_steps"]
+    rounds = run["run"]["steps"] // (max(steps) if isinstance(steps, list) else steps)
+    kind, metrics = _kind(document, folder), read_metrics(folder)
+    trained: dict[int, list[dict[str, Any]]] = {}
+    for line in metrics:
+        if line["kind"] == "train" and isinstance(line.get("worker"), int):
+            trained.setdefault(line["worker"], []).append(line)
+    elastic, in_rounds = kind in ("elastic", "pair", "no waiting"), kind not in ("pair", "no waiting")
+    addresses = {one.slot: one for one in reversed(read_addresses(folder)) if one.slot < n} if elastic else {}
+    records = _Records(
+        folder, rounds, elastic, in_rounds, read_outcomes(folder) if in_rounds else _lives_in_order(folder, rounds), trained,
+        _last_seconds(folder), addresses,
+    )  # fmt: skip
+    answers = _asked(folder, addresses.values(), n)
+    entries = answers.entries
+    now_s = time.time() if now_s is None else now_s
+    workers = [_of_worker(slot, entries.get(slot), records, answers, now_s) for slot in range(n)]
+    newest = max([0, *(one.round for one in workers), *(line["round"] + 1 for line in metrics)])
+    return RunStatus(folder, run["name"], kind, rounds, newest, sorted(answers.views), answers.note, workers)
+
+
+def _of_worker(slot: int, entry: SlotEntry | None, records: _Records, answers: _Answers, now_s: float) -> WorkerStatus:
+    lives, trained = records.lives.get(slot, []), records.trained.get(slot, [])
+    own = records.addresses.get(slot)
+    address = entry.address if entry is not None else own.address if own is not None else ""
+    done = _rounds_behind(lives, trained, entry if records.in_rounds else None)
+    seen = Sighting(
+        entry, lives[-1] if lives else None, slot in answers.views, address in answers.refused, done >= records.rounds,
+        records.elastic, bool(lives or trained),
+    )  # fmt: skip
+    loss = trained[-1].get("loss") if trained else None
+    age_s = _age_s(slot, records.folder, answers.views, now_s) if entry or lives or trained else None
+    return WorkerStatus(
+        slot, standing_of(seen), done, _steps(lives, trained), loss, age_s, address or None, *_failed(lives),
+        records.seconds.get(slot),
+    )  # fmt: skip
+
+
+def _kind(document: Mapping[str, Any], folder: Path) -> str:
+    if (folder / "metrics.jsonl").exists() and not any(folder.glob("metrics-[0-9]*.jsonl")):
+        return "simulation"
+    if document["run"].get("elastic"):
+        return "elastic"
+    return next((kind for kind in ("server", "pair") if kind in document), _waiting(document))
+
+
+def _waiting(document: Mapping[str, Any]) -> str:
+    return "rounds" if document["run"].get("wait", True) else "no waiting"
+
+
+def _lives_in_order(folder: Path, rounds: int) -> dict[int, list[Life]]:
+    """The lives of workers that wait for nobody, as far as the order of their events tells."""
+    ends = {slot: lives[-1].ended for slot, lives in read_order(folder).items() if lives}
+    return {
+        slot: [Life(Begun(0, 0, slot, 0, 0), (), None if end is None else Ended(rounds, end.why))]
+        for slot, end in ends.items()
+    }
+
+
+def _asked(folder: Path, addresses: Collection[Address], slots: int) -> _Answers:
+    """The views of the workers that answer."""
+    if not addresses:
+        return _Answers({}, set(), None)
+    try:
+        secret = folder_secret(folder)
+    except ConfigError as error:
+        return _Answers({}, set(), f"no worker was asked: {error}")
+    answers = _Answers({}, set(), None)
+
+    def ask(one: Address) -> None:
+        try:
+            view = look(one.address, secret, run=one.run, slots=slots, timeout_s=PATIENCE_S)
+        except ConnectionRefusedError:
+            answers.refused.add(one.address)
+        except (OSError, PeerError):
+            return
+        else:
+            answers.views[view.worker] = view
+
+    with ThreadPoolExecutor(min(32, len(addresses))) as threads:
+        list(threads.map(ask, addresses))
+    return answers if answers.views else answers._replace(note="no worker answers, so this is what the files tell")
+
+
+def _rounds_behind(lives: Sequence[Life], trained: Sequence[Mapping[str, Any]], entry: SlotEntry | None) -> int:
+    recorded = [life.rounds[-1].round + 1 for life in lives[-1:] if life.rounds]
+    recorded += [life.ended.round for life in lives[-1:] if life.ended is not None and life.ended.why == "finished"]
+    said = [] if entry is None or entry.standing == Standing.JOINING else [entry.round]
+    return max([0, *recorded, *said, *(line["round"] + 1 for line in trained[-1:])])
+
+
+def _steps(lives: Sequence[Life], trained: Sequence[Mapping[str, Any]]) -> int | None:
+    found = [life.rounds[-1].steps for life in lives if life.rounds] + [line.get("step") for line in trained[-1:]]
+    return max((steps for steps in found if isinstance(steps, int)), default=None)
+
+
+def _failed(lives: Sequence[Life]) -> tuple[int, int]:
+    """Exchanges that were missed, and those that are unsure."""
+    rounds = [one for life in lives for one in life.rounds]
+    return sum(len(one.missed) for one in rounds), sum(len(one.unsure) for one in rounds)
+
+
+def _age_s(slot: int, folder: Path, views: Mapping[int, View], now_s: float) -> float | None:
+    """The age of the newest news of a worker: its answer, what another heard from it, or the last line of its files."""
+    if slot in views:
+        return 0.0
+    ages = [view.silent_s[slot] for view in views.values() if slot in view.silent_s]
+    own = [folder / f"{kind}{worker_suffix(slot)}.jsonl" for kind in ("outcomes", "order", "metrics", "seconds")]
+    files = [path for path in own if path.exists()] or [path for path in [folder / "metrics.jsonl"] if path.exists()]
+    ages += [max(0.0, now_s - path.stat().st_mtime) for path in files]
+    return min(ages, default=None)
+
+
+def _last_seconds(folder: Path) -> dict[int, RoundSeconds]:
+    """Those of each worker's last recorded round: measured if there are any, else of the first network."""
+    found: dict[int, RoundSeconds] = {}
+    for one in read_seconds(folder):
+        before = found.get(one.worker)
+        if before is None or (before.network == one.network and one.round > before.round):
+            found[one.worker] = one
+    return found

@@ -1,0 +1,107 @@
+"""What a lossy codec does to a rule that sends whole parameters: refused where it destroys the model, else said in a number.
+
+A pseudo-gradient, or another difference from a point that the receivers know, is as small as what was trained, and so is the
+error of its codec. The error of whole parameters is as large as a share of the parameters, in every exchange, also between
+workers that agree.
+"""
+
+from gossamer.codecs import Codec
+from gossamer.codecs.error import relative_error
+from gossamer.rounds.compatibility.combination import Facts
+from gossamer.rules.contract import amplification, sends_parameters
+
+__all__ = [
+    "LIMIT",
+    "LIMIT_OF_MEANS",
+    "change",
+    "destroys",
+    "instead",
+    "loses_mass",
+    "too_much",
+    "warning",
+]
+
+LIMIT = 0.05
+"""The largest relative error of a codec that may carry whole parameters under a rule that keeps the mean of the workers."""
+LIMIT_OF_MEANS = 0.005
+"""The same under a rule that takes the decoded parameters in place of its own: training in smaller steps than the codec's is
+lost."""
+_SPARSE = 0.5  # a codec that keeps less than this share of a message's square norm is sparse
+
+
+def loses_mass(f: Facts) -> bool:
+    """Whether a codec rounds the mass that workers push, and not its weight: the ratio moves without end."""
+    pushes = f.kind == "rounds" and f.rule.needs == "push" and not f.topology.doubly_stochastic
+    return pushes and f.topology.n > 1 and not f.codec.exact
+
+
+def destroys(f: Facts) -> bool:
+    """Whether the error of the codec on whole parameters is beyond what a model stands."""
+    return not loses_mass(f) and _carries_parameters(f) and not _error(f.codec) <= _limit(f)
+
+
+def too_much(f: Facts) -> str:
+    """The error of the codec, and what is allowed."""
+    return (
+        f"codec '{_worst(f.codec).name}' is off by {_error(f.codec):.2g} of their norm in every exchange, where at most "
+        f"{_limit(f):g} can be allowed"
+    )
+
+
+def instead(f: Facts) -> str:
+    """What sends differences in the place of a rule on parameters."""
+    if f.kind == "pair":
+        return "use a [server], to which differences are sent"
+    if f.rule.needs == "everyone":
+        return "use 'diloco', which sends differences (with lr = 1 and optimizer = 'sgd' it is 'local_sgd')"
+    return "use 'anchored_gasloc' on topology 'pga', or 'choco' on a static one, which send differences"
+
+
+def change(f: Facts) -> float | None:
+    """By how much of their norm an exchange may change parameters although the workers agree; None where codecs do no harm.
+
+    ε max(1, α (1 + γ)) for a codec of relative error ε on Gaussian numbers, and gossip with step α and momentum γ.
+    """
+    if not _carries_parameters(f):
+        return None
+    return _error(f.codec) * (1.0 if f.kind == "pair" else amplification(f.rule))
+
+
+def warning(f: Facts) -> str | None:
+    """A sentence for a codec that the run can bear at a price; None for one without."""
+    if (share := change(f)) is not None:
+        return (
+            f"{f.who} sends whole parameters through codec '{_worst(f.codec).name}': each exchange brings an error of up to "
+            f"{share:.2%} of their norm, also between workers that agree, or nearly do; "
+            f"{instead(f)}"
+        )
+    codec, rule = f.codec, f.rule
+    if f.kind not in ("rounds", "no waiting") or f.topology.n == 1 or rule.feeds_back or rule.start is None:
+        return None
+    if codec.exact or codec.contraction is None or codec.contraction >= _SPARSE:
+        return None
+    return (
+        f"codec '{codec.name}' guarantees to keep only {codec.contraction:.1%} of a message (of its square norm), and rule "
+        f"'{rule.name}' never sends the remainder; "
+        + ("set rule.error_feedback = {}" if rule.averages else "use 'choco', or a dense codec such as 'int8'")
+    )
+
+
+def _carries_parameters(f: Facts) -> bool:
+    lossy = not f.codec.exact or (f.codec.back is not None and not f.codec.back.exact)
+    if f.kind == "server" or f.topology.n == 1 or not lossy:
+        return False
+    return f.kind == "pair" or sends_parameters(f.rule)
+
+
+def _limit(f: Facts) -> float:
+    return LIMIT if f.kind == "pair" or f.rule.mean_preserving else LIMIT_OF_MEANS
+
+
+def _worst(codec: Codec) -> Codec:
+    """Of the two legs of a mean, the one with the larger error."""
+    return codec if codec.back is None else max(codec, codec.back, key=relative_error)
+
+
+def _error(codec: Codec) -> float:
+    return relative_error(_worst(codec))

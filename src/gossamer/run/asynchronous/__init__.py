@@ -1,0 +1,3 @@
+"""Real processes that wait for nobody."""
+
+__all__: list[str] = []

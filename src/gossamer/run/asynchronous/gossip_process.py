@@ -1,0 +1,102 @@
+"""Gossip without waiting on real processes: one worker, which fetches the newest messages of its peers while it trains."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from gossamer.clock.gossip_worker import GossipWorker
+from gossamer.record.logs.order import Mixed, Published
+from gossamer.run.asynchronous.messages import MessageForm
+from gossamer.run.asynchronous.participant import PATIENCE_S, AsyncParticipant
+from gossamer.run.asynchronous.start import AsyncSeat
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.settle import WithoutWaiting
+from gossamer.run.worker.replica import LocalPhase
+from gossamer.run.worker.task import Task
+from gossamer.transport.elastic.fetches import Fetched, Fetches
+
+__all__ = ["GossipParticipant"]
+
+
+class GossipParticipant(AsyncParticipant[GossipWorker]):
+    """A worker that mixes, after each local phase, with the newest messages that it has fetched from its peers.
+
+    It asks for them so long before the end of the phase as the last answer took, twice over and at least one inner step. An
+    answer that is still under way at the end is waited for: that is a wait for a link, never for a peer's training. A peer that
+    is gone, that does not answer within `run.round_deadline_s` or that has published nothing yet is not heard, and its weight
+    stays at home.
+    """
+
+    def __init__(
+        self, config: RunConfig, settled: WithoutWaiting, folder: Path, task: Task, seat: AsyncSeat,
+        asked: threading.Event,
+    ) -> None:  # fmt: skip
+        super().__init__(config, settled.config, folder, task, seat, asked)
+        m = settled.method
+        self._topology, first = m.topology, m.topology.mixing(0)
+        self.core = GossipWorker(self.slot, m.rule, self.replica, first)
+        self._messages = MessageForm(
+            m.codec, self.replica.layout, self.core.message(0, first), seed=config.seed, worker=self.slot, device=self.device
+        )  # fmt: skip
+        self.calls = self._fetches = Fetches(seat.members, self._messages.wire_bytes, limit_s=self.limit_s)
+        self._step_s = 0.0
+
+    def phase(self, number: int, round: int, alive: frozenset[int]) -> tuple[LocalPhase, float]:
+        """See `AsyncParticipant`."""
+        start_s, mixing = self.now_s(), self._topology.mixing(number, alive)
+        replica = self.replica
+        replica.steps_taken = number * replica.local_steps
+        report = replica.train(round, 0, replica.local_steps, self._asking(mixing.hears_from(self.slot)))
+        self._step_s, ended_s = report.compute_s / replica.local_steps, self.now_s()
+        own, packed = self._messages.pack(self.core.message(number, mixing), number)
+        self.log.write(Published(number, round, start_s, ended_s))  # whoever gets the message finds it in the log
+        with self.transport.changed:
+            self._fetches.publish(number + 1, packed, replica.steps_taken)
+        came: dict[int, Fetched] = {}
+        self.stopwatch.blocking(lambda: came.update(self._fetched()))
+        received = {peer: self._messages.unpack(one.payload, peer) for peer, one in sorted(came.items())}
+        now_s, everyone = self.now_s(), len(alive) == self.config.workers
+        heard = tuple((peer, came[peer].version, came[peer].life) for peer in received)
+        self.log.write(Mixed(number, None if everyone else alive, heard, now_s))
+        for peer in received:
+            self.holds(peer, came[peer].steps)
+            self.events.write(
+                round, "fetch", source=peer, target=self.slot, fragment=0, bytes=self._messages.bytes, start_s=ended_s,
+                end_s=now_s,
+            )  # fmt: skip
+        self.core.mix(number, own, received, mixing)
+        self.mark(number + 1)
+        return report, start_s
+
+    def end(self) -> float:
+        """See `AsyncParticipant`."""
+        return 0.0
+
+    def _asking(self, peers: Iterable[int]) -> Callable[[], None]:
+        """What is called after each inner step of a phase: it asks these peers in time."""
+        left = self.replica.local_steps
+        steps = 1 + math.ceil(2 * self._fetches.took_s / self._step_s) if self._step_s else 1
+
+        def ask() -> None:
+            with self.transport.changed:
+                self._fetches.ask(peers, time.monotonic())
+                self.transport.flush()
+
+        def after_step() -> None:
+            nonlocal left
+            left -= 1
+            if left == steps:
+                ask()
+
+        if steps >= left:
+            ask()
+        return after_step
+
+    def _fetched(self) -> dict[int, Fetched]:
+        """What has come, once nothing may still come."""
+        with self.transport.changed:
+            while self._fetches.pending:
+                self.transport.changed.wait(PATIENCE_S)
+            return self._fetches.take()

@@ -1,0 +1,210 @@
+"""How a process of a run that waits for nobody finds its slot, the others, and the state with which it goes on.
+
+Workers resume from their own newest sound checkpoints, which may be of different rounds. Each checkpoint says how many inner
+steps of the other slots its parameters contain: a worker does not take those again that it has lost and another one holds.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from gossamer.clock.gossip_worker import GossipWorker
+from gossamer.clock.pair_worker import PairWorker
+from gossamer.errors import CheckpointError, PeerError
+from gossamer.record import checkpoint
+from gossamer.record.addresses import Address, write_address
+from gossamer.record.checkpoint import Lineage
+from gossamer.run.bookkeeping.resume import Resume, history, must_go_on
+from gossamer.run.config.run_file import RunConfig, decisive, digest
+from gossamer.run.elastic.rendezvous import arrived, is_address, joined
+from gossamer.run.worker.replica import Replica
+from gossamer.transport.alike import short_settings
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing
+from gossamer.transport.processes.launch import agree
+from gossamer.transport.sockets.link import Station
+from gossamer.tree import leaves
+
+__all__ = [
+    "AsyncSeat",
+    "AsyncState",
+    "Core",
+    "Fact",
+    "Source",
+    "adopt",
+    "async_seat",
+    "content_of",
+    "fact_of",
+    "newest_state",
+    "phases_behind",
+    "state_of",
+]
+
+log = logging.getLogger("gossamer")
+
+_MOST = 1 << 31
+Core = TypeVar("Core", GossipWorker, PairWorker)
+Source = tuple[int, int, int]
+"""A place in the order of events: a worker, the life of its process, and the events of that life so far."""
+
+
+class AsyncState(NamedTuple):
+    """The state of a worker at a place in the order of its events."""
+
+    after: int
+    """Rounds of the run that were over."""
+    phases: int
+    """Local phases of its slot behind it."""
+    source: Source
+    """Where its worker was in the order of events."""
+    held: dict[int, int]
+    """Inner steps of other slots that its parameters contain."""
+    content: dict[str, Any]
+    """Parameters, outer and inner state, and the place in the data."""
+
+
+class AsyncSeat(NamedTuple):
+    """The slot of a process, and what it begins with."""
+
+    members: Members
+    station: Station
+    line: Lineage
+    """Whose checkpoints belong to the run."""
+    state: AsyncState | None
+    """Its own; None without a checkpoint."""
+    donor: int | None
+    """Who is asked first for a state; None where nobody has any, as the run starts."""
+    goes_on: bool
+    """Whether files of this slot may be there already."""
+
+
+def phases_behind(phases: int, held: int, local_steps: int) -> int:
+    """Local phases with which a slot goes on: those of a state, or those that others hold, if that is more.
+
+    >>> phases_behind(4, 11, 2), phases_behind(8, 11, 2)
+    (6, 8)
+    """
+    return max(phases, -(-held // local_steps))
+
+
+def state_of(content: Any, after: int) -> AsyncState:
+    """What a checkpoint holds, or another worker has sent. Raises CheckpointError for anything else."""
+    match content:
+        case {
+            "x": _, "outer": [*_], "inner": _, "phases": int(phases), "place": [int(worker), int(life), int(events)],
+            "held": dict(held),
+        }:  # fmt: skip
+            numbers = [after, phases, worker, life, events, *held, *held.values()]
+            if all(type(one) is int and one >= 0 for one in numbers) and max(phases, life, events) < _MOST:
+                return AsyncState(after, phases, (worker, life, events), dict(held), content)
+    found = sorted(map(str, content)) if isinstance(content, dict) else content
+    raise CheckpointError(
+        f"a state after round {after} holds {found!r:.80}, and a worker that waits for nobody needs its local phases, their "
+        "place in the order of events and what it holds of others; start again with another --out"
+    )
+
+
+def content_of(
+    core: GossipWorker | PairWorker, replica: Replica, *, phases: int, source: Source, held: Mapping[int, int]
+) -> dict[str, Any]:
+    """What a checkpoint of a worker holds, from which `state_of` makes its state; the tensors are the worker's own."""
+    return {
+        "x": core.x, "outer": leaves(core.s), **replica.state(), "steps_taken": replica.steps_taken, "phases": phases,
+        "place": [*source], "held": dict(held),
+    }  # fmt: skip
+
+
+def adopt(state: AsyncState, core: GossipWorker | PairWorker, replica: Replica) -> None:
+    """Goes on from a state, and with the replica's own place in the data. Raises CheckpointError when it does not fit."""
+    content, data = state.content, replica.task.data.state()
+    try:
+        core.restore(content["x"], content["outer"])
+    except ValueError as error:
+        raise CheckpointError(
+            f"the state of worker {state.source[0]} does not fit this model and rule ({error}); use the run file that wrote it"
+        ) from None
+    replica.restore({**content, "data": data})
+
+
+def newest_state(folder: Path, slot: int, line: Lineage) -> AsyncState | None:
+    """That of the newest sound checkpoint of a slot; None without one. Those that are spoilt are named and skipped."""
+    store = folder / "checkpoints"
+    for round in reversed(checkpoint.rounds(store, slot, line)):
+        try:
+            return state_of(checkpoint.load(store, round, slot, line), round)
+        except CheckpointError as error:
+            log.warning("worker %d skips its round %d: %s", slot, round, error)
+    return None
+
+
+def async_seat(
+    config: RunConfig, folder: Path, run: int, nonce: int, *, local_steps: Sequence[int], join: str | None, resume: Resume
+) -> AsyncSeat:  # fmt: skip
+    """The slot of this process in a run that starts, goes on, or is under way.
+
+    Args: `local_steps` are those of all workers; `join` and `resume` as of `gossamer.run.asynchronous.train.train_asynchronous`.
+    Raises: ConfigError, CheckpointError; PeerError when workers do not come, or nobody can be joined.
+    """
+    if join is not None:
+        seat = joined(config, folder, run, nonce, join)
+        own = newest_state(folder, seat.members.me, seat.line)
+        return AsyncSeat(seat.members, seat.station, seat.line, own, seat.members.me, True)
+    member, listener, address = arrived(config)
+    me, past = member.worker, history(config, folder) if resume else None
+    own = None if past is None else newest_state(folder, me, past.lineage)
+    if own is not None and own.after == 0:  # it has left before the first round was over
+        own = None
+    brought = None if own is None else [own.after, own.phases, [[slot, steps] for slot, steps in own.held.items()]]
+    settings, wait_s = short_settings(decisive(config)), config.run.timeout_s
+    said = agree(member, f"{run:016x} calls", [address, nonce, brought], settings=settings, timeout_s=wait_s)
+    facts = [fact_of(slot, value, config.workers) for slot, value in enumerate(said)]
+    line, after = Lineage(digest(config)), max(fact.after for fact in facts)
+    if past is not None:
+        must_go_on(config, folder, [[fact.after] if fact.after else [] for fact in facts], after, auto=resume == "auto")
+        checkpoint.rewind(folder / "checkpoints", -1 if own is None else own.after, me)
+        line = past.go_on(folder, after)
+    held = {slot: max((fact.held.get(slot, 0) for fact in facts), default=0) for slot in range(config.workers)}
+    entries = [_entry(slot, facts, held[slot], local_steps[slot]) for slot in range(config.workers)]
+    donor = next((slot for slot, fact in enumerate(facts) if fact.after == after > 0), None)
+    station = Station(listener, run, member.secret, wait_s, config.run.round_deadline_s)
+    write_address(folder, Address(me, address, run))
+    return AsyncSeat(Members(config.workers, me, entries), station, line, own, donor, past is not None)
+
+
+class Fact(NamedTuple):
+    """What a worker says of itself at the start."""
+
+    address: str
+    nonce: int
+    after: int
+    phases: int
+    held: Mapping[int, int]
+
+
+def fact_of(slot: int, value: object, slots: int) -> Fact:
+    """What another worker has published. Raises PeerError for anything else."""
+    match value:
+        case [str(address), int(nonce), None] if is_address(address, nonce):
+            return Fact(address, nonce, 0, 0, {})
+        case [str(address), int(nonce), [int(after), int(phases), [*pairs]]] if is_address(address, nonce):
+            held = dict(map(_pair, pairs))
+            if 0 < after < _MOST and 0 <= phases < _MOST and all(0 <= one < slots for one in held):
+                return Fact(address, nonce, after, phases, held)
+    raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
+
+
+def _pair(value: object) -> tuple[int, int]:
+    """A slot with its inner steps; (-1, 0) for anything else."""
+    match value:
+        case [int(slot), int(steps)] if 0 <= steps < 1 << 60:
+            return slot, steps
+    return -1, 0
+
+
+def _entry(slot: int, facts: Sequence[Fact], held: int, local_steps: int) -> SlotEntry:
+    """What is known of a slot at the start."""
+    if slot >= len(facts):  # nobody fills it
+        return SlotEntry(slot, 0, 0, Standing.LEFT, 0, round=phases_behind(0, held, local_steps), steps=held)
+    fact = facts[slot]
+    phases = phases_behind(fact.phases, held, local_steps)
+    return SlotEntry(slot, 0, fact.nonce, Standing.ALIVE, 0, fact.address, phases, held)

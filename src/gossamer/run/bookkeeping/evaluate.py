@@ -1,0 +1,380 @@
+"""Evaluation of a run: the loss of the mean model and of each worker, and how far parameters and predictions differ."""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.errors import CheckpointError, ConfigError
+from gossamer.layout import Layout, attach, layout_of, views
+from gossamer.models.export import export, export_state
+from gossamer.models.llama import Llama, logits_of
+from gossamer.models.sample import sample
+from gossamer.record import checkpoint
+from gossamer.record.folder import metrics_line, read_metrics
+from gossamer.record.progress import say
+from gossamer.record.whole_files import Appender, atomic_write
+from gossamer.rounds.exchange import Each
+from gossamer.rounds.mean_model import mean_of
+from gossamer.run.bookkeeping.newest_round import held_by, to_score
+from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.config.document import load_run
+from gossamer.run.config.layouts import arranged
+from gossamer.run.config.run_file import RunConfig, parse
+from gossamer.run.config.user_parts import OURS, Parts
+from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.run.worker.task import Task, buffers_of, moved, task_of
+from gossamer.settings.user_code import is_code
+
+__all__ = [
+    "UNUSED",
+    "Assessment",
+    "Evaluation",
+    "Probe",
+    "Probes",
+    "Result",
+    "Weights",
+    "assess",
+    "disagreement",
+    "evaluate",
+    "js_divergence",
+    "mean_buffers",
+    "mean_of",
+    "model_with",
+    "publish",
+    "union_of",
+]
+
+log = logging.getLogger("gossamer")
+
+UNUSED = ("rule", "topology", "codec", "server", "pair", "optimizer")
+"""The parts of a run that its evaluation does not need."""
+
+
+class Assessment(NamedTuple):
+    """Validation of one round, in nats per token."""
+
+    loss: float
+    """Of the mean model, each expert being the mean of its holders."""
+    worker_losses: tuple[float, ...]
+    """Empty unless `run.eval_workers`."""
+    disagreement: float
+    """Consensus distance per parameter, `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
+    js_divergence: float | None = None
+    """As the function of this name has it; None unless `run.eval_js` asks for it."""
+
+    def figures(self) -> dict[str, Any]:
+        """What a line of the metrics says of it."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+class Result(NamedTuple):
+    """What a finished simulation leaves behind."""
+
+    loss: float
+    """Validation loss of the mean of the workers, or of the server's model."""
+    tokens: int
+    """Of all workers together, those of the rounds before a resume included."""
+    tokens_per_s: float
+    """Of the rounds that ran here, without validation and checkpoints."""
+    time_s: Mapping[str, float]
+    """Seconds of the run on each network that it was priced on; of an asynchronous run, on the network that it ran on."""
+
+
+class Probe:
+    """A model that any parameter vector can be put into, with the validation batches to try it on."""
+
+    def __init__(self, config: RunConfig, task: Task, device: torch.device):
+        self.config, self.task, self.device = config, task, device
+        self.model = task.model().to(device)
+        self.x = attach(self.model, _layout(self.model, config))
+        self.buffers = buffers_of(self.model)
+        self.batches = [moved(batch, device) for batch in task.data.validation(config.run.eval_batches)]
+
+    def loss(self, x: Tensor, buffers: Sequence[Tensor] = ()) -> float:
+        """Mean loss of the model with parameters `x`, and these buffers if it has any, over the validation batches."""
+        with self._holding(x, buffers):
+            return math.fsum(self.task.loss(self.model, batch).item() for batch in self.batches) / len(self.batches)
+
+    def log_probabilities(self, x: Tensor, buffers: Sequence[Tensor], sequence: int) -> Tensor:
+        """The predictions `[S, V]` of that model for each next token of one sequence of the first validation batch."""
+        with self._holding(x, buffers):
+            (logits,) = logits_of(self.model, self.batches[0][sequence : sequence + 1])
+        return logits.log_softmax(-1)
+
+    @contextlib.contextmanager
+    def _holding(self, x: Tensor, buffers: Sequence[Tensor]) -> Iterator[None]:
+        """The model has these parameters and buffers, and computes as in the run, without gradients."""
+        self.x.copy_(x)
+        for own, given in zip(self.buffers, buffers, strict=False):
+            own.copy_(given)
+        self.model.eval()
+        bf16 = self.config.inner.autocast == "bf16"
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=bf16):
+            yield
+
+
+def _layout(model: nn.Module, config: RunConfig) -> Layout:
+    """The order in which the workers of a run hold their parameters."""
+    return arranged(layout_of(model), config)[0]
+
+
+def disagreement(vectors: Sequence[Tensor], mean: Tensor) -> float:
+    """How far the workers are from their mean, root mean square per parameter: `sqrt((1/n) Σ_i ||x_i - x̄||² / P)`."""
+    squares = [(x.float() - mean.float()).square().sum(dtype=torch.float64).item() for x in vectors]
+    return math.sqrt(math.fsum(squares) / len(vectors) / mean.numel())
+
+
+def js_divergence(predictions: Sequence[Tensor]) -> float:
+    """How far n workers' predictions are apart: `(1/n) Σ_i JS(p_i ‖ p̄)` in nats, mean over tokens; p̄ is the mean prediction.
+
+    `JS(p ‖ q) = (KL(p ‖ m) + KL(q ‖ m))/2` with `m = (p + q)/2`. Equal predictions give exactly 0, and the bound ln 2 is not
+    reached: workers of which no two consider the same token possible give `ln 2 - ((1 + 1/n) ln(1 + 1/n) + (ln n)/n)/2`, which
+    is 0.216 for two and tends to ln 2. Unlike the distance of parameters, it ignores what changes no prediction.
+
+    Shapes: of each worker log-probabilities `[T, V]` of the same tokens.
+    Cost: all predictions in fp64 at once.
+    Source: Factored Gossip DiLoCo, arXiv 2606.22768, by a secondary account of its metric.
+    """
+    p = [one.double().exp() for one in predictions]
+    mean = mean_of(p)
+    divergences = [(_from_middle(one, mean) + _from_middle(mean, one)).clamp(min=0).item() / 2 for one in p]
+    return math.fsum(divergences) / len(p) / len(mean)
+
+
+def _from_middle(p: Tensor, q: Tensor) -> Tensor:
+    """The sum over tokens of `KL(p ‖ (p + q)/2)`, where 0 ln 0 = 0."""
+    return (torch.xlogy(p, p) - torch.xlogy(p, (p + q) / 2)).sum()
+
+
+Weights = tuple[Tensor, Sequence[Tensor]]
+"""The parameters of a model, and its buffers."""
+
+
+class Probes:
+    """Evaluates several models at a time: each thread borrows a probe.
+
+    Args:
+        probes: as many as there are threads.
+        each: the results of a function for all items, in their order; one after the other by default.
+    """
+
+    def __init__(self, probes: Sequence[Probe], each: Each | None = None) -> None:
+        self._each: Each = _in_turn if each is None else each
+        self._idle: SimpleQueue[Probe] = SimpleQueue()
+        for probe in probes:
+            self._idle.put(probe)
+        self.task = probes[0].task
+        self.each_worker = probes[0].config.run.eval_workers
+        self.compares = probes[0].config.run.eval_js
+        self._sequences = len(probes[0].batches[0]) if self.compares else 0
+
+    def losses(self, models: Iterable[Weights]) -> list[float]:
+        """The validation loss of each model."""
+        return self._borrowed(lambda probe, weights: probe.loss(*weights), models)
+
+    def divergence(self, models: Sequence[Weights]) -> float:
+        """`js_divergence` of the models on the first validation batch, a sequence at a time, which bounds the memory."""
+        found = [
+            js_divergence(self._borrowed(lambda probe, weights, k=k: probe.log_probabilities(*weights, k), models))
+            for k in range(self._sequences)
+        ]
+        return math.fsum(found) / len(found)
+
+    def _borrowed(self, compute: Callable[[Probe, Weights], Any], models: Iterable[Weights]) -> list[Any]:
+        def one(weights: Weights) -> Any:
+            probe = self._idle.get()
+            try:
+                return compute(probe, weights)
+            finally:
+                self._idle.put(probe)
+
+        return self._each(one, models)
+
+
+def _in_turn(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    return [function(item) for item in items]
+
+
+def assess(vectors: Sequence[Tensor], probes: Probes, buffers: Sequence[Sequence[Tensor]] = ()) -> Assessment:
+    """Scores the mean model and, if the run asks for it, each worker's; workers that are bitwise equal are scored once.
+
+    Args: `buffers` are each worker's own, if the model has any.
+    """
+    buffers = buffers or [()] * len(vectors)
+    mean, between = union_of(probes.task, vectors), mean_buffers(buffers)
+    alike = all(torch.equal(one, other) for own in buffers for one, other in zip(own, between, strict=True))
+    held = probes.task.holding
+    apart = disagreement(vectors if held is None else held.beside(vectors, mean), mean)
+    if alike and all(torch.equal(mean, x) for x in vectors):
+        (value,) = probes.losses([(mean, between)])
+        own = (value,) * len(vectors) if probes.each_worker else ()
+        return Assessment(value, own, apart, 0.0 if probes.compares else None)
+    workers = [*zip(vectors, buffers, strict=True)]
+    value, *each = probes.losses([(mean, between), *(workers if probes.each_worker else [])])
+    return Assessment(value, tuple(each), apart, probes.divergence(workers) if probes.compares else None)
+
+
+def union_of(task: Task, vectors: Sequence[Tensor]) -> Tensor:
+    """The model that the workers have trained: their mean, or where each holds some experts only, that of their holders."""
+    return mean_of(vectors) if task.holding is None else task.holding.union(vectors)
+
+
+def mean_buffers(buffers: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The buffers of the mean model: the means of floating-point ones, and those of worker 0 otherwise."""
+    return [mean_of(some) if some[0].is_floating_point() else some[0] for some in zip(*buffers, strict=True)]
+
+
+def model_with(config: RunConfig, task: Task, x: Tensor, buffers: Sequence[Tensor] = ()) -> nn.Module:
+    """A model of its own with parameters `x` and these buffers, in evaluation mode."""
+    model = task.model()
+    with torch.no_grad():
+        for parameter, value in views(model, _layout(model, config), x.cpu()).items():
+            parameter.copy_(value)
+        for own, given in zip(buffers_of(model), buffers, strict=False):
+            own.copy_(given)
+    return model.eval()
+
+
+def publish(config: RunConfig, task: Task, x: Tensor, folder: Path, buffers: Sequence[Tensor] = ()) -> None:
+    """Writes the model with parameters `x` where `AutoModelForCausalLM.from_pretrained` opens it, and a sample of its text.
+
+    A model of the user's own is written by its `save_pretrained` if it has one, and else as `model.safetensors`.
+    """
+    model = model_with(config, task, x, buffers)
+    if not isinstance(model, Llama) or task.tokenizer is None:
+        export_state(model, folder / "model")
+        return
+    export(model, folder / "model", task.tokenizer)
+    if model.model.cuts:
+        say(f"{folder / 'model'} is no plain Llama but has residual bottlenecks: open it with trust_remote_code=True")
+    text = sample(model, task.tokenizer, prompt="def ", num_tokens=min(400, config.data.seq_len * 3), seed=config.seed)
+    atomic_write(folder / "sample.txt", text.encode())
+
+
+class Evaluation(NamedTuple):
+    """What `evaluate` found."""
+
+    round: int
+    """Rounds that were over."""
+    result: Assessment
+    workers: tuple[int, ...]
+    """Whose checkpoints these are, as `worker_losses` has them; that of a run with a server is its number alone."""
+
+
+def evaluate(folder: Path, round: int | None = None, parts: Parts = OURS, source: str | None = None) -> Evaluation:
+    """The mean model of a run from the checkpoints of one round: its loss, the disagreement, and its export to `RUN/model`.
+
+    On another text than the run's it is only scored: nothing is written.
+
+    Args:
+        round: the number of finished rounds; by default the newest that all workers have. Of an elastic run, the newest that most
+            workers have which took part in it, and the mean is over those.
+        parts: the user's own, where the run names any.
+        source: other text to score it on, as data.source has it, of which the run's part is kept for validation.
+    Raises: CheckpointError when no round has the checkpoints of all workers, or, of an elastic run, of any; ConfigError for
+        other text of a run whose data is a function.
+    Cost: holds one model per worker in memory.
+    """
+    config = parse(load_run(folder))
+    key = lineage(config, folder)
+    finished, owners = (
+        _whole if config.kind == "server" or not (config.run.elastic or config.event_driven) else _most
+    )(config, folder, key, round)
+    task = task_of(config if source is None else _on(config, source), parts)
+    store = Store(config, folder)
+    states = [store.load(task, finished, owner, key) for owner in owners]
+    buffers = [state.get("buffers", ()) for state in states]
+    vectors = [
+        state["x"] if task.holding is None else task.holding.alone(owner, state["x"])
+        for owner, state in zip(owners, states, strict=True)
+    ]
+    probe = Probe(config, task, torch.device("cpu"))
+    result = assess(vectors, Probes([probe]), buffers)
+    if source is None:
+        _note(config, folder, finished, states, result)
+        publish(config, task, union_of(task, vectors), folder, mean_buffers(buffers))
+    return Evaluation(finished, result, tuple(owners))
+
+
+def _on(config: RunConfig, source: str) -> RunConfig:
+    """The run on the text of another source, of which nothing is scored but what is kept for validation."""
+    if config.data.own or is_code(source):
+        raise ConfigError(
+            f"the other source is {source!r:.60} and data.source is {config.data.source!r:.60}, but neither may be a function; "
+            "name files, a folder or a stream, or leave --source out"
+        )
+    alone = (0,) * config.workers if not source.startswith("hf:") else "iid"
+    return replace(config, data=replace(config.data, source=source, shards=alone))
+
+
+def _most(
+    config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None
+) -> tuple[int, Sequence[int]]:  # fmt: skip
+    """The round of an elastic run to score, and the workers whose checkpoints of it are here. Raises CheckpointError."""
+    held = held_by(folder, config.owners, key)
+    chosen = to_score(held) if round is None else round
+    owners = [slot for slot, rounds in held.items() if chosen in rounds]
+    if not owners:
+        found = sorted({r for rounds in held.values() for r in rounds})
+        if round is None or not found:
+            raise checkpoint.nothing_to_resume(folder / "checkpoints", config.owners, [])
+        raise CheckpointError(
+            f"no worker has a checkpoint of round {round}; there are some of: {', '.join(map(str, found))}; name one of them"
+        )
+    if missing := [slot for slot in held if slot not in owners]:
+        log.warning(
+            "round %d has no checkpoint of worker %s; the mean model is that of worker %s",
+            chosen, ", ".join(map(str, missing)), ", ".join(map(str, owners)),
+        )  # fmt: skip
+    return chosen, owners
+
+
+def _whole(config: RunConfig, folder: Path, key: checkpoint.Lineage, round: int | None) -> tuple[int, Sequence[int]]:
+    """The newest round of which all checkpoints are here, or the requested one, and its owners. Raises CheckpointError."""
+    store, owners = folder / "checkpoints", config.owners
+    owned = Store(config, folder).rounds(owners, key)
+    whole = checkpoint.common(owned)
+    if round is not None and whole and round not in whole:
+        raise CheckpointError(
+            f"round {round} lacks some checkpoints; complete are: {', '.join(map(str, whole))}; name one of them"
+        )
+    if not any(owned) and any(checkpoint.rounds(store, owner) for owner in owners):
+        raise checkpoint.nothing_to_resume(store, owners, owned)
+    if not whole and not config.record.keep_checkpoints:
+        raise CheckpointError(
+            f"'{folder}' has no checkpoints, as its record.keep_checkpoints is false; gossamer report {folder} shows its last "
+            "validation, and its mean model is in the folder 'model' if record.export was true"
+        )
+    if not whole:
+        whose = f"all {config.workers} workers" if config.server is None else "the server"
+        whose = f"all stages of {whose}" if any(store.glob("stage-*")) else whose
+        raise CheckpointError(
+            f"'{folder}' has no round with checkpoints of {whose} (owned: {owned}); "
+            "bring the checkpoint folders of all machines together, or train past the first checkpoint"
+        )
+    return whole[-1] if round is None else round, owners
+
+
+def _note(
+    config: RunConfig, folder: Path, finished: int, states: Sequence[Mapping[str, Any]], result: Assessment
+) -> None:  # fmt: skip
+    """Adds an evaluation to the metrics of a run that has none of this round."""
+    if any(
+        line["kind"] == "eval" and line["round"] == finished - 1 and "loss" in line for line in read_metrics(folder)
+    ):
+        return
+    per_round = sum(map(config.local_steps_of, range(config.workers)))
+    steps = finished * per_round if config.event_driven else sum(state["steps_taken"] for state in states)
+    line = metrics_line(
+        "eval", round=finished - 1, step=finished * config.full_steps, tokens=config.step_tokens * steps, **result.figures()
+    )  # fmt: skip
+    with contextlib.closing(Appender(folder / "metrics-evaluated.jsonl")) as file:
+        file.write(line)

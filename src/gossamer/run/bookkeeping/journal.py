@@ -1,0 +1,218 @@
+"""What every driver writes at the end of a round: losses, a validation and a checkpoint, each when it is due."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gossamer.clock import Absence, Phase, Record, Relay, Transfer, Update
+from gossamer.clock.saved import plain, rebuilt
+from gossamer.errors import TrainingError
+from gossamer.finite import GO_ON
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import RunFolder, Unrecorded
+from gossamer.record.logs.events import EventWriter
+from gossamer.record.logs.trace import Entry
+from gossamer.run.bookkeeping.spent_seconds import EventSeconds
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.worker.replica import joined
+from gossamer.run.worker.worker import RoundReport, Worker
+
+__all__ = ["EventJournal", "Journal", "Save", "log_phase", "saver"]
+
+Save = Callable[[int], None]
+"""Saves what is to be kept after so many rounds."""
+
+
+def saver(
+    digest: str | Lineage, folder: Path, snapshots: Callable[[], Iterable[tuple[int, Any]]], *, keep: int = 2
+) -> Save:  # fmt: skip
+    """Saves the state of each owner, one after the other, and keeps so many generations."""
+
+    def save(finished: int) -> None:
+        for owner, state in snapshots():
+            checkpoint.save(folder / "checkpoints", finished, owner, state, digest=digest, keep=keep)
+
+    return save
+
+
+class Journal:
+    """Writes the record of a run, round by round.
+
+    Args:
+        record: where to write, which is another after the run was stopped and continued.
+        validate: the figures of a validation, `loss` among them.
+        save: writes a checkpoint of all whose state this process holds.
+        kind: of the lines of a validation: "eval" for the run as a whole, "validation" for one worker.
+    """
+
+    def __init__(
+        self, config: RunConfig, record: Callable[[], RunFolder | Unrecorded], validate: Callable[[], Mapping[str, Any]],
+        save: Save, *, kind: str = "eval",
+    ) -> None:  # fmt: skip
+        self.config, self._record = config, record
+        self._validate, self._save, self._kind = validate, save, kind
+        self.loss = math.nan
+        """Of the last validation; NaN before the first."""
+
+    @property
+    def record(self) -> RunFolder | Unrecorded:
+        """Where it writes now."""
+        return self._record()
+
+    def begin(self, **behind: Any) -> None:
+        """Validates the initial values, as the end of round -1, in a run that validates on its way; `loss` stays NaN.
+
+        Args: `behind` are further fields of the line.
+        """
+        if self.config.run.eval_every:
+            self.record.log(self._kind, round=-1, **behind, step=0, tokens=0, **self._validate())
+
+    def enter(self, worker: Worker, round: int, report: RoundReport) -> None:
+        """Writes what a worker did in a round into the metrics and the trace.
+
+        In the trace each fragment has a round of its own, which ends when it is sent.
+        """
+        whole, steps = report.whole, worker.replica.steps_taken
+        more: dict[str, Any] = {"hashes": worker.hashes()} if self.config.record.hash else {}
+        if (staged := worker.replica.staged) is not None:
+            more["boundary_bytes"] = staged.sent_bytes()
+        self.record.log(
+            "train", round=round, worker=worker.index, step=steps, loss=whole.loss, lr=whole.lr,
+            tokens=steps * self.config.step_tokens, **more,
+        )  # fmt: skip
+        entry, gathered = round * worker.loop.method.sends_per_round, []
+        for phase, sent in zip(report.phases, report.operations, strict=True):
+            gathered.append(phase)
+            if sent:
+                part = joined(gathered)
+                self.record.log_trace(Entry(entry, worker.index, len(part.losses), part.compute_s, tuple(sent)))
+                entry, gathered = entry + 1, []
+
+    def end_round(self, finished: int, **behind: Any) -> None:
+        """Validates and saves what is due after so many rounds.
+
+        Args: `behind` are further fields of a validation line, such as the steps and tokens so far.
+        Raises: TrainingError when what is saved, or the loss after the last round, is not finite.
+        """
+        config = self.config
+        if config.due(config.run.eval_every, finished):
+            figures = self._validate()
+            self.loss = figures["loss"]
+            self.record.log(self._kind, round=finished - 1, **behind, **figures)
+            if finished == config.rounds and not math.isfinite(self.loss):
+                raise TrainingError(f"the run ended with a validation loss of {self.loss}; {GO_ON}")
+        if config.due(config.run.checkpoint_every, finished):
+            self._save(finished)
+
+
+def log_phase(record: RunFolder | Unrecorded, events: EventWriter, round: int, phase: Phase, steps: int) -> None:
+    """Writes a local phase of so many inner steps into metrics and events, in a round of the run."""
+    report, done = phase.report, phase.number + 1
+    events.write(
+        round, "phase", worker=phase.worker, number=phase.number, start_s=phase.start_s, end_s=phase.end_s, steps=steps,
+        tokens=report.tokens,
+    )  # fmt: skip
+    record.log(
+        "train", round=round, worker=phase.worker, step=done * steps, loss=report.loss, lr=report.lr,
+        tokens=done * report.tokens, time_s=phase.end_s,
+    )  # fmt: skip
+
+
+class _JournalState(NamedTuple):
+    round: int
+    steps: int
+    tokens: int
+    time_s: float
+    loss: float
+
+
+class EventJournal:
+    """Writes the record of a run that does not go in rounds: every event, and `Journal.end_round` when a round is over.
+
+    A round is over when as many inner steps have been taken as one round of all workers has. With a server those count that
+    it has absorbed.
+
+    Args:
+        log: as the record of a `Journal`.
+        seconds: where this process sees the local phases of all workers, records how their time was spent.
+        end_round: called in place of that of the journal.
+    """
+
+    def __init__(
+        self, journal: Journal, log: Callable[[], EventWriter], seconds: EventSeconds | None = None,
+        end_round: Callable[..., None] | None = None,
+    ) -> None:  # fmt: skip
+        self._journal, self._log, self._seconds = journal, log, seconds
+        self._end = end_round or journal.end_round
+        self.round = self.steps = 0
+        """Rounds that are over and the steps that count for them; set both first for a run that is resumed."""
+        self.tokens, self.time_s = 0, 0.0
+
+    @property
+    def loss(self) -> float:
+        """Of the last validation."""
+        return self._journal.loss
+
+    def begin(self) -> None:
+        """Validates the initial values; see `Journal.begin`."""
+        self._journal.begin(time_s=0.0)
+
+    def enter(self, event: Record, time_s: float, local_steps: Sequence[int]) -> None:
+        """Writes one event, and ends the rounds that end with it; the last ends with the run."""
+        if self._seconds is not None:
+            self._seconds.enter(event)
+        fields = {name: value for name, value in event._asdict().items() if name not in ("report", "change", "kind")}
+        if isinstance(event, Absence):
+            self._log().write(self.round, event.change, **fields)
+            return
+        self.time_s = time_s
+        if isinstance(event, Transfer | Relay):
+            self._log().write(self.round, event.kind, **fields)
+        elif isinstance(event, Update):
+            self._log().write(self.round, "update", **fields)
+            self.steps += sum(local_steps[i] for i in event.workers)
+        else:
+            self._enter_phase(event, local_steps[event.worker])
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Ends the rounds that are over with the steps that were taken, but the last."""
+        config = self._journal.config
+        while self.round < min(self.steps // (config.workers * config.full_steps), config.rounds - 1):
+            self.round += 1
+            self._end_round(self.round)
+
+    def end(self) -> None:
+        """Ends the last round."""
+        if self._seconds is not None:
+            self._seconds.end(self.time_s)
+        self.round = self._journal.config.rounds
+        self._end_round(self.round)
+
+    def _enter_phase(self, event: Phase, steps: int) -> None:
+        log_phase(self._journal.record, self._log(), self.round, event, steps)
+        self.tokens += event.report.tokens
+        if self._journal.config.server is None:
+            self.steps += steps
+
+    def _end_round(self, finished: int) -> None:
+        step = finished * self._journal.config.full_steps
+        for seconds in [] if self._seconds is None else self._seconds.round(finished - 1):
+            self._journal.record.log_seconds(seconds)
+        self._end(finished, step=step, tokens=self.tokens, time_s=self.time_s)
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint at the end of a round."""
+        seconds = None if self._seconds is None else self._seconds.state()
+        journal = _JournalState(self.round, self.steps, self.tokens, self.time_s, self._journal.loss)
+        return {**plain(journal), "seconds": seconds}
+
+    def restore(self, state: Any) -> None:
+        """Continues from a state. Raises KeyError and ValueError when it does not fit."""
+        seconds = state["seconds"]
+        saved = rebuilt(_JournalState, {name: state[name] for name in _JournalState._fields})
+        self.round, self.steps, self.tokens, self.time_s, self._journal.loss = saved
+        if self._seconds is not None:
+            self._seconds.restore(seconds)

@@ -1,0 +1,315 @@
+"""How the seconds of a run were spent: measured by a real worker, priced for a simulation in rounds, known in virtual time."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gossamer.clock import SERVER, Absence, Phase, Record, Transfer, Update
+from gossamer.clock.saved import plain, rebuilt
+from gossamer.network.links import Floats, Network, PerWorker
+from gossamer.network.pricing import price
+from gossamer.network.timeline import Timeline
+from gossamer.record.logs.seconds import RoundSeconds, read_seconds
+from gossamer.record.logs.trace import KINDS, Integers, Trace
+from gossamer.transport import Delivery, Ticket, Wait
+
+__all__ = ["EventSeconds", "Stopwatch", "Tally", "held_up", "priced", "recorded_s"]
+
+
+class Tally:
+    """The seconds of one worker since its last round ended."""
+
+    def __init__(self, worker: int, network: str | None = None, before_s: float = 0.0) -> None:
+        self.worker, self.network = worker, network
+        self.end_s = before_s
+        """Up to when all seconds are in a round or counted here."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self.compute_s = self.transfer_s = self.other_s = 0.0
+        self.waiting_for: dict[int, float] = {}
+
+    def wait(self, peer: int, seconds: float) -> None:
+        """Counts waiting for a peer."""
+        if seconds > 0:
+            self.waiting_for[peer] = self.waiting_for.get(peer, 0.0) + seconds
+
+    def round(self, round: int) -> RoundSeconds:
+        """Ends a round with what was counted."""
+        counted = RoundSeconds(
+            round, self.worker, self.network, self.compute_s, self.transfer_s, self.waiting_for, self.other_s, self.end_s
+        )  # fmt: skip
+        self._clear()
+        return counted
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+def held_up(waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> Iterator[tuple[int | None, float, float]]:
+    """For each wait the peer whose message began to come last, the seconds until it did, and those after it.
+
+    >>> ticket = Ticket(0)
+    >>> [*held_up([Wait(ticket, 1.0, 4.0)], [Delivery(ticket, 2, 8, 0.5, 3.5), Delivery(ticket, 1, 8, 0.5, 0.2)])]
+    [(2, 2.5, 0.5)]
+    """
+    last: dict[Ticket, Delivery] = {}
+    for arrival in deliveries:
+        if arrival.ticket not in last or arrival.began_s > last[arrival.ticket].began_s:
+            last[arrival.ticket] = arrival
+    for ticket, start_s, end_s in waits:
+        latest = last.get(ticket)
+        began_s = start_s if latest is None else min(max(start_s, latest.began_s), end_s)
+        yield (None if latest is None else latest.peer), began_s - start_s, end_s - began_s
+
+
+class Stopwatch:
+    """Measures the rounds of a real worker.
+
+    A message counts as sent when its header arrives. NCCL does not report that, so all waiting counts as transfer. A worker of a
+    server does not know it either, and the transfer of a reply counts as waiting for the server.
+
+    Args: `before_s` is the end of the last round before the one that a resumed run continues from.
+    """
+
+    def __init__(self, worker: int, before_s: float = 0.0) -> None:
+        self._tally = Tally(worker, before_s=before_s)
+        self.start()
+
+    def start(self) -> None:
+        """Begins to measure: what came before belongs to no round."""
+        self._start_s = time.perf_counter() - self._tally.end_s
+
+    def blocking(self, act: Callable[[], None]) -> None:
+        """Calls a blocking collective; all of its time counts as transfer."""
+        start_s = time.perf_counter()
+        act()
+        self._tally.transfer_s += time.perf_counter() - start_s
+
+    def phase(self, compute_s: float, sending_s: float = 0.0, waiting_s: float = 0.0) -> None:
+        """Counts a local phase, and the seconds of sending its result to a server and waiting for the reply."""
+        self._tally.compute_s += compute_s
+        self._tally.transfer_s += sending_s
+        self._tally.wait(SERVER, waiting_s)
+
+    def waited(self, waits: Sequence[Wait], deliveries: Sequence[Delivery]) -> None:
+        """Counts what held up this worker in a round."""
+        for peer, waiting_s, transfer_s in held_up(waits, deliveries):
+            self._tally.transfer_s += transfer_s
+            if peer is not None:
+                self._tally.wait(peer, waiting_s)
+
+    def round(self, round: int) -> RoundSeconds:
+        """Ends a round now."""
+        tally, now_s = self._tally, time.perf_counter() - self._start_s
+        counted_s = tally.compute_s + tally.transfer_s + sum(tally.waiting_for.values())
+        tally.other_s, tally.end_s = max(0.0, now_s - tally.end_s - counted_s), now_s
+        return tally.round(round)
+
+
+def recorded_s(folder: Path, worker: int, newest: int | None) -> float:
+    """When the last round of this worker ended that is not run again."""
+    kept = [one.end_s for one in read_seconds(folder) if one.worker == worker and one.round < (newest or 0)]
+    return max(kept, default=0.0)
+
+
+# --- priced -----------------------------------------------------------------------------------------------------------
+
+
+def priced(
+    trace: Trace, network: Network | None, name: str | None, parts: int = 1, computing: PerWorker = 1.0
+) -> list[RoundSeconds]:  # fmt: skip
+    """The seconds of a traced run on a network; without one those that its workers computed.
+
+    Args:
+        parts: how many entries of the trace make a round of the run.
+        computing: as in `gossamer.network.pricing.price`.
+    Raises: ConfigError as `price` does.
+    """
+    if network is None:
+        still = np.zeros_like(trace.compute_s)
+        timeline = Timeline(trace.compute_s, still, still.astype(np.int32), trace.compute_s.cumsum(axis=0))
+    else:
+        timeline = price(trace, network, computing)
+    late_s, peer = _lateness(trace, timeline)
+    waiting_s = np.clip(late_s, 0.0, timeline.communication_s)
+    transfer_s = timeline.communication_s - waiting_s
+    between_s = timeline.compute_s * (1 - np.asarray(timeline.computing))
+    rounds: list[RoundSeconds] = []
+    for i in range(trace.workers):
+        tally = Tally(i, name)
+        for r in range(trace.rounds):
+            tally.compute_s += float(timeline.compute_s[r, i] - between_s[r, i])
+            tally.other_s += float(between_s[r, i])
+            tally.transfer_s += float(transfer_s[r, i])
+            tally.wait(int(peer[r, i]), float(waiting_s[r, i]))
+            tally.end_s = float(timeline.end_s[r, i])
+            if (r + 1) % parts == 0 or r + 1 == trace.rounds:
+                rounds.append(tally.round(r // parts))
+    return sorted(rounds, key=lambda one: (one.round, one.worker))
+
+
+def _lateness(trace: Trace, timeline: Timeline) -> tuple[Floats, Integers]:
+    """How long after a worker began to wait the last message left that it had to wait for, `[rounds, workers]`, and whose.
+
+    A message leaves when its sender has trained and its target has begun the round; a mean when all of its workers have.
+    """
+    late_s, peer = np.full(timeline.end_s.shape, -np.inf), np.zeros(timeline.end_s.shape, np.int32)
+    if not len(trace.messages.round):
+        return late_s, peer
+    start_s = np.vstack([np.zeros(trace.workers), timeline.end_s[:-1]])
+    ready_s = start_s + timeline.compute_s
+    at, kind, source, target, _, _, overlap = trace.messages
+    left_s, behind = np.maximum(ready_s[at, source], start_s[at, target]), source
+    means = kind == KINDS.index("mean")
+    if means.any():
+        _, group = np.unique(np.stack([at[means], overlap[means]]), axis=1, return_inverse=True)
+        group = group.reshape(-1)
+        entered_s, whose = ready_s[at[means], source[means]], source[means]
+        order = np.argsort(entered_s, kind="stable")
+        last = np.zeros(group.max() + 1, np.int64)
+        last[group[order]] = order  # the last one that is written is the last to enter
+        behind = behind.copy()
+        left_s[means], behind[means] = entered_s[last[group]], whose[last[group]]
+    rows = []
+    for end, other in ((target, source), (source, target)):
+        due, began_s = _due(trace, timeline, start_s, ready_s, at, end, overlap)
+        rows.append((left_s - began_s, due, end, np.where(means, behind, other)))
+    lateness, due, end, whose = (np.concatenate(column) for column in zip(*rows, strict=True))
+    order = np.argsort(lateness, kind="stable")  # the latest is written last
+    late_s[due[order], end[order]] = lateness[order]
+    peer[due[order], end[order]] = whose[order]
+    return late_s, peer
+
+
+def _due(
+    trace: Trace,
+    timeline: Timeline,
+    start_s: Floats,
+    ready_s: Floats,
+    at: Integers,
+    worker: Integers,
+    overlap: Integers,
+) -> tuple[Integers, Floats]:
+    """In which round a worker waits for each message, and when it begins to."""
+    steps, finished = trace.steps, np.vstack([np.zeros((1, trace.workers), np.int64), trace.steps.cumsum(axis=0)])
+    most = np.maximum(steps.max(axis=1), 1)
+    after = finished[at + 1, worker] + overlap * steps[at, worker] // most[at]
+    due, began_s = at.copy(), ready_s[at, worker].copy()
+    for i in np.unique(worker[overlap > 0]).tolist():
+        these = (worker == i) & (overlap > 0)
+        r = np.minimum(np.searchsorted(finished[1:, i], after[these]), trace.rounds - 1)
+        step_s = timeline.compute_s[r, i] / np.maximum(steps[r, i], 1)
+        due[these] = r
+        began_s[these] = np.minimum(start_s[r, i] + (after[these] - finished[r, i]) * step_s, ready_s[r, i])
+    return due, began_s
+
+
+# --- known ------------------------------------------------------------------------------------------------------------
+
+
+class _TallyState(NamedTuple):
+    end_s: float
+    compute_s: float
+    transfer_s: float
+    other_s: float
+    waiting_for: dict[int, float]
+
+
+class _SecondsState(NamedTuple):
+    """As the fields of `EventSeconds`; `pushed_s` has fragment, worker and time."""
+
+    tallies: list[_TallyState]
+    spans: list[list[tuple[float, float]]]
+    away_until: dict[int, float]
+    pushed_s: list[tuple[int, int, float]]
+    waits_for: list[int]
+
+
+class EventSeconds:
+    """The seconds of all workers of a run over virtual time, by its events.
+
+    Between two local phases a worker is held up by its own messages to and from a server, and waits for the worker that
+    pushed last into the update that it needs; if there is no other worker, for the server.
+    """
+
+    def __init__(self, workers: int, network: str) -> None:
+        self._tallies = [Tally(i, network) for i in range(workers)]
+        self._spans: list[list[tuple[float, float]]] = [[] for _ in range(workers)]
+        """Of the messages of each worker since its last local phase."""
+        self._away_until: dict[int, float] = {}
+        self._pushed_s: dict[tuple[int, int], float] = {}
+        self._waits_for = [SERVER] * workers
+
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint for what no round has yet."""
+        tallies = [
+            _TallyState(one.end_s, one.compute_s, one.transfer_s, one.other_s, one.waiting_for) for one in self._tallies
+        ]
+        pushed_s = [(*which, when_s) for which, when_s in self._pushed_s.items()]
+        return plain(_SecondsState(tallies, self._spans, self._away_until, pushed_s, self._waits_for))
+
+    def restore(self, state: Any) -> None:
+        """Continues from a state. Raises ValueError when it does not fit."""
+        saved = rebuilt(_SecondsState, state)
+        if len(saved.spans) != len(self._tallies) or len(saved.waits_for) != len(self._tallies):
+            raise ValueError(f"seconds of {len(saved.spans)} workers for {len(self._tallies)}")
+        for mine, theirs in zip(self._tallies, saved.tallies, strict=True):
+            mine.end_s, mine.compute_s, mine.transfer_s, mine.other_s, mine.waiting_for = theirs
+        self._spans, self._away_until, self._waits_for = saved.spans, saved.away_until, saved.waits_for
+        self._pushed_s = {(p, worker): when_s for p, worker, when_s in saved.pushed_s}
+
+    def enter(self, event: Record) -> None:
+        """Counts one event, in the order in which they happen."""
+        match event:
+            case Phase():
+                if event.worker in self._away_until:
+                    self._idle(event.worker, self._away_until.pop(event.worker))
+                self._hold_up(event.worker, event.start_s)
+                tally = self._tallies[event.worker]
+                tally.compute_s += event.end_s - event.start_s
+                tally.end_s = event.end_s
+            case Transfer(kind="push"):
+                self._spans[event.source].append((event.start_s, event.end_s))
+                self._pushed_s[event.fragment, event.source] = event.end_s
+            case Transfer():
+                self._spans[event.target].append((event.start_s, event.end_s))
+            case Update():
+                arrived = {i: self._pushed_s[event.fragment, i] for i in event.workers}
+                last = max(arrived, key=arrived.__getitem__)
+                for i, came_s in arrived.items():
+                    self._waits_for[i] = last if came_s < arrived[last] else SERVER
+            case Absence():
+                self._spans[event.worker].clear()
+                self._away_until[event.worker] = event.time_s
+
+    def round(self, round: int) -> list[RoundSeconds]:
+        """Ends a round: what each worker did up to the end of its last local phase."""
+        return [tally.round(round) for tally in self._tallies]
+
+    def end(self, time_s: float) -> None:
+        """Counts the rest of the run, in which nobody takes a step; before the last round ends."""
+        for i in range(len(self._tallies)):
+            self._idle(i, time_s)
+
+    def _idle(self, i: int, until_s: float) -> None:
+        tally = self._tallies[i]
+        tally.other_s += max(0.0, until_s - tally.end_s)
+        tally.end_s = max(tally.end_s, until_s)
+
+    def _hold_up(self, i: int, until_s: float) -> None:
+        """Counts transfer and waiting since the last local phase, up to the start of the next."""
+        tally = self._tallies[i]
+        waiting_s, at_s = 0.0, tally.end_s
+        for start_s, end_s in sorted(self._spans[i]):
+            arrival_s = min(end_s, until_s)  # what goes on while it trains costs nothing
+            if arrival_s > at_s:
+                waiting_s += max(0.0, start_s - at_s)
+                tally.transfer_s += arrival_s - max(at_s, start_s)
+                at_s = arrival_s
+        tally.wait(self._waits_for[i], waiting_s + max(0.0, until_s - at_s))
+        self._spans[i].clear()
+        tally.end_s = until_s

@@ -1,0 +1,102 @@
+"""A row of one of the tables of methods (rule, topology, codec, server, pair), with the options for its factory."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, PydanticUserError, TypeAdapter
+from pydantic_core import CoreSchema, core_schema
+
+from gossamer.rules import WRAPPERS
+from gossamer.run.config.document import TABLES
+from gossamer.settings.options import Option, options_of, row_faults, unknown_options
+from gossamer.settings.schema import Faults
+from gossamer.settings.user_code import PATTERN, is_code
+
+__all__ = ["Choice", "NamedIn"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row of one of the tables, and the options for its factory."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class NamedIn:
+    """In the annotation of a Choice: the table that it must be a row of, such as "rule"."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(lambda value: _choice(value, self.table))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        rows = [_row_schema(self.table, name, factory) for name, factory in sorted(TABLES[self.table].items())]
+        own = {"type": "object", "properties": {"name": {"type": "string", "pattern": PATTERN}}, "required": ["name"]}
+        return {"anyOf": [{"enum": sorted(TABLES[self.table])}, *rows, {"type": "string", "pattern": PATTERN}, own]}
+
+
+def _choice(value: Any, table: str) -> Choice:
+    """The row that a name, or a table with a name and options, stands for. Raises Faults when there is none."""
+    if isinstance(value, Choice):
+        return value
+    if isinstance(value, str):
+        value = {"name": value}
+    if found := [*_faults(value, table)]:
+        raise Faults(found)
+    options = {key: option for key, option in value.items() if key != "name"}
+    if table == "codec" and options.get("back") == "none":
+        del options["back"]  # the same as no key, so that a method's own setting applies
+    return Choice(value["name"], options)
+
+
+def _faults(value: Any, table: str) -> Iterator[str]:
+    """What keeps a table of a run file from being a row: its name, and options that the factory does not take or misses."""
+    rows = TABLES[table]
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        yield f"[{table}] is {value!r:.60}; it needs a name: one of {', '.join(sorted(rows))}"
+        return
+    options = {key: option for key, option in value.items() if key != "name"}
+    wrappers = WRAPPERS if table == "rule" else {}
+    if not is_code(value["name"]):  # whose options are known once it is imported
+        yield from row_faults(
+            table, rows, value["name"], options, also=[*wrappers, *(["back"] if table == "codec" else [])]
+        )
+    if table == "codec" and options.get("back", "none") != "none":
+        yield from _faults({"name": back} if isinstance(back := options["back"], str) else back, "codec")
+    for key in options.keys() & wrappers.keys():
+        if isinstance(options[key], Mapping):
+            own = [option.name for option in options_of(wrappers[key])]
+            yield from unknown_options(f"{table}.{key}", options[key], own)
+        else:
+            yield f"{table}.{key} is {options[key]!r:.60}; write its options as a table, which may be empty"
+
+
+def _row_schema(table: str, name: str, factory: Callable[..., Any]) -> dict[str, Any]:
+    """The JSON schema of a row with its options."""
+    options = {option.name: _option_schema(option) for option in options_of(factory)}
+    if table == "rule":
+        for key, wrapper in WRAPPERS.items():
+            inner = {option.name: _option_schema(option) for option in options_of(wrapper)}
+            options[key] = {"type": "object", "properties": inner, "additionalProperties": False}
+    if table == "codec":
+        options["back"] = {"anyOf": [{"enum": ["none", *sorted(TABLES["codec"])]}, {"type": "object"}]}
+    about = (inspect.getdoc(factory) or "").partition("\n")[0]
+    properties = {"name": {"const": name}, **options}
+    return {
+        "type": "object", "description": about, "properties": properties, "required": ["name"],
+        "additionalProperties": False,
+    }  # fmt: skip
+
+
+def _option_schema(option: Option) -> dict[str, Any]:
+    try:
+        kind = TypeAdapter(option.kind).json_schema()
+    except PydanticUserError:  # an option that is no value of JSON
+        kind = {}
+    plain = isinstance(option.default, bool | int | float | str)
+    return kind | {"description": option.doc} | ({"default": option.default} if plain else {})

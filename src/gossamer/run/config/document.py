@@ -1,0 +1,124 @@
+"""A run file as it is written: loaded, and changed key by key, before it is validated."""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gossamer.asynchronous import PAIRS, SERVERS
+from gossamer.boundaries import BOUNDARIES
+from gossamer.codecs import CODECS
+from gossamer.errors import ConfigError
+from gossamer.record.folder import run_file
+from gossamer.rounds.compatibility.combination import INSTEAD
+from gossamer.rules import RULES
+from gossamer.run.config.recipes import recipe
+from gossamer.settings.schema import parse_toml
+from gossamer.topologies import TOPOLOGIES
+
+__all__ = ["DIRECTIONS", "EXPERIMENT", "TABLES", "flat", "load", "load_run", "settings", "with_settings"]
+
+TABLES: dict[str, Mapping[str, Any]] = {
+    "rule": RULES, "topology": TOPOLOGIES, "codec": CODECS, "server": SERVERS, "pair": PAIRS,
+    "boundary": BOUNDARIES,
+}  # fmt: skip
+DIRECTIONS = ("forward", "backward")
+"""The keys of [pipeline] that name a boundary codec."""
+_CHOICES = {*TABLES, *DIRECTIONS}
+"""The keys that name a row of a table, with its options."""
+EXPERIMENT = ("variant", "sweep", "scale", "figure", "tune")
+"""The keys of an experiment file that are not part of its base run."""
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The document in a TOML run file with dotted overrides applied; not yet validated.
+
+    Raises: ConfigError when the file is missing, too large to be a run file, or not TOML.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no run file '{path}'; give the path of a TOML file, such as the configs/gasloc.toml of gossamer init"
+        )
+    if path.stat().st_size > 1 << 20:
+        raise ConfigError(f"'{path}' has {path.stat().st_size} bytes; a run file has at most 1 MiB: give another file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"'{path}' is not TOML: {error}; correct that line") from None
+    return with_settings(parse_toml(text, f"'{path}'"), overrides or {})
+
+
+def load_run(folder: Path) -> dict[str, Any]:
+    """The document of the run that a folder holds. Raises ConfigError, naming the runs inside it, when it holds none."""
+    return load(run_file(folder))
+
+
+def settings(words: list[str]) -> dict[str, Any]:
+    """Dotted overrides from `key=value` words; a value is TOML, and anything that is not is taken as text.
+
+    >>> settings(["rule.lr=0.5", "topology.name=ring"])
+    {'rule.lr': 0.5, 'topology.name': 'ring'}
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"--set got '{word}'; write it as key=value, such as rule.lr=0.5")
+        if key.count(".") > 8:
+            raise ConfigError(
+                f"--set got a key of {key.count('.') + 1} parts; write it as key=value, such as rule.lr=0.5"
+            )
+        try:
+            found[key] = parse_toml(f"v = {value}", f"--set {key}")["v"]
+        except ConfigError as error:
+            if " is not TOML" not in str(error):
+                raise
+            found[key] = value
+    return found
+
+
+def with_settings(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The document with each dotted key set; naming another rule, topology or codec drops the options of the old one.
+
+    Naming a server drops the rule and the topology of the document, and so on: a run has one kind of method. `method` stands for
+    the settings of a recipe; settings given next to it override them.
+    """
+    result = copy.deepcopy(dict(document))
+    if "method" in result:
+        base = with_settings({}, recipe(result.pop("method")).settings)
+        beside = flat({key: result.pop(key) for key in [*result] if key in base})
+        result |= with_settings(base, beside)
+    if "method" in overrides:
+        own = {key: value for key, value in overrides.items() if key != "method"}
+        overrides = {**recipe(overrides["method"]).settings, **own}
+    given = {key.partition(".")[0] for key in overrides}
+    for kind, others in INSTEAD.items():
+        if kind in overrides or f"{kind}.name" in overrides:
+            for other in {*others} - given:
+                result.pop(other, None)
+    for key, value in sorted(overrides.items(), key=lambda item: not item[0].endswith(".name")):
+        *path, last = key.split(".")
+        node: Any = result
+        for part in path:
+            if part in _CHOICES and isinstance(node.get(part), str):
+                node[part] = {"name": node[part]}  # the name alone stands for a table with it
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"cannot set '{key}': '{part}' is a value, not a table; correct the key")
+        if last == "name" and path and path[-1] in _CHOICES and node.get("name") != value:
+            node.clear()
+        node[last] = copy.deepcopy(value)  # the next override must not write into the recipe's own table
+    return result
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys; an empty table inside another stays a value, as it may mean something.
+
+    >>> flat({"rule": {"name": "gasloc", "anchored": {}}, "seed": 1})
+    {'rule.name': 'gasloc', 'rule.anchored': {}, 'seed': 1}
+    """
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        below = isinstance(value, dict) and (value or not prefix)
+        found.update(flat(value, f"{prefix}{key}.") if below else {prefix + key: value})
+    return found

@@ -1,0 +1,182 @@
+"""Experiment files: variants times a grid, over one base."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gossamer.errors import ConfigError, choose
+from gossamer.report.figures import Figure, swept
+from gossamer.report.results import PointResult
+from gossamer.run.config.document import EXPERIMENT, flat, load, with_settings
+from gossamer.run.config.recipes import recipes
+from gossamer.run.config.run_file import RunConfig, parse
+from gossamer.settings.schema import build
+
+__all__ = ["Draft", "Point", "Variant", "drafts", "figure", "folder_name", "laid_out", "opened", "place_of", "points"]
+
+
+class Point(NamedTuple):
+    """One run of an experiment file: whose it is, where it stands on the grid, and the run itself."""
+
+    method: str
+    """The label of its variant."""
+    at: Mapping[str, Any]
+    """The swept keys and their values here, the seed not among them."""
+    seed: int
+    label: str
+    """The method with all that was swept: the run's own name."""
+    config: RunConfig
+
+
+class Draft(NamedTuple):
+    """A `Point` whose run is not validated yet."""
+
+    method: str
+    at: Mapping[str, Any]
+    label: str
+    document: dict[str, Any]
+
+
+class Variant(NamedTuple):
+    """A variant of an experiment file."""
+
+    label: str
+    settings: dict[str, Any]
+    """Its dotted keys."""
+    table: Mapping[str, Any]
+    """All that the file says of it."""
+
+
+def place_of(run: Point | PointResult) -> tuple[str, str, int]:
+    """Where a run stands in its experiment, before it has ended and after: method, swept keys and values, and seed."""
+    return run.method, json.dumps(run.at, sort_keys=True), run.seed
+
+
+_NO_SETTINGS = ("label", "sweep", "scale", "tune")
+"""The keys of a variant that are no settings of its run."""
+
+
+def opened(file: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The document in an experiment file with dotted overrides applied, which hold at all of its sizes.
+
+    A variant's own settings stay: they are what is compared.
+    Raises: ConfigError when the file is no TOML file, and for variants and sizes that are no tables.
+    """
+    document = load(file, overrides)
+    for owner, table in (("", document), *(("variant.", row) for row in _variants(document))):
+        for size in _scales(table, owner).values():
+            kept = {key: value for key, value in flat(size).items() if key not in overrides}
+            size.clear()
+            size.update(kept)
+    return document
+
+
+def points(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Point]:
+    """All runs of an experiment file: `[[variant]]` tables, times the grid in `[sweep]`, over one base.
+
+    A variant is a table of dotted overrides with a `label`; `[sweep]` maps dotted keys to lists of values, and a variant
+    may have a `[variant.sweep]` of its own instead. A value may be a table of settings that change together; `[[sweep]]` tables
+    are the points of a list, in place of a grid. A file without both is one run, labelled with its name. The method "*" stands
+    for every method that no other variant names.
+    `[scale.NAME]` has dotted overrides for another size of the same experiment, `[variant.scale.NAME]` those of a variant.
+
+    Args:
+        seeds: run every point with each of them.
+        scale: the name of the size to take; empty for the file as it is.
+    """
+    drafted = drafts(document, seeds=seeds, scale=scale)
+    configs = [parse(draft.document) for draft in drafted]
+    return [
+        Point(method, {k: v for k, v in at.items() if k != "seed"}, config.seed, label, config)
+        for (method, at, label, _), config in zip(drafted, configs, strict=True)
+    ]
+
+
+def drafts(document: Mapping[str, Any], *, seeds: Sequence[int] = (), scale: str = "") -> list[Draft]:
+    """The documents of all runs of an experiment file, as in `points`. Raises ConfigError for what is no experiment."""
+    base, rows = laid_out(document, scale=scale)
+    runs: list[Draft] = []
+    for row in rows:
+        for here in _places(row.table.get("sweep", document.get("sweep", {})), seeds):
+            label = row.label + "".join(f" {key.rpartition('.')[2]}={swept(value)}" for key, value in here.items())
+            settings = {**row.settings, **flat(here), "name": label}
+            runs.append(Draft(row.label, here, label, with_settings(base, settings)))
+    labels = [run.label for run in runs]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"the labels of the runs are {labels}; each variant needs its own: set label")
+    return runs
+
+
+def laid_out(document: Mapping[str, Any], *, scale: str = "") -> tuple[dict[str, Any], list[Variant]]:
+    """The base run of an experiment file, and its variants, at one of its sizes. Raises ConfigError for what is no experiment."""
+    base = {key: value for key, value in document.items() if key not in EXPERIMENT}
+    rows, scales = _variants(document), _scales(document, "")
+    if scale and not scales:
+        raise ConfigError(f"--scale got '{scale}' and the file has no [scale.NAME]; leave --scale out, or write one")
+    if scale and scale not in scales:
+        raise ConfigError(choose("scale", scale, scales) + "; name one that the file has")
+    named = {str(row.get("method")) for row in rows}
+    others = [name for name in recipes() if name not in named]
+    rows = [
+        row if row.get("method") != "*" else {**row, "method": name}
+        for row in rows
+        for name in (others if row.get("method") == "*" else [""])
+    ]
+    base = with_settings(base, flat(scales.get(scale, {})))
+    found: list[Variant] = []
+    for row in rows:
+        own = flat({key: value for key, value in row.items() if key not in _NO_SETTINGS})
+        own |= flat(_scales(row, "variant.").get(scale, {}))
+        found.append(Variant(str(row.get("label", row.get("method", base.get("name", "run")))), own, row))
+    return base, found
+
+
+def figure(document: Mapping[str, Any]) -> Figure | None:
+    """What the `[figure]` table of an experiment file asks for. Raises ConfigError when it asks for the impossible."""
+    return build(Figure, document["figure"], "figure") if "figure" in document else None
+
+
+def folder_name(label: str) -> str:
+    """A label as the name of a folder.
+
+    >>> folder_name("GASLoC (0.7, 0.5)")
+    'gasloc--0.7--0.5-'
+    """
+    return "".join(c if c.isalnum() or c in "-_.=" else "-" for c in label.lower())
+
+
+def _variants(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The variants of an experiment file; one without settings where it has none."""
+    rows = document.get("variant", [{}])
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"variant is {rows!r:.60}; write each variant as a [[variant]] table")
+    for key, value in ((key, row[key]) for row in rows for key in ("label", "method") if key in row):
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"variant.{key} is {value!r:.60}; write a name, as text that is not empty")
+    return rows
+
+
+def _scales(table: Mapping[str, Any], owner: str) -> dict[str, dict[str, Any]]:
+    """The other sizes that a file or a variant describes, by name."""
+    scales = table.get("scale", {})
+    if not isinstance(scales, dict) or not all(isinstance(one, dict) for one in scales.values()):
+        raise ConfigError(
+            f"{owner}scale is {scales!r:.60}; write each size as a table [{owner}scale.NAME] of dotted keys"
+        )
+    return scales
+
+
+def _places(sweep: Any, seeds: Sequence[int]) -> list[dict[str, Any]]:
+    """The swept keys with their values at each point; the seed comes last, so that labels differ by their end."""
+    if isinstance(sweep, list) and sweep and all(isinstance(point, Mapping) and point for point in sweep):
+        points = [flat(dict(point)) for point in sweep]
+    elif isinstance(sweep, Mapping) and all(isinstance(values, list) and values for values in sweep.values()):
+        points = [dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values())]
+    else:
+        raise ConfigError(
+            f"sweep is {sweep!r}; write it as a [sweep] table of dotted keys with lists of values, or as [[sweep]] tables of "
+            "settings, one for each point"
+        )
+    return [point | own for point in points for own in ([{"seed": seed} for seed in seeds] or [{}])]

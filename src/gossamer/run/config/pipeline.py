@@ -1,0 +1,317 @@
+"""The [pipeline] settings of a run file: a replica whose layers are cut into stages, with slow links between them."""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from gossamer.boundaries import BOUNDARIES, Boundary
+from gossamer.codecs import Codec
+from gossamer.codecs.by_part import by_part
+from gossamer.data.settings import DataConfig
+from gossamer.data.tokenizer import vocabulary
+from gossamer.errors import ConfigError, DataError, MissingPackageError
+from gossamer.layout import Pattern, fragment_of
+from gossamer.models.sizes import ModelConfig, crossing, in_subspace, tensors
+from gossamer.models.stages import cutting_faults, minimax, piece_of, work_of_pieces
+from gossamer.rounds.schedule import Schedule
+from gossamer.run.config.choice import Choice, NamedIn
+from gossamer.run.config.document import DIRECTIONS
+from gossamer.settings.fields import AtLeastOne, AtLeastZero, Changeable, OneOf
+from gossamer.settings.schema import settings
+from gossamer.settings.user_code import is_code
+
+__all__ = [
+    "PipelineConfig",
+    "boundary_of",
+    "by_stage",
+    "cuts_of",
+    "must_come_again",
+    "must_fit",
+    "stage_in",
+    "suited_cuts",
+    "work_of_layers",
+]
+
+_vocabulary = cache(vocabulary)
+_Speed = Annotated[float, Field(gt=0)]
+
+
+def _with_whole_backward_passes(name: object) -> object:
+    """Raises ConfigError for the name of a schedule without bubbles."""
+    letters = re.sub("[^a-z]", "", name.lower()) if isinstance(name, str) else ""
+    if "zerobubble" in letters or letters.startswith(("zb", "dualpipe")):
+        raise ConfigError(
+            f"pipeline.schedule is '{name}', which splits backward passes to fill idle time, and whether that is exact with "
+            "boundary codecs is not known; use 'interleaved', which idles least, '1f1b' or 'gpipe'"
+        )
+    return name
+
+
+@settings("pipeline")
+class PipelineConfig:
+    """The stages of a replica, and what crosses between two of them. Micro-batches are the passes of `data.accumulate`."""
+
+    stages: Annotated[AtLeastOne, Changeable()] = 1
+    """Parts of consecutive layers; 1 is a whole replica."""
+    cuts: Annotated[tuple[AtLeastOne, ...] | None, Changeable()] = None
+    """The layers before which it is cut, one fewer than stages; None, or an empty list, gives every stage about as much work, or
+    by speeds."""
+    speeds: Annotated[Annotated[tuple[_Speed, ...], Field(min_length=1)] | None, Changeable()] = None
+    """How fast each stage computes, in any unit: without cuts, the slowest stage is as fast as possible. None for equal ones."""
+    forward: Annotated[Choice, NamedIn("boundary"), Changeable()] = Choice("dense")
+    """How activations are compressed."""
+    backward: Annotated[Choice, NamedIn("boundary"), Changeable()] = Choice("dense")
+    """How their gradients are compressed."""
+    schedule: Annotated[
+        str, OneOf(("1f1b", "gpipe", "interleaved")), BeforeValidator(_with_whole_backward_passes), Changeable()
+    ] = "gpipe"  # fmt: skip
+    """The order in which processes pass micro-batches forward and backward; the bits are the same in any."""
+    chunks: Annotated[AtLeastOne, Changeable()] = 1
+    """Pieces of each stage with the schedule interleaved: the layers are cut into stages times chunks, of which each process
+    has every stages-th. 1 with the other schedules."""
+    resplit_every: Annotated[AtLeastZero, Changeable()] = 0
+    """Inner steps after which the layers are laid anew, at the end of a round, so that the slowest stage is as fast as possible;
+    0 never. Processes measure how fast each stage computes, a simulation takes `speeds`, and the cuts are where it begins."""
+    workers: Annotated[tuple[AtLeastZero, ...], Field(min_length=1)] | None = None
+    """The workers whose replicas are cut, by their numbers; None cuts all. The others train whole replicas."""
+
+    @property
+    def pieces(self) -> int:
+        """Into how many parts of consecutive layers the model is cut."""
+        return self.stages * self.chunks
+
+    def __post_init__(self) -> None:
+        if self.stages == 1 and self.schedule != "gpipe":
+            raise ConfigError(
+                f"pipeline.schedule is '{self.schedule}' and pipeline.stages is 1, which has nothing to schedule; set "
+                "pipeline.stages to 2 or more"
+            )
+        if (self.chunks > 1) != (self.schedule == "interleaved"):
+            raise ConfigError(
+                f"pipeline.chunks is {self.chunks} and pipeline.schedule is '{self.schedule}', but with 'interleaved' each "
+                "process has several pieces, and with others one; set pipeline.chunks to 2 or more for 'interleaved' alone"
+            )
+        if not self.cuts:  # which --set can say, where a run has cuts
+            object.__setattr__(self, "cuts", None)
+        if self.cuts is not None and len(self.cuts) != self.pieces - 1:
+            chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+            raise ConfigError(
+                f"pipeline.cuts is {[*self.cuts]} for {self.stages} stages{chunks}; give {self.pieces - 1} cuts, or "
+                "pipeline.cuts=[] for about as much work in each"
+            )
+        if self.resplit_every and self.stages == 1:
+            raise ConfigError(
+                f"pipeline.resplit_every is {self.resplit_every} and pipeline.stages is 1, which has no layers to exchange; set "
+                "pipeline.stages to 2 or more"
+            )
+        both = self.cuts is not None and not self.resplit_every
+        if self.speeds is not None and (len(self.speeds) != self.stages or both):
+            cuts = "no pipeline.cuts" if self.cuts is None else f"pipeline.cuts = {[*self.cuts]}"
+            raise ConfigError(
+                f"pipeline.speeds is {[*self.speeds]} for {self.stages} stages and {cuts}; give the speed of each stage or the "
+                "cuts, not both"
+            )
+        for direction in DIRECTIONS:
+            if is_code(getattr(self, direction).name):
+                raise ConfigError(
+                    f"pipeline.{direction} is '{getattr(self, direction).name}', but only Gossamer's own boundary codecs work; "
+                    f"allowed are {', '.join(BOUNDARIES)}: name one"
+                )
+            if self.stages == 1 and getattr(self, direction).name != "dense":
+                raise ConfigError(
+                    f"pipeline.{direction} is '{getattr(self, direction).name}' and pipeline.stages is 1, which has no boundary; "
+                    "set pipeline.stages to 2 or more"
+                )
+        if boundary_of(self.backward).remembers:
+            raise ConfigError(
+                f"pipeline.backward is '{self.backward.name}', which sends changes from visit to visit, and gradients do not "
+                "settle; name another, such as 'intk', for this direction"
+            )
+
+    def cuts_replica(self, worker: int) -> bool:
+        """Whether the replica of this worker is in stages."""
+        return self.stages > 1 and (self.workers is None or worker in self.workers)
+
+    def processes(self, workers: int) -> tuple[int, ...]:
+        """Of each of so many workers: a process for each stage, and one for a whole replica."""
+        return tuple(self.stages if self.cuts_replica(worker) else 1 for worker in range(workers))
+
+
+def boundary_of(choice: Choice) -> Boundary:
+    """The boundary codec that a setting names. Raises ConfigError for an option that cannot work."""
+    return BOUNDARIES[choice.name](**choice.options)
+
+
+def cuts_of(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> tuple[int, ...]:
+    """The layers before which a model is cut: the given ones, those of its bottlenecks if they are as many, or by speeds.
+
+    Raises: ConfigError when there are more stages than layers.
+    """
+    if pipeline.cuts is not None:
+        return pipeline.cuts
+    if (
+        pipeline.speeds is None
+        and model.bottleneck is not None
+        and len(model.bottleneck.cuts or ()) == pipeline.pieces - 1
+    ):
+        return model.bottleneck.cuts or ()
+    if pipeline.chunks > 1 and pipeline.pieces > model.shape.layers:
+        raise ConfigError(
+            f"pipeline.stages is {pipeline.stages} and pipeline.chunks is {pipeline.chunks}, which makes {pipeline.pieces} "
+            f"pieces, and the model has {model.shape.layers} layers, but each needs one; take fewer stages or chunks"
+        )
+    return suited_cuts(pipeline, model, data, pipeline.speeds or (1.0,) * pipeline.stages)
+
+
+def suited_cuts(
+    pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, speeds: Sequence[float]
+) -> tuple[int, ...]:  # fmt: skip
+    """The layers before which a model is cut so that the slowest of stages with these speeds is as fast as possible.
+
+    The last layers of a model with a subspace, behind which all its numbers would have to cross, stay together if they can.
+
+    Raises: ConfigError as `cuts_of`.
+    """
+    work, narrow = work_of_layers(model, data), in_subspace(model)
+    if narrow and pipeline.pieces - 1 <= narrow < len(work):
+        work[narrow:] = [sum(work[narrow:])]
+    return minimax(work, [*speeds] * pipeline.chunks)
+
+
+def work_of_layers(model: ModelConfig, data: DataConfig) -> list[float]:
+    """The work of each layer in an inner step, in numbers of its matrices; the last has the output head too.
+
+    A tokenizer that this machine does not have counts as bytes, as it does in a price.
+    """
+    try:
+        words = _vocabulary(data.tokenizer)
+    except (DataError, MissingPackageError):  # who trains hears of it
+        words = None
+    return [*map(float, work_of_pieces(tensors(model, words or 256), range(1, model.shape.layers)))]
+
+
+def by_stage(codec: Codec, pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> Codec:
+    """The codec with which the stages of a worker send what each of them has, as processes that have one stage alone do."""
+    if pipeline.stages == 1 or codec.exact or codec.blockwise == 1:
+        return codec
+    return by_part(codec, stage_in(pipeline, model, data))
+
+
+def stage_in(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig) -> Callable[[str], int]:
+    """The stage that has the parameter with a name."""
+    cuts = cuts_of(pipeline, model, data)
+    return lambda name: piece_of(name, cuts) % pipeline.stages
+
+
+def must_fit(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, workers: int, schedule: Schedule) -> None:
+    """Raises ConfigError unless a model can be cut into these stages and its batches into micro-batches for them.
+
+    Each stage has a share of each fragment of the schedule.
+    """
+    named = pipeline.workers or ()
+    if named and (pipeline.stages == 1 or max(named) >= workers or [*named] != sorted({*named})):
+        raise ConfigError(
+            f"pipeline.workers is {[*named]} with pipeline.stages = {pipeline.stages} and workers = {workers}; name each worker "
+            f"in stages once, in order, from 0 to {workers - 1}, and set pipeline.stages to 2 or more"
+        )
+    if pipeline.stages == 1:
+        return
+    stages, said = pipeline.stages, f"pipeline.stages is {pipeline.stages}"
+    own = {"model.size": model.size} if model.own else {"model.loss": model.loss} if model.loss is not None else {}
+    for key, value in (own or ({"data.source": data.source} if data.own else {})).items():
+        raise ConfigError(
+            f"{said} and {key} is {value!r:.60}, but only the built-in model on text can be cut; remove [pipeline]"
+        )
+    if model.experts is not None:
+        raise ConfigError(
+            f"{said} and model.experts has {model.experts.count} experts, but a mixture of experts is not cut into stages; "
+            "remove one of the two"
+        )
+    if model.dropout:
+        raise ConfigError(
+            f"{said} and model.dropout is {model.dropout}, whose random numbers would depend on the cuts; set it to 0"
+        )
+    cuts = cuts_of(pipeline, model, data)
+    for key, value, why in cutting_faults(cuts, model.shape.layers, tied=model.tie_embeddings):
+        raise ConfigError(f"{said} and {key} is {value}, but {why}")
+    if data.accumulate < stages:
+        raise ConfigError(
+            f"{said} and data.accumulate is {data.accumulate}: with fewer micro-batches than stages some stage is always idle; "
+            f"set data.accumulate to {stages} or more"
+        )
+    if pipeline.schedule == "interleaved" and data.accumulate % stages:
+        raise ConfigError(
+            f"{said} with pipeline.schedule 'interleaved', whose micro-batches go through the stages in groups of so many, and "
+            f"data.accumulate is {data.accumulate}; set it to a multiple of {stages}"
+        )
+    _must_cross(pipeline, model, data, cuts)
+    _must_share(pipeline, schedule, model.shape.layers, cuts)
+
+
+def _must_share(pipeline: PipelineConfig, schedule: Schedule, layers: int, cuts: Sequence[int]) -> None:
+    """Raises ConfigError for a stage without a layer of some fragment, as it would have nothing to send."""
+    spans, fragments = [*pairwise([0, *cuts, layers])], schedule.fragments
+    owns = [[k for a, b in spans[part :: pipeline.stages] for k in range(a, b)] for part in range(pipeline.stages)]
+
+    def held(own: Sequence[int], pattern: Pattern) -> int:
+        return len({fragment_of(k, layers, fragments, pattern) for k in own})
+
+    strided = schedule.pattern != "strided" and all(held(own, "strided") == fragments for own in owns)
+    for part, own in enumerate(owns if 1 < fragments <= layers else []):
+        if (some := held(own, schedule.pattern)) < fragments:
+            raise ConfigError(
+                f"schedule.fragments is {fragments} with pattern '{schedule.pattern}', and stage {part} of {pipeline.stages} has "
+                f"layers {own}, of {some} of them; take "
+                f"{'the pattern strided, ' if strided else ''}fewer fragments, other pipeline.cuts or fewer stages"
+            )
+
+
+def _must_cross(pipeline: PipelineConfig, model: ModelConfig, data: DataConfig, cuts: Sequence[int]) -> None:
+    """Raises ConfigError unless the codecs can carry what crosses these cuts."""
+    for direction in DIRECTIONS:
+        boundary = boundary_of(getattr(pipeline, direction))
+        if boundary.linear:
+            _must_project(boundary, direction, cuts, model)
+        if widths := [width for cut in cuts if (width := crossing(model, cut)) % boundary.unit]:
+            raise ConfigError(
+                f"pipeline.{direction} = '{boundary.name}' cuts {boundary.unit} channels at a time, which does not divide the "
+                f"{widths[0]} that cross; take a divisor of them, or another model.hidden_size"
+            )
+        if boundary.remembers and data.windows is None:
+            raise ConfigError(
+                f"pipeline.{direction} = '{boundary.name}' needs samples that come again, and data.windows is not set, so that "
+                "each is seen once; set data.windows to the number of windows that a worker trains on"
+            )
+
+
+def must_come_again(pipeline: PipelineConfig, data: DataConfig, steps: int) -> None:
+    """Raises ConfigError where a boundary codec remembers samples, and a run of so many inner steps has each of them once.
+
+    The run counts as a whole, wherever it is stopped and resumed. Such a run can be priced, and its folder can be read.
+    """
+    boundary, drawn = boundary_of(pipeline.forward), steps * data.accumulate * data.batch_size
+    if boundary.remembers and data.windows is not None and drawn <= data.windows:
+        raise ConfigError(
+            f"pipeline.forward = '{boundary.name}' sends how a sample has changed since it was last seen, but a worker draws "
+            f"{drawn} samples in run.steps = {steps} and data.windows is {data.windows}, so that each is seen once; set "
+            f"data.windows below {drawn}, or raise run.steps"
+        )
+
+
+def _must_project(boundary: Boundary, direction: str, cuts: Sequence[int], model: ModelConfig) -> None:
+    """Raises ConfigError unless whole hidden states cross each cut, and fit the subspace."""
+    if model.bottleneck is not None:
+        raise ConfigError(
+            f"pipeline.{direction} is '{boundary.name}' and model.bottleneck is '{model.bottleneck.name}', which makes the model "
+            "narrow already; remove one of the two"
+        )
+    size = crossing(model, cuts[0])
+    if boundary.options["width"] > size:
+        raise ConfigError(
+            f"pipeline.{direction} = '{boundary.name}' has width {boundary.options['width']}, but hidden states have {size} "
+            f"channels; give at most {size}"
+        )

@@ -1,0 +1,378 @@
+"""Run files: settings that each package declares, one TOML file, `--set rule.lr=0.5`, and no flag per field."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
+from operator import attrgetter
+from typing import Annotated, Any, Literal
+
+import tomli_w
+from pydantic import Field
+
+from gossamer.clock import EventsConfig
+from gossamer.data.settings import DataConfig
+from gossamer.errors import ConfigError, GossamerError, PairingError
+from gossamer.layout import Pattern
+from gossamer.models.holders import must_deal
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import Network, to_options
+from gossamer.optimizers.inner import InnerConfig
+from gossamer.record.folder import RecordConfig
+from gossamer.rounds.compatibility import incompatibilities as pairing
+from gossamer.rounds.compatibility.combination import INSTEAD, Facts, Kind
+from gossamer.rounds.schedule import Schedule
+from gossamer.run.config.choice import Choice, NamedIn
+from gossamer.run.config.document import DIRECTIONS, EXPERIMENT, TABLES, flat, with_settings
+from gossamer.run.config.pipeline import PipelineConfig, must_fit
+from gossamer.run.config.totals import each_batch, rounds_for, tokens_for
+from gossamer.settings.fields import NEUTRAL, AtLeastOne, AtLeastZero, Changeable
+from gossamer.settings.schema import build, plain, settings
+from gossamer.settings.schema import faults as schema_faults
+
+__all__ = ["LoopSettings", "RunConfig", "decisive", "differences", "digest", "dump", "faults", "parse"]
+
+_IN_TOKENS = ("tokens", "tokens_per_parameter")
+_LONGEST_S = 1e6  # twelve days; threads and sockets take no wait without end
+_BATCHED: dict[str, Any] = {
+    "model.loss": None, "model.dropout": 0.0, "model.bottleneck": None, "model.experts": None, "pipeline.stages": 1,
+    "inner.optimizer": "adamw", "inner.averaging": None,
+    "run.adapt": False, "run.pace_s": 0.0,
+}  # fmt: skip
+"""The only values with which several replicas can train as one computation."""
+_PER_WORKER = {
+    "run.local_steps": "give one number, or one per worker",
+    "run.pace_s": "give one number, or one per worker",
+    "data.shards": "name a source for every worker",
+}
+"""What may be a list with an entry for every worker, and what to do where there are too few or too many."""
+_Pace = Annotated[float, Field(ge=0, le=_LONGEST_S)]
+
+
+@settings("run")
+class LoopSettings:
+    """How long to train, how often to exchange, and on which device."""
+
+    steps: Annotated[AtLeastOne, Changeable()] = 300
+    """Inner steps of a worker that takes the full number per round."""
+    tokens: Annotated[AtLeastOne | None, NEUTRAL] = None
+    """The most tokens of all workers together, in place of steps: the run has as many whole rounds as they pay for."""
+    tokens_per_parameter: Annotated[float | None, Field(gt=0), NEUTRAL] = None
+    """The same for each parameter of the model; 20 is the usual choice for a model of the best size for its compute."""
+    wait: bool = True
+    """Whether a worker waits for the messages of its round; with false, it mixes with what its peers published last. A
+    simulation takes the virtual time of `events.network`."""
+    local_steps: AtLeastOne | Annotated[tuple[AtLeastOne, ...], Field(min_length=1)] = 15
+    """Inner steps between two exchanges (H); one number for all, or one per worker."""
+    adapt: bool | str = False
+    """Whether each worker takes as many local steps as fit its speed and its link (H_i), measured while the run goes on;
+    each begins with local_steps, and none exceeds the largest of them. The simulator also accepts, in place of true, the
+    name of the network whose seconds count."""
+    weigh_steps: bool = False
+    """Whether the drift of a worker that took fewer local steps is scaled up by H / H_i, so that it counts fully."""
+    eval_every: Annotated[AtLeastZero, NEUTRAL] = 60
+    """Inner steps between two validations, each at the end of the round that reaches them; the first is of the initial values.
+    0 validates only at the end."""
+    eval_batches: Annotated[AtLeastOne, NEUTRAL] = 8
+    """Validation batches of `data.batch_size` sequences."""
+    eval_workers: Annotated[bool, NEUTRAL] = True
+    """Whether a validation of a simulation or of `gossamer evaluate` also tries every worker's own parameters. With false it
+    tries the mean model only, which takes 1/(n + 1) of the time with n workers. A process of a real run always tries its own."""
+    eval_js: Annotated[bool, NEUTRAL] = False
+    """Whether a validation also measures how far the workers' predictions are apart: the mean Jensen-Shannon divergence to their
+    mean, on the first validation batch. It costs one more forward pass of each worker, and their logits of one sequence in
+    memory. Of a real run, `gossamer evaluate` measures it."""
+    checkpoint_every: Annotated[AtLeastZero, NEUTRAL] = 150
+    """Inner steps between two checkpoints; the last round always writes one, and 0 writes only that one."""
+    device: Annotated[Literal["auto", "cpu", "cuda"], NEUTRAL] = "auto"
+    """Where tensors live; auto takes CUDA if there is a device."""
+    backend: Annotated[Literal["auto", "gloo", "nccl"], NEUTRAL] = "auto"
+    """What carries real runs: gloo for CPU tensors, NCCL for GPUs."""
+    reduction: Literal["ordered", "all_reduce"] = "ordered"
+    """How a real run carries a mean: summed in worker order by chunk owners, or the backend's own all-reduce, whose order
+    and last bits are its own."""
+    threads: Annotated[AtLeastZero, NEUTRAL] = 0
+    """Intra-op threads per worker; 0 takes one in the simulator and an equal share of the cores in real runs."""
+    batched: AtLeastOne = 1
+    """How many replicas a simulation trains as one computation. On small models that is faster; their numbers then differ from
+    those of processes by rounding. It takes the built-in model with AdamW."""
+    compile: Annotated[bool, NEUTRAL] = False
+    """Compile the outer update (needs a C++ compiler); bitwise the same, faster on large models."""
+    timeout_s: Annotated[float, Field(gt=0, le=_LONGEST_S), NEUTRAL] = 300.0
+    """How long a worker waits for a peer before it gives up."""
+    elastic: Annotated[bool, NEUTRAL] = False
+    """Whether a real run goes on when workers die, hang, leave and join; with the same bits as without as long as nothing fails.
+    For rules that gossip on parameters over a symmetric topology."""
+    round_deadline_s: Annotated[float | None, Field(gt=0, le=_LONGEST_S), NEUTRAL] = None
+    """How long an elastic worker waits in a round for peers that live but have not answered; `timeout_s` if not set."""
+    rejoin_rounds: Annotated[AtLeastZero, NEUTRAL] = 2
+    """A worker that comes back goes on from its own state if that is at most so many rounds old, else from another worker's."""
+    ghost_rounds: Annotated[AtLeastZero, NEUTRAL] = 0
+    """Local phases that a process which joins an elastic run trains as a ghost: it follows another worker's parameters and outer
+    state, and nobody hears of it, until its own inner optimizer is warm. 0 takes over that worker's inner optimizer instead."""
+    pace_s: Annotated[_Pace | Annotated[tuple[_Pace, ...], Field(min_length=1)], NEUTRAL] = 0.0
+    """Seconds that an inner step takes at least, one number for all or one per worker: a worker that is faster sleeps, to
+    stand for a larger model or a slower machine. Sleeping counts as computing in the trace."""
+
+    def __post_init__(self) -> None:
+        steps = self.local_steps if isinstance(self.local_steps, tuple) else (self.local_steps,)
+        lengths = {name: value for name in _IN_TOKENS if (value := getattr(self, name)) is not None}
+        if lengths:  # the steps follow from the whole run
+            said = ({"steps": self.steps} if self.steps != LoopSettings.steps else {}) | lengths
+            if len(said) > 1:
+                words = " and ".join(f"{name} = {value:g}" for name, value in said.items())
+                raise ConfigError(f"run has {words}, which each decide the length of the run; keep one of them")
+            return
+        if self.steps % max(steps):
+            fewer = self.steps // max(steps) * max(steps)
+            raise ConfigError(
+                f"run.steps is {self.steps}, which is not a multiple of run.local_steps = {max(steps)}; "
+                f"set run.steps to {f'{fewer} or ' if fewer else ''}{fewer + max(steps)}"
+            )
+
+
+@settings("")
+class RunConfig:
+    """One run, resolved: everything that decides its numbers, and a little that does not."""
+
+    name: Annotated[str, NEUTRAL] = "run"
+    """The name of the run, and of its folder in `runs/` unless --out is given."""
+    seed: int = 0
+    """Of initial parameters, data order, topology and rounding."""
+    workers: AtLeastOne = 8
+    """Replicas of the model; in a real run, processes."""
+    rule: Annotated[Choice, NamedIn("rule"), Changeable("lr")] = Choice("gasloc")
+    """What workers send after a local phase, and their update from what they receive."""
+    topology: Annotated[Choice, NamedIn("topology")] = Choice("random")
+    """Who sends to whom in which round, and with what weights."""
+    codec: Annotated[Choice, NamedIn("codec")] = Choice("exact")
+    """How messages are compressed."""
+    server: Annotated[Annotated[Choice, NamedIn("server")] | None, Changeable("lr")] = None
+    """A server that takes each message as it comes, in place of rule and topology."""
+    pair: Annotated[Choice, NamedIn("pair")] | None = None
+    """What workers do that meet in pairs along the edges of the topology, in place of a rule."""
+    events: EventsConfig = EventsConfig()
+    model: ModelConfig = ModelConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    data: DataConfig = DataConfig()
+    inner: InnerConfig = InnerConfig()
+    run: LoopSettings = LoopSettings()
+    schedule: Schedule = Schedule()
+    record: Annotated[RecordConfig, NEUTRAL] = RecordConfig()
+    network: Annotated[Mapping[str, Network], NEUTRAL] = field(default_factory=dict)
+    """Networks to price the run on, by name."""
+
+    def __post_init__(self) -> None:
+        self._split_totals()
+        for key, advice in _PER_WORKER.items():
+            value = attrgetter(key)(self)
+            if isinstance(value, tuple) and len(value) != self.workers:
+                raise ConfigError(f"{key} has {len(value)} entries for {self.workers} workers; {advice}")
+        must_fit(self.pipeline, self.model, self.data, self.workers, self.schedule)
+        if self.run.batched > 1:
+            self._must_be_batched()
+        must_deal(self.model.experts, self.workers)
+        if self.run.eval_js and (self.data.own or self.model.loss is not None):
+            own = f"data.source is {self.data.source!r:.60}" if self.data.own else f"model.loss is '{self.model.loss}'"
+            raise ConfigError(
+                f"run.eval_js is true and {own}, but only predictions of the next token can be compared; remove run.eval_js"
+            )
+        if self.record.alignment and self.event_driven:
+            raise ConfigError(
+                f"record.alignment is true and the run is asynchronous ({self.kind}), but pseudo-gradients are compared round by "
+                "round; remove record.alignment"
+            )
+
+    def _must_be_batched(self) -> None:
+        """Raises ConfigError unless replicas can train as one computation."""
+        own = {"model.size": self.model.own, "data.source": self.data.own}
+        wrong = [key for key, given in own.items() if given]
+        wrong += [key for key, value in _BATCHED.items() if attrgetter(key)(self) != value]
+        for key in wrong:
+            raise ConfigError(
+                f"run.batched is {self.run.batched} and {key} is {attrgetter(key)(self)!r:.60}, but only whole replicas of the "
+                "built-in model with AdamW and fixed local steps train as one computation; remove one of the two"
+            )
+
+    def _split_totals(self) -> None:
+        """Puts what each worker takes in place of a global batch, and steps in place of tokens."""
+        data, run = self.data, self.run
+        if data.global_batch is not None:
+            data = replace(data, batch_size=each_batch(data, self.workers), global_batch=None)
+            object.__setattr__(self, "data", data)
+        tokens = run.tokens
+        if run.tokens_per_parameter is not None:
+            tokens = tokens_for(run.tokens_per_parameter, self.model, data)
+        if tokens is not None:
+            each = run.local_steps if isinstance(run.local_steps, tuple) else (run.local_steps,) * self.workers
+            taken = self.workers * max(each) if self.event_driven else sum(each)
+            steps = rounds_for(tokens, taken * self.step_tokens) * max(each)
+            object.__setattr__(self, "run", replace(run, steps=steps, tokens=None, tokens_per_parameter=None))
+
+    def local_steps_of(self, worker: int) -> int:
+        """Inner steps per round of one worker (H_i); those it begins with if they adapt."""
+        h = self.run.local_steps
+        return h[worker] if isinstance(h, tuple) else h
+
+    @property
+    def full_steps(self) -> int:
+        """Inner steps per round of the worker that takes most (H)."""
+        h = self.run.local_steps
+        return max(h) if isinstance(h, tuple) else h
+
+    def pace_s_of(self, worker: int) -> float:
+        """Seconds that an inner step of one worker takes at least."""
+        pace_s = self.run.pace_s
+        return pace_s[worker] if isinstance(pace_s, tuple) else pace_s
+
+    def unpaced(self) -> "RunConfig":
+        """The run whose inner steps take no longer than they must, for whoever computes it again."""
+        return replace(self, run=replace(self.run, pace_s=0.0))
+
+    @property
+    def rounds(self) -> int:
+        """Exchanges in the run: run.steps over the largest number of local steps."""
+        return self.run.steps // self.full_steps
+
+    @property
+    def owners(self) -> range:
+        """The owners whose checkpoints a complete round has: all workers, or the server, whose number follows theirs."""
+        return range(self.workers) if self.server is None else range(self.workers, self.workers + 1)
+
+    @property
+    def kind(self) -> Kind:
+        """How the run communicates."""
+        if self.server is not None:
+            return "server"
+        if self.pair is not None:
+            return "pair"
+        return "rounds" if self.run.wait else "no waiting"
+
+    @property
+    def event_driven(self) -> bool:
+        """Whether it is asynchronous: delays decide what is computed."""
+        return self.kind != "rounds"
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens one worker trains on in one inner step."""
+        return self.data.batch_size * self.data.accumulate * self.data.seq_len
+
+    @property
+    def fragments(self) -> tuple[int, Pattern]:
+        """How many fragments the parameters are cut into, and how; those of a server are packed by size."""
+        if self.server is not None:
+            return self.events.fragments, "packed"
+        return self.schedule.fragments, self.schedule.pattern
+
+    def due(self, every: int, finished: int) -> bool:
+        """Whether something done every so many inner steps is due after this many finished rounds; always after the last."""
+        here, before = finished * self.full_steps, (finished - 1) * self.full_steps
+        return finished == self.rounds or (every > 0 and here // every > before // every)
+
+
+def parse(document: Mapping[str, Any]) -> RunConfig:
+    """The validated run in a document. Raises ConfigError for unknown keys (naming the nearest) and impossible values."""
+    document = with_settings(document, {})
+    if found := [*_foreign(document), *_exclusive(document)]:
+        raise found[0]
+    return build(RunConfig, _completed(document))
+
+
+def faults(document: Mapping[str, Any]) -> list[str]:
+    """Everything that is wrong with a run file, one sentence each, of which `parse` raises the first; empty when it parses.
+
+    What concerns several tables at once is checked only when each of them is sound.
+    """
+    try:
+        document = with_settings(document, {})
+    except GossamerError as error:
+        return [str(error)]
+    found = _foreign(document) or [*_exclusive(document), *schema_faults(RunConfig, _completed(document))]
+    return [str(error) for error in found]
+
+
+def _foreign(document: Mapping[str, Any]) -> list[ConfigError]:
+    """Why a document is not a run file but an experiment or a network."""
+    for key in EXPERIMENT:
+        if key in document:
+            return [
+                ConfigError(f"the file has '{key}', so it is an experiment with several runs; use gossamer compare")
+            ]
+    for key in ("uplink_bps", "downlink_bps"):
+        if key in document:
+            return [
+                ConfigError(
+                    f"the file has '{key}' at its top, so it is a network file; give a run file such as configs/gasloc.toml"
+                )
+            ]
+    return []
+
+
+def _exclusive(document: Mapping[str, Any]) -> Sequence[ConfigError]:
+    """Kinds of methods that exclude each other."""
+    return [PairingError(sentence) for sentence in pairing.faults(Facts(tables=frozenset(document)))]
+
+
+def _completed(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with the topology of a run in pairs, where it names none."""
+    return {"topology": "complete", **document} if "pair" in document else document
+
+
+def dump(config: RunConfig) -> str:
+    """The resolved run as TOML; `parse` of it gives the run again."""
+    return tomli_w.dumps(_document(config))
+
+
+def _document(config: RunConfig, *, neutral: bool = True) -> dict[str, Any]:
+    """The run as a document, without what its kind of method has no use for."""
+    document = plain(config, neutral=neutral)
+    for kind in TABLES.keys() & document.keys():
+        document[kind] = _chosen(getattr(config, kind))
+    if config.pipeline.stages == 1:
+        document.pop("pipeline")  # a whole replica
+    else:
+        for direction in DIRECTIONS:
+            document["pipeline"][direction] = _chosen(getattr(config.pipeline, direction))
+    if "network" in document:
+        document["network"] = {name: to_options(network) for name, network in config.network.items()}
+    kind = next((kind for kind in ("server", "pair") if kind in document), "rule")
+    for unused in INSTEAD[kind]:
+        document.pop(unused, None)
+    if not config.event_driven and (not neutral or config.events == EventsConfig()):
+        document.pop("events")  # only runs that follow a clock read it
+    return document
+
+
+def _chosen(choice: Choice) -> dict[str, Any]:
+    """A row of a table with its options, as a run file has it."""
+    return {"name": choice.name, **plain(choice.options)}
+
+
+def digest(config: RunConfig) -> str:
+    """Sixteen hex digits of everything that decides the numbers of a run; equal on all workers of one run."""
+    return hashlib.sha256(json.dumps(_deciding(config), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def decisive(config: RunConfig) -> dict[str, Any]:
+    """The dotted keys that decide the numbers of a run, which `digest` is of, with their values."""
+    return flat(_deciding(config))
+
+
+def _deciding(config: RunConfig) -> dict[str, Any]:
+    document = _document(config, neutral=False)
+    if config.run.adapt or config.event_driven:  # whose seconds decide the numbers
+        clock = config.events.network if config.event_driven else None
+        document["network"] = {
+            name: to_options(network)
+            for name, network in config.network.items()
+            if name == clock or clock not in config.network
+        }
+    return document
+
+
+def differences(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The dotted keys in which two runs differ, each with both values; None for a key that a run does not have."""
+    old, new = flat(_document(before)), flat(_document(after))
+    keys = sorted(old.keys() | new.keys())
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}

@@ -1,0 +1,155 @@
+"""The parts of a run that are the user's own: given in Python as objects, or named in a run file as "package.module:name"."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from gossamer.asynchronous import PAIRS, SERVERS, PairRule, ServerRule
+from gossamer.codecs import Codec, both_ways, codec_of, make_codec
+from gossamer.errors import ConfigError
+from gossamer.rules import WRAPPERS, Rule, make_rule, wrapped
+from gossamer.run.config.run_file import RunConfig
+from gossamer.settings.options import unknown_options
+from gossamer.settings.user_code import Code, calling, imported, is_code
+from gossamer.topologies import Topology, make_topology
+
+__all__ = ["GIVEN", "KEYS", "OURS", "Parts", "caller", "make", "named", "own_parts"]
+
+KEYS = {
+    "rule": "rule.name", "topology": "topology.name", "codec": "codec.name", "server": "server.name", "pair": "pair.name",
+    "model": "model.size", "loss": "model.loss", "data": "data.source", "validation": "data.validation",
+    "optimizer": "inner.optimizer",
+}  # fmt: skip
+"""The key of a run file that names each kind of part."""
+GIVEN = "python:"
+"""Begins the name of a part that was given as an object, and that no run file can name."""
+_KINDS: Mapping[str, type] = {
+    "rule": Rule, "topology": Topology, "codec": Codec, "server": ServerRule, "pair": PairRule, "model": nn.Module,
+}  # fmt: skip
+T = TypeVar("T")
+
+
+class Parts(NamedTuple):
+    """The user's own parts of a run."""
+
+    own: Mapping[str, Callable[..., Any]] = {}
+    """By kind (`KEYS`): the factory of a rule, topology, codec, server, pair, model or optimizer; the loss; the batches."""
+    codes: tuple[Code, ...] = ()
+    """Those that were imported for a run file."""
+
+
+OURS = Parts()
+"""No part of the user's."""
+
+
+def named(config: RunConfig) -> dict[str, str]:
+    """The Python code that a run names, by kind."""
+    names: dict[str, Any] = {
+        "model": config.model.size, "loss": config.model.loss, "data": config.data.source,
+        "validation": config.data.validation, "optimizer": config.inner.optimizer, "codec": config.codec.name,
+    }  # fmt: skip
+    if config.server is not None:
+        names["server"] = config.server.name
+    else:
+        names["topology"] = config.topology.name
+        names |= {"rule": config.rule.name} if config.pair is None else {"pair": config.pair.name}
+    return {kind: name for kind, name in names.items() if isinstance(name, str) and is_code(name)}
+
+
+def own_parts(config: RunConfig, without: Collection[str] = ()) -> Parts:
+    """Imports the code that a run names; nothing without any.
+
+    Args: `without` are kinds that are here already, or are not needed.
+
+    Raises: ConfigError and UserCodeError, as `gossamer.settings.user_code.imported`.
+    """
+    found = {kind: _imported(kind, name) for kind, name in named(config).items() if kind not in without}
+    return Parts({kind: code.object for kind, code in found.items()}, tuple(dict.fromkeys(found.values())))
+
+
+def _imported(kind: str, name: str) -> Code:
+    if name.startswith(GIVEN):
+        raise ConfigError(
+            f"{KEYS[kind]} is '{name}', an object that a Python program gave, and no file has it; run that program again, or put "
+            "the object into a module and name it as package.module:name"
+        )
+    return imported(KEYS[kind], name)
+
+
+def caller(parts: Parts, kind: str, name: str) -> Callable[..., Any]:
+    """The user's own function of this kind, whose arguments are checked at its first call, and its result at each.
+
+    Raises: ConfigError when it is not here; when called, ConfigError if it does not take its arguments or returns something of
+        another type than the kind has, and UserCodeError when it fails.
+    """
+    function, said = parts.own.get(kind), f"{KEYS[kind]} is '{name}'"
+    if function is None:
+        raise ConfigError(
+            f"{said}, which is Python code and is not imported here; simulate, train, compare and evaluate import it"
+        )
+    guarded, kind_of, fits = calling(KEYS[kind], function), _KINDS.get(kind, object), False
+
+    def call(*given: Any, **options: Any) -> Any:
+        nonlocal fits
+        if not fits:
+            _must_take(said, function, given, options)
+            fits = True
+        made = guarded(*given, **options)
+        if not isinstance(made, kind_of):
+            raise ConfigError(
+                f"{said}, which returned a {type(made).__name__} where a {kind_of.__name__} is needed; return one, or name the "
+                f"function that does"
+            )
+        return made
+
+    return call
+
+
+def _must_take(said: str, function: Callable[..., Any], given: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Raises ConfigError when the function does not take these arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a function that is not Python's
+        return
+    names = [p.name for p in signature.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    try:
+        signature.bind(*given, **options)
+    except TypeError as error:
+        for sentence in unknown_options(said + ", which", [*options], names[len(given) :]):
+            raise ConfigError(f"{sentence}") from None
+        raise ConfigError(
+            f"{said}, which cannot be called with {len(given)} arguments and the options {', '.join(options) or 'none'} "
+            f"({error}); its parameters are {', '.join(names) or 'none'}: add or remove what does not fit"
+        ) from None
+
+
+def make(parts: Parts, kind: str, config: RunConfig) -> Any:
+    """The rule, topology, codec, server or pair of a run: Gossamer's own by its name, or the user's.
+
+    Raises: ConfigError and UserCodeError.
+    """
+    choice = getattr(config, kind)
+    name, options = choice.name, dict(choice.options)
+    if not is_code(name):
+        return _OURS[kind](config, name, options)
+    around = {key: options.pop(key) for key in [*options] if kind == "rule" and key in WRAPPERS}
+    back = options.pop("back", None) if kind == "codec" else None
+    given = (config.workers,) if kind == "topology" else ()
+    seeded = kind == "topology" and "seed" in inspect.signature(parts.own.get(kind, make_topology)).parameters
+    made = caller(parts, kind, name)(*given, **({"seed": config.seed} if seeded else {}), **options)
+    if not name.startswith(GIVEN):  # so that two rules of different modules differ in reports
+        made = made._replace(name=name, options=options)
+    if kind == "codec":
+        return made if back in (None, "none") else both_ways(made, codec_of(back))
+    return wrapped(made, around) if kind == "rule" else made
+
+
+_OURS: Mapping[str, Callable[[RunConfig, str, Mapping[str, Any]], Any]] = {
+    "rule": lambda config, name, options: make_rule(name, **options),
+    "topology": lambda config, name, options: make_topology(name, config.workers, seed=config.seed, **options),
+    "codec": lambda config, name, options: make_codec(name, **options),
+    "server": lambda config, name, options: SERVERS[name](**options),
+    "pair": lambda config, name, options: PAIRS[name](**options),
+}

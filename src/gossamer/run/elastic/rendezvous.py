@@ -1,0 +1,177 @@
+"""How the process of an elastic run finds its slot and the others: all start together, or one joins a run that is under way."""
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gossamer.errors import ConfigError, GossamerError, PeerError, first_line
+from gossamer.record import checkpoint
+from gossamer.record.addresses import Address, read_addresses, write_address
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.logs.outcomes import Begun
+from gossamer.run.bookkeeping.newest_round import Held, held_by, to_resume
+from gossamer.run.bookkeeping.resume import Resume, history, lineage, must_go_on
+from gossamer.run.config.run_file import RunConfig, decisive, digest
+from gossamer.transport.alike import short_settings
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news, read_news
+from gossamer.transport.elastic.newcomer import Applicant, ask
+from gossamer.transport.processes.launch import agree, join
+from gossamer.transport.processes.member import Member
+from gossamer.transport.secret import folder_secret
+from gossamer.transport.sockets.link import Station
+
+__all__ = ["Seat", "addresses_in", "arrived", "is_address", "joined", "started"]
+
+
+class Seat(NamedTuple):
+    """The slot of this process, and what it begins with."""
+
+    members: Members
+    station: Station
+    line: Lineage
+    """Whose checkpoints belong to the run."""
+    begun: Begun
+    resumes: bool = False
+    """Whether files of this slot may be there already."""
+
+
+def started(config: RunConfig, folder: Path, run: int, nonce: int, *, resume: Resume) -> Seat:
+    """Waits for all processes of a run that starts, as torchrun's environment variables or our launcher name them.
+
+    They may be fewer than the run has slots; the others are empty until somebody joins.
+
+    Raises: ConfigError, CheckpointError; PeerError when workers do not come or run another configuration.
+    """
+    wait_s = config.run.timeout_s
+    member, listener, address = arrived(config)
+    me, past = member.worker, history(config, folder) if resume else None
+    own = {} if past is None else held_by(folder, [me], past.lineage)[me]
+    settings = short_settings(decisive(config))
+    fact = [address, nonce, [[r, None if seen is None else sorted(seen)] for r, seen in own.items()]]
+    said = agree(member, f"{run:016x} elastic", fact, settings=settings, timeout_s=wait_s)
+    facts = [_fact(slot, fact) for slot, fact in enumerate(said)]
+    held = {slot: fact.held for slot, fact in enumerate(facts)}
+    after = to_resume(held, config.run.rejoin_rounds)
+    line = Lineage(digest(config))
+    if past is not None:
+        must_go_on(config, folder, [[*rounds] for rounds in held.values()], after, auto=resume == "auto")
+        checkpoint.rewind(folder / "checkpoints", after, me)
+        line = past.go_on(folder, after)
+    donor = me if after in (0, *own) else next(slot for slot in held if after in held[slot])
+    station = Station(listener, run, member.secret, wait_s, config.run.round_deadline_s)
+    members = Members(config.workers, me, [_entry(slot, facts, after, config) for slot in range(config.workers)])
+    write_address(folder, Address(me, address, run))
+    return Seat(members, station, line, Begun(after, after, donor, 0, 0), past is not None)
+
+
+def arrived(config: RunConfig) -> tuple[Member, socket.socket, str]:
+    """This process among those that start together, the socket at which it listens from now on, and its address."""
+    run = config.run
+    member = join(
+        config.workers, backend="gloo", device=run.device, threads=run.threads, timeout_s=run.timeout_s, group=False
+    )  # fmt: skip
+    return member, *_listening(os.environ["MASTER_ADDR"])
+
+
+def _entry(slot: int, facts: Sequence["_Fact"], after: int, config: RunConfig) -> SlotEntry:
+    """What is known of a slot at the start.
+
+    One whose checkpoint is lost goes on behind all inner steps that it can have taken, so that none is trained twice.
+    """
+    lost = slot >= len(facts) or after not in facts[slot].held
+    steps = after * config.local_steps_of(slot) if lost else 0
+    if slot >= len(facts):  # nobody fills it
+        return SlotEntry(slot, 0, 0, Standing.LEFT, 0, steps=steps)
+    address, nonce, _ = facts[slot]
+    return SlotEntry(slot, 0, nonce, Standing.ALIVE, after, address, after, steps)
+
+
+def addresses_in(folder: Path, config: RunConfig, run: int) -> list[tuple[int, str]]:
+    """The slots of a run and the addresses of their newest processes, as its folder on this machine says."""
+    return [(one.slot, one.address) for one in read_addresses(folder) if one.run == run and one.slot < config.workers]
+
+
+def joined(
+    config: RunConfig, folder: Path, run: int, nonce: int, where: str, others: Sequence[str] = ()
+) -> Seat:  # fmt: skip
+    """Gets a slot of a run that is under way. The state comes later, when this process is ready to train.
+
+    Args:
+        where: the address of any worker, or "auto" for those in the run folder.
+        others: addresses to try after it.
+    Raises: PeerError when nobody answers or all slots are filled.
+    """
+    secret, wait_s, line = folder_secret(folder), config.run.timeout_s, lineage(config, folder)
+    found = [one.address for one in read_addresses(folder)] if where == "auto" else [where]
+    found += [address for address in others if address not in found]
+    if not found:
+        raise ConfigError(
+            f"'{folder}' holds no address of a worker; give --join HOST:PORT, as a worker of the run prints it"
+        )
+    why = ""
+    for address in found:
+        try:
+            listener, own = _listening(address.rpartition(":")[0].strip("[]"))
+        except OSError as error:
+            why = f"{address}: {error}"
+            continue
+        try:
+            place = Applicant(nonce, own)
+            offer = ask(address, secret, place, run=run, slots=config.workers, timeout_s=wait_s, state=False)
+        except (OSError, GossamerError) as error:
+            listener.close()
+            why = f"{address}: {first_line(error)}"
+            continue
+        members, slot = Members(config.workers, offer.slot, offer.entries), offer.slot
+        kept = checkpoint.rounds(folder / "checkpoints", slot, line)
+        begun = Begun(0, kept[-1] if kept else 0, slot, 0, members.own.incarnation)
+        write_address(folder, Address(slot, own, run))
+        return Seat(members, Station(listener, run, secret, wait_s, config.run.round_deadline_s), line, begun, True)
+    raise PeerError(
+        f"no worker of the run could be joined ({why}); look whether it runs, with gossamer status {folder}"
+    )
+
+
+class _Fact(NamedTuple):
+    """What a worker says of itself at the start."""
+
+    address: str
+    nonce: int
+    held: Held
+
+
+def _fact(slot: int, value: object) -> _Fact:
+    match value:
+        case [str(address), int(nonce), [*held]]:
+            rounds = dict(map(_held, held))
+            if is_address(address, nonce) and None not in rounds:
+                return _Fact(address, nonce, {r: seen for r, seen in rounds.items() if r is not None})
+    raise PeerError(f"worker {slot} published no address ({value!r:.60}); install the same gossamer version everywhere")
+
+
+def is_address(address: str, nonce: int) -> bool:
+    """Whether another process may have said so of itself."""
+    return read_news(news({0: SlotEntry(0, 0, nonce, Standing.ALIVE, 0, address)}), slots=1) is not None
+
+
+def _held(value: object) -> tuple[int | None, frozenset[int] | None]:
+    """A round of which a worker has a checkpoint, with those that took part in it; (None, None) for anything else."""
+    match value:
+        case [int(round), None] if 0 < round < 1 << 31:
+            return round, None
+        case [int(round), [*seen]] if 0 < round < 1 << 31 and all(isinstance(slot, int) for slot in seen):
+            return round, frozenset(slot for slot in seen if isinstance(slot, int))
+    return None, None
+
+
+def _listening(towards: str) -> tuple[socket.socket, str]:
+    """A listening socket on the address of this machine from which `towards` is reached, and its `host:port`."""
+    family, _, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        here = str(probe.getsockname()[0])
+    listener = socket.create_server((here, 0), family=family, backlog=128)
+    shown = f"[{here}]" if ":" in here else here
+    return listener, f"{shown}:{listener.getsockname()[1]}"

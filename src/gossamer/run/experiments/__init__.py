@@ -1,0 +1,3 @@
+"""Several runs: comparisons, sweeps and searches."""
+
+__all__: list[str] = []

@@ -1,0 +1,167 @@
+"""Training the runs of a comparison, several at a time, each with a line in `outcomes.jsonl` as soon as it has ended."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NotRequired
+
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import ConfigError
+from gossamer.record.jsonl import records
+from gossamer.record.origin import Origin, origin
+from gossamer.record.progress import say
+from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
+from gossamer.report.results import PointResult, read_results, result_lines
+from gossamer.report.table import summary_rows
+from gossamer.run.bookkeeping.finished import is_evaluated, is_finished, measures_alike
+from gossamer.run.config.document import load
+from gossamer.run.config.experiment_file import Point, place_of
+from gossamer.run.config.run_file import RunConfig, digest, dump, parse
+from gossamer.run.experiments.processes import Apart, RunEnd
+from gossamer.run.experiments.shared_start import shared_trunks, stands_at_its_trunk
+from gossamer.settings.schema import Records
+
+__all__ = ["train_all"]
+
+
+@with_config(ConfigDict(extra="ignore"))
+class _Ended(TypedDict):
+    """What the lines of a search and of a comparison have in common."""
+
+    origin: NotRequired[Origin | None]
+
+
+_ENDED = Records[_Ended](_Ended)
+
+
+def train_all(
+    runs: Sequence[Point], folders: Mapping[str, Path], file: Path, *, jobs: int = 1, resume: bool = False,
+    reuse: Path | None = None, began: Callable[[Point], None], told: Callable[[Point, RunEnd], None],
+) -> dict[str, Origin | None]:  # fmt: skip
+    """Trains the runs of an experiment into their folders, by label; one that diverges is a result, and the others still run.
+
+    Those that are compared with each other come together: point by point of a sweep, and there seed by seed. Whoever stops it has
+    whole comparisons.
+
+    Args:
+        file: gets a line of each run that has ended, in the order of their ends.
+        jobs: at most so many runs at a time, each in a process of its own with its share of the cores; one runs here.
+        resume: keep the finished runs; the others start again.
+        reuse: a folder of `gossamer tune` or of another comparison, whose finished runs of these settings and seeds are copied.
+        began, told: are called for each run that begins here, and for each that ends.
+    Returns: what each run was computed by; None of a finished run without a line.
+    Raises: ConfigError when a finished run had other settings, or none is there to reuse; DataError for a line that is none.
+    """
+    known = {place_of(one): one for one in read_results(file)} if resume and file.exists() else {}
+    kept, origins = list[PointResult](), dict[str, Origin | None]()
+    trunks = dict(zip((run.label for run in runs), shared_trunks([run.config for run in runs]), strict=True))
+    for run in runs if resume else ():
+        if trunks[run.label] and stands_at_its_trunk(run.config, folders[run.label]):
+            continue
+        if is_finished(run.config, folders[run.label]):
+            _adopt(run, folders)
+            origins[run.label], line = None, known.get(place_of(run))
+            if line is not None and line.origin is not None and line.origin["digest"] == digest(run.config):
+                origins[run.label] = line.origin
+                kept.append(_result(run, folders, line.origin))
+    if reuse:
+        missing = [run for run in runs if run.label not in origins]
+        for run, found in _copied(missing, folders, reuse, some=not resume):
+            origins[run.label] = found
+            kept.append(_result(run, folders, found))
+    waiting = {run.label: run for run in _in_turn(runs) if run.label not in origins}
+    jobs = min(jobs, max(1, len(waiting)))  # a run has no use for the cores of one that does not exist
+    origin("", None)  # asks which commit this is before the first run
+    make_folder(file.parent)
+    atomic_write(file, result_lines(kept).encode())
+    with _Lines(file) as written, Apart(jobs, began=lambda label: began(waiting[label])) as apart:
+        for label, run in waiting.items():
+            trunk = file.parent / "trunks" / trunks[label] if trunks[label] and jobs == 1 else None
+            apart.add(label, run.config, folders[label], trunk)
+        while apart.busy:
+            for label, ended in apart.ended():
+                run = waiting[label]
+                origins[label] = found = origin(digest(run.config), ended.seconds, ended.text)
+                written.write(_result(run, folders, found))
+                told(run, ended)
+    return origins
+
+
+def _result(run: Point, folders: Mapping[str, Path], found: Origin) -> PointResult:
+    """The line of a run that has ended in its folder, priced on its own networks."""
+    (row,) = summary_rows({run.label: folders[run.label]}, None)
+    return PointResult(run.method, run.at, run.seed, row, found)
+
+
+def _copied(
+    missing: Sequence[Point], folders: Mapping[str, Path], reuse: Path, *, some: bool
+) -> list[tuple[Point, Origin]]:
+    """Copies those runs that are finished in a folder of `reuse`; returns them, with what each was computed by.
+
+    Raises: ConfigError when there are no outcomes, and where `some` must be there and none is.
+    """
+    if not (outcomes := reuse / "outcomes.jsonl").is_file():
+        raise ConfigError(
+            f"--reuse got '{reuse}', which has no outcomes.jsonl; name the --out of a gossamer tune or compare"
+        )
+    computed = {one["digest"]: one for _, line in records(outcomes, _ENDED) if (one := line.get("origin"))}
+    there = dict[str, list[tuple[Path, RunConfig]]]()
+    for file in sorted([*reuse.glob("*/run.toml"), *reuse.glob("*/*/run.toml")]):
+        config = parse(load(file))
+        there.setdefault(digest(config), []).append((file.parent, config))
+    taken = list[tuple[Point, Origin]]()
+    for run in missing:
+        mine = digest(run.config)
+        alike = (place for place, config in there.get(mine, []) if measures_alike(run.config, config))
+        place = next((place for place in alike if is_evaluated(run.config, place)), None)
+        if place is not None and mine in computed:
+            _copy(place, folders[run.label])
+            _adopt(run, folders)
+            taken.append((run, computed[mine]))
+    if some and not taken:
+        raise ConfigError(
+            f"none of the {len(missing)} runs is finished in '{reuse}' with the same settings, seed and validations; gossamer "
+            "tune validates the mean model once, after the last round: set run.eval_every = 0 and "
+            "run.eval_workers = false, or leave --reuse out"
+        )
+    say(f"{len(taken)} of {len(missing)} runs are copied from '{reuse}'")
+    return taken
+
+
+def _adopt(run: Point, folders: Mapping[str, Path]) -> None:
+    """Gives a finished run the name that it has in this experiment, and the networks that price it there."""
+    file = folders[run.label] / "run.toml"
+    there = parse(load(file))
+    if (there.name, there.network) != (run.config.name, run.config.network):
+        atomic_write(file, dump(replace(there, name=run.config.name, network=run.config.network)).encode())
+
+
+def _copy(place: Path, here: Path) -> None:
+    """Copies a run to another folder, where no half of it is ever taken for a run."""
+    part = here.with_name(f"{here.name}.part")
+    for old in (part, here):
+        shutil.rmtree(old, ignore_errors=True)
+    shutil.copytree(place, part)
+    part.rename(here)
+
+
+class _Lines(LineWriter):
+    """Writes `outcomes.jsonl`."""
+
+    def write(self, result: PointResult) -> None:
+        """Appends one line."""
+        self._file.write(result_lines([result]))
+
+
+def _in_turn(runs: Sequence[Point]) -> list[Point]:
+    """The runs, the first point of each variant before the second of any, and the first seed there before the second."""
+    points, seeds = dict[str, list[str]](), [*dict.fromkeys(run.seed for run in runs)]
+    places = []
+    for run in runs:
+        mine, here = points.setdefault(run.method, []), place_of(run)[1]
+        mine += [] if here in mine else [here]
+        places.append((mine.index(here), seeds.index(run.seed)))
+    return [run for _, run in sorted(zip(places, runs, strict=True), key=lambda pair: pair[0])]

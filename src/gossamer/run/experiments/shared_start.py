@@ -1,0 +1,79 @@
+"""Trunks: runs that differ in their length only, and whose learning rate comes down at their end, are one run up to there."""
+
+import dataclasses
+import math
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from gossamer.record import checkpoint
+from gossamer.run.config.document import load_run
+from gossamer.run.config.run_file import RunConfig, digest, parse
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.simulated.simulation import Simulation
+
+__all__ = ["anneal", "shared_trunks", "stands_at_its_trunk"]
+
+_ROUNDS = 1 << 20
+"""Of a trunk, of which only those are trained that its branches share."""
+
+
+def shared_trunks(runs: Sequence[RunConfig]) -> list[str]:
+    """The name of the trunk that each run may begin with; empty for a run that has nothing in common with another.
+
+    A run with `inner.schedule = "wsd"` has a constant learning rate from its warm-up to the decay at its end. So what is before
+    the decay is the same in a longer run. Asynchronous runs have no rounds, and take no part.
+    """
+    names = [digest(_trunk(run)) if _plateau(run) else "" for run in runs]
+    many = Counter(names)
+    return [name if many[name] > 1 else "" for name in names]
+
+
+def anneal(config: RunConfig, folder: Path, trunk: Path) -> Simulation:
+    """Trains a run as a branch of its trunk, which is trained up to the last round before the decay and then copied.
+
+    The bits are those of `simulate(config, folder)`. Shorter branches come first: one that leaves a trunk before the round
+    where it stands is trained whole.
+
+    Args: `trunk` is the folder of the trunk, which the first branch makes.
+    Raises: as `simulate`.
+    Fails when: `record.alignment` is true, as the first round of the decay then has no persistence.
+    """
+    at, wanted = max(checkpoint.rounds(trunk / "checkpoints", 0), default=0), _plateau(config)
+    if at > wanted:
+        return simulate(config, folder)
+    if at < wanted:
+        if not at:
+            shutil.rmtree(trunk, ignore_errors=True)
+        simulate(_trunk(config), trunk, resume=at > 0, until=wanted)
+    scratch = trunk.with_name("branch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(trunk, scratch)
+    scratch.rename(folder)
+    return simulate(config, folder, resume=True)
+
+
+def stands_at_its_trunk(config: RunConfig, folder: Path) -> bool:
+    """Whether a run that was stopped at its very beginning left only the copy of its trunk here."""
+    return (folder / "run.toml").exists() and digest(parse(load_run(folder))) == digest(_trunk(config))
+
+
+def _plateau(config: RunConfig) -> int:
+    """Whole rounds before the learning rate comes down; 0 for a run that has no trunk."""
+    if config.inner.schedule != "wsd" or config.event_driven:
+        return 0
+    return math.floor((1 - config.inner.decay_fraction) * config.rounds + 1e-9)
+
+
+def _trunk(config: RunConfig) -> RunConfig:
+    """The run without its end, with a checkpoint where this branch leaves it."""
+    steps, leaves = _ROUNDS * config.full_steps, max(1, _plateau(config)) * config.full_steps
+    batches = config.run.eval_batches if config.run.eval_every else 1  # where it stops it is validated for nobody
+    return dataclasses.replace(
+        config,
+        name="trunk",
+        inner=dataclasses.replace(config.inner, schedule="constant"),
+        run=dataclasses.replace(config.run, steps=steps, checkpoint_every=leaves, eval_batches=batches),
+        record=dataclasses.replace(config.record, keep_checkpoints=True),
+    )

@@ -1,0 +1,125 @@
+"""Many simulations: every combination of some settings, each with several seeds."""
+
+import itertools
+import math
+import shutil
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, NamedTuple, Unpack, cast
+
+from gossamer.errors import ConfigError, TrainingError
+from gossamer.report.page.page import write_pages
+from gossamer.run.simulated.keywords import Keywords, Run
+from gossamer.run.simulated.simulate import simulate
+from gossamer.run.simulated.simulation import Columns, RecordedRun
+
+__all__ = ["Sweep", "SweptRun", "sweep"]
+
+
+class SweptRun(NamedTuple):
+    """One run of a sweep."""
+
+    at: Mapping[str, Any]
+    """The values of the settings that were swept."""
+    seed: int
+    loss: float
+    """Of the mean model in the last validation; NaN for a run that diverged."""
+    run: RecordedRun | None
+    """Its record; None for a run that diverged."""
+    error: str = ""
+    """Why it diverged."""
+
+
+class Sweep:
+    """The runs of a sweep, in the order of its settings, the seed changing fastest.
+
+    Args: `temporary` is a folder that is removed with this object.
+    """
+
+    def __init__(self, runs: Sequence[SweptRun], temporary: Path | None = None) -> None:
+        self.runs = list(runs)
+        if temporary is not None:
+            weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+
+    @property
+    def table(self) -> Columns:
+        """A row for each run: the settings that were swept, seed and loss."""
+        return Columns(
+            [{**{k: _word(v) for k, v in one.at.items()}, "seed": one.seed, "loss": one.loss} for one in self.runs]
+        )
+
+    def best(self) -> SweptRun:
+        """The run whose settings have the lowest mean loss over the seeds; its first seed. Raises ConfigError if all diverged."""
+        groups = [[*some] for _, some in itertools.groupby(self.runs, key=lambda one: one.at)]
+        means = [math.fsum(one.loss for one in some) / len(some) for some in groups]
+        sound = [(mean, k) for k, mean in enumerate(means) if math.isfinite(mean)]
+        if not sound:
+            raise ConfigError(
+                f"all {len(self.runs)} runs of the sweep diverged ({self.runs[0].error}); lower the learning rates"
+            )
+        return groups[min(sound)[1]][0]
+
+    def report(self, path: str | Path) -> Path:
+        """Writes a page with the table and the curves of all runs; returns its path."""
+        recorded = {_label(one.at, one.seed): one.run for one in self.runs if one.run is not None}
+        networks = next(iter(recorded.values())).config.network if recorded else {}
+        write_pages({label: run.folder for label, run in recorded.items()}, Path(path), networks)
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"<Sweep of {len(self.runs)} runs over {', '.join(self.runs[0].at)}>"
+
+
+def sweep(
+    grid: Mapping[str, Sequence[Any]], run: Run = None, out: str | Path | None = None, *,
+    seeds: Sequence[int] = (0,), progress: bool = False, **given: Unpack[Keywords],
+) -> Sweep:  # fmt: skip
+    """Simulates every combination of some settings, with each seed.
+
+    Args:
+        grid: lists of values, by keyword of `simulate` or by dotted key of a run file: `{"rule": [gasloc(), diloco()],
+            "inner.lr": [1e-3, 2e-3]}`.
+        run: the run that all of them vary, as in `simulate`.
+        out: a folder for all run folders; None for a temporary one, which goes with the returned object.
+        seeds: run each combination with each of them.
+        progress: show how each run goes, on stderr.
+        given: as in `simulate`, the same for all runs.
+    Raises: as `simulate`; a run that diverges is a result and ends nothing.
+
+    >>> import gossamer, torch
+    >>> task = {"model": lambda: torch.nn.Linear(2, 1), "data": lambda worker, step: torch.full((4, 2), float(worker)),
+    ...         "loss": lambda model, x: (model(x) - 1).square().mean()}
+    >>> found = gossamer.sweep({"inner.lr": [1e-3, 1e-1]}, workers=2, local_steps=5, rounds=2, **task)
+    >>> found.best().at
+    {'inner.lr': 0.1}
+    """
+    lists = [isinstance(values, Sequence) and not isinstance(values, str) and values for values in grid.values()]
+    if not lists or not all(lists):
+        raise ConfigError(f"grid is {grid!r:.80}; give lists of values by name, such as {{'inner.lr': [1e-3, 2e-3]}}")
+    folder, runs = Path(mkdtemp(prefix="gossamer-") if out is None else out), list[SweptRun]()
+    for values in itertools.product(*grid.values()):
+        at = dict(zip(grid, values, strict=True))
+        for seed in seeds:
+            label = _label(at, seed)
+            own = {name: value for name, value in at.items() if name in Keywords.__annotations__}
+            dotted = {name: value for name, value in at.items() if name not in own}
+            here = {**given, **own, "seed": seed, "settings": {"name": label, **given.get("settings", {}), **dotted}}
+            place = folder / f"{len(runs):03d}"
+            try:
+                done = simulate(run, place, progress=progress, **cast(Keywords, here))
+            except TrainingError as error:
+                runs.append(SweptRun(at, seed, math.nan, None, str(error)))
+            else:
+                runs.append(SweptRun(at, seed, done.loss, RecordedRun(done.config, place)))
+    return Sweep(runs, temporary=folder if out is None else None)
+
+
+def _label(at: Mapping[str, Any], seed: int) -> str:
+    return " ".join([*(f"{name.rpartition('.')[2]}={_word(value)}" for name, value in at.items()), f"seed={seed}"])
+
+
+def _word(value: Any) -> Any:
+    """A value as it stands in a table: of a rule, a topology or a codec its name with its options."""
+    return value if isinstance(value, bool | int | float | str) else str(value)

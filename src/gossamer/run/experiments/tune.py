@@ -1,0 +1,373 @@
+"""Tuning every method of an experiment file with the same budget of tokens: what the file asks for, and the runs it takes.
+
+The methods are searched at the same time (`gossamer.run.experiments.search`), so that all cores have work. The runs of all of
+them have the same seeds, and with them the same initial parameters, order of data and matchings.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import tomli_w
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gossamer.errors import ConfigError
+from gossamer.record.jsonl import json_line, records
+from gossamer.record.origin import Origin, origin
+from gossamer.record.progress import say
+from gossamer.record.whole_files import LineWriter, atomic_write, make_folder
+from gossamer.run.config.document import TABLES, with_settings
+from gossamer.run.config.experiment_file import Variant, folder_name, laid_out
+from gossamer.run.config.run_file import RunConfig, digest, parse
+from gossamer.run.experiments.processes import Apart, RunEnd
+from gossamer.run.experiments.search import Found, GridPoint, OuterPair, Search, Space, Trial, search
+from gossamer.settings.fields import AtLeastOne, Words
+from gossamer.settings.options import options_of
+from gossamer.settings.schema import RECORD, Records, build, settings
+
+__all__ = ["Contender", "RunOutcome", "TuneConfig", "Tuned", "contenders", "searched", "tune", "tuned_file"]
+
+_Above = Annotated[float, Field(gt=0)]
+_Pair = tuple[_Above, Annotated[float, Field(ge=0, lt=1)]]
+
+
+@settings("tune")
+class TuneConfig:
+    """The `[tune]` table of an experiment file: what `gossamer tune` tries for each method, and with how many tokens."""
+
+    budget_tokens: AtLeastOne
+    """The most tokens that one method may train on, all its runs together; the same for every method."""
+    lr: Annotated[tuple[_Above, ...], Field(min_length=1)]
+    """The first grid of `inner.lr`, each twice the one before. It grows where the best is at its edge."""
+    outer: Annotated[tuple[_Pair, ...], Words("a list of pairs [η, γ] with η above 0 and γ from 0 to below 1")] = (
+        (0.7, 0.5),
+        (1.0, 0.5),
+        (0.7, 0.7),
+        (1.0, 0.0),
+    )
+    """Outer learning rates and momenta (η, γ) of methods that have both, and beyond them where the best is at their edge. A
+    method with an empty list keeps its own."""
+    grid: Literal["cross", "product"] = "cross"
+    """"cross": each `inner.lr` with the first pair, each pair at the best of them, and then what is missing around the best;
+    "product": each `inner.lr` with each pair, and η takes these values only."""
+    rungs: Annotated[tuple[Annotated[float, Field(gt=0, le=1)], ...], Field(min_length=1)] = (1.0,)
+    """Lengths of the runs as shares of the whole run, from the first rung of successive halving to the last, which is 1. Runs
+    of a quarter of the length, which cost less, ranked η the other way round than whole ones."""
+    seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
+    """Every setting is run with each of them, and judged by the mean."""
+    final_seeds: tuple[int, ...] = ()
+    """With these the two best settings of the last rung are run again, and the mean decides between them; empty for no final. A
+    seed that a setting has been run with is not run again."""
+
+    def __post_init__(self) -> None:
+        if any(abs(high / low - 2) > 1e-6 for low, high in zip(self.lr, self.lr[1:], strict=False)):
+            raise ConfigError(
+                f"tune.lr is {[*self.lr]}, but each must be twice the one before; write a grid such as [5e-4, 1e-3, 2e-3]"
+            )
+        if sorted(set(self.rungs)) != [*self.rungs] or self.rungs[-1] != 1:
+            raise ConfigError(f"tune.rungs is {[*self.rungs]}, but they must grow and end in 1.0; write [0.25, 1.0]")
+        for name, values in (("outer", self.outer), ("seeds", self.seeds), ("final_seeds", self.final_seeds)):
+            if len(set(values)) < len(values):
+                raise ConfigError(f"tune.{name} is {[*values]}, which has a value twice; name each once")
+        if self.final_seeds and not {*self.final_seeds} > {*self.seeds}:
+            raise ConfigError(
+                f"tune.final_seeds is {[*self.final_seeds]}, but it must hold all of tune.seeds, {[*self.seeds]}, and one more; "
+                f"write {[*self.seeds, max(self.seeds) + 1]}, or leave it out"
+            )
+
+
+@with_config(RECORD)
+class RunOutcome(TypedDict):
+    """A run that has ended, as a line of `outcomes.jsonl`."""
+
+    run: str
+    """Of everything that decides its loss."""
+    method: str
+    lr: _Above
+    outer: _Pair | None
+    rung: Annotated[int, Field(ge=0)]
+    seed: int
+    tokens: int
+    loss: float | None
+    """None if it diverged or was refused."""
+    error: str
+    origin: Origin
+
+
+class Contender(NamedTuple):
+    """A method to tune."""
+
+    row: Variant
+    document: dict[str, Any]
+    asked: TuneConfig
+    config: RunConfig
+    """Of the document."""
+    table: str
+    """Where η and γ are: "rule" or "server"; empty if the method has no such pair, or keeps its own."""
+
+    @property
+    def space(self) -> Space:
+        """What is searched."""
+        seeds, rungs = len(self.asked.seeds), len(self.asked.rungs)
+        tokens = tuple(self.tokens(rung) * seeds for rung in range(rungs))
+        outers: tuple[OuterPair | None, ...] = self.asked.outer if self.table else (None,)
+        final = self.tokens(rungs) * len({*self.asked.final_seeds} - {*self.asked.seeds})
+        return Space(len(self.asked.lr), outers, tokens, self.asked.budget_tokens, final, self.asked.grid == "cross")
+
+    @property
+    def deciding(self) -> int:
+        """The rung that decides: the final, or without one the last."""
+        return len(self.asked.rungs) - 1 + bool(self.asked.final_seeds)
+
+    def seeds(self, rung: int) -> tuple[int, ...]:
+        """Of the runs on a rung."""
+        return self.asked.seeds if rung < len(self.asked.rungs) else self.asked.final_seeds
+
+    def steps(self, rung: int) -> int:
+        """Inner steps of a run on a rung: whole rounds, at least one. The final has those of the last rung."""
+        config, shares = self.config, (*self.asked.rungs, 1.0)
+        return max(1, math.floor(shares[rung] * config.rounds)) * config.full_steps
+
+    def tokens(self, rung: int) -> int:
+        """Tokens of a run on a rung, by all workers."""
+        return self.config.workers * self.steps(rung) * self.config.step_tokens
+
+    def lr(self, setting: GridPoint) -> float:
+        """The inner learning rate of a setting."""
+        return self.asked.lr[0] * 2.0**setting.doublings
+
+    def chosen(self, setting: GridPoint) -> dict[str, Any]:
+        """A setting as dotted keys."""
+        outer = {} if setting.outer is None else dict(zip(("lr", "momentum"), setting.outer, strict=True))
+        return {"inner.lr": self.lr(setting)} | {f"{self.table}.{key}": value for key, value in outer.items()}
+
+    def run(self, trial: Trial, seed: int) -> RunConfig:
+        """One run of a trial, which records its losses and neither models nor checkpoints."""
+        lean = {
+            "run.eval_every": 0, "run.eval_workers": False, "run.checkpoint_every": 0, "record.export": False,
+            "record.keep_checkpoints": False,
+        }  # fmt: skip
+        name = f"{self.row.label} {self.said(trial.setting)} rung={trial.rung} seed={seed}"
+        config = parse(with_settings(self.document, {**self.chosen(trial.setting), **lean, "seed": seed, "name": name}))
+        return replace(config, run=replace(config.run, steps=self.steps(trial.rung)))
+
+    def said(self, setting: GridPoint) -> str:
+        """A setting in words."""
+        outer = "" if setting.outer is None else " outer={:g},{:g}".format(*setting.outer)
+        return f"lr={self.lr(setting):g}{outer}"
+
+
+class Tuned(NamedTuple):
+    """What tuning a method found."""
+
+    contender: Contender
+    found: Found | None
+    """None while its search has not ended."""
+    losses: Mapping[Trial, Sequence[float]]
+    """Of each seed; NaN where a run diverged. In the order of the trials."""
+
+
+def contenders(document: Mapping[str, Any], *, scale: str = "") -> list[Contender]:
+    """The methods of an experiment file with a [tune] table.
+
+    A variant may have a table `tune` of its own, with `lr` and `outer`.
+    Raises: ConfigError for what is no such file.
+    """
+    if "tune" not in document:
+        raise ConfigError(
+            f"the file has the keys {', '.join(document)} and no [tune] table; write one with budget_tokens and "
+            "lr = [5e-4, 1e-3, 2e-3]"
+        )
+    if "sweep" in document:
+        raise ConfigError(
+            f"the file has sweep = {document['sweep']!r:.60}, but gossamer tune has a grid of its own; remove [sweep]"
+        )
+    base, rows = laid_out(document, scale=scale)
+    found = [_contender(document["tune"], base, row) for row in rows]
+    places = [folder_name(one.row.label) for one in found]
+    if alike := [one.row.label for one, place in zip(found, places, strict=True) if places.count(place) > 1]:
+        raise ConfigError(f"the labels {alike} would share a folder; set labels that differ in a letter or digit")
+    return found
+
+
+def _contender(table: Any, base: Mapping[str, Any], row: Variant) -> Contender:
+    own = row.table.get("tune", {})
+    if "sweep" in row.table or not isinstance(own, Mapping) or not own.keys() <= {"lr", "outer"}:
+        raise ConfigError(
+            f"the variant '{row.label}' has {'a sweep' if 'sweep' in row.table else f'tune = {own!r:.60}'}, but gossamer tune "
+            "takes tune = { lr = [...], outer = [...] } there; all else is the same for every method"
+        )
+    asked = build(TuneConfig, {**table, **own} if isinstance(table, Mapping) else table, "tune")
+    document = with_settings(base, {**row.settings, "name": row.label})
+    config = parse(document)
+    kind = next((kind for kind in ("server", "pair") if getattr(config, kind) is not None), "rule")
+    choice = getattr(config, kind)
+    factory = TABLES[kind].get(choice.name)
+    names = {*choice.options} if factory is None else {option.name for option in options_of(factory)}
+    paired = {"lr", "momentum"} <= names and choice.options.get("optimizer") != "sgd" and asked.outer
+    return Contender(row, document, asked, config, kind if paired else "")
+
+
+class _Method:
+    """One method in the course of its search.
+
+    Args: `known` are the outcomes of its earlier runs by what decides them, to which it adds the others.
+    """
+
+    def __init__(self, contender: Contender, known: dict[str, RunOutcome]) -> None:
+        self.contender, self._known = contender, known
+        self.search: Search = search(contender.space)
+        self.losses: dict[Trial, list[float]] = {}
+        self._batch: tuple[Trial, ...] = next(self.search)
+        self._left: set[tuple[Trial, int]] = set()
+        self.found: Found | None = None
+
+    def ready(self) -> list[tuple[Trial, int]]:
+        """The runs, each a trial and a seed, of the next batch; none while the last is under way, and none when all is found."""
+        while self.found is None and not self._left:
+            missing = []
+            for trial in self._batch:
+                seeds = self.contender.seeds(trial.rung)
+                self.losses.setdefault(trial, [math.nan] * len(seeds))
+                for seed in seeds:
+                    outcome = self._known.get(_key(self.contender.run(trial, seed)))
+                    if outcome is None:
+                        missing.append((trial, seed))
+                    else:
+                        self._enter(trial, seed, outcome["loss"])
+            self._left = {*missing}
+            if missing:
+                return missing
+            self._advance()
+        return []
+
+    def end(self, trial: Trial, seed: int, outcome: RunOutcome) -> None:
+        """Takes the outcome of a run."""
+        self._known[outcome["run"]] = outcome
+        self._enter(trial, seed, outcome["loss"])
+        self._left.remove((trial, seed))
+        if not self._left:
+            self._advance()
+
+    def _enter(self, trial: Trial, seed: int, loss: float | None) -> None:
+        self.losses[trial][self.contender.seeds(trial.rung).index(seed)] = math.nan if loss is None else loss
+
+    def _advance(self) -> None:
+        try:
+            self._batch = self.search.send({trial: statistics.fmean(self.losses[trial]) for trial in self._batch})
+        except StopIteration as end:
+            self.found = end.value
+
+
+def tune(methods: Sequence[Contender], out: Path, *, jobs: int = 1, resume: bool = False) -> list[Tuned]:
+    """Searches all methods, with so many runs at a time; every run that ends is kept in `outcomes.jsonl` of the folder.
+
+    Args:
+        jobs: runs at a time, each in a process of its own with its share of the cores; one runs here.
+        resume: keep the runs that have ended.
+    Raises: ConfigError for a budget that is too small, and for a folder that holds outcomes already; as `simulate`, except
+        that a run which diverges is a result.
+    """
+    file = out / "outcomes.jsonl"
+    if file.exists() and not resume:
+        raise ConfigError(f"'{file}' already exists; name another folder with --out, remove it, or go on with --resume")
+    lines = [one for _, one in records(file, _OUTCOMES)] if file.exists() else []
+    searches = dict[str, _Method]()
+    for contender in methods:
+        label = contender.row.label
+        searches[label] = _Method(contender, {one["run"]: one for one in lines if one["method"] == label})
+    make_folder(out)
+    origin("", None)  # asks which commit this is before the first run
+    atomic_write(file, "".join(map(json_line, lines)).encode())  # without what a killed process left of a line
+    with _Outcomes(file) as kept, Apart(jobs) as apart:
+        while True:
+            for label, method in searches.items():
+                for trial, seed in method.ready():
+                    config = method.contender.run(trial, seed)
+                    place = out / folder_name(label) / folder_name(config.name.removeprefix(f"{label} "))
+                    apart.add((label, trial, seed), config, place)
+            if not apart.busy:
+                break
+            for (label, trial, seed), ended in apart.ended():
+                method = searches[label]
+                outcome = _outcome(method.contender, trial, seed, ended)
+                kept.write(outcome)
+                method.end(trial, seed, outcome)
+    return [
+        Tuned(method.contender, method.found, method.losses) for method in searches.values() if method.found is not None
+    ]
+
+
+def searched(methods: Sequence[Contender], outcomes: Path) -> list[Tuned]:
+    """How far the search of each method has come with the runs of `outcomes.jsonl`; trains nothing.
+
+    A run is recognised by its method, setting, rung, tokens and seed, whatever else has changed in its file since.
+    Raises: DataError for a line that is no outcome.
+    """
+    lines = [one for _, one in records(outcomes, _OUTCOMES)]
+    found = []
+    for contender in methods:
+        known = dict[str, RunOutcome]()
+        for line in lines:
+            rung, mine = line["rung"], line["method"] == contender.row.label
+            if mine and rung <= contender.deciding and line["tokens"] == contender.tokens(rung):
+                setting = GridPoint(round(math.log2(line["lr"] / contender.asked.lr[0])), line["outer"])
+                known[_key(contender.run(Trial(setting, rung), line["seed"]))] = line
+        method = _Method(contender, known)
+        method.ready()
+        found.append(Tuned(contender, method.found, method.losses))
+    return found
+
+
+class _Outcomes(LineWriter):
+    """Writes `outcomes.jsonl`, and says how it goes."""
+
+    def write(self, outcome: RunOutcome) -> None:
+        """Appends one line."""
+        self._file.write(json_line(outcome))
+        loss = f"loss {outcome['loss']:.4f}" if outcome["loss"] is not None else outcome["error"]
+        outer = "" if outcome["outer"] is None else " outer {:g}, {:g},".format(*outcome["outer"])
+        say(
+            f"{outcome['method']}: lr {outcome['lr']:g},{outer} {outcome['tokens']:,} tokens, seed {outcome['seed']}: {loss} "
+            f"({outcome['origin']['seconds']:.0f} s)"
+        )
+
+
+_OUTCOMES = Records[RunOutcome](RunOutcome)
+
+
+def _outcome(contender: Contender, trial: Trial, seed: int, ended: RunEnd) -> RunOutcome:
+    config = contender.run(trial, seed)
+    return {
+        "run": _key(config),
+        "method": contender.row.label,
+        "lr": contender.lr(trial.setting),
+        "outer": trial.setting.outer,
+        "rung": trial.rung,
+        "seed": seed,
+        "tokens": contender.tokens(trial.rung),
+        "loss": ended.loss,
+        "error": ended.error,
+        "origin": origin(digest(config), ended.seconds, ended.text),
+    }
+
+
+def _key(config: RunConfig) -> str:
+    return f"{digest(config)}-{config.run.eval_batches}"
+
+
+def tuned_file(document: Mapping[str, Any], tuned: Sequence[Tuned], source: str, *, scale: str = "") -> str:
+    """An experiment file with every method at the settings that were chosen for it; without those of which every run diverged."""
+    base, _ = laid_out(document, scale=scale)
+    rows = [
+        {"label": one.contender.row.label, **one.contender.row.settings, **one.contender.chosen(one.found.best)}
+        for one in tuned
+        if one.found is not None and one.found.best is not None
+    ]
+    extra = {"figure": document["figure"]} if "figure" in document else {}
+    head = f"# The methods of {source} at the settings that `gossamer tune` chose for each, with the same budget for all.\n"
+    return head + tomli_w.dumps({**base, **extra, "variant": rows})

@@ -1,0 +1,3 @@
+"""What a run will do and cost, before anything is trained."""
+
+__all__: list[str] = []

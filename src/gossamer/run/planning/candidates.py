@@ -1,0 +1,160 @@
+"""The plan of all other methods: what each recipe would send on a network, and how long it takes.
+
+`gossamer.run.planning.plan` prices data parallelism, DiLoCo and GASLoC by formula, with local steps that match each worker's
+speed. Here every method is settled as a run file would settle it, a few of its rounds are played on tensors without data, and
+their trace is priced. All workers take the same local steps, unless the method chooses them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import tomli_w
+
+from gossamer.errors import ConfigError
+from gossamer.layout import Layout
+from gossamer.models.sizes import ModelConfig
+from gossamer.network.links import to_options
+from gossamer.network.timeline import in_words
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.recipes import Recipe, recipe, recipes
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import InPairs, WithServer, settle
+from gossamer.run.planning.check import counted
+from gossamer.run.planning.measured_losses import loss_penalty
+from gossamer.run.planning.plan import Candidate, PlanSettings, RunPlan, best_among, with_tables
+from gossamer.settings.schema import plain
+
+__all__ = ["PLANNED", "Priced", "best_of", "drafted", "price_recipes", "recipe_toml"]
+
+PLANNED = {
+    "data_parallel": "data parallel", "diloco": "DiLoCo", "gasloc_2peer": "GASLoC 2-Peer", "gasloc": "GASLoC 1-Peer",
+}  # fmt: skip
+"""The methods that `gossamer.run.planning.plan` prices itself, and what it calls them."""
+
+
+_ROUNDS = 4
+"""Rounds that are played for a price."""
+
+
+class Priced(NamedTuple):
+    """The best candidate of each other method that has a price, and why the rest have none."""
+
+    candidates: tuple[Candidate, ...]
+    unpriced: Mapping[str, str]
+
+
+def price_recipes(made: RunPlan, only: str | None = None) -> Priced:
+    """Prices every recipe for the network, model and local steps of a plan.
+
+    Of its local steps, each takes the fewest that reach the target utilisation, or the most if none do.
+
+    Args: `only` is the name of the one method to price.
+    Raises: ConfigError for a method that is not there.
+    Cost: a few rounds played for each of the 60 methods, seconds in all; minutes with hundreds of workers.
+    """
+    if only is not None:
+        recipe(only)  # raises
+    candidates: list[Candidate] = []
+    unpriced: dict[str, str] = {}
+    layout = layout_for(made.model, made.options.vocab_size)
+    for name, one in recipes().items():
+        if name in PLANNED or (only is not None and name != only):
+            continue
+        if why := _without_price(one):
+            unpriced[name] = why
+            continue
+        fixed = one.settings.get("run.local_steps")
+        try:
+            candidates.append(_best(name, made.options.local_steps if fixed is None else [fixed], made, layout))
+        except ConfigError as error:
+            unpriced[name] = str(error)
+    return Priced(tuple(candidates), unpriced)
+
+
+def _best(method: str, local_steps: Sequence[int], made: RunPlan, layout: Layout) -> Candidate:
+    """The candidate with the fewest of these local steps that reach the target, or with the most if none do."""
+    *fewer, most = sorted(set(local_steps))
+    last = _candidate(method, most, made, layout)
+    if last.in_local_phases < made.options.target:  # more local steps never compute for less of the time
+        return last
+    tried = (_candidate(method, steps, made, layout) for steps in fewer)
+    return next((one for one in tried if one.in_local_phases >= made.options.target), last)
+
+
+def _without_price(recipe: Recipe) -> str:
+    """Why a method has no price on any network; empty where it may have one."""
+    if "workers" in recipe.settings:
+        return f"it is for {recipe.settings['workers']} worker, which sends nothing"
+    if "model.experts.count" in recipe.settings:
+        return "it trains a mixture of experts, which is another model"
+    if recipe.settings.get("run.adapt"):
+        return "its local steps follow the seconds that it measures; 'GASLoC 1-Peer' has those that fit the network"
+    return ""
+
+
+def best_of(made: RunPlan, priced: Priced, method: str) -> Candidate:
+    """The best candidate of a method, as `best_among` chooses it. Raises ConfigError for one without a price."""
+    if method in priced.unpriced:
+        raise ConfigError(f"method '{method}' has no price here: {priced.unpriced[method]}; choose another --method")
+    label = PLANNED.get(method, method)
+    own = [one for one in [*made.candidates, *priced.candidates] if one.method == label]
+    if not own:
+        raise ConfigError(f"{label} is not planned for {len(made.best.local_steps)} workers; choose another --method")
+    return best_among(own, made.options.target)
+
+
+def recipe_toml(made: RunPlan, chosen: Candidate, *, name: str, steps: int = 300, run: Mapping[str, Any]) -> str:
+    """A run file for a candidate of `price_recipes`, as `gossamer.run.planning.plan.run_toml` writes one for its own.
+
+    Args: `run` are further keys of its `[run]` table.
+    """
+    document = _document(chosen.method, chosen.full_steps, made, -(-steps // chosen.full_steps))
+    document["run"] |= run
+    head = (
+        f"# {chosen.method} with {chosen.full_steps} local steps, planned for {made.parameters:,} parameters: "
+        f"{chosen.round_bytes / 1e6:.4g} MB sent and {chosen.round_s:.4g} s a round, "
+        f"{in_words(chosen.utilisation, chosen.between_stages)}.\n"
+    )
+    return head + tomli_w.dumps({"name": name, **document})
+
+
+def drafted(
+    method: str, workers: int, model: ModelConfig, options: PlanSettings, tables: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:  # fmt: skip
+    """A run file of a method on this machine's Python sources, with further keys in its tables."""
+    document = {
+        "method": method, "workers": workers, "seed": options.seed, "model": plain(model),
+        "data": {"source": "stdlib", "seq_len": options.seq_len, "batch_size": options.batch_size},
+    }  # fmt: skip
+    return with_tables(document, tables)
+
+
+def _document(method: str, local_steps: int, made: RunPlan, rounds: int) -> dict[str, Any]:
+    """The run file of a method."""
+    run = {"steps": rounds * local_steps, "local_steps": local_steps}
+    tables = {"run": run, "network": {"planned": to_options(made.network)}}
+    document = drafted(method, len(made.best.local_steps), made.model, made.options, tables)
+    return with_tables(document, made.replica)
+
+
+def _candidate(method: str, local_steps: int, made: RunPlan, layout: Layout) -> Candidate:
+    """The price of a method with these local steps. Raises ConfigError where it cannot run, or its network has no price."""
+    config = parse(_document(method, local_steps, made, made.options.rounds))
+    settled = settle(config)
+    sent_bytes, _, _, (priced,) = counted(config, settled, layout, _ROUNDS)
+    if priced.round_s is None or priced.utilisation is None or priced.between_stages is None:
+        raise ConfigError(f"{priced.name} gives it no price: {priced.note}")
+    codec = settled.codec if isinstance(settled, WithServer | InPairs) else settled.method.codec
+    own = tuple(config.local_steps_of(i) for i in range(config.workers))
+    return Candidate(
+        method=method,
+        codec=codec.name,
+        back=codec.back.name if codec.back else None,
+        local_steps=own,
+        round_s=priced.round_s,
+        round_bytes=sent_bytes,
+        utilisation=priced.utilisation,
+        seconds_per_token=priced.round_s / (made.options.step_tokens * sum(own)),
+        loss_penalty=loss_penalty(method, max(own)),
+        between_stages=priced.between_stages,
+    )

@@ -1,0 +1,341 @@
+"""What a run file will do, before anything is trained: `gossamer check`. It builds no model and reads no text."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gossamer.clock import SERVER
+from gossamer.clock.durations import Durations
+from gossamer.data.documents import files_of
+from gossamer.data.tokenizer import vocabulary
+from gossamer.errors import ConfigError, DataError, GossamerError
+from gossamer.layout import Layout
+from gossamer.network.pricing import price
+from gossamer.optimizers.inner import InnerConfig, without_momentum
+from gossamer.record.logs.trace import Entry, from_entries
+from gossamer.rounds import stability
+from gossamer.rounds.compatibility.combination import Kind
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.config.document import EXPERIMENT
+from gossamer.run.config.experiment_file import drafts
+from gossamer.run.config.layouts import holding_of, layout_for
+from gossamer.run.config.run_file import RunConfig, parse
+from gossamer.run.config.run_file import faults as faults_of_keys
+from gossamer.run.config.settle import InPairs, InRounds, Settled, WithServer, faults, pairing_faults, settle
+from gossamer.run.config.user_parts import named
+from gossamer.run.planning.traffic import period_of, played, traffic
+from gossamer.run.worker.stages.timing import in_stages
+from gossamer.settings.user_code import is_code
+
+__all__ = ["Copies", "Counted", "Examined", "HeldExperts", "OnNetwork", "checked", "counted", "examine", "inner_copies"]
+
+_ROUNDS, _MANY_WORKERS = 8, 64
+"""Rounds that are played for a price, where there are not many workers."""
+_BYTES = 4  # of a number in fp32
+
+
+class Copies(NamedTuple):
+    """Something that each worker keeps in memory."""
+
+    what: str
+    copies: float
+    """In models."""
+    bytes: int
+
+
+class HeldExperts(NamedTuple):
+    """Of a mixture of experts that lie on some workers each."""
+
+    total: int
+    """Experts of a layer."""
+    held: int
+    """Those that a worker holds."""
+    share: float
+    """The share of experts in the parameters (f)."""
+    payload_ratio: float
+    """How many times smaller a worker's copy is than the model, `1 / (1 - f + f O/M)`."""
+    sent_ratio: float
+    """How many times fewer bytes it sends for means than with all experts on all workers."""
+
+
+class OnNetwork(NamedTuple):
+    """A round on one of the declared networks; None for what the network file does not give."""
+
+    name: str
+    round_s: float | None
+    utilisation: float | None
+    """Share of the time spent computing, in the mean over the workers."""
+    between_stages: float | None
+    """Share of the time in which the stages of a worker wait for each other, in the mean over the workers."""
+    note: str = ""
+
+
+class Examined(NamedTuple):
+    """What is known of a run that can start; None for what is unknown without its tokenizer, or does not apply."""
+
+    name: str
+    kind: Kind
+    method: str
+    workers: int
+    topology: str | None
+    spectral_gap: float | None
+    """Of the mean mixing matrix; None where there is no closed form."""
+    vocabulary: int | None
+    parameters: int | None
+    experts: HeldExperts | None
+    """None where each worker holds the whole model."""
+    sent_bytes: float | None
+    """What one worker sends per round (per local phase of an asynchronous run), in the mean over workers and rounds."""
+    most_bytes: float | None
+    """The same of the worker that sends most."""
+    kept: tuple[Copies, ...]
+    networks: tuple[OnNetwork, ...]
+    disagreement: float | None
+    """Factor by which the disagreement of the workers is predicted to change per round; None where nothing is predicted."""
+    rounds: int
+    tokens: int
+    """Of all workers together."""
+    warnings: tuple[str, ...]
+    code: tuple[str, ...] = ()
+    """The user's Python code that the run names. It is not imported, so nothing is known of it."""
+
+    @property
+    def worker_bytes(self) -> int:
+        """Memory of one worker, without activations."""
+        return sum(kept.bytes for kept in self.kept if not kept.what.startswith("server"))
+
+
+def examine(config: RunConfig) -> Examined:
+    """What this run will do. A pure function of the run file, and of a tokenizer file that it names.
+
+    Raises: ConfigError and PairingError, as `gossamer.run.config.settle.settle`; DataError for a tokenizer file that cannot be
+    opened. Cost: a few rounds played on tensors without data, and priced: some 10 ms, and seconds for hundreds of workers.
+    """
+    settled = settle(config)
+    vocab_size = vocabulary(config.data.tokenizer)
+    layout = _layout(config, vocab_size)
+    m, topology = None, None
+    if isinstance(settled, InPairs):
+        topology = settled.topology
+    elif not isinstance(settled, WithServer):
+        m, topology = settled.method, settled.method.topology
+    predicted = None if m is None else stability.stability_of(m.rule, m.topology, m.schedule.merge)
+    sent, most, kept, networks = counted(config, settled, layout) if layout else (None, None, (), ())
+    return Examined(
+        name=config.name,
+        kind=config.kind,
+        method=_words(settled),
+        workers=config.workers,
+        topology=None if topology is None else topology.name,
+        spectral_gap=None if topology is None else stability.mean_gap(topology),
+        vocabulary=vocab_size,
+        parameters=None if layout is None else layout.numel,
+        experts=None if layout is None else _experts(config, layout),
+        sent_bytes=sent,
+        most_bytes=most,
+        kept=kept,
+        networks=networks,
+        disagreement=None if predicted is None else predicted.radius,
+        rounds=config.rounds,
+        tokens=_steps(config) * config.step_tokens,
+        warnings=_warnings(config, settled),
+        code=tuple(named(config).values()),
+    )
+
+
+def _layout(config: RunConfig, vocab_size: int | None) -> Layout | None:
+    """The layout of the model; None where it is not known without its tokenizer, or is made by code of the user's."""
+    return None if vocab_size is None or config.model.own else layout_for(config.model, vocab_size)
+
+
+def _experts(config: RunConfig, layout: Layout) -> HeldExperts | None:
+    held = holding_of(config, layout)
+    if held is None:
+        return None
+    shared, total = held.spans[0][1], len(held.holders.part_of)
+    everywhere = 2 * (1 - 1 / config.workers) * layout.numel
+    return HeldExperts(
+        total, len(held.holders.resident(0)), 1 - shared / layout.numel, held.smaller, everywhere / held.ring_numbers(0)
+    )
+
+
+def _known_of(config: RunConfig) -> Examined:
+    """What is known of a run whose method is code of the user's: its length, and the size of its model."""
+    names, vocab_size = named(config), vocabulary(config.data.tokenizer)
+    kind = "server" if config.server is not None else "pair" if config.pair is not None else "rule"
+    method, topology = getattr(config, kind), None if kind == "server" else config.topology.name
+    layout = _layout(config, vocab_size)
+    return Examined(
+        name=config.name, kind=config.kind, method=f"{method.name}, codec {config.codec.name}", workers=config.workers,
+        topology=topology, spectral_gap=None, vocabulary=vocab_size, parameters=None if layout is None else layout.numel,
+        experts=None if layout is None else _experts(config, layout), sent_bytes=None, most_bytes=None, kept=(), networks=(),
+        disagreement=None, rounds=config.rounds, tokens=_steps(config) * config.step_tokens, warnings=(),
+        code=tuple(names.values()),
+    )  # fmt: skip
+
+
+def checked(document: Mapping[str, Any]) -> tuple[list[Examined], list[str]]:
+    """What each run of a run file or an experiment file will do, and a sentence for every error.
+
+    Raises: ConfigError for a document that is neither.
+    """
+    if any(key in document for key in EXPERIMENT):
+        labelled = [(f"{draft.label}: ", draft.document) for draft in drafts(document)]
+    else:
+        labelled = [("", dict(document))]
+    found: list[Examined] = []
+    wrong: list[str] = []
+    for label, own in labelled:
+        examined = _checked(own)
+        if isinstance(examined, Examined):
+            found.append(examined)
+        else:
+            wrong += [label + sentence for sentence in examined]
+    return found, wrong
+
+
+def _checked(document: Mapping[str, Any]) -> Examined | list[str]:
+    """What one run will do, or all its errors."""
+    try:
+        if found := faults_of_keys(document):
+            return found
+        config = parse(document)
+        if {"rule", "topology", "codec", "server", "pair"} & named(config).keys():
+            return _known_of(config)
+        return faults(config) or examine(config)
+    except GossamerError as error:
+        return [str(error)]
+
+
+def inner_copies(config: InnerConfig, layout: Layout) -> float:
+    """What the inner optimizer keeps, in models."""
+    averages = 2.0 if config.averaging is not None else 0.0
+    config = without_momentum(config)
+    if config.optimizer not in ("muon", "spectral_muon"):
+        return averages + {"adamw": 2.0, "accum_adamw": 3.0, "sgd": float(config.momentum > 0)}[config.optimizer]
+    hidden = [
+        leaf.stop - leaf.start
+        for leaf in layout.leaves
+        if len(leaf.shape) == 2 and leaf.name.startswith("model.layers.")
+    ]
+    # One momentum for hidden matrices, AdamW's two moments for the rest.
+    return averages + 2.0 - sum(hidden) / layout.numel
+
+
+def _steps(config: RunConfig) -> int:
+    """Inner steps of all workers together; a run without rounds ends when all have taken as many as full rounds have."""
+    per_round = [config.local_steps_of(i) for i in range(config.workers)]
+    return config.workers * config.run.steps if config.event_driven else config.rounds * sum(per_round)
+
+
+def _words(settled: Settled) -> str:
+    rule = settled.method.rule if not isinstance(settled, WithServer | InPairs) else settled.rule
+    codec = settled.method.codec if not isinstance(settled, WithServer | InPairs) else settled.codec
+    options = ", ".join(f"{key} = {value}" for key, value in rule.options.items() if value is not None)
+    back = f", sums back in {codec.back.name}" if codec.back else ""
+    return f"{rule.name}({options}), codec {codec.name}{back}"
+
+
+def _warnings(config: RunConfig, settled: Settled) -> tuple[str, ...]:
+    found = [] if isinstance(settled, WithServer) else [*settled.warnings]
+    found += [f"real processes cannot run it: {sentence}" for sentence in pairing_faults(config, real=True)]
+    if not config.data.own and not config.data.streamed:
+        try:
+            files_of(config.data.sources)
+        except DataError as error:  # the run may be meant for another machine
+            found.append(f"on this machine {error}")
+    return tuple(found)
+
+
+class Counted(NamedTuple):
+    """What a run sends, keeps and takes, as `Examined` has it."""
+
+    sent_bytes: float
+    most_bytes: float
+    kept: tuple[Copies, ...]
+    networks: tuple[OnNetwork, ...]
+
+
+def counted(config: RunConfig, settled: Settled, layout: Layout, rounds: int = _ROUNDS) -> Counted:
+    """Bytes, memory and seconds, by so many played rounds or by whole periods of what is sent."""
+    size = _BYTES * layout.numel
+
+    def kept(what: str, copies: float) -> Copies:
+        return Copies(what, copies, round(copies * size))
+
+    held = holding_of(config, layout)
+    own = layout if held is None else held.of(0)[0]  # all workers hold as much
+    part = own.numel / layout.numel
+    rows = [kept("weights", part), kept("gradients", part)]
+    if not is_code(config.inner.optimizer):
+        rows.append(kept("inner optimizer", part * inner_copies(config.inner, own)))
+    if not isinstance(settled, InRounds):
+        sent = traffic(config, layout, settled=settled)
+        rows += [kept("outer state", sent.state_copies), kept("messages", sent.sent_bytes / size)]
+        if isinstance(settled, WithServer):
+            regions = settled.rule.regions
+            rows.append(
+                kept("server: state" if regions is None else "server of a region: state", settled.rule.state_copies)
+            )
+            rows += [] if regions is None else [kept("server of all: state", regions.rule.state_copies)]
+        priced = _on_a_clock(config, settled, sent.sent_bytes, size)
+        return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), (priced,))
+    sent, entries = played(config, settled.method, layout, _rounds(config, settled.method, rounds))
+    rows += [
+        kept("outer state", sent.state_copies),
+        kept("messages", (_message_bytes(entries) + sent.flight_copies * size) / size),
+    ]
+    networks = tuple(_priced(config, name, entries, settled.method, layout) for name in config.network)
+    return Counted(sent.sent_bytes, sent.most_bytes, tuple(rows), networks)
+
+
+def _rounds(config: RunConfig, m: Method, some: int) -> int:
+    """How many rounds to play: about as many as asked for in whole periods, and not more than the run has."""
+    period = period_of(config, m)
+    some = 1 if config.workers > _MANY_WORKERS else some
+    return min(config.rounds, period * -(-some // period))
+
+
+def _message_bytes(entries: Sequence[Entry]) -> int:
+    """What a worker holds of its own payload and of those it receives at one time, at most."""
+    held = [0]
+    for entry in entries:
+        for kind, _, sends, receives, _ in entry.operations:
+            sent = [size for _, size in sends]  # one payload for all peers, or a part of it for each owner
+            held.append((sum(sent) if kind == "mean" else max(sent, default=0)) + sum(size for _, size in receives))
+    return max(held)
+
+
+def _priced(config: RunConfig, name: str, entries: Sequence[Entry], m: Method, layout: Layout) -> OnNetwork:
+    """A round on a network, by the trace that the played rounds would leave."""
+    network = config.network[name]
+    if network.step_s is None:
+        return OnNetwork(name, None, None, None, f"unknown: network.{name} has no step_s")
+    trace = from_entries(entries)
+    try:
+        steps = in_stages(network, config, layout)
+        timeline = price(trace, steps.network, steps.computing)
+    except ConfigError as error:  # it describes other workers, which is no fault: a run in rounds does not need it
+        return OnNetwork(name, None, None, None, f"unknown: {error}")
+    rounds = trace.rounds / m.sends_per_round
+    adapts = "run.adapt" if config.run.adapt else "the rule" if m.rule.adapted is not None else ""
+    note = f"at the local steps that {adapts} begins with" if adapts else ""
+    return OnNetwork(name, timeline.total_s / rounds, timeline.mean_utilisation, timeline.mean_between_stages, note)
+
+
+def _on_a_clock(config: RunConfig, settled: Settled, sent_bytes: float, size: int) -> OnNetwork:
+    """As many inner steps as a round has, on the network whose seconds decide what is computed."""
+    assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
+    run, links, note = settled.config, Durations(settled.network, config.workers), ""
+    compute = [run.local_steps_of(i) * links.step_s[i] for i in range(config.workers)]
+    cycles = compute
+    if isinstance(settled, WithServer) and not config.events.overlap:
+        push, fetch, near = round(sent_bytes), size // config.events.fragments, settled.rule.regions is not None
+        cycles = [
+            s + links.transfer_s(i, SERVER, push, near=near) + links.transfer_s(SERVER, i, fetch, near=near)
+            for i, s in enumerate(compute)
+        ]
+        note = "without waiting for a quorum" if settled.rule.window is not None else ""
+    steps_per_s = math.fsum(run.local_steps_of(i) / s for i, s in enumerate(cycles))
+    utilisation = math.fsum(c / s for c, s in zip(compute, cycles, strict=True)) / config.workers
+    return OnNetwork(settled.network_name, config.workers * config.full_steps / steps_per_s, utilisation, 0.0, note)

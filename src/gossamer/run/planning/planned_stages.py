@@ -1,0 +1,213 @@
+"""The plan of a model that does not fit a worker's process: how many stages, what crosses them, in how many micro-batches.
+
+An inner step then takes as long as its pipeline does (`gossamer.run.worker.stages.timing`), and the methods are planned for
+that step.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gossamer.errors import ConfigError
+from gossamer.layout import Layout
+from gossamer.models.sizes import ModelConfig
+from gossamer.models.stages import minimax, piece_of
+from gossamer.network.estimates.limits import positives
+from gossamer.network.inner_steps import InnerSteps
+from gossamer.network.links import Network
+from gossamer.network.pipeline_time import StageLinks
+from gossamer.run.config.layouts import layout_for
+from gossamer.run.config.run_file import parse
+from gossamer.run.config.settle import settle
+from gossamer.run.planning.candidates import PLANNED, drafted
+from gossamer.run.planning.check import counted
+from gossamer.run.planning.plan import PlanSettings, RunPlan, plan, stepped, workers_of
+from gossamer.run.worker.stages.timing import in_stages, work_in
+
+__all__ = ["BOUNDARY_PAIRS", "StagePlan", "StagedReplica", "plan_in_stages"]
+
+BOUNDARY_PAIRS: Mapping[str, str] = {"dense": "dense", "cast": "cast", "intk": "intk", "tahquant": "intk"}
+"""Boundary codecs of activations that a plan can try, from the mildest on, and that of gradients beside each."""
+
+_ENOUGH = 1.05
+"""Of all numbers of micro-batches the fewest is taken whose step is at most so much longer than the shortest: a price does not
+know that small micro-batches compute more slowly."""
+
+
+class StagedReplica(NamedTuple):
+    """A way to cut a replica, and what an inner step then takes."""
+
+    stages: int
+    cuts: tuple[int, ...]
+    """The layers before which it is cut."""
+    forward: str
+    backward: str
+    micro_batches: int
+    stage_bytes: int
+    """Memory of the process that needs most, without activations."""
+    step_s: float
+    """Seconds of an inner step, of the slowest worker."""
+    unhindered: float
+    """The share of it that it would take over links that need no time."""
+    computing: float
+    """The share of it in which its stages compute; in the rest they wait for each other and for messages between them."""
+
+    def tables(self, batch_size: int) -> dict[str, dict[str, Any]]:
+        """Its tables of a run file."""
+        pipeline = {
+            "stages": self.stages, "cuts": [*self.cuts], "forward": self.forward, "backward": self.backward,
+            "schedule": "1f1b",
+        }  # fmt: skip
+        return {
+            "pipeline": pipeline,
+            "data": {"batch_size": batch_size // self.micro_batches, "accumulate": self.micro_batches},
+        }
+
+
+class StagePlan(NamedTuple):
+    """A plan with replicas in stages."""
+
+    made: RunPlan
+    replica_bytes: int
+    """What a whole replica would need, without activations."""
+    chosen: StagedReplica
+    tried: tuple[StagedReplica, ...]
+    """The best of each boundary codec, from the mildest on."""
+    refused: Mapping[str, str]
+    """The boundary codecs that do not fit this model, and why."""
+
+
+def plan_in_stages(
+    network: Network, model: ModelConfig, options: PlanSettings, memory_bytes: float, boundaries: Sequence[str] = ()
+) -> StagePlan | None:
+    """Cuts a replica into the fewest stages that fit, chooses what crosses them, and plans the methods; None if it fits whole.
+
+    Of the boundary codecs, the mildest is taken with which the step is slowed down to the target at most, else the fastest.
+    The memory counted is that of the planned method which keeps most. Where the network gives the speeds of stages, there are
+    as many, and faster ones have more layers.
+
+    Args:
+        memory_bytes: of a process, without activations.
+        boundaries: of `BOUNDARY_PAIRS`, those to try; all unless given.
+    Raises: ConfigError where no number of stages fits, a batch cannot be split among them, or no boundary codec fits; as `plan`.
+    """
+    n = workers_of(network, options)
+    positives(memory_bytes=memory_bytes)
+    layout = layout_for(model, options.vocab_size)
+    network = stepped(network, layout.numel, options)
+    sketch = _Sketch(network, model, options, n, layout)
+    per_number = sketch.bytes_per_number()
+    if round(per_number * layout.numel) <= memory_bytes:
+        return None
+    cuts, stage_bytes = _fewest(sketch, per_number, memory_bytes)
+    counts = [m for m in range(len(cuts) + 1, options.batch_size + 1) if options.batch_size % m == 0]
+    if not counts:
+        raise ConfigError(
+            f"batch_size is {options.batch_size} and the model takes {len(cuts) + 1} stages, which need as many micro-batches; "
+            f"raise --batch-size to {len(cuts) + 1} or more"
+        )
+    tried: list[StagedReplica] = []
+    refused: dict[str, str] = {}
+    for name in boundaries or BOUNDARY_PAIRS:
+        try:
+            timed = [sketch.cut(cuts, name, m, stage_bytes) for m in counts]
+        except ConfigError as error:
+            refused[name] = str(error)
+            continue
+        shortest = min(cut.step_s for cut in timed)
+        tried.append(next(cut for cut in timed if cut.step_s <= _ENOUGH * shortest))
+    if not tried:
+        raise ConfigError(f"no boundary codec fits: {'; '.join(refused.values())}")
+    chosen = next((cut for cut in tried if cut.unhindered >= options.target), min(tried, key=lambda cut: cut.step_s))
+    tables = chosen.tables(options.batch_size)
+    config = parse(sketch.document("diloco", tables))
+    steps = in_stages(network, config, layout)
+    made = plan(steps.network, model, options, steps.computing)
+    made = made._replace(network=network, replica=tables)
+    return StagePlan(made, round(per_number * layout.numel), chosen, tuple(tried), refused)
+
+
+class _Sketch(NamedTuple):
+    """What is to be cut, and for whom."""
+
+    network: Network
+    model: ModelConfig
+    options: PlanSettings
+    workers: int
+    layout: Layout
+
+    def document(self, method: str, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """A run file of a round."""
+        run = {"run": {"steps": 1, "local_steps": 1}}
+        return drafted(method, self.workers, self.model, self.options, {**run, **tables})
+
+    def work(self) -> list[float]:
+        """Of each layer, as its price has it; the last has the output head."""
+        return [*map(float, work_in(self.layout, range(1, self.model.shape.layers)))]
+
+    def bytes_per_number(self) -> float:
+        """Memory of each parameter with the planned method that keeps most."""
+        needed = 0
+        for method in PLANNED:
+            config = parse(self.document(method, {}))
+            try:
+                found = counted(config, settle(config), self.layout, 1)
+            except ConfigError:  # two peers of two workers
+                continue
+            needed = max(needed, sum(kept.bytes for kept in found.kept))
+        return needed / self.layout.numel
+
+    def cut(self, cuts: tuple[int, ...], forward: str, micro_batches: int, stage_bytes: int) -> StagedReplica:
+        """The step of one way to cut. Raises ConfigError where the boundary codecs do not fit."""
+        made = StagedReplica(
+            len(cuts) + 1, cuts, forward, BOUNDARY_PAIRS[forward], micro_batches, stage_bytes, 0.0, 0.0, 0.0
+        )
+        config = parse(self.document("diloco", made.tables(self.options.batch_size)))
+        settle(config)
+        links = self.network.stages or StageLinks()
+        free = replace(self.network, stages=StageLinks(speeds=links.speeds))
+        step_s, computing = _slowest(in_stages(self.network, config, self.layout))
+        free_s, _ = _slowest(in_stages(free, config, self.layout))
+        return made._replace(step_s=step_s, unhindered=free_s / step_s, computing=computing)
+
+
+def _slowest(steps: InnerSteps) -> tuple[float, float]:
+    """The longest inner step, and the share of it in which its stages compute."""
+    assert steps.network.step_s is not None
+    times = np.broadcast_to(np.asarray(steps.network.step_s, float), len(steps.by_stage))
+    slowest = int(times.argmax())
+    return float(times[slowest]), steps.computing[slowest]
+
+
+def _fewest(sketch: _Sketch, per_number: float, memory_bytes: float) -> tuple[tuple[int, ...], int]:
+    """The cuts into the fewest stages that fit, and the memory of the largest. Raises ConfigError when none does."""
+    layers, links = sketch.model.shape.layers, sketch.network.stages or StageLinks()
+    each, outside = _sizes(sketch.layout, layers)
+    numbers = range(2, layers + 1) if links.speeds is None else [len(links.speeds)]
+    for stages in numbers:
+        rooms = [memory_bytes / per_number - outside[0], *[memory_bytes / per_number] * (stages - 2)]
+        most = [math.floor(room / each) for room in (*rooms, memory_bytes / per_number - outside[1])]
+        if min(most) >= 1 and sum(most) >= layers:
+            cuts = minimax(sketch.work(), links.speeds or [1.0] * stages, most)
+            held = [each * (stop - start) for start, stop in pairwise((0, *cuts, layers))]
+            return cuts, round(per_number * max(held[0] + outside[0], held[-1] + outside[1], *held))
+    parts = ", ".join(
+        f"{what} {size * per_number:.4g}"
+        for what, size in (("a layer takes", each), ("the embeddings", outside[0]), ("the head", outside[1]))
+    )
+    raise ConfigError(
+        f"a process has {memory_bytes:.4g} bytes, and the model does not fit {max(numbers, default=1)} of them: {parts}, without "
+        "activations; give processes of more memory, or a smaller model"
+    )
+
+
+def _sizes(layout: Layout, layers: int) -> tuple[int, tuple[int, int]]:
+    """Parameters of the largest layer, and those before the first and after the last."""
+    sizes, everywhere = [0] * (layers + 2), range(layers + 1)
+    for leaf in layout.leaves:
+        sizes[piece_of(leaf.name, everywhere)] += leaf.stop - leaf.start
+    return max(sizes[1:-1]), (sizes[0], sizes[-1])

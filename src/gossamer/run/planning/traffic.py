@@ -1,0 +1,150 @@
+"""What the workers of a run will send and keep, counted without training.
+
+Rounds are played on tensors without data: every message and payload is really made and sent, and none is received.
+"""
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from gossamer.codecs import fitted
+from gossamer.codecs.message import each_shape_once, payload_bytes
+from gossamer.layout import Layout, Leaf, arrange
+from gossamer.record.logs.trace import Entry, Operation
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.rounds.exchange import first_message
+from gossamer.rounds.loop import OuterLoop
+from gossamer.rules import Context, Rule
+from gossamer.run.config.layouts import arranged, holding_of
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.settle import InPairs, Settled, WithServer, settle
+from gossamer.run.worker.worker import parts_of
+from gossamer.transport.memory import MemoryNetwork
+from gossamer.tree import Tree, leaves, nbytes
+
+__all__ = ["PROBE", "Traffic", "period_of", "played", "probe_message", "traffic"]
+
+PROBE = 200
+
+
+class Traffic(NamedTuple):
+    """What one worker does in one round (after one local phase of an asynchronous run), in the mean over workers and rounds."""
+
+    sent_bytes: float
+    most_bytes: float
+    """Of the worker that sends most."""
+    messages: float
+    peers: float
+    kinds: tuple[str, ...]
+    """Of `gossamer.record.logs.trace.KINDS`."""
+    state_copies: float
+    """Outer state, in models."""
+    flight_copies: float
+    """What is kept for exchanges under way while training goes on, in models, at its most."""
+
+
+def traffic(config: RunConfig, layout: Layout, rounds: int = 0, settled: Settled | None = None) -> Traffic:
+    """Plays rounds of a run and counts; as many as until everything repeats, unless given.
+
+    Args: `layout` is that of the whole model, and `settled` what the run settles to, for whoever has it.
+    """
+    settled = settled or settle(config)
+    if isinstance(settled, WithServer | InPairs):
+        return _of_phases(config, settled, layout)
+    m = settled.method  # without waiting, what is published after a phase is what would be sent in a round
+    return played(config, m, layout, rounds or period_of(config, m))[0]
+
+
+def probe_message(config: RunConfig, m: Method) -> list[torch.Tensor]:
+    """What a worker that has not moved sends, for a model of `PROBE` numbers from 1 on."""
+    x = torch.arange(1.0, 1.0 + PROBE)
+    ctx = Context(0, config.workers, 0, config.full_steps, 0.5, Layout((Leaf("w", (PROBE,), 0, PROBE),), PROBE))
+    return leaves(first_message(m.rule, m.topology.mixing(0), x, ctx))
+
+
+def period_of(config: RunConfig, m: Method) -> int:
+    """Rounds after which what is sent repeats, as far as its bytes go."""
+    return math.lcm(m.topology.period or 1, *(every for every in config.schedule.inner_every if every))
+
+
+def played(config: RunConfig, m: Method, layout: Layout, rounds: int) -> tuple[Traffic, list[Entry]]:
+    """What so many rounds send and keep, and the trace that they would leave, its seconds left at zero."""
+    n, network, schedule, size = config.workers, MemoryNetwork(config.workers), config.schedule, layout.numel
+    m = m._replace(codec=each_shape_once(m.codec), rule=_once(m.rule))
+    x = torch.empty(size, device="meta")
+    averages = config.inner.averaging is not None and m.rule.site == "parameters"
+    averaged, moments = torch.cat([x, x]) if averages else None, [x] * len(schedule.inner_every)
+    held, of_all = holding_of(config, layout), arranged(layout, config)
+    loops: list[OuterLoop] = []
+    for i in range(n):
+        parts = parts_of(x, *(of_all if held is None else held.of(i)), averaged, moments)
+        loops.append(
+            OuterLoop(
+                m, network.transport(i), parts, local_steps=config.local_steps_of(i), full_steps=config.full_steps,
+                seed=config.seed,
+            )
+        )  # fmt: skip
+    sent: list[list[Operation]] = [[] for _ in loops]
+    entries: list[Entry] = []
+    flight = 0.0
+    for t in range(rounds):
+        done, part = [0] * n, t * m.sends_per_round
+        for stop in loops[0].stops(t):
+            for loop in loops:
+                loop.announce(t, stop)
+            for i, loop in enumerate(loops):
+                operations = tuple(loop.post(t, stop))
+                sent[i].extend(operations)
+                steps = stop.after(config.local_steps_of(i), config.full_steps)
+                if operations:
+                    entries.append(Entry(part, i, steps - done[i], 0.0, operations))
+                    done[i] = steps
+            part += bool(stop.sends)
+            for loop in loops:
+                loop.pop_due(t, stop)  # and never finished: what is received changes no byte
+            under_way = [sum(nbytes(tuple(one["sent"])) for one in loop.state_under_way()) for loop in loops]
+            flight = max(flight, *under_way)
+    totals = [sum(b for operation in mine for _, b in operation.sends) / rounds for mine in sent]
+    every = [operation for mine in sent for operation in mine]
+    counted = Traffic(
+        sum(totals) / n,
+        max(totals),
+        sum(len(op.sends) * (2 if op.kind == "mean" else 1) for op in every) / n / rounds,
+        sum(len(op.sends) for op in every) / max(1, len(every)),
+        tuple(dict.fromkeys(op.kind for op in every)),
+        max(sum(nbytes(leaf) for leaf in leaves(tuple(setup.part.s for setup in loop.fragments))) for loop in loops)
+        / nbytes(x),
+        flight / nbytes(x),
+    )
+    return counted, entries
+
+
+def _once(rule: Rule) -> Rule:
+    """A rule for tensors without data, whose first states and messages of a round look alike for all workers, made once."""
+
+    def kept(make: Callable[..., Tree]) -> Callable[..., Tree]:
+        made: dict[Hashable, Tree] = {}
+
+        def of(*given: Any) -> Tree:
+            *trees, ctx = given
+            alike = ctx._replace(worker=0, peers=(0,) * len(ctx.peers))
+            key = (alike, *((t.shape, t.dtype) for t in leaves(tuple(trees))))
+            if key not in made:
+                made[key] = make(*given)
+            return made[key]
+
+        return of
+
+    return rule._replace(init=kept(rule.init), send=kept(rule.send))
+
+
+def _of_phases(config: RunConfig, settled: WithServer | InPairs, layout: Layout) -> Traffic:
+    """What a worker pushes, or sends at a meeting, after one local phase."""
+    # A worker of a server keeps one: where the server let it start.
+    copies = 1.0 if isinstance(settled, WithServer) else float(settled.rule.state_copies)
+    arranged, spans = arrange(layout, *config.fragments)
+    sizes = [payload_bytes(fitted(settled.codec, arranged.slice(a, b)), b - a) for a, b in spans]
+    sent_bytes = sum(sizes) / len(sizes)
+    return Traffic(sent_bytes, sent_bytes, 1, 1, (), copies, 0.0)

@@ -1,0 +1,199 @@
+"""Looks whether the workers of a recorded run computed what they should have: trains them again, and compares hashes.
+
+With `record.hash` a worker hashes what it is about to send: its parameters, its outer state and its place in the data, before
+anybody has heard of them. So the first hash that differs is that of the worker whose numbers went wrong. What goes wrong after
+the last message of a worker is found in its last checkpoint, if it is kept.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from gossamer.errors import CheckpointError, ConfigError
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import read_metrics
+from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.record.machines import read_machines, this_machine
+from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.config.document import load_run
+from gossamer.run.config.run_file import RunConfig, parse
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.config.user_parts import Parts, own_parts
+from gossamer.run.replay.repeat import Repeat
+from gossamer.run.replay.script import Script, calm, script_of
+from gossamer.run.simulated.threads import Lanes
+from gossamer.run.worker.task import task_of
+from gossamer.run.worker.worker import Worker
+from gossamer.transport.processes.launch import one_device
+
+__all__ = ["Audit", "Difference", "audit"]
+
+log = logging.getLogger("gossamer")
+
+Hashes = dict[int, dict[int, list[str]]]
+"""By round and worker."""
+
+
+class Difference(NamedTuple):
+    """Where a run first differs from what it should have been."""
+
+    round: int
+    worker: int
+    what: str
+    """What differs: the message that it sent, or its checkpoint after the round."""
+
+
+class Audit(NamedTuple):
+    """What an audit has found."""
+
+    first: int
+    """The first of the rounds that were compared."""
+    last: int
+    snapshot: int
+    """The rounds behind the checkpoints that the workers were trained from again; 0 for the start."""
+    compared: int
+    """Hashes."""
+    difference: Difference | None
+
+
+def audit(
+    folder: Path, *, worker: int | None = None, rounds: tuple[int, int | None] = (0, None), parts: Parts | None = None
+) -> Audit:
+    """Trains the workers of the run in a folder again, from the newest checkpoints of all of them, and compares what they sent.
+
+    Args:
+        worker: compare this worker alone; all are trained.
+        rounds: the first and the last round to compare, from 0; by default all that are recorded.
+        parts: the user's own, where the run names none that can be imported.
+    Raises: ConfigError for a run that cannot be repeated here or has no hashes; DataError for a record that contradicts itself.
+    Cost: as a simulation of the rounds from the checkpoints on.
+    """
+    config = parse(load_run(folder))
+    config = _repeatable(config, folder)
+    parts = own_parts(config) if parts is None else parts
+    m, _, _ = in_rounds(config, parts)
+    recorded = _hashes(folder)
+    if not recorded:
+        raise ConfigError(
+            f"'{folder}' has no hashes to compare; train it again with --set record.hash=true, which records them"
+        )
+    first, last = rounds[0], max(recorded) if rounds[1] is None else rounds[1]
+    if not 0 <= first <= last <= max(recorded) or not (worker is None or 0 <= worker < config.workers):
+        raise ConfigError(
+            f"rounds {first}..{last} of {'all workers' if worker is None else f'worker {worker}'} were asked for, and recorded "
+            f"are rounds 0..{max(recorded)} of workers 0..{config.workers - 1}; name some of these"
+        )
+    lives, line, device = read_outcomes(folder), lineage(config, folder), one_device(config.run.device)
+    if lives:
+        script = script_of(lives, m, config.rounds, config.seed)
+    else:
+        script = calm([config.local_steps_of(i) for i in range(config.workers)], max(recorded) + 1)
+    snapshot = next(q for q in _candidates(folder, script, first, line) if _usable(folder, script, q, line))
+    task, lanes = task_of(config, parts), Lanes(device, config, alone=bool(parts.own))
+    repeat = Repeat(config, task, m, script, Probe(config, task, device).x, logged=bool(lives))
+    repeat.restore(folder, snapshot, line)
+    compared = 0
+    with lanes.opened():
+        for round in (r for r in sorted(script.turns) if snapshot <= r <= last):
+            workers = [one for one, _ in repeat.advance(round, lanes.each)]
+            found = {one.index: one.hashes() for one in workers}
+            said = {i: some for i, some in recorded.get(round, {}).items() if i in found and worker in (None, i)}
+            if round < first:
+                continue
+            compared += sum(map(len, said.values()))
+            overruled = script.turns[round].overruled
+            checked = [one for one in workers if worker in (None, one.index) and one.index not in overruled]
+            difference = _difference(round, said, found) or _spoilt(round, checked, folder, line)
+            if difference is not None:
+                return Audit(first, last, snapshot, compared, difference)
+    return Audit(first, last, snapshot, compared, None)
+
+
+def _repeatable(config: RunConfig, folder: Path) -> RunConfig:
+    """The run with the threads that it had. Raises ConfigError, with the reason, for one that cannot be repeated here."""
+    real, here = any(folder.glob("metrics-[0-9]*.jsonl")), this_machine()
+
+    def refuse(why: str, instead: str) -> ConfigError:
+        return ConfigError(f"the run in '{folder}' cannot be audited: {why}; {instead}")
+
+    if config.server is not None:
+        raise refuse(
+            "a run with a server has no rounds of hashes",
+            f"gossamer simulate RUN.toml --replay {folder} computes a real one again from its record",
+        )
+    if config.event_driven:
+        raise refuse(
+            f"it is asynchronous ({config.kind}) and records no hashes",
+            f"simulate it again and compare, a real one with --replay {folder}",
+        )
+    if config.run.adapt:
+        raise refuse("run.adapt chose its local steps by seconds, which are not repeated", "set run.adapt = false")
+    if real and config.run.reduction == "all_reduce":
+        raise refuse(
+            "run.reduction is 'all_reduce', whose order of summation is the backend's", "use run.reduction = 'ordered'"
+        )
+    machines = read_machines(folder)
+    for kind in ("torch", "processor", "threads"):
+        if len(values := sorted({str(getattr(one, kind)) for one in machines})) > 1:
+            raise refuse(f"its workers had different {kind} ({', '.join(values)})", "audit runs of equal machines")
+    for one in machines:
+        if (one.torch, one.processor) != (here.torch, here.processor):
+            raise refuse(
+                f"it was computed by torch {one.torch} on {one.processor} and here are torch {here.torch} and {here.processor}",
+                "audit it where it was computed",
+            )
+    threads = next((one.threads for one in machines), config.run.threads)
+    return replace(config, run=replace(config.run, threads=threads), record=replace(config.record, hash=True))
+
+
+def _hashes(folder: Path) -> Hashes:
+    """What each worker has recorded. Hashes that are none differ from all."""
+    found: Hashes = {}
+    for line in read_metrics(folder):
+        match line:
+            case {"kind": "train", "worker": int(worker), "hashes": [*some]}:
+                found.setdefault(line["round"], {})[worker] = [str(one) for one in some]
+            case _:
+                pass
+    return found
+
+
+def _candidates(folder: Path, script: Script, first: int, line: Lineage) -> Iterator[int]:
+    """Rounds of which some worker has a checkpoint, newest first; at last the start."""
+    store = folder / "checkpoints"
+    owned = {round for slot in script.lives for round in checkpoint.rounds(store, slot, line)}
+    yield from sorted((round for round in owned if 0 < round <= first), reverse=True)
+    yield 0
+
+
+def _usable(folder: Path, script: Script, round: int, line: Lineage) -> bool:
+    """Whether the checkpoints are here and sound with which the script can be followed from a round on. Cost: reads them."""
+    store = folder / "checkpoints"
+    needed = {(slot, round) for slot in script.running(round)}
+    needed |= {(slot, after) for slot, after in script.taken_over(round) if 0 < after <= round}
+    return all(checkpoint.fault(store, after, slot, line) is None for slot, after in needed) or round == 0
+
+
+def _difference(round: int, said: dict[int, list[str]], found: dict[int, list[str]]) -> Difference | None:
+    """The first hash that differs, by the order in which they were sent."""
+    for k in range(max(map(len, found.values()), default=0)):
+        for worker in sorted(said):
+            if said[worker][k : k + 1] != found[worker][k : k + 1]:
+                return Difference(round, worker, "what it sent")
+    return None
+
+
+def _spoilt(round: int, workers: Sequence[Worker], folder: Path, line: Lineage) -> Difference | None:
+    """The first worker whose own checkpoint after this round holds other parameters, where it is here and sound."""
+    for worker in workers:
+        try:
+            saved = checkpoint.load(folder / "checkpoints", round + 1, worker.index, line)
+        except CheckpointError:
+            continue
+        if not bool((saved["x"] == worker.replica.evaluated.cpu()).all()):
+            return Difference(round, worker.index, "its checkpoint")
+    return None

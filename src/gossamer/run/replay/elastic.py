@@ -1,0 +1,123 @@
+"""Computes an elastic run again, in one process from its log of outcomes, with the same bits.
+
+Deaths, deadlines and joins decided which messages counted and who took over whose state; the log has all of it
+(`gossamer.record.logs.outcomes`). The run folder gets the metrics, the trace and the checkpoints of a simulation, and a copy of
+the log, so that the two folders can be compared. A validation scores the workers that were there in its round. What a worker
+computed in a round that it did not survive is in neither.
+"""
+
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from gossamer.errors import ConfigError
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import RunFolder
+from gossamer.record.logs.outcomes import read_outcomes
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess
+from gossamer.run.bookkeeping.finished import must_be_record_of
+from gossamer.run.bookkeeping.journal import Journal
+from gossamer.run.config.run_file import RunConfig, digest, dump
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.config.user_parts import Parts, own_parts
+from gossamer.run.elastic.participant import KEPT
+from gossamer.run.replay.repeat import Repeat
+from gossamer.run.replay.script import Script, script_of
+from gossamer.run.simulated.threads import Lanes
+from gossamer.run.worker.task import task_of
+from gossamer.run.worker.worker import Worker
+from gossamer.transport.processes.launch import one_device
+
+__all__ = ["replay_elastic"]
+
+
+def replay_elastic(config: RunConfig, folder: Path, recorded: Path) -> Result:
+    """Computes the elastic run in the folder `recorded` again and records it in `folder`, as far as its log goes.
+
+    Raises: ConfigError when the record is of another run or of none, or `folder` holds one; DataError for a log that contradicts
+        itself.
+    Cost: as a simulation, and the states that workers took over.
+    """
+    parts = own_parts(config)
+    must_be_record_of(config, recorded)
+    lives = read_outcomes(recorded)
+    if not lives:
+        raise ConfigError(
+            f"'{recorded}' has no log of outcomes (outcomes-*.jsonl), which real runs with run.elastic = true write; any other "
+            "run in rounds is repeated by gossamer simulate alone"
+        )
+    method, _, _ = in_rounds(config, parts)
+    script = script_of(lives, method, config.rounds, config.seed)
+    replay = _Replay(config, folder, parts, method, script)
+    began = time.perf_counter()
+    replay.run()
+    for path in sorted(recorded.glob("outcomes-*.jsonl")):
+        shutil.copyfile(path, folder / path.name)
+    tokens = replay.tokens()
+    return Result(replay.loss, tokens, tokens / (time.perf_counter() - began), {})
+
+
+class _Replay:
+    """An elastic run that is computed again, with its record."""
+
+    def __init__(self, config: RunConfig, folder: Path, parts: Parts, m: Method, script: Script) -> None:
+        self._config, self._folder, self._script = config, folder, script
+        device, task = one_device(config.run.device), task_of(config, parts)
+        probe = Probe(config, task, device)
+        self._probes = Probes([probe])
+        self._lanes = Lanes(device, config, alone=bool(parts.own))
+        self._sends_per_round = m.sends_per_round
+        self._repeat = Repeat(config, task, m, script, probe.x, logged=True)
+        self._present: list[Worker] = []
+        self.loss = math.nan
+        """Of the mean of the workers that were there in the round of the last validation."""
+
+    def run(self) -> None:
+        """Trains all rounds of the script, and records them."""
+        config, traced = self._config, self._sends_per_round
+        with (
+            self._lanes.opened(),
+            RunFolder(self._folder, dump(config), config.record, traced_per_round=traced) as record,
+        ):
+            journal = Journal(config, lambda: record, self._validate, self._save_all)
+            if 0 in self._script.turns:
+                journal.begin()
+            for round in sorted(self._script.turns):
+                self._advance(round, journal)
+            self.loss = self._validate()["loss"] if math.isnan(journal.loss) else journal.loss
+
+    def tokens(self) -> int:
+        """Those that the workers have trained on whose work was not lost."""
+        return sum(worker.replica.steps_taken for worker in self._repeat.workers) * self._config.step_tokens
+
+    def _advance(self, round: int, journal: Journal) -> None:
+        config, finished = self._config, round + 1
+        reports = self._repeat.advance(round, self._lanes.each)
+        for worker, report in reports:
+            journal.enter(worker, round, report)
+        if reports:
+            overruled = self._script.turns[round].overruled
+            self._present = [worker for worker, _ in reports if worker.index not in overruled]
+            journal.end_round(finished, step=finished * config.full_steps, tokens=self.tokens())
+        for slot, (ended, behind) in self._script.turns[round].ends.items():
+            worker = self._repeat.workers[slot]
+            for exchange in worker.loop.pop_rest():
+                exchange.finish()
+                worker.replica.recompute()
+            if behind < config.rounds:  # as a worker saves that leaves, or whose peers had ended
+                self._save(self._repeat.workers[slot], behind if ended.why == "left" else config.rounds)
+
+    def _validate(self) -> dict[str, Any]:
+        replicas = [worker.replica for worker in self._present or self._repeat.workers]
+        return assess([r.evaluated for r in replicas], self._probes, [r.buffers for r in replicas]).figures()
+
+    def _save_all(self, finished: int) -> None:
+        self._lanes.each(lambda worker: self._save(worker, finished), self._present)
+
+    def _save(self, worker: Worker, finished: int) -> None:
+        line = Lineage(digest(self._config))
+        checkpoint.save(self._folder / "checkpoints", finished, worker.index, worker.state(), digest=line, keep=KEPT)

@@ -1,0 +1,254 @@
+"""What the log of outcomes of an elastic run says of each round: who trained, with whose state, and whose messages counted.
+
+A worker that is killed after it has sent leaves no line for the round, and others may have counted its message: it has a part in
+the round as one that was lost.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+from gossamer.errors import DataError
+from gossamer.record.logs.outcomes import Begun, Ended, ExchangeOutcome, Life, RoundOutcome
+from gossamer.rounds.compatibility.combine import Method
+
+__all__ = ["Message", "RoundScript", "Script", "calm", "script_of"]
+
+Process = tuple[int, int]
+"""A slot, and which of the lives in it, from 0."""
+
+
+class Message(NamedTuple):
+    """A message between two slots."""
+
+    of: int
+    """The round whose topology it followed."""
+    fragment: int
+    receiver: int
+    sender: int
+
+
+class RoundScript(NamedTuple):
+    """What one round was for all workers."""
+
+    begins: dict[int, list[Begun]]
+    """By slot: those that take over a state before the round."""
+    outcomes: dict[int, RoundOutcome]
+    """By slot: those that were there at its end."""
+    lost: set[Process]
+    """Those that were lost in it after they had sent."""
+    ends: dict[int, tuple[Ended, int]]
+    """By slot: whose process ends on purpose after this round or before its first, and how many rounds it has behind it."""
+    overruled: set[int]
+    """Slots that had closed the round over other workers than were named in the end. Their outer step counts for nothing, as they
+    took over another's state next."""
+
+
+class Script(NamedTuple):
+    """A run, round by round."""
+
+    turns: dict[int, RoundScript]
+    lives: dict[int, list[Life]]
+    heard: set[tuple[Message, int]]
+    """The messages that counted, each with which of the lives in its slot received it."""
+    sent: set[tuple[Message, int]]
+    """The same, each with which of the lives in its slot sent it."""
+    alive: dict[tuple[Process, int, int], frozenset[int] | None]
+    """By process, round that is followed and fragment: who took part in the exchange in its view; None for everyone."""
+    next: dict[tuple[Process, int], int]
+    """By process and round: the round that it took part in after that, as far as anybody saw it."""
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds it has."""
+        return max(self.turns, default=-1) + 1
+
+    def taken_over(self, first: int = 0) -> set[tuple[int, int]]:
+        """The states, by slot and rounds behind it, that those take over who begin in round `first` or later."""
+        begun = [
+            life.begun
+            for slot, lives in self.lives.items()
+            for k, life in enumerate(lives)
+            if life.begun.round >= first and (k, life.begun.after, life.begun.donor) != (0, 0, slot)
+        ]
+        return {(one.donor, one.after) for some in begun for one in (some, *some.followed)}
+
+    def life_at(self, slot: int, round: int) -> int:
+        """Which of the lives in a slot had begun before a round."""
+        return max((k for k, life in enumerate(self.lives[slot]) if life.begun.round < round), default=0)
+
+    def running(self, round: int) -> set[int]:
+        """The slots whose worker trains in this round or a later one with the state that it had before."""
+        found: set[int] = set()
+        for slot, lives in self.lives.items():
+            for k, life in enumerate(lives):
+                lost = [r for r, turn in self.turns.items() if (slot, k) in turn.lost]
+                if life.begun.round < round <= max([_last(life), *lost]):
+                    found.add(slot)
+        return found
+
+
+def calm(local_steps: Sequence[int], rounds: int) -> Script:
+    """A run in which nothing was missed, of as many workers as have local steps."""
+    nobody, workers = frozenset[int](), len(local_steps)
+    begun = [Begun(0, 0, i, 0, 0) for i in range(workers)]
+    turns = {
+        r: RoundScript(
+            {i: [begun[i]] for i in range(workers)} if r == 0 else {},
+            {i: RoundOutcome(r, None, nobody, nobody, (r + 1) * local_steps[i]) for i in range(workers)},
+            set(), {}, set(),
+        )
+        for r in range(rounds)
+    }  # fmt: skip
+    lives = {i: [Life(begun[i], tuple(turns[r].outcomes[i] for r in range(rounds)), None)] for i in range(workers)}
+    return Script(turns, lives, set(), set(), {}, {})
+
+
+def script_of(lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int) -> Script:
+    """The script of a run of at most so many rounds from its log of outcomes.
+
+    Raises: DataError for a log that contradicts itself.
+    """
+    return _Reader(lives, method, rounds, seed).script
+
+
+class _Reader:
+    """Makes a script."""
+
+    def __init__(self, lives: Mapping[int, Sequence[Life]], method: Method, rounds: int, seed: int) -> None:
+        self._n, self._rounds, self._method = method.topology.n, rounds, method
+        self._topology_of, self._closes = method.topology_of(seed), method.rule.needs == "everyone"
+        self.script = Script({}, {slot: [*some] for slot, some in lives.items()}, set(), set(), {}, {})
+        self._exchanges: dict[Process, dict[tuple[int, int], ExchangeOutcome]] = {}
+        for slot, some in self.script.lives.items():
+            if slot >= self._n:
+                _impossible(slot, 0, f"the run has {self._n} slots")
+            for k, life in enumerate(some):
+                self._enter((slot, k), life)
+        if self._closes:
+            self._overrule()
+        for process, some in self._exchanges.items():
+            for outcome in some.values():
+                self._count(process, outcome)
+
+    def _turn(self, round: int) -> RoundScript:
+        return self.script.turns.setdefault(round, RoundScript({}, {}, set(), {}, set()))
+
+    def _enter(self, process: Process, life: Life) -> None:
+        (slot, _), n, script, rounds = process, self._n, self.script, self._rounds
+        begun, trained, ended, exchanges = life
+        if begun.after > begun.round or begun.donor >= n or begun.round >= rounds:
+            _impossible(
+                slot, begun.round, f"a process begins there with a state after {begun.after} of {rounds} rounds"
+            )
+        self._turn(begun.round).begins.setdefault(slot, []).append(begun)
+        if self._method.exchanges_once:
+            exchanges = [ExchangeOutcome(one.round, one.round, 0, *one[1:4]) for one in trained]
+        own = self._exchanges.setdefault(process, {})
+        for one in [*trained, *exchanges]:
+            of = one.of if isinstance(one, ExchangeOutcome) else one.round
+            if of >= rounds or not {slot} <= (one.alive or {slot}) <= set(range(n)):
+                _impossible(slot, of, f"the run has {rounds} rounds and {n} slots, and a worker is alive itself")
+        for one in exchanges:
+            own[one.of, one.fragment] = one._replace(alive=self._or_all(one.alive))
+        script.next[process, begun.round - 1] = before = begun.round
+        for outcome in trained:
+            self._turn(outcome.round).outcomes[slot] = outcome._replace(alive=self._or_all(outcome.alive))
+            if outcome.round > before:
+                script.next[process, before] = outcome.round
+            before = outcome.round
+        if ended is not None:
+            last = trained[-1].round if trained else begun.round
+            self._turn(last).ends[slot] = (ended, trained[-1].round + 1 if trained else begun.after)
+
+    def _or_all(self, alive: frozenset[int] | None) -> frozenset[int] | None:
+        return None if alive is not None and len(alive) == self._n else alive
+
+    def _overrule(self) -> None:
+        """Leaves those alone in an exchange who closed it over a worker that closed it otherwise."""
+        everyone = frozenset(range(self._n))
+        named: dict[tuple[int, int], dict[int, tuple[int, frozenset[int]]]] = {}
+        for (slot, k), own in self._exchanges.items():
+            for key, outcome in own.items():
+                named.setdefault(key, {})[slot] = k, outcome.alive or everyone
+        for (of, fragment), sets in named.items():
+            for i, (k, some) in sets.items():
+                if all(sets[j][1] == some for j in some if j in sets):
+                    continue
+                if self.script.lives[i][k].begun.round <= of < _last(self.script.lives[i][k]):
+                    _impossible(i, of, "it went on after a round that others had closed otherwise")
+                self._turn(of).overruled.add(i)
+                own = self._exchanges[i, k]
+                own[of, fragment] = own[of, fragment]._replace(alive=frozenset({i}))
+
+    def _count(self, process: Process, outcome: ExchangeOutcome) -> None:
+        """Enters whose messages counted in an exchange."""
+        i, (_, of, fragment, alive, *_) = process[0], outcome
+        self.script.alive[process, of, fragment] = alive
+        peers = {*self._hears_from(i, of, fragment, alive)}
+        if not outcome.lost <= peers:
+            _impossible(i, of, f"it did not exchange with {sorted(outcome.lost - peers)}, who were no peers")
+        for j in sorted(peers - outcome.lost):
+            self._hear(process, j, outcome)
+
+    def _hear(self, process: Process, j: int, outcome: ExchangeOutcome) -> None:
+        """Enters that a process counted the message of worker j in an exchange."""
+        i, k = process
+        message = Message(outcome.of, outcome.fragment, i, j)
+        self.script.heard.add((message, k))
+        sender = self._sender(i, j, outcome)
+        self.script.sent.add((message, sender[1]))
+        self._send(sender, message)
+
+    def _hears_from(self, i: int, of: int, fragment: int, alive: frozenset[int] | None) -> tuple[int, ...]:
+        return self._topology_of(fragment).mixing(of, alive).hears_from(i)
+
+    def _sender(self, i: int, j: int, outcome: ExchangeOutcome) -> Process:
+        """Which process of slot j sent what worker i counted in an exchange."""
+        key = outcome.of, outcome.fragment
+        for k in range(len(self.script.lives.get(j, ()))):
+            theirs = self._exchanges[j, k].get(key)
+            if theirs is not None and i not in theirs.missed and theirs.alive == outcome.alive:
+                return j, k
+        for k, life in enumerate(self.script.lives.get(j, ())):
+            # One that was killed, or left out, before this exchange had ended at its end.
+            before = max([_last(life), *(one.round for one in life.exchanges)])
+            if any((j, k) in turn.lost for r, turn in self.script.turns.items() if r != outcome.of):
+                continue
+            later = [other.begun.round for other in self.script.lives[j] if other.begun.round > life.begun.round]
+            goes_on = before <= outcome.of <= min(later, default=outcome.of)
+            if life.begun.round <= outcome.of and goes_on and life.ended is None and key not in self._exchanges[j, k]:
+                self._lose((j, k), i, outcome)
+                return j, k
+        _impossible(i, outcome.of, f"it counted a message of worker {j}, who did not send it")
+
+    def _lose(self, process: Process, i: int, outcome: ExchangeOutcome) -> None:
+        """Notes in whose view a process sent that did not live to see what became of it."""
+        (j, k), (_, of, fragment, alive, *_) = process, outcome
+        if self.script.alive.setdefault((process, of, fragment), alive) != alive:
+            _impossible(i, of, f"worker {j} was heard by workers in whose view others took part")
+        if self._closes:
+            for other in self._hears_from(j, of, fragment, alive):
+                if (Message(of, fragment, j, other), k) not in self.script.heard:
+                    self._hear(process, other, outcome)
+
+    def _send(self, sender: Process, message: Message) -> None:
+        """Enters in which round a process sent a message that counted, where it has no line of that round."""
+        j, k = sender
+        life, ahead = self.script.lives[j][k], self._method.rule.sends_ahead
+        if ahead and message.fragment < self._method.schedule.fragments:
+            if message.of > _last(life):
+                self.script.next.setdefault((sender, max(_last(life), life.begun.round - 1)), message.of)
+        elif message.of > _last(life):
+            self._turn(message.of).lost.add(sender)
+
+
+def _last(life: Life) -> int:
+    """The last round that a process had finished."""
+    return life.rounds[-1].round if life.rounds else life.begun.round - 1
+
+
+def _impossible(slot: int, round: int, why: str) -> NoReturn:
+    raise DataError(
+        f"the log of outcomes contradicts itself at worker {slot} in round {round}: {why}; bring the files outcomes-*.jsonl of "
+        "all workers together, as the run wrote them"
+    )

@@ -1,0 +1,3 @@
+"""Real processes with a server."""
+
+__all__: list[str] = []

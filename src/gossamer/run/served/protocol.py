@@ -1,0 +1,88 @@
+"""What a server and its workers agree on: the run, the server's address, and the numbers sent with every starting point."""
+
+import hashlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import ConfigError, TransportError
+from gossamer.run.config.run_file import RunConfig, decisive, digest
+from gossamer.run.config.settle import WithServer, settle
+from gossamer.run.config.user_parts import OURS, Parts
+from gossamer.run.worker.task import Task, found_by_each
+from gossamer.transport.alike import short_settings
+
+__all__ = ["HERE", "OWNED", "Terms", "address", "run_key", "run_settings", "settled_server", "terms_of", "use_threads"]
+
+HERE = "these machines"
+"""What a real run calls the network whose seconds it records."""
+OWNED = 2
+"""Number of checkpointed rounds that a joining worker reports: as many as it keeps."""
+
+
+class Terms(NamedTuple):
+    """What the server sends with every starting point, as whole numbers."""
+
+    updates: int
+    """Updates of this fragment that the server has made."""
+    round: int
+    """Rounds that are over."""
+    go: int
+    """1 to train another phase, 0 when there is nothing left to begin."""
+    phases: int
+    """Local phases of this worker whose push the server has received."""
+    again: int
+    """1 for a worker that has been in the run before."""
+    cut_round: int
+    """What the worker has recorded of this round and of later ones is void: an interrupted run continues from there."""
+    checkpoint: int
+    """The round of the worker's own checkpoint that it restores its inner optimizer from; 0 for a new inner optimizer."""
+    elapsed_us: int
+    """Since the run began."""
+
+
+def terms_of(numbers: Tensor) -> Terms:
+    """The terms in a frame. Raises TransportError for impossible numbers."""
+    terms = Terms(*numbers.tolist())
+    if not 0 <= min(terms) <= max(terms) < 1 << 60 or max(terms.round, terms.phases, terms.cut_round) >= 1 << 31:
+        raise TransportError(
+            f"malformed reply from the server: {terms}; check that all machines run the same gossamer version"
+        )
+    return terms
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`.
+
+    >>> address("127.0.0.1:29400")
+    ('127.0.0.1', 29400)
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"--server got '{text}'; write HOST:PORT with a port from 1 to 65535, such as 10.0.0.1:29400")
+    return host.strip("[]"), int(port)
+
+
+def run_key(settled: RunConfig, task: Task, parts: Parts) -> int:
+    """64 bits of what a server and its workers must have in common: the run with its local steps, and the text."""
+    common = f"{digest(settled)} {found_by_each(task, parts)}"
+    return int(hashlib.sha256(common.encode()).hexdigest()[:16], 16)
+
+
+def run_settings(settled: RunConfig, task: Task, parts: Parts) -> dict[str, str]:
+    """What `run_key` is made of, key by key: a server that refuses a worker names those that differ."""
+    return short_settings({**decisive(settled), **found_by_each(task, parts)})
+
+
+def settled_server(config: RunConfig, parts: Parts = OURS) -> WithServer:
+    """What a run with a server runs on real processes. Raises ConfigError for unsupported settings."""
+    settled = settle(config, parts, real=True)
+    assert isinstance(settled, WithServer)  # no other run gets here
+    return settled
+
+
+def use_threads(config: RunConfig) -> None:
+    """Sets the intra-op threads of the run file; without that key, those of the environment."""
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)

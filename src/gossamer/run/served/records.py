@@ -1,0 +1,179 @@
+"""What one process of a server writes: its inputs, its events, and the rounds that end, which it validates and saves.
+
+Nobody waits for a validation or a snapshot: a round that ends is validated and saved in a thread, as the server was then, while
+the next messages are absorbed and answered. A round that is due before the last is done waits for it: at most one is under way.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gossamer.clock import Record
+from gossamer.record import checkpoint
+from gossamer.record.folder import RunFolder
+from gossamer.record.logs.arrivals import ArrivalWriter, ServerInput
+from gossamer.record.logs.events import EventWriter
+from gossamer.record.whole_files import worker_suffix
+from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
+from gossamer.run.bookkeeping.resume import lineage
+from gossamer.run.config.run_file import RunConfig, dump
+from gossamer.run.served.protocol import HERE
+
+__all__ = ["ServerFiles", "ServerRecords", "Snapshots", "open_files", "restored"]
+
+
+class ServerFiles(NamedTuple):
+    """Where a server process writes, and with what."""
+
+    record: RunFolder
+    events: EventWriter
+    arrivals: ArrivalWriter | None = None
+    """Where every input is written first; None in a replay."""
+    aside: ThreadPoolExecutor | None = None
+    """The thread that validates and saves; None to do so at once."""
+
+
+class Snapshots(NamedTuple):
+    """What is validated and saved at the end of a round."""
+
+    folder: Path
+    probe: Probe
+    state: Callable[[], dict[str, Any]]
+    """What a checkpoint holds; `x` in it are the parameters."""
+
+
+class ServerRecords:
+    """The records of one server process; it writes in one thread, with the seconds since the run began.
+
+    Args:
+        snapshots: of the server whose model is that of the run; None for that of a region, which has none.
+        round: rounds that are over when this process begins, with the `steps` that count for them.
+    """
+
+    def __init__(
+        self, config: RunConfig, files: ServerFiles, snapshots: Snapshots | None, *, begin_s: float, round: int, steps: int
+    ) -> None:  # fmt: skip
+        self.files = files
+        self.record, self.events, self._arrivals, self._aside = files
+        self._config, self._snapshots = config, snapshots
+        self._under_way = Future[None]()
+        self._under_way.set_result(None)
+        self._ended: dict[str, Any] = {}
+        """The server as it was at the end of the round that is validated and saved. No rule writes into its old state."""
+        self.now_s = begin_s
+        """When the newest input came."""
+        save, end = (lambda finished: None), (lambda *finished, **behind: None)
+        if snapshots is not None:
+            end, folder = self._end_round, snapshots.folder
+            kept = 3 if self._arrivals is None else 2
+            save = saver(
+                lineage(config, folder), folder, lambda: [(config.workers, self._ended)], keep=kept
+            )  # fmt: skip
+        self._journal = Journal(config, lambda: files.record, self._assess, save)
+        self.journal = EventJournal(self._journal, lambda: files.events, end_round=end)
+        self.journal.round, self.journal.steps = round, steps
+
+    def write(self, event: str, now_s: float, **fields: Any) -> None:
+        """Writes an input, before anybody can see what it did."""
+        self.now_s = now_s
+        if self._arrivals is not None:
+            self._arrivals.write(ServerInput(event, now_s, **fields))
+
+    def enter(self, event: Record, local_steps: Sequence[int] = ()) -> None:
+        """Writes an event, and ends the rounds that end with it."""
+        self.journal.enter(event, self.now_s, local_steps)
+
+    def check(self) -> None:
+        """Raises what validating or saving has raised."""
+        if self._under_way.done():
+            self._under_way.result()
+
+    def begin(self) -> None:
+        """Validates the initial values."""
+        assert self._snapshots is not None
+        self._ended = self._snapshots.state()
+        self._write(self.journal.begin)
+
+    def close(self, now_s: float) -> None:
+        """The last round is over: validates and saves."""
+        self.now_s = self.journal.time_s = now_s
+        self.journal.end()
+        self._under_way.result()
+
+    def _end_round(self, finished: int, **behind: Any) -> None:
+        """Has the end of a round validated and saved, after that of the one before."""
+        run, snapshots = self._config.run, self._snapshots
+        assert snapshots is not None
+        if not any(self._config.due(every, finished) for every in (run.eval_every, run.checkpoint_every)):
+            return
+        self._under_way.result()
+        self._ended = {**snapshots.state(), "time_s": self.now_s}
+        self._write(partial(self._journal.end_round, finished, **behind))
+
+    def _write(self, what: Callable[[], None]) -> None:
+        """Has this done by the thread that writes, or at once where there is none."""
+        if self._aside is None:
+            what()
+        else:
+            self._under_way = self._aside.submit(what)
+
+    def _assess(self) -> dict[str, Any]:
+        snapshots = self._snapshots
+        assert snapshots is not None
+        return {"loss": snapshots.probe.loss(self._ended["x"])}
+
+
+@contextlib.contextmanager
+def open_files(
+    config: RunConfig, folder: Path, start: int | None, *, owner: int, name: str = "", replays: bool = False,
+    regions: bool = False,
+) -> Iterator[ServerFiles]:  # fmt: skip
+    """The files of a server process, which a replay writes for the workers as well.
+
+    Args:
+        start: rounds that are over, whose lines are kept; 0 for a run that starts again, None for a new one.
+        owner: the number of this process; its record of arrivals ends in `name`.
+        regions: whether a replay writes for servers of regions too, whose lines no round of the global one makes void.
+    Raises: CheckpointError and ConfigError.
+    """
+    who, suffix = (None, "") if replays else (owner, worker_suffix(owner))
+    cut = config.rounds if replays and regions and start is not None else start
+
+    def void(line: Mapping[str, Any]) -> bool:
+        """Whether this is a line of the global server itself, of a round that it has again."""
+        return (
+            cut != start
+            and line["round"] >= (start or 0)
+            and (line.get("kind") == "eval" or line.get("event") == "report")
+        )
+
+    with contextlib.ExitStack() as files:
+        record = files.enter_context(
+            RunFolder(folder, dump(config), config.record, worker=who, resume_round=cut, void=void)
+        )
+        events = files.enter_context(
+            EventWriter(folder, network=HERE, workers=config.workers, suffix=suffix, resume_round=cut, void=void)
+        )
+        arrivals = aside = None
+        if not replays:
+            arrivals = files.enter_context(ArrivalWriter(folder, resume=bool(start), suffix=name))
+            aside = files.enter_context(
+                ThreadPoolExecutor(1, "aside", torch.set_num_threads, (torch.get_num_threads(),))
+            )
+        yield ServerFiles(record, events, arrivals, aside)
+
+
+def restored(config: RunConfig, folder: Path, start: int | None) -> dict[str, Any]:
+    """The server's checkpoint of a round, empty where there is none to restore, without those of later rounds."""
+    if start is None:
+        return {}
+    store, n = folder / "checkpoints", config.workers
+    saved: dict[str, Any] = checkpoint.load(store, start, n, lineage(config, folder)) if start else {}
+    checkpoint.rewind(store, start, n)
+    return saved

@@ -1,0 +1,168 @@
+"""The process of a server: threads carry the frames of its workers' connections, and one session decides and computes.
+
+Every push is absorbed when it arrives, whatever its staleness. With one worker the bits equal a simulation's; with
+more, `gossamer.run.replay.served` recomputes them from the record of arrivals.
+
+A worker may die, hang or come late: its connection ends, the other workers take its unfinished steps, and when it returns
+it receives the server's model and continues with its own last checkpoint of the inner optimizer. That may be older than the
+server's, which is written first, as neither waits for the other.
+
+Below a global server (`gossamer.run.served.global_server`) each region has such a server (`gossamer.run.served.region`).
+
+The server may die too. One that is resumed goes on from its newest snapshot, and its workers, which try again for
+`run.timeout_s`, join it as workers that return do. It grants every phase anew, so what they were training when it died, and what
+it absorbed after its snapshot, is trained again and counts once.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gossamer.codecs import Codec, fitted
+from gossamer.codecs.message import decode, payload_like
+from gossamer.errors import TransportError
+from gossamer.finite import all_finite
+from gossamer.layout import arrange, layout_of
+from gossamer.record import checkpoint
+from gossamer.record.progress import say
+from gossamer.run.bookkeeping.evaluate import Probe
+from gossamer.run.bookkeeping.resume import Resume, history
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.settle import WithServer
+from gossamer.run.config.user_parts import Parts, own_parts
+from gossamer.run.served.global_session import GlobalSession
+from gossamer.run.served.protocol import OWNED, run_key, run_settings, settled_server, use_threads
+from gossamer.run.served.session import Pushed, Reply, ServerSession, open_session
+from gossamer.run.worker.task import Task, task_of
+from gossamer.transport import Turn
+from gossamer.transport.secret import SECRET_FILE, environment_secret, folder_secret
+from gossamer.transport.sockets.hub import Conversation, Credentials, Hub, Manner, listener_at
+from gossamer.transport.sockets.stream import PUSH, START, Stream
+from gossamer.tree import leaves, refill
+
+__all__ = ["member_of", "serve", "serve_with", "with_workers"]
+
+log = logging.getLogger("gossamer")
+
+S = TypeVar("S", ServerSession, GlobalSession)
+
+
+def serve(config: RunConfig, folder: Path, host: str, port: int, *, resume: Resume = False) -> None:
+    """Serves workers until together they have taken all inner steps of the run.
+
+    Workers prove that they know the secret of the run, which is in GOSSAMER_SECRET, or else in the run folder, where a new one is
+    written if there is none.
+
+    Args: `resume` goes on from the newest sound checkpoint of the server; "auto" starts where there is none.
+    Raises: ConfigError, CheckpointError; PeerError when no worker is left and none comes within `run.timeout_s`.
+    Cost: the rule's state; one message and one starting point per worker in flight.
+    """
+
+    def manner(session: ServerSession, settled: WithServer, probe: Probe) -> Manner:
+        return with_workers(probe, config, settled.codec, range(config.workers))
+
+    serve_with(config, folder, (host, port), open_session, manner, resume=resume)
+
+
+def serve_with(
+    config: RunConfig, folder: Path, at: tuple[str, int], opened: Callable[..., AbstractContextManager[S]],
+    manner: Callable[[S, WithServer, Probe], Manner], *, resume: Resume,
+) -> None:  # fmt: skip
+    """Serves at this address, until the session is over that `opened` gives for the run, its settings, folder, probe and start.
+
+    Args: `manner` is how its peers are talked with.
+    Raises: as `serve`.
+    """
+    use_threads(config)
+    parts = own_parts(config)
+    settled = settled_server(config, parts)
+    task = task_of(config, parts)
+    probe, start = Probe(config, task, torch.device("cpu")), _first_round(config, folder, resume)
+    if start == config.rounds:
+        return
+    member = member_of(config, settled, task, parts, folder, config.workers, make=True)
+    with opened(config, settled, folder, probe, start) as session, listener_at(*at) as listener:
+        hub = Hub(listener, member, manner(session, settled, probe), config.run.timeout_s)
+        try:
+            hub.open()
+            hub.run(session, session.records.now_s)
+        finally:
+            hub.close()
+
+
+def _first_round(config: RunConfig, folder: Path, resume: Resume) -> int | None:
+    """The rounds that are over where a server begins; None for a new run, and that of the end is said."""
+    if not resume:
+        return None
+    store, past, me = folder / "checkpoints", history(config, folder), config.workers
+    start = past.newest(
+        folder, [checkpoint.rounds(store, me, past.lineage)], auto=resume == "auto", owners=[me],
+        faults=lambda round: [checkpoint.fault(store, round, me, past.lineage)],
+    )  # fmt: skip
+    if start == config.rounds:
+        say(checkpoint.ended(folder, start))
+    else:
+        past.go_on(folder, start)
+    return start
+
+
+def member_of(
+    config: RunConfig, settled: WithServer, task: Task, parts: Parts, folder: Path, me: int, *, make: bool = False
+) -> Credentials:  # fmt: skip
+    """What a process of this number proves to others, with the secret of the run, which it makes if it has to."""
+    secret = folder_secret(folder, make=make)
+    if make and not environment_secret():
+        log.warning(
+            "the workers need the secret of the run: copy '%s' into the run folder of each machine",
+            folder / SECRET_FILE,
+        )
+    return Credentials(me, secret, run_key(settled.config, task, parts), run_settings(settled.config, task, parts))
+
+
+def with_workers(probe: Probe, config: RunConfig, codec: Codec, numbers: Sequence[int]) -> Manner:
+    """How workers of these numbers are talked with: each starting point is answered with a push."""
+    layout, spans = arrange(layout_of(probe.model), *config.fragments)
+    codecs = [fitted(codec, layout.slice(*span)) for span in spans]
+
+    def talk(connection: Conversation[Reply], heard: Callable[[Any], None], now: Callable[[], float]) -> None:
+        stream, number = connection.stream, 0
+        while True:
+            reply = connection.next()
+            for p, (x, updates) in reply.send.starts.items():
+                terms = torch.tensor(reply.terms._replace(updates=updates), dtype=torch.int64)
+                stream.send(Turn(number, p, START), [terms, x])
+            if not reply.terms.go:
+                return
+            number = reply.terms.phases
+            heard(_push(stream, codecs, spans, number, now()))
+
+    return Manner("worker", numbers, 0, OWNED, talk)
+
+
+def _push(
+    stream: Stream, codecs: Sequence[Codec], spans: Sequence[tuple[int, int]], number: int, start_s: float
+) -> Pushed:  # fmt: skip
+    """The push that follows the phase of this number."""
+    p = number % len(spans)
+    like = torch.empty(spans[p][1] - spans[p][0])
+    frames = stream.receive(Turn(number, p, PUSH), leaves(payload_like(codecs[p], like)))
+    message = _decoded(codecs[p], frames, like, stream.name)
+    return Pushed(p, message, sum(frame.numel() * frame.element_size() for frame in frames), start_s)
+
+
+def _decoded(codec: Codec, frames: Sequence[Tensor], like: Tensor, name: str) -> Tensor:
+    """The pseudo-gradient in these frames. Raises TransportError when there is none."""
+    try:
+        message = decode(codec, refill(payload_like(codec, like), frames), like)
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise TransportError(
+            f"{name} pushed a payload that codec '{codec.name}' cannot decode ({str(error).splitlines()[0]:.100})"
+        ) from None
+    if not all_finite(message):
+        raise TransportError(f"{name} pushed {message.numel()} numbers that are not all finite; lower inner.lr")
+    return message

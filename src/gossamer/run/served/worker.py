@@ -1,0 +1,240 @@
+"""One worker of a server: what it does between two messages, and the process that does it over a connection.
+
+A worker that loses its connection drops the phase it is in, and joins again as a process that was started again would: from the
+server's starting points and its own last checkpoint. The server's record of arrivals therefore needs no word about it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gossamer.clock import SERVER, Phase
+from gossamer.clock.fragment import Push, StartingPoint
+from gossamer.clock.server_worker import ServerWorker
+from gossamer.codecs import Codec, fitted
+from gossamer.codecs.message import encode
+from gossamer.errors import ConfigError, LostConnectionError
+from gossamer.finite import must_be_finite
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import RunFolder
+from gossamer.record.logs.events import EventWriter
+from gossamer.record.whole_files import worker_suffix
+from gossamer.rng import key as random_key
+from gossamer.run.bookkeeping.journal import log_phase
+from gossamer.run.bookkeeping.resume import History, Resume, history, lineage
+from gossamer.run.bookkeeping.spent_seconds import Stopwatch, recorded_s
+from gossamer.run.config.run_file import RunConfig, dump
+from gossamer.run.config.user_parts import own_parts
+from gossamer.run.served.protocol import (
+    HERE,
+    OWNED,
+    Terms,
+    run_key,
+    run_settings,
+    settled_server,
+    terms_of,
+    use_threads,
+)
+from gossamer.run.worker.replica import LocalPhase, Replica
+from gossamer.run.worker.task import Task, task_of
+from gossamer.transport import Turn
+from gossamer.transport.processes.launch import device_of
+from gossamer.transport.secret import folder_secret
+from gossamer.transport.sockets.stream import HELLO, PUSH, START, Patience, Stream, connect
+from gossamer.tree import leaves, nbytes
+
+__all__ = ["ServedWorker", "Trained", "work"]
+
+log = logging.getLogger("gossamer")
+
+
+class Trained(NamedTuple):
+    """A local phase that is over."""
+
+    number: int
+    round: int
+    """The round of the run that was under way."""
+    report: LocalPhase
+    push: Push
+
+
+class ServedWorker:
+    """A worker of a server with its model, data, records and checkpoints, and without a connection.
+
+    Args: `settled` is the run with the local steps of its workers, `config` the run as in its file, and `line` tells whose
+        checkpoints it may go on from.
+    """
+
+    def __init__(
+        self, index: int, config: RunConfig, settled: RunConfig, folder: Path, task: Task, device: torch.device,
+        line: Lineage | None = None,
+    ) -> None:  # fmt: skip
+        self.index, self.config = index, config
+        self.learner = Replica(index, settled, task, device)
+        self._store, self._lineage = folder / "checkpoints", line or lineage(config, folder)
+        self._terms: Terms
+        self._worker: ServerWorker
+
+    def owned(self) -> list[int]:
+        """The newest rounds of which it has a sound checkpoint."""
+        found = checkpoint.rounds(self._store, self.index, self._lineage)[-OWNED:]
+        return [r for r in found if checkpoint.fault(self._store, r, self.index, self._lineage) is None]
+
+    def join(self, starts: Mapping[int, StartingPoint], terms: Terms) -> None:
+        """Begins from the server's reply, and from the own checkpoint that this names. Raises CheckpointError."""
+        if terms.again:
+            checkpoint.rewind(self._store, terms.checkpoint, self.index)
+            if terms.checkpoint:
+                self.learner.restore(checkpoint.load(self._store, terms.checkpoint, self.index, self._lineage))
+        self._terms, self._worker = terms, ServerWorker(self.learner, self.learner.spans, starts)
+
+    def train(self) -> Trained:
+        """The next local phase."""
+        self.learner.round = self._terms.round
+        report, push = self._worker.train(self._terms.phases)
+        assert push is not None  # without overlap there is one after each phase
+        assert isinstance(report, LocalPhase)
+        return Trained(self._terms.phases, min(self._terms.round, self.config.rounds - 1), report, push)
+
+    def log(self, record: RunFolder, events: EventWriter, trained: Trained, start_s: float, end_s: float) -> None:
+        """Writes a local phase into metrics and events."""
+        phase = Phase(start_s, end_s, self.index, trained.number, trained.report)
+        log_phase(record, events, trained.round, phase, self.learner.local_steps)
+
+    def uncounted(self, terms: Terms) -> Callable[[Mapping[str, Any]], bool]:
+        """Whether a line is of a phase of this worker that its server does not know, which is trained again."""
+        steps = terms.phases * self.learner.local_steps
+
+        def void(line: Mapping[str, Any]) -> bool:
+            of_phase = line.get("event") == "phase" and line["number"] >= terms.phases
+            return line.get("worker") == self.index and (
+                of_phase or (line.get("kind") == "train" and line["step"] > steps)
+            )
+
+        return void
+
+    def receive(self, trained: Trained, starts: Mapping[int, StartingPoint], terms: Terms) -> range:
+        """Continues from the reply to the push of a phase, and saves what is due; returns the rounds that are over since."""
+        self._worker.receive(starts)
+        self._terms = terms
+        finished = range(trained.round + 1, min(terms.round, self.config.rounds) + 1)
+        if any(self.config.due(self.config.run.checkpoint_every, r) for r in finished):
+            checkpoint.save(self._store, finished[-1], self.index, self.learner.state(), digest=self._lineage)
+        return finished
+
+
+def work(config: RunConfig, folder: Path, host: str, port: int, worker: int, *, resume: Resume = False) -> None:
+    """Trains one worker of the server at this address until there is nothing left to train.
+
+    Both prove that they know the secret of the run, which is in GOSSAMER_SECRET or the run folder. When the connection breaks it
+    tries again for `run.timeout_s`, in which the server may be resumed.
+
+    Args: `resume` lets settings differ from those in the folder, as the server does; with "auto" the run may also start again.
+    Raises: ConfigError, DataError, TrainingError; PeerError when the server is gone or refuses it.
+    Cost: one model, its gradients and inner state, and one starting point.
+    """
+    use_threads(config)
+    if not 0 <= worker < config.workers:
+        raise ConfigError(
+            f"--worker got {worker} but the run file has workers = {config.workers}; give 0 to {config.workers - 1}"
+        )
+    parts = own_parts(config)
+    settled, secret, task = settled_server(config, parts), folder_secret(folder), task_of(config, parts)
+    key, settings = run_key(settled.config, task, parts), run_settings(settled.config, task, parts)
+    patience, device = Patience(config.run.timeout_s), device_of(config.run.device, worker)
+    # Its server's number: that of the only one, or of its region's.
+    server = config.workers + (0 if settled.rule.regions is None else 1 + settled.regions[worker])
+    while True:
+        past = history(config, folder) if resume else None
+        # Made before the server waits for a word: it takes seconds.
+        served = ServedWorker(worker, config, settled.config, folder, task, device, past and past.lineage)
+        hello = torch.tensor([0] * OWNED + served.owned())[-OWNED:]
+        stream = connect(
+            host, port, secret=secret, run=key, me=worker, server=server, timeout_s=patience.left_s, settings=settings
+        )  # fmt: skip
+        stream.wait_at_most(config.run.timeout_s)
+        try:
+            stream.send(Turn(0, 0, HELLO), [hello])
+            return _take_part(stream, served, settled.codec, folder, past, auto=resume == "auto")
+        except LostConnectionError as error:
+            log.warning(
+                "%s; worker %d tries again for %g s, and trains this phase again", error, worker, config.run.timeout_s
+            )
+            patience.lost(stream, error)
+            resume = "auto"
+        finally:
+            stream.close()
+
+
+def _take_part(
+    stream: Stream, served: ServedWorker, codec: Codec, folder: Path, past: History | None, *, auto: bool
+) -> None:  # fmt: skip
+    """Joins the server at the other end of a connection, and trains until it has nothing left."""
+    config, worker = served.config, served.index
+    arrived = [_starting_point(stream, 0, p, span) for p, span in enumerate(served.learner.spans)]
+    terms = arrived[-1][1]
+    served.join({p: start for p, (start, _) in enumerate(arrived)}, terms)
+    cut = terms.cut_round if terms.again else 0 if auto else None
+    if auto and not terms.again:
+        checkpoint.rewind(folder / "checkpoints", 0, worker)
+    if past is not None:
+        past.go_on(folder, min(terms.cut_round, terms.round))
+    void = served.uncounted(terms)
+
+    with (
+        RunFolder(folder, dump(config), config.record, worker=worker, resume_round=cut, void=void) as record,
+        EventWriter(
+            folder, network=HERE, workers=config.workers, suffix=worker_suffix(worker), resume_round=cut, void=void
+        ) as events,
+    ):
+        stopwatch = Stopwatch(worker, recorded_s(folder, worker, cut))
+        _train(stream, served, codec, terms, record, events, stopwatch)
+
+
+def _train(
+    stream: Stream,
+    served: ServedWorker,
+    codec: Codec,
+    terms: Terms,
+    record: RunFolder,
+    events: EventWriter,
+    stopwatch: Stopwatch,
+) -> None:
+    """Trains and pushes until the server has nothing left."""
+    config, spans = served.config, served.learner.spans
+    codecs = [fitted(codec, served.learner.layout.slice(*span)) for span in spans]
+    early_s = terms.elapsed_us / 1e6 - time.monotonic()
+    while terms.go:
+        began_s = time.monotonic() + early_s
+        trained = served.train()
+        p, number = trained.push.fragment, trained.number
+        ended_s = time.monotonic() + early_s
+        served.log(record, events, trained, began_s, ended_s)
+        must_be_finite({f"the message of worker {served.index} in its phase {number}": trained.push.message})
+        payload = encode(codecs[p], trained.push.message, random_key(config.seed, served.index, number, p, "codec"))
+        stream.send(Turn(number, p, PUSH), leaves(payload))
+        sent_s = time.monotonic() + early_s
+        start, terms = _starting_point(stream, number, p, spans[p])
+        replied_s = time.monotonic() + early_s
+        stopwatch.phase(trained.report.compute_s, sent_s - ended_s, replied_s - sent_s)
+        finished = served.receive(trained, {p: start}, terms)
+        events.write(
+            trained.round, "fetch", source=SERVER, target=served.index, fragment=p, bytes=nbytes(start.x), start_s=sent_s,
+            end_s=replied_s,
+        )  # fmt: skip
+        if finished or not terms.go:
+            record.log_seconds(stopwatch.round(trained.round))
+
+
+def _starting_point(stream: Stream, number: int, p: int, span: tuple[int, int]) -> tuple[StartingPoint, Terms]:
+    """The next starting point of a fragment, with its terms. Raises PeerError and TransportError."""
+    like = [torch.empty(len(Terms._fields), dtype=torch.int64), torch.empty(span[1] - span[0], device="meta")]
+    numbers, x = stream.receive(Turn(number, p, START), like)
+    terms = terms_of(numbers)
+    must_be_finite({f"the starting point of phase {number} from the server": x})
+    return StartingPoint(x, terms.updates), terms

@@ -1,0 +1,3 @@
+"""Runs of many workers in one process."""
+
+__all__: list[str] = []

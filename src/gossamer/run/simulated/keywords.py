@@ -1,0 +1,237 @@
+"""What is given to `gossamer.simulate` by keyword: objects and settings, resolved into a run and its parts."""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.asynchronous import PAIRS, SERVERS, PairRule, ServerRule
+from gossamer.codecs import Codec
+from gossamer.errors import ConfigError, choose
+from gossamer.network.links import Network, read_network, to_options
+from gossamer.optimizers import InnerOptimizer
+from gossamer.rounds.compatibility.combine import FITTING
+from gossamer.rounds.schedule import Schedule
+from gossamer.rules import RULES, Rule
+from gossamer.rules.contract import Needs
+from gossamer.run.config.document import flat, load, load_run, with_settings
+from gossamer.run.config.run_file import LoopSettings, RunConfig, dump, parse
+from gossamer.run.config.user_parts import GIVEN, KEYS, Parts, own_parts
+from gossamer.settings.schema import parse_toml, plain
+from gossamer.settings.user_code import calling, is_code, name_of
+from gossamer.topologies import Topology
+from gossamer.topologies.graphs import edges_of, graph
+
+__all__ = ["Keywords", "resolved"]
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords of `gossamer.simulate` and `gossamer.sweep`. Every one has a default."""
+
+    model: Callable[[], nn.Module] | str | Path
+    """Returns a new model, which it draws from torch's generator alone; or a size of the built-in Llama, or a folder that
+    `transformers` can open."""
+    data: Callable[[int, int], Any] | str | Path
+    """`data(worker, step)` returns a batch, always the same for the same numbers; or a text, as in data.source."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    """`loss(model, batch)` returns a scalar; by default the mean cross-entropy of the next token."""
+    optimizer: Callable[[Iterable[nn.Parameter]], InnerOptimizer | torch.optim.Optimizer] | str
+    """`optimizer(parameters)` returns an optimizer, whose learning rate then stays as it is; or a name, as in inner.optimizer."""
+    validation: Callable[[int], Any]
+    """`validation(k)` returns the k-th validation batch; by default the batches that would follow the last inner step."""
+    method: str
+    """A recipe by name; the other keywords override its settings."""
+    rule: Rule | ServerRule | PairRule | str
+    topology: Topology | str | Any
+    """A topology, its name, a networkx graph, or a list of edges `(i, j)`; by default the one that fits the rule."""
+    codec: Codec | str
+    schedule: Schedule
+    workers: int
+    local_steps: int | list[int]
+    """Inner steps of a round (H), one number for all workers or one for each."""
+    rounds: int
+    seed: int
+    network: Network | str | Path | Mapping[str, Network]
+    """A network to price the run on, or a file of one; asynchronous runs need one."""
+    settings: Mapping[str, Any]
+    """Any other keys of a run file, dotted: `{"inner.lr": 1e-3, "run.eval_every": 100}`."""
+
+
+_FUNCTIONS = ("model", "data", "loss", "optimizer", "validation")
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "rule": (str, Rule, ServerRule, PairRule), "codec": (str, Codec), "schedule": (Schedule,), "method": (str,),
+    "workers": (int,), "local_steps": (int, list, tuple), "rounds": (int,), "seed": (int,), "settings": (Mapping,),
+    "network": (Network, str, Path, Mapping),
+}  # fmt: skip
+_ROUNDS = 20
+_LENGTHS = {"steps", "tokens", "tokens_per_parameter"}
+Run = str | Path | Mapping[str, Any] | RunConfig | None
+
+
+def resolved(run: Run, given: Keywords) -> tuple[RunConfig, Parts]:
+    """The run that is meant, and the parts that are the user's own; the code that a run file names is imported.
+
+    Raises: ConfigError for unknown keywords and objects of the wrong kind; as `parse` and `own_parts`.
+    """
+    if isinstance(run, RunConfig) and not given:
+        return run, own_parts(run)
+    _check(given)
+    own: dict[str, Callable[..., Any]] = {}
+    changes: dict[str, Any] = {"method": given["method"]} if "method" in given else {}
+    for kind in _FUNCTIONS:
+        if (function := given.get(kind)) is not None:
+            changes |= _function(kind, function, own)
+    changes |= _combination(given, own) | _lengths(given) | dict(given.get("settings", {}))
+    document = with_settings(_document(run), changes)
+    if run is None:
+        document = with_settings({"record": _QUIET, "run": {"eval_every": 1}}, {**flat(document)})
+    if "topology" not in document and isinstance(rule := given.get("rule"), Rule | str) and "rule" in document:
+        document["topology"] = {"name": FITTING[_needs(rule)]}
+    length = document.setdefault("run", {})
+    if "rounds" in given or ("local_steps" in given and not _LENGTHS & length.keys()):
+        steps = length.get("local_steps", LoopSettings().local_steps)
+        length["steps"] = given.get("rounds", _ROUNDS) * (steps if isinstance(steps, int) else max(steps))
+    if "network" in given:
+        document["network"] = {name: to_options(network) for name, network in _networks(given["network"]).items()}
+    if "data" in own and "data.seq_len" not in changes:
+        document = with_settings(document, _shape(calling(KEYS["data"], own["data"])(0, 0)))
+    config = parse(document)
+    imported = own_parts(config, [*own])
+    return config, Parts({**imported.own, **own}, imported.codes)
+
+
+_QUIET = {"tensorboard": False, "export": False}
+"""Of what is recorded where there is no run file."""
+
+
+def _check(given: Keywords) -> None:
+    """Raises ConfigError for an unknown keyword, or a value of the wrong type."""
+    for name, value in given.items():
+        if name not in Keywords.__annotations__:
+            raise ConfigError(
+                choose("keyword", name, Keywords.__annotations__)
+                + "; put other keys of a run file into settings={'inner.lr': 1e-3}"
+            )
+        kinds = _TYPES.get(name, (object,))
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            called = getattr(value, "__name__", None)
+            shown = f"'{called}', which was not called" if callable(value) and called else f"a {type(value).__name__}"
+            words = " or ".join("text" if kind is str else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name} is {shown}; give {words}")
+
+
+def _document(run: Run) -> dict[str, Any]:
+    match run:
+        case None:
+            return {}
+        case RunConfig():
+            return parse_toml(dump(run), "a run")
+        case Mapping():
+            return dict(run)
+    path = Path(run)
+    return load_run(path) if path.is_dir() else load(path)
+
+
+def _function(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    """The settings for a function of the user's, which is noted as its own part; or for the name of one."""
+    if isinstance(value, str | Path):
+        if kind == "model" and Path(value).is_dir():
+            return {KEYS[kind]: "gossamer.models.pretrained:pretrained", "model.options": {"folder": str(value)}}
+        return {KEYS[kind]: str(value)}
+    if not callable(value) or isinstance(value, nn.Module):
+        raise ConfigError(
+            f"{kind} is a {type(value).__name__}; give a function"
+            + (" that returns a new model, such as a lambda, as each worker needs its own" if kind == "model" else "")
+        )
+    own[kind] = value
+    if kind == "optimizer":  # the user's learning rate stays as it is, as in the user's own loop: no setting is passed
+        return {KEYS[kind]: _given(value), "inner.schedule": "constant", "inner.warmup_steps": 0}
+    return {KEYS[kind]: _name(value)}
+
+
+def _name(value: object) -> str:
+    """The name by which a run file could name an object; one that says that it cannot, where it cannot."""
+    name = name_of(value)
+    module, _, attribute = name.partition(":")
+    found: Any = None if module == "__main__" else sys.modules.get(module)
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    return name if found is value and is_code(name) else _given(value)
+
+
+def _given(value: object) -> str:
+    """The name of an object that no run file can name."""
+    name = GIVEN + name_of(value).partition(":")[2]
+    return name if is_code(name) else GIVEN + type(value).__name__
+
+
+def _combination(given: Keywords, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    """The settings for rule, topology, codec and schedule, of which objects are noted as own parts."""
+    found: dict[str, Any] = {}
+    if "rule" in given:
+        rule = given["rule"]
+        if isinstance(rule, str):
+            kind = "server" if rule in SERVERS else "pair" if rule in PAIRS else "rule"
+            found[f"{kind}.name"] = rule
+        else:
+            kind = "server" if isinstance(rule, ServerRule) else "pair" if isinstance(rule, PairRule) else "rule"
+            found |= _object(kind, rule, own)
+    if "codec" in given:
+        codec = given["codec"]
+        found |= {"codec.name": codec} if isinstance(codec, str) else _object("codec", codec, own)
+    if "topology" in given:
+        topology = given["topology"]
+        if isinstance(topology, str):
+            found["topology.name"] = topology
+        elif isinstance(topology, Topology):
+            found |= {"workers": topology.n, **_object("topology", topology, own)}
+        else:
+            workers, edges = edges_of(topology)
+            found |= {"workers": workers, "topology.name": name_of(graph), "topology.edges": edges}
+    if "schedule" in given:
+        found["schedule"] = plain(given["schedule"])
+    return found
+
+
+def _object(kind: str, value: Any, own: dict[str, Callable[..., Any]]) -> dict[str, Any]:
+    """The settings for a rule, topology or codec that was made in Python."""
+    own[kind] = lambda *_, **__: value
+    return {f"{kind}.name": GIVEN + (value.name if value.name.isidentifier() else kind)}
+
+
+def _lengths(given: Keywords) -> dict[str, Any]:
+    found: dict[str, Any] = {name: given.get(name) for name in ("workers", "seed") if name in given}
+    if "local_steps" in given:
+        steps = given["local_steps"]
+        found["run.local_steps"] = steps if isinstance(steps, int) else list(steps)
+    return found
+
+
+def _needs(rule: Rule | str) -> Needs:
+    """What a rule needs of its topology; of code that is not imported yet, that workers are connected."""
+    if isinstance(rule, Rule):
+        return rule.needs
+    return RULES[rule]().needs if rule in RULES else "connected"
+
+
+def _networks(given: Network | str | Path | Mapping[str, Network]) -> dict[str, Network]:
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, Network):
+        return {"network": given}
+    return {Path(given).stem: read_network(Path(given))}
+
+
+def _shape(batch: Any) -> dict[str, int]:
+    """How many tokens a batch has: rows and columns of text, or the rows of anything else."""
+    while not isinstance(batch, Tensor):
+        inside = [*batch.values()] if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else []
+        if not inside:
+            return {"data.batch_size": 1, "data.seq_len": 1}
+        batch = inside[0]
+    rows = batch.shape[0] if batch.ndim else 1
+    text = batch.ndim == 2 and not batch.is_floating_point() and batch.shape[1] > 1
+    return {"data.batch_size": max(rows, 1), "data.seq_len": batch.shape[1] - 1 if text else 1}

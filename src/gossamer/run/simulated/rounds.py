@@ -1,0 +1,313 @@
+"""n workers in one process, round by round: a research run with every worker's replica on one CPU or one GPU.
+
+The workers' parameters are the rows of one `[n, P]` tensor, their models views of it and their inner optimizers untouched. A
+pool of threads with one intra-op thread each trains them: on small models that is faster than one process per worker, and
+each worker computes exactly what its own process would.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.network.inner_steps import InnerSteps
+from gossamer.network.links import Network, jitter_factors
+from gossamer.network.pacing import PaceNote, links_at, uplinks_bps
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import RunFolder, read_metrics
+from gossamer.record.logs.pipeline_work import write_pipeline
+from gossamer.record.logs.stage_seconds import STAGES_FILE, stage_lines
+from gossamer.record.logs.trace import read_trace
+from gossamer.record.progress import say
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.rounds.exchange import Each, finish_all
+from gossamer.rounds.together import Together
+from gossamer.run.bookkeeping.evaluate import Assessment, Probe, Probes, Result, assess, mean_buffers, publish, union_of
+from gossamer.run.bookkeeping.journal import Journal
+from gossamer.run.bookkeeping.resume import Resume, history
+from gossamer.run.bookkeeping.spent_seconds import priced
+from gossamer.run.config.pipeline import cuts_of
+from gossamer.run.config.run_file import RunConfig, digest, dump
+from gossamer.run.config.settle import in_rounds
+from gossamer.run.config.user_parts import OURS, Parts
+from gossamer.run.simulated.alignment import Alignment
+from gossamer.run.simulated.threads import Lanes
+from gossamer.run.worker.batched import Stacks
+from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
+from gossamer.run.worker.stages.checkpoints import Store
+from gossamer.run.worker.stages.resplit import as_simulated, laid_anew, lays_anew
+from gossamer.run.worker.stages.timing import in_stages, pipeline_work, stage_seconds
+from gossamer.run.worker.task import Task, task_of
+from gossamer.run.worker.worker import RoundReport, Segment, Worker
+from gossamer.transport import Transport
+from gossamer.transport.memory import MemoryNetwork
+from gossamer.transport.processes.launch import one_device
+
+__all__ = ["Rounds", "Train", "crew", "train_each", "train_together"]
+
+log = logging.getLogger("gossamer")
+
+
+class Rounds:
+    """A simulation in rounds. It trains while it is `opened`, and holds neither files nor threads otherwise.
+
+    Args: as in `gossamer.simulate`.
+    Raises: ConfigError, PairingError, DataError, CheckpointError.
+    """
+
+    _record: RunFolder
+
+    def __init__(
+        self, config: RunConfig, folder: Path, parts: Parts = OURS, *, resume: Resume = False,
+    ) -> None:  # fmt: skip
+        m, self._network, warnings = in_rounds(config, parts)
+        for sentence in warnings:
+            log.warning(sentence)
+        self.config, self.folder, device = config, folder, one_device(config.run.device)
+        self.task, self._parts = task_of(config, parts), parts
+        probe = Probe(config, self.task, device)
+        self._like, self._laid = probe.x, config
+        self.workers = self._crew(m)
+        self._sends_per_round = m.sends_per_round
+        self.finished, line = 0, Lineage(digest(config))
+        if resume:
+            self.finished, line = _restore(self._as_saved, config, folder, auto=resume == "auto")
+        self._cut = self.finished if resume else None
+        self._lanes = Lanes(device, config, alone=bool(parts.own))
+        self._train = Stacks(self.workers, config.run.batched).train if config.run.batched > 1 else train_each
+        probes = [probe, *(Probe(config, self.task, device) for _ in range(self._lanes.count - 1))]
+        self._probes = Probes(probes, self._lanes.each)
+        self._journal = Journal(
+            config, lambda: self._record, lambda: self._assessed().figures(),
+            lambda finished: _save(self.workers, folder, finished, line, self._lanes.each),
+        )  # fmt: skip
+        self._alignment = Alignment() if config.record.alignment else None
+        self._before, self._busy_s = _tokens(self.workers), 0.0
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Opens the files of the run and starts the threads."""
+        config = self.config
+        with (
+            self._lanes.opened(),
+            RunFolder(
+                self.folder, dump(config), config.record, resume_round=self._cut,
+                traced_per_round=self._sends_per_round,
+            ) as self._record,
+        ):  # fmt: skip
+            write_pipeline(self.folder, pipeline_work(config, self.workers[0].replica.layout))
+            if self.finished == 0:
+                self._journal.begin()
+            yield
+            self._cut = self.finished
+
+    def advance(self) -> None:
+        """Trains the next round. Raises TrainingError when a number is not finite."""
+        config, workers, round = self.config, self.workers, self.finished
+        began, finished = time.perf_counter(), round + 1
+        reports = train_together(workers, round, self._lanes.each, self._train, self._alignment)
+        self._busy_s += time.perf_counter() - began
+        for worker, report in zip(workers, reports, strict=True):
+            self._journal.enter(worker, round, report)
+        if self._alignment is not None:
+            self._record.log("alignment", round=round, **self._alignment.figures())
+        if self._network is not None and finished < config.rounds:
+            _adapt(self._network, workers, round, reports)
+        if lays_anew(config, finished):
+            self._lay_anew(round)
+        self._journal.end_round(finished, step=finished * config.full_steps, tokens=_tokens(workers))
+        self.finished = finished
+
+    def _crew(self, m: Method) -> list[Worker]:
+        """All workers at the start of the run, with their stages as they lie now."""
+        mailboxes, together = MemoryNetwork(self.config.workers), Together(self.config.workers)
+        return crew(self._laid, self.task, m, self._like, mailboxes.transport, together)
+
+    def _with_cuts_of(self, config: RunConfig) -> None:
+        """Makes all workers anew, with other stages."""
+        self._laid, (m, _, _) = config, in_rounds(config, self._parts)
+        self.workers = self._crew(m)
+
+    def _as_saved(self, load: Callable[[Task, int], Mapping[str, Any]]) -> list[Worker]:
+        """All workers, with their stages as they lay when the states were saved that are loaded so."""
+        pipeline = self.config.pipeline
+        if pipeline.resplit_every:
+            found = as_simulated(self._laid, load(self.task, (pipeline.workers or (0,))[0]))
+            if found != self._laid:
+                self._with_cuts_of(found)
+        return self.workers
+
+    def _lay_anew(self, round: int) -> None:
+        """Gives the stages other layers where their speeds ask for it."""
+        pipeline = self.config.pipeline
+        found = laid_anew(self._laid, pipeline.speeds or (1.0,) * pipeline.stages)
+        if found is not self._laid:
+            states = [worker.state() for worker in self.workers]
+            self._with_cuts_of(found)
+            for worker, state in zip(self.workers, states, strict=True):
+                worker.restore(state)
+            self._record.log("resplit", round=round, cuts=cuts_of(found.pipeline, found.model, found.data))
+
+    def result(self) -> Result:
+        """The figures of the rounds so far; after the last, the mean model is published."""
+        loss = self._assessed().loss if math.isnan(self._journal.loss) else self._journal.loss
+        layout = self.workers[0].replica.layout
+        steps = {name: in_stages(network, self.config, layout) for name, network in self.config.network.items()}
+        time_s = _record_seconds(self._record, steps, self._sends_per_round)
+        if self.finished == self.config.rounds and self.config.record.export:
+            publish(
+                self.config, self.task, union_of(self.task, self.models()), self.folder, mean_buffers(self.buffers())
+            )
+        tokens = _tokens(self.workers)
+        return Result(loss, tokens, (tokens - self._before) / self._busy_s if self._busy_s else 0.0, time_s)
+
+    def models(self) -> list[Tensor]:
+        """The parameters of each worker, as they are evaluated."""
+        return [worker.replica.scored for worker in self.workers]
+
+    def buffers(self) -> list[list[Tensor]]:
+        """The buffers of each worker's model."""
+        return [worker.replica.buffers for worker in self.workers]
+
+    def _assessed(self) -> Assessment:
+        return assess(self.models(), self._probes, self.buffers())
+
+
+def crew(
+    config: RunConfig, task: Task, m: Method, like: Tensor, transport: Callable[[int], Transport],
+    together: Together | None = None,
+) -> list[Worker]:  # fmt: skip
+    """All workers of a run, at its start, with the rows of one matrix as their parameters, where all have the same.
+
+    Args:
+        like: a vector of parameters of the task's model.
+        transport: makes that of the worker with this number.
+        together: takes their means once for all; None where messages shall pass through the transports.
+    Raises: ConfigError unless they start alike.
+    """
+    if task.holding is not None:
+        replicas = [Replica(i, config, task, like.device) for i in range(config.workers)]
+    else:
+        stacked = torch.empty(config.workers, like.numel(), dtype=like.dtype, device=like.device)
+        replicas = [Replica(i, config, task, like.device, x) for i, x in enumerate(stacked)]
+        must_start_alike(replicas)
+    return [Worker(replica, m, transport(replica.index), together=together) for replica in replicas]
+
+
+def _tokens(workers: Sequence[Worker]) -> int:
+    """The tokens that all workers have trained on."""
+    return sum(worker.replica.steps_taken for worker in workers) * workers[0].config.step_tokens
+
+
+def _restore(
+    workers_of: Callable[[Callable[[Task, int], Mapping[str, Any]]], Sequence[Worker]], config: RunConfig, folder: Path, *,
+    auto: bool,
+) -> tuple[int, Lineage]:  # fmt: skip
+    """Restores all workers from the newest sound round that all of them own; returns that round, and whose checkpoints count.
+
+    Args: `workers_of` gives all workers, and may look at the saved state of any.
+    Raises: CheckpointError, ConfigError.
+    """
+    store, past = Store(config, folder), history(config, folder)
+    line, new = past.lineage, Lineage(digest(config))
+    newest = past.newest(
+        folder, store.rounds(config.owners, line), auto=auto, owners=config.owners,
+        faults=lambda round: [store.fault(round, owner, line) for owner in config.owners],
+    )  # fmt: skip
+    if newest == config.rounds:
+        say(checkpoint.ended(folder, newest))
+    workers = workers_of(lambda task, owner: store.load(task, newest, owner, line) if newest else {})
+    for worker in workers:
+        if newest:
+            worker.restore(store.load(worker.replica.task, newest, worker.index, line))
+            store.take_over(worker.index, newest, worker.state(), line, new)
+        checkpoint.rewind(store.path, newest, worker.index)
+    going_on = past.go_on(folder, newest)
+    for worker in workers:
+        store.forget_others(worker.index)
+    return newest, going_on
+
+
+def _save(workers: Sequence[Worker], folder: Path, finished: int, line: Lineage, each: Each) -> None:
+    """Saves all workers, several at a time."""
+    store = folder / "checkpoints"
+    each(lambda worker: checkpoint.save(store, finished, worker.index, worker.state(), digest=line), workers)
+
+
+Train = Callable[[Sequence[tuple[Worker, Segment]], Each], list[LocalPhase]]
+"""Trains each of these workers up to the stop of its segment."""
+
+
+def train_each(turns: Sequence[tuple[Worker, Segment]], each: Each) -> list[LocalPhase]:
+    """One computation for each worker, as in its own process."""
+    return each(lambda turn: turn[0].train(turn[1]), turns)
+
+
+def train_together(
+    workers: Sequence[Worker], round: int, each: Each, train: Train = train_each, alignment: Alignment | None = None
+) -> list[RoundReport]:  # fmt: skip
+    """One round of all workers: every segment of all of them before the next. After the last one, nothing is in flight."""
+    reports = [RoundReport([], []) for _ in workers]
+    for segments in zip(*(worker.segments(round) for worker in workers), strict=True):
+        turns = list(zip(workers, segments, strict=True))
+        if alignment is not None:
+            alignment.begin(workers)
+        phases = train(turns, each)
+        if alignment is not None:
+            alignment.end(workers)
+        operations = each(lambda turn: turn[0].send(turn[1]), turns)
+        for report, phase, sent in zip(reports, phases, operations, strict=True):
+            report.phases.append(phase)
+            report.operations.append(sent)
+        for key in workers[0].loop.due(round, segments[0].stop):
+            _finish(key, workers, each)
+        each(lambda turn: turn[0].receive(turn[1]), turns)
+    each(lambda worker: worker.replica.step_on_gradient(round), workers)
+    if workers and round + 1 == workers[0].config.rounds:
+        for key in dict.fromkeys(key for worker in workers for key in worker.loop.rest()):
+            _finish(key, workers, each)
+        each(lambda worker: worker.replica.recompute(), workers)
+    return reports
+
+
+def _finish(key: tuple[int, int], workers: Sequence[Worker], each: Each) -> None:
+    """Finishes the exchange of this round and fragment of all workers that have it under way."""
+    flying = [worker.loop.under_way for worker in workers]
+    finish_all([one.pop(key) for one in flying if key in one], each)
+
+
+def _record_seconds(record: RunFolder, steps: Mapping[str, InnerSteps], parts: int) -> dict[str, float]:
+    """Prices the run on each of these networks and records where the seconds went; returns how long it takes on each."""
+    trace = read_trace(record.path)
+    if not steps:
+        record.write_seconds(priced(trace, None, None, parts))
+        return {}
+    found = {name: priced(trace, one.network, name, parts, one.computing) for name, one in steps.items()}
+    record.write_seconds(seconds for some in found.values() for seconds in some)
+    if any(len(shares) > 1 for one in steps.values() for shares in one.by_stage):
+        trained = [line for line in read_metrics(record.path) if line["kind"] == "train"]
+        stages = (stage_seconds(one, found[name], trained) for name, one in steps.items())
+        record.write_text(STAGES_FILE, stage_lines(chain.from_iterable(stages)))
+    return {name: max((one.end_s for one in some), default=0.0) for name, some in found.items()}
+
+
+def _adapt(network: Network, workers: Sequence[Worker], round: int, reports: Sequence[RoundReport]) -> None:
+    """Local steps for the next round, as seconds measured on this network would have them."""
+    n, notes = len(workers), dict[int, PaceNote]()
+    links = links_at(network, n, max(worker.pacer.clock_s for worker in workers if worker.pacer is not None))
+    assert links.step_s is not None
+    step_s = (links.step_s * jitter_factors(network, round, n)).tolist()
+    uplink_bps = uplinks_bps(links).tolist()
+    for i, (worker, report) in enumerate(zip(workers, reports, strict=True)):
+        seen = {i: uplink_bps[i] / 8} if math.isfinite(uplink_bps[i]) else {}
+        notes[i] = worker.pace_note(report, seen, step_s[i])
+    for worker in workers:
+        worker.adapt(notes)

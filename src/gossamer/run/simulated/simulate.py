@@ -1,0 +1,112 @@
+"""Simulating a run: all workers in one process, in rounds or over virtual time."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, Unpack
+
+from torch import Tensor
+
+from gossamer.record import checkpoint
+from gossamer.record.folder import read_metrics
+from gossamer.record.progress import say
+from gossamer.report.terminal import Terminal
+from gossamer.run.bookkeeping.evaluate import Result
+from gossamer.run.bookkeeping.finished import is_finished
+from gossamer.run.bookkeeping.resume import Resume
+from gossamer.run.config.run_file import RunConfig, digest
+from gossamer.run.config.user_parts import OURS, Parts
+from gossamer.run.simulated.keywords import Keywords, resolved
+from gossamer.run.simulated.rounds import Rounds
+from gossamer.run.simulated.simulation import Engine, Simulation
+from gossamer.run.simulated.virtual_time import Events
+from gossamer.run.worker.task import task_of
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    run: str | Path | Mapping[str, Any] | RunConfig | None = None, out: str | Path | None = None, *,
+    resume: Resume = False, until: int | None = None, progress: bool = False, **given: Unpack[Keywords],
+) -> Simulation:  # fmt: skip
+    """Trains all workers of a run in this process, and returns what it recorded.
+
+        run = gossamer.simulate(model=net, data=batch, loss=loss, rule="gasloc", topology="ring", workers=8, rounds=50)
+        run.loss, run.validation["disagreement"], run.mean_model(), run.trace
+
+    Everything has a default: without arguments it trains a small Llama on the source of this machine's Python, with GASLoC
+    among eight workers.
+
+    Args:
+        run: a run file, its settings as a dictionary, or a `RunConfig`; what is `given` by keyword overrides it.
+        out: the run folder; None records into a temporary one, which goes with the returned object.
+        resume: continue from the newest sound checkpoint in `out`; "auto" starts where there is none.
+        until: stop after this many rounds; `Simulation.go_on` continues.
+        progress: show how it goes, on stderr.
+        given: see `gossamer.run.simulated.keywords.Keywords`: `model`, `data`, `loss`, `optimizer`, `rule`, `topology`, …
+    Raises: ConfigError, PairingError, DataError, CheckpointError; UserCodeError when your code fails; TrainingError when a loss
+        is not finite.
+    Cost: parameters, gradients, inner and outer state of every worker, and one message per worker in flight.
+
+    A run in rounds computes bit for bit what real processes compute: those of `gossamer train`, and at one thread those of your
+    own loop with `gossamer.Outer` and the same functions, if it calls `torch.manual_seed(seed)` before it makes its model. Where
+    a forward pass draws random numbers, your loop must take them from `outer.drawing()`. A run whose local steps adapt
+    (`run.adapt`) follows the clock there, and the seconds of the declared network here. An asynchronous run takes place in
+    virtual time.
+
+    >>> import gossamer, torch
+    >>> def batch(worker, step):
+    ...     return torch.full((4, 2), float(worker))
+    >>> def loss(model, x):
+    ...     return (model(x) - 1).square().mean()
+    >>> run = gossamer.simulate(model=lambda: torch.nn.Linear(2, 1), data=batch, loss=loss, rule="diloco", workers=2, rounds=3)
+    >>> run.rounds, len(run.training["loss"])
+    (3, 6)
+    """
+    config, parts = resolved(run, given)
+    folder = Path(mkdtemp(prefix="gossamer-")) if out is None else Path(out)
+    with Terminal() if progress else nullcontext() as terminal:
+        if terminal is not None:
+            terminal.follow(config.name, folder, config.record.print_every)
+        simulation = Simulation(_engine(config, folder, parts, resume=resume), temporary=out is None)
+        return simulation.go_on(until)
+
+
+def _engine(config: RunConfig, folder: Path, parts: Parts, *, resume: Resume) -> Engine:
+    kept = config.record.keep_checkpoints
+    emptied = not kept and not (folder / "checkpoints").exists()
+    if resume and emptied and is_finished(config, folder):
+        say(checkpoint.ended(folder, config.rounds, kept=kept))
+        return _Ended(config, folder, parts)
+    if config.event_driven:
+        return Events(config, folder, parts, resume=resume)
+    return Rounds(config, folder, parts, resume=resume)
+
+
+class _Ended:
+    """A run that has ended in its folder, without its checkpoints."""
+
+    def __init__(self, config: RunConfig, folder: Path, parts: Parts = OURS) -> None:
+        self.config, self.folder, self.task, self.finished = config, folder, task_of(config, parts), config.rounds
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Opens nothing."""
+        return nullcontext()
+
+    def advance(self) -> None:
+        """There is no round left."""
+
+    def result(self) -> Result:
+        """The figures of its last validation."""
+        last = [line for line in read_metrics(self.folder) if line["kind"] == "eval"][-1]
+        return Result(last["loss"], last["tokens"], 0.0, {})
+
+    def models(self) -> list[Tensor]:
+        """The parameters of each worker, or of the server."""
+        store, line = self.folder / "checkpoints", checkpoint.Lineage(digest(self.config))
+        return [checkpoint.load(store, self.finished, owner, line)["x"] for owner in self.config.owners]
+
+    def buffers(self) -> list[list[Tensor]]:
+        """None, as its checkpoints hold none."""
+        return [[] for _ in self.config.owners]

@@ -1,0 +1,239 @@
+"""A simulation as an object: to look at, to stop and to continue."""
+
+import shutil
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
+
+from gossamer.data.corpus import fingerprint
+from gossamer.errors import CheckpointError, ConfigError, MissingPackageError
+from gossamer.record.folder import read_metrics
+from gossamer.record.logs.trace import Trace, read_trace
+from gossamer.report.page.page import write_pages
+from gossamer.run.bookkeeping.evaluate import Result, mean_buffers, model_with, union_of
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.worker.task import Task
+
+if TYPE_CHECKING:
+    import pandas
+
+__all__ = ["Columns", "Engine", "RecordedRun", "Simulation"]
+
+
+class Engine(Protocol):
+    """What trains the workers of a simulation, round by round."""
+
+    config: RunConfig
+    folder: Path
+    task: Task
+    finished: int
+    """Rounds that are over."""
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Opens files and starts threads, in order to train."""
+        ...
+
+    def advance(self) -> None:
+        """Trains the next round."""
+        ...
+
+    def result(self) -> Result:
+        """The figures of the rounds so far."""
+        ...
+
+    def models(self) -> list[Tensor]:
+        """The parameters of each worker, or of the server."""
+        ...
+
+    def buffers(self) -> list[list[Tensor]]:
+        """The buffers of each worker's model."""
+        ...
+
+
+class Columns(Mapping[str, list[Any]]):
+    """A history as columns: one list for each name, all of the same length, with None where a line has no such field.
+
+    >>> lines = Columns([{"round": 0, "loss": 2.5}, {"round": 1, "loss": 2.0}])
+    >>> lines["loss"], list(lines), len(lines["round"])
+    ([2.5, 2.0], ['round', 'loss'], 2)
+    """
+
+    def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        names = dict.fromkeys(name for line in lines for name in line)
+        self._columns = {name: [line.get(name) for line in lines] for name in names}
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        rows = len(next(iter(self._columns.values()), []))
+        return f"Columns({', '.join(self._columns)}; {rows} rows)"
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """The columns as a data frame. Raises MissingPackageError without pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingPackageError(f"to_pandas() needs pandas ({error}); run pip install pandas") from None
+        return pandas.DataFrame(self._columns)
+
+
+def _forget(folder: Path) -> None:
+    """Removes the checkpoints of a run that has ended. Raises CheckpointError when the disk refuses."""
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoints in '{folder}' could not be removed ({error.strerror or error}), as record.keep_checkpoints = false "
+            "asks for; remove them by hand: the run has ended"
+        ) from error
+
+
+class RecordedRun:
+    """A run that is recorded in a folder: its histories, its trace, and its report."""
+
+    def __init__(self, config: RunConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+
+    @property
+    def training(self) -> Columns:
+        """A row for each worker and round: round, worker, step, loss (the mean over its local steps), lr, tokens."""
+        return self._lines("train")
+
+    @property
+    def validation(self) -> Columns:
+        """A row for each validation: round, step, tokens, loss (of the mean model), worker_losses, disagreement, and
+        js_divergence where run.eval_js is true."""
+        return self._lines("eval")
+
+    @property
+    def alignment(self) -> Columns:
+        """A row for each round, where record.alignment is true: round, alignment and persistence of the pseudo-gradients."""
+        return self._lines("alignment")
+
+    @property
+    def trace(self) -> Trace:
+        """What was sent to whom, to be priced: `gossamer.price(simulation.trace, network)`. Only runs in rounds have one."""
+        if self.config.event_driven:
+            raise ConfigError(
+                f"'{self.config.name}' is asynchronous ({self.config.kind}), so its network decided what was computed, and it "
+                "cannot be priced on another; its events are in events.jsonl of its folder, and its seconds in time_s"
+            )
+        return read_trace(self.folder)
+
+    def report(self, path: str | Path | None = None) -> Path:
+        """Writes the report as one page, by default `report.html` in its folder; returns its path."""
+        target = self.folder / "report.html" if path is None else Path(path)
+        write_pages({self.config.name: self.folder}, target, self.config.network)
+        return target
+
+    def _lines(self, kind: str) -> Columns:
+        rows = [line for line in read_metrics(self.folder) if line["kind"] == kind]
+        return Columns([{key: value for key, value in row.items() if key != "kind"} for row in rows])
+
+
+class Simulation(RecordedRun):
+    """A simulated run: what it has recorded so far, and the means to go on. Made by `gossamer.simulate`.
+
+    It holds neither files nor threads between its calls.
+
+    Args:
+        engine: the workers.
+        temporary: the folder of the record is removed with this object.
+    """
+
+    def __init__(self, engine: Engine, *, temporary: bool = False) -> None:
+        super().__init__(engine.config, engine.folder)
+        self._engine = engine
+        if temporary:
+            weakref.finalize(self, shutil.rmtree, engine.folder, ignore_errors=True)
+        self._result: Result | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are over."""
+        return self._engine.finished
+
+    @property
+    def text(self) -> str:
+        """The fingerprint of the text it trains on; empty where that is no files."""
+        return fingerprint(self._engine.task.data)
+
+    @property
+    def over(self) -> bool:
+        """Whether all rounds are over."""
+        return self.rounds >= self.config.rounds
+
+    def go_on(self, until: int | None = None) -> "Simulation":
+        """Trains on, until so many rounds are over, or to the end; returns itself.
+
+        Raises: TrainingError when a number is not finite; UserCodeError when code of the user's fails.
+        """
+        last = self.config.rounds if until is None else min(until, self.config.rounds)
+        with self._engine.opened():
+            while self._engine.finished < last:
+                self._engine.advance()
+            self._result = self._engine.result()
+        if self.over and not self.config.record.keep_checkpoints:
+            _forget(self.folder / "checkpoints")
+        return self
+
+    @property
+    def result(self) -> Result:
+        """Loss, tokens, speed, and seconds on each network, of the rounds so far. Raises ConfigError before the first round."""
+        if self._result is None:
+            raise ConfigError(f"'{self.config.name}' has trained 0 rounds and has no result; call go_on() first")
+        return self._result
+
+    @property
+    def loss(self) -> float:
+        """Loss of the mean model (of the server's, where there is one) in the last validation."""
+        return self.result.loss
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all workers together."""
+        return self.result.tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed of this machine, without validation and checkpoints."""
+        return self.result.tokens_per_s
+
+    @property
+    def time_s(self) -> Mapping[str, float]:
+        """Seconds that the run would take on each of its networks."""
+        return self.result.time_s
+
+    def mean_model(self) -> nn.Module:
+        """A new model with the mean of all workers' parameters (or the server's), in evaluation mode.
+
+        Floating-point buffers are the means of the workers' own, others those of worker 0. Cost: one model.
+        """
+        engine = self._engine
+        return model_with(
+            engine.config, engine.task, union_of(engine.task, engine.models()), mean_buffers(engine.buffers())
+        )
+
+    def model(self, worker: int) -> nn.Module:
+        """A new model with the parameters and buffers of one worker (or the server's), in evaluation mode. Cost: one model.
+
+        Experts that the worker does not hold are zeros, so that tokens skip them.
+        """
+        engine = self._engine
+        return model_with(engine.config, engine.task, engine.models()[worker], engine.buffers()[worker])
+
+    def __repr__(self) -> str:
+        figures = "" if self._result is None else f", loss {self.loss:.4f}"
+        return f"<Simulation '{self.config.name}': round {self.rounds} of {self.config.rounds}{figures}>"

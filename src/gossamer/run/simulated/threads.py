@@ -1,0 +1,72 @@
+"""Threads that train the workers of a simulation: as many as the cores allow, each with intra-op threads of its own."""
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gossamer.run.config.run_file import RunConfig
+from gossamer.transport.processes.launch import available_cores
+
+__all__ = ["Lanes"]
+
+log = logging.getLogger("gossamer")
+
+
+class Lanes:
+    """The threads of a simulation: no more than workers, nor than the cores allow.
+
+    Args: `alone` is for code of the user's, which need not be safe in several threads: one thread.
+    """
+
+    pool: ThreadPoolExecutor
+
+    def __init__(self, device: torch.device, config: RunConfig, *, alone: bool = False) -> None:
+        cores, self.intra_op = available_cores(), config.run.threads or 1
+        self.count = 1 if alone or device.type == "cuda" else max(1, min(config.workers, cores // self.intra_op))
+        if self.count * self.intra_op > cores:
+            log.warning(
+                f"{self.count} x {self.intra_op} threads oversubscribe {cores} cores, which is several times slower; lower "
+                "run.threads"
+            )
+        if (busy := _busy_cores()) > cores / 4:
+            log.warning(f"other processes keep {busy:.1f} of {cores} cores busy; this run will be slower")
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Starts the threads, and ends them afterwards; meanwhile the calling thread has as many intra-op threads as they."""
+        before, each = torch.get_num_threads(), self.intra_op
+        torch.set_num_threads(each)
+        try:
+            with ThreadPoolExecutor(self.count, initializer=torch.set_num_threads, initargs=(each,)) as self.pool:
+                yield
+        finally:
+            torch.set_num_threads(before)
+
+    def each(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        """The results for all items, in their order."""
+        return list(self.pool.map(function, items))
+
+
+@functools.cache  # an experiment of many runs waits once
+def _busy_cores(window_s: float = 0.1) -> float:
+    """How many of the cores of this process others use while it waits a moment; 0 where the system does not report it."""
+    if not Path("/proc/stat").exists():
+        return 0.0
+    ours = {f"cpu{core}" for core in os.sched_getaffinity(0)}  # of its runs at a time each has its own
+
+    def ticks() -> tuple[int, int]:
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+        fields = [[*map(int, words[1:9])] for words in lines if words[0] in ours]
+        return sum(map(sum, fields)), sum(one[3] + one[4] for one in fields)  # all, and idle or waiting for a disk
+
+    (total, idle), _ = ticks(), time.sleep(window_s)
+    total, idle = (after - before for after, before in zip(ticks(), (total, idle), strict=True))
+    return len(ours) * (1 - idle / total) if total else 0.0

@@ -1,0 +1,284 @@
+"""n workers in one process over virtual time: the counterpart of `synchronous` for asynchronous methods.
+
+Real models train, and seconds are those of one of the run's networks. A run ends after `workers · run.steps` inner steps of all
+workers together, the same number of tokens as a run in rounds. A round ends when one synchronous round's worth of inner
+steps has been taken. Validations, checkpoints and the learning-rate schedule count these rounds.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.clock import Absence, GossipRun, LoopOptions, PairRun, Phase, Record, Relay, ServerRun, Transfer, Update
+from gossamer.clock.saved import plain, rebuilt, within
+from gossamer.errors import CheckpointError, ConfigError
+from gossamer.network.links import Network
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.record.folder import RunFolder
+from gossamer.record.logs.events import EventWriter
+from gossamer.record.progress import say
+from gossamer.run.bookkeeping.evaluate import Probe, Probes, Result, assess, mean_buffers, mean_of, publish
+from gossamer.run.bookkeeping.journal import EventJournal, Journal, saver
+from gossamer.run.bookkeeping.resume import Resume, history
+from gossamer.run.bookkeeping.spent_seconds import EventSeconds
+from gossamer.run.config.run_file import RunConfig, digest, dump
+from gossamer.run.config.settle import InPairs, InRounds, WithoutWaiting, WithServer, settle
+from gossamer.run.config.user_parts import OURS, Parts
+from gossamer.run.simulated.threads import Lanes
+from gossamer.run.worker.replica import LocalPhase, Replica, must_start_alike
+from gossamer.run.worker.task import Task, moved, task_of
+from gossamer.transport.processes.launch import one_device
+from gossamer.tree import leaves, must_fit
+
+__all__ = ["Events"]
+
+logger = logging.getLogger("gossamer")
+
+
+class Events:
+    """A simulation over virtual time, a pure function of run file and seed. It holds files and threads while it is `opened` only.
+
+    Args: as in `gossamer.simulate`.
+    Raises: ConfigError, PairingError, DataError and CheckpointError.
+    Cost: parameters, gradients and inner state of every worker, and what the method keeps of its own.
+    """
+
+    _record: RunFolder
+    _log: EventWriter
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        parts: Parts = OURS,
+        *,
+        resume: Resume = False,
+    ) -> None:
+        settled = settle(config, parts)
+        assert not isinstance(settled, InRounds) and settled.network is not None and settled.network_name is not None
+        self.config, self.folder, self._name = config, folder, settled.network_name
+        for sentence in () if isinstance(settled, WithServer) else settled.warnings:
+            logger.warning(sentence)
+        device, self._tally = one_device(config.run.device), _Tally(config)
+        self.task, self._lanes = task_of(config, parts), Lanes(device, config, alone=bool(parts.own))
+        self._learners = [_Learner(i, settled.config, self.task, device, self._tally) for i in range(config.workers)]
+        must_start_alike(self._learners)
+        self._run, probe = _loop(settled, settled.network, self._learners), Probe(config, self.task, device)
+        self._pending: deque[Record] = deque()
+        newest, line = _found(config, folder, auto=resume == "auto") if resume else (0, Lineage(digest(config)))
+        save = saver(line, folder, lambda: _snapshots(self._run, config.workers, self._state()))
+        journal = Journal(config, lambda: self._record, lambda: self._assessed(probe), save)
+        self._events = EventJournal(journal, lambda: self._log, EventSeconds(config.workers, self._name))
+        self._busy_s, self.finished, self._cut = 0.0, newest, newest if resume else None
+        if newest:
+            self._restore(checkpoint.load(folder / "checkpoints", newest, config.owners[0], line), device)
+        self._tokens_before = self._events.tokens
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Opens the files of the run and starts the threads, which may compute local phases ahead of virtual time."""
+        config, cut = self.config, self._cut
+        with (
+            RunFolder(self.folder, dump(config), config.record, resume_round=cut) as self._record,
+            EventWriter(self.folder, network=self._name, workers=config.workers, resume_round=cut) as self._log,
+            self._lanes.opened(),
+        ):
+            for learner in self._learners:
+                learner.pool = self._lanes.pool if self._lanes.count > 1 and _may_run_ahead(config) else None
+            if self.finished == 0:
+                self._events.begin()
+            yield
+            self._cut = self.finished
+
+    def advance(self) -> None:
+        """Goes on to the end of the next round. Raises TrainingError when a number is not finite."""
+        began, steps = time.perf_counter(), [learner.local_steps for learner in self._learners]
+        self._events.catch_up()  # a checkpoint may be of the first of several rounds that one event ended
+        while self._events.round == self.finished:
+            if self._pending:
+                self._events.enter(self._pending.popleft(), self._run.time_s, steps)
+            elif (records := self._run.step()) is not None:
+                self._pending.extend(records)
+            else:
+                self._events.end()
+        self.finished = self._events.round
+        self._busy_s += time.perf_counter() - began
+
+    def result(self) -> Result:
+        """The figures of the rounds so far; after the last, the model is published."""
+        if self.finished == self.config.rounds and self.config.record.export:
+            publish(self.config, self.task, _model(self._run), self.folder, mean_buffers(self.buffers()))
+        events = self._events
+        speed = (events.tokens - self._tokens_before) / self._busy_s if self._busy_s else 0.0
+        return Result(events.loss, events.tokens, speed, {self._name: events.time_s})
+
+    def models(self) -> list[Tensor]:
+        """The parameters of each worker, or of the server."""
+        return [self._run.model()] if isinstance(self._run, ServerRun) else self._run.models()
+
+    def buffers(self) -> list[list[Tensor]]:
+        """The buffers of each worker's model."""
+        return [learner.buffers for learner in self._learners]
+
+    def _state(self) -> dict[str, Any]:
+        """What the run goes on from: the loop, the learners, the journal, and what has happened and is not in it yet."""
+        return {
+            "loop": self._run.state(),
+            "learners": [learner.state() for learner in self._learners],
+            "steps": self._tally.steps,
+            "journal": self._events.state(),
+            "pending": [[type(record).__name__, plain(record)] for record in self._pending],
+        }
+
+    def _restore(self, saved: Any, device: torch.device) -> None:
+        """Continues from a checkpoint. Raises CheckpointError when it does not fit."""
+        try:
+            state = moved(saved["run"], device)
+            self._run.restore(state["loop"])
+            for learner, theirs in zip(self._learners, state["learners"], strict=True):
+                learner.restore(theirs)
+            self._tally.steps = int(state["steps"])
+            self._events.restore(state["journal"])
+            records = [rebuilt(_RECORDS[name], record) for name, record in state["pending"]]
+            within(records, worker=len(self._learners))
+            self._pending.extend(_reported(record) for record in records)
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise CheckpointError(
+                f"the checkpoint in '{self.folder}' does not fit this run ({str(error).splitlines()[0]}); resume with the run "
+                "file that wrote it"
+            ) from None
+
+    def _assessed(self, probe: Probe) -> dict[str, Any]:
+        """The figures of a validation: of the server's model, or of the mean and each worker's own."""
+        run, buffers = self._run, self.buffers()
+        if isinstance(run, ServerRun):
+            return {"loss": probe.loss(run.model(), mean_buffers(buffers))}
+        return assess(run.models(), Probes([probe]), buffers).figures()
+
+
+_Loop = ServerRun | PairRun | GossipRun
+_RECORDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Absence, Phase, Transfer, Relay, Update)}
+
+
+def _found(config: RunConfig, folder: Path, *, auto: bool) -> tuple[int, Lineage]:
+    """The round to go on from, 0 to start, and whose checkpoints count. Raises CheckpointError and ConfigError."""
+    store, past, owner = folder / "checkpoints", history(config, folder), config.owners[0]
+    if "run.steps" in past.changes:
+        raise ConfigError(
+            f"run.steps is {past.changes['run.steps'][0]} in '{folder}' and {config.run.steps} now, but an asynchronous run "
+            "keeps it, as its workers have shared its steps out; set it back, or start again with another --out"
+        )
+    newest = past.newest(
+        folder, checkpoint.owned(store, config.owners, past.lineage), auto=auto, owners=config.owners,
+        faults=lambda round: [checkpoint.fault(store, round, owner, past.lineage)],
+    )  # fmt: skip
+    if newest == config.rounds:
+        say(checkpoint.ended(folder, newest))
+    for each in config.owners:
+        checkpoint.rewind(store, newest, each)
+    return newest, past.go_on(folder, newest)
+
+
+def _reported(record: Record) -> Record:
+    """The record with the report of its phase."""
+    return record._replace(report=rebuilt(LocalPhase, record.report)) if isinstance(record, Phase) else record
+
+
+def _loop(settled: WithServer | InPairs | WithoutWaiting, network: Network, learners: "Sequence[_Learner]") -> _Loop:
+    """The event loop of this run."""
+    config = settled.config
+    options = LoopOptions(
+        absences=settled.absences,
+        codec=settled.method.codec if isinstance(settled, WithoutWaiting) else settled.codec,
+        seed=config.seed,
+        budget=config.workers * config.run.steps,
+        begins=lambda worker, number: learners[worker].begin(number),
+    )
+    match settled:
+        case WithServer(rule=rule):
+            spans, overlap = learners[0].spans, config.events.overlap
+            return ServerRun(rule, learners, network, spans=spans, overlap=overlap, options=options)
+        case InPairs(rule=rule, rates=rates):
+            return PairRun(rule, learners, network, rates, options)
+        case WithoutWaiting(method=m):
+            return GossipRun(m.rule, m.topology, learners, network, options)
+
+
+def _may_run_ahead(config: RunConfig) -> bool:
+    """Whether threads may compute local phases ahead of virtual time.
+
+    A phase is lost if its worker leaves during it, and gossip reads parameters in the middle of a phase.
+    """
+    return config.kind != "no waiting" and not config.events.absences
+
+
+class _Tally:
+    """The progress of the run."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.steps, self._per_round = 0, config.workers * config.full_steps
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that are over, by the phases that have ended."""
+        return self.steps // self._per_round
+
+
+class _Learner(Replica):
+    """A replica whose local phase may be computed before the virtual time at which it ends."""
+
+    def __init__(self, index: int, config: RunConfig, task: Task, device: torch.device, tally: _Tally) -> None:
+        super().__init__(index, config, task, device)
+        self._tally = tally
+        self.pool: Executor | None = None
+        """Threads that compute phases ahead; None to compute each when it ends."""
+        self._ahead: Future[LocalPhase] | None = None
+
+    def begin(self, number: int) -> None:
+        """A phase begins; nothing but itself touches x until it ends."""
+        self.round = self._tally.rounds
+        if self.pool is not None:
+            self._ahead = self.pool.submit(super().local_phase, number)
+
+    def state(self) -> dict[str, Any]:
+        """As `Replica.state`, with its parameters and its place in the run. Cost: waits for a phase that is computed ahead."""
+        ahead = None if self._ahead is None else plain(self._ahead.result())
+        place = {"x": self.x, "round": self.round, "steps_taken": self.steps_taken, "ahead": ahead}
+        return {**super().state(), **place}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores a saved state. Raises CheckpointError, KeyError and ValueError when it does not fit."""
+        must_fit([state["x"]], [self.x])
+        self.x.copy_(state["x"])
+        super().restore(state)
+        self.round, self.steps_taken = int(state["round"]), int(state["steps_taken"])
+        if state["ahead"] is not None:
+            self._ahead = Future()
+            self._ahead.set_result(rebuilt(LocalPhase, state["ahead"]))
+
+    def local_phase(self, round: int) -> LocalPhase:
+        """The inner steps of a phase, which ends now."""
+        phase = super().local_phase(round) if self._ahead is None else self._ahead.result()
+        self._ahead = None
+        self._tally.steps += self.local_steps
+        return phase
+
+
+def _model(run: _Loop) -> Tensor:
+    return run.model() if isinstance(run, ServerRun) else mean_of(run.models())
+
+
+def _snapshots(run: _Loop, workers: int, state: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """What to save, by owner, the first with the state of the whole run; the server comes after the workers."""
+    if isinstance(run, ServerRun):
+        return [(workers, {"x": run.model(), "outer": leaves(tuple(run.states())), "run": state})]
+    return [(i, {"x": x, "run": state} if i == 0 else {"x": x}) for i, x in enumerate(run.models())]

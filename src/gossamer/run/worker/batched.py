@@ -1,0 +1,163 @@
+"""Replicas of a simulation that train together, as one computation, in place of one after the other."""
+
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from typing import cast
+
+import torch
+from torch.optim import AdamW
+
+from gossamer.models.stacked import stacked_losses
+from gossamer.rounds.exchange import Each
+from gossamer.run.worker.compiled import made_ready
+from gossamer.run.worker.replica import LocalPhase, Replica, must_be_finite
+from gossamer.run.worker.stages.in_one_process import computing
+from gossamer.run.worker.task import moved
+from gossamer.run.worker.worker import Segment, Worker
+
+__all__ = ["Stack", "Stacks"]
+
+
+class Stack:
+    """Replicas that take the same inner steps at the same time; each has its own parameters, moments and data.
+
+    Their parameters and moments are theirs between two calls of `train`.
+
+    Cost: a copy of their parameters, gradients and moments, and the activations of all of them at a time.
+    """
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas, like = replicas, replicas[0]
+        self._weights = {
+            name: torch.empty(len(replicas), *p.shape, dtype=p.dtype, device=p.device).requires_grad_()
+            for name, p in like.model.named_parameters()
+        }
+        self._losses = made_ready(stacked_losses, like.config)
+        names = {p: name for name, p in like.model.named_parameters()}
+        self._optimizer = AdamW(
+            {**group, "params": [self._weights[names[p]] for p in group["params"]]}
+            for group in like.optimizer.param_groups
+        )
+
+    def train(self, round: int, start: int, stop: int) -> list[LocalPhase]:
+        """The inner steps `start` to `stop` of a round, or their gradients alone; what each replica reports.
+
+        Raises: TrainingError at the first loss that is not finite.
+        """
+        began, like, R = time.perf_counter(), self._replicas[0], len(self._replicas)
+        steps = like.gradient is None  # else each replica steps on its own, once it has the mean
+        losses: list[list[float]] = []
+        self._take(moments=steps)
+        for h in range(start, stop):
+            losses.append(self._backward(round))
+            if steps:
+                self._step(round, h)
+        if steps:
+            self._give()
+        else:
+            self._give_gradients()
+        each_s = (time.perf_counter() - began) / R
+        lr = (self._optimizer if steps else like.optimizer).param_groups[0]["lr"]
+        tokens = len(losses) * like.config.step_tokens
+        return [LocalPhase(tuple(values[r] for values in losses), lr, each_s, tokens) for r in range(R)]
+
+    def _backward(self, round: int) -> list[float]:
+        """The gradients of one inner step of all replicas; returns their losses."""
+        like, accumulate = self._replicas[0], self._replicas[0].config.data.accumulate
+        self._optimizer.zero_grad()
+        total = torch.zeros(len(self._replicas), device=like.device)
+        for micro in range(accumulate):
+            number = like.steps_taken * accumulate + micro
+            batch = torch.stack([replica.task.data.batch(replica.index, number) for replica in self._replicas])
+            with computing(like.config, like.device):
+                losses = self._losses(self._weights, like.config.model.shape, moved(batch, like.device))
+            (losses.sum() / accumulate).backward()
+            total += losses.detach()
+        values = (total / accumulate).tolist()
+        for replica, value in zip(self._replicas, values, strict=True):
+            must_be_finite(value, replica, round)
+            replica.steps_taken += 1
+        return values
+
+    def _step(self, round: int, h: int) -> None:
+        like = self._replicas[0]
+        like.set_lr(self._optimizer, round, h)
+        if like.config.inner.clip is not None:
+            self._clip(like.config.inner.clip)
+        self._optimizer.step()
+
+    def _clip(self, max_norm: float) -> None:
+        """Shortens each replica's gradient to this norm, as `clip_gradients` does."""
+        gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
+        norms = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in gradients])
+        shares = (max_norm / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
+        for g in gradients:
+            g.mul_(shares.view(-1, *[1] * (g.ndim - 1)))
+
+    @torch.no_grad()
+    def _take(self, *, moments: bool) -> None:
+        """Copies the parameters of all replicas, and their moments where it is to step."""
+        for r, replica in enumerate(self._replicas):
+            for name, p in replica.model.named_parameters():
+                weight, own = self._weights[name], cast(AdamW, replica.optimizer).state.get(p)
+                weight[r].copy_(p)
+                if moments and own:
+                    state = self._optimizer.state[weight]
+                    for key, saved in own.items():
+                        if key == "step":
+                            state[key] = saved.clone()  # all have taken as many
+                        else:
+                            state.setdefault(key, torch.empty_like(weight))[r].copy_(saved)
+
+    @torch.no_grad()
+    def _give(self) -> None:
+        """Copies them back, moments to where they are, as these may be views of what is sent."""
+        for r, replica in enumerate(self._replicas):
+            for name, p in replica.model.named_parameters():
+                weight, own = self._weights[name], cast(AdamW, replica.optimizer).state[p]
+                p.copy_(weight[r])
+                for key, value in self._optimizer.state[weight].items():
+                    mine = value if key == "step" else value[r]
+                    if key in own:
+                        own[key].copy_(mine)
+                    else:
+                        own[key] = mine.clone()
+
+    @torch.no_grad()
+    def _give_gradients(self) -> None:
+        """Copies each replica's gradient to where it is sent from."""
+        for r, replica in enumerate(self._replicas):
+            for name, p in replica.model.named_parameters():
+                gradient = self._weights[name].grad
+                assert gradient is not None and p.grad is not None
+                p.grad.copy_(gradient[r])
+
+
+class Stacks:
+    """The workers of a simulation in stacks of so many at most, of workers with as many local steps."""
+
+    def __init__(self, workers: Sequence[Worker], size: int) -> None:
+        def steps(worker: Worker) -> int:
+            return worker.replica.local_steps
+
+        alike = [[*group] for _, group in groupby(sorted(workers, key=steps), key=steps)]
+        groups = [group[k : k + size] for group in alike for k in range(0, len(group), size)]
+        self._groups = [(group, Stack([worker.replica for worker in group])) for group in groups]
+
+    def train(self, turns: Sequence[tuple[Worker, Segment]], each: Each) -> list[LocalPhase]:
+        """What `Worker.train` does, for all workers."""
+        segments = {worker.index: segment for worker, segment in turns}
+
+        def together(group: tuple[Sequence[Worker], Stack]) -> list[LocalPhase]:
+            workers, stack = group
+            for worker in workers:
+                worker.loop.announce(segments[worker.index].round, segments[worker.index].stop)
+            segment = segments[workers[0].index]  # that of all of them, who take as many local steps
+            return stack.train(segment.round, segment.first, segment.last)
+
+        phases = zip(self._groups, each(together, self._groups), strict=True)
+        found = {
+            worker.index: phase for (workers, _), some in phases for worker, phase in zip(workers, some, strict=True)
+        }
+        return [found[worker.index] for worker, _ in turns]

@@ -1,0 +1,276 @@
+"""A replica: a model with its inner optimizer and its place in the data, which trains on its own and has no peers."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from gossamer import rng
+from gossamer.data.corpus import Corpus
+from gossamer.errors import CheckpointError, ConfigError, TrainingError
+from gossamer.finite import GO_ON
+from gossamer.layout import attach, flat_gradients, layout_of, restricted, views
+from gossamer.models.experts import keep_experts
+from gossamer.models.llama import Llama
+from gossamer.optimizers import GPA, InnerOptimizer
+from gossamer.optimizers.inner import build_optimizer, clip_gradients, lr_scale, share_moments
+from gossamer.run.config.layouts import arranged
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.worker.compiled import made_ready
+from gossamer.run.worker.stages.in_one_process import InStages, StagedModel, computing
+from gossamer.run.worker.task import Task, buffers_of, moved
+
+__all__ = ["LocalPhase", "Replica", "joined", "must_be_finite", "must_start_alike"]
+
+
+class LocalPhase(NamedTuple):
+    """What a replica reports of consecutive inner steps; phases of one round add up with `joined`."""
+
+    losses: tuple[float, ...]
+    """Training loss of each inner step, nats per token."""
+    lr: float
+    compute_s: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss."""
+        return math.fsum(self.losses) / len(self.losses)
+
+
+def joined(phases: Sequence[LocalPhase]) -> LocalPhase:
+    """Consecutive phases as one."""
+    losses = tuple(loss for phase in phases for loss in phase.losses)
+    return LocalPhase(losses, phases[-1].lr, sum(p.compute_s for p in phases), sum(p.tokens for p in phases))
+
+
+def must_be_finite(loss: float, replica: "Replica", round: int) -> None:
+    """Raises TrainingError unless the loss of an inner step is a number."""
+    if not math.isfinite(loss):
+        raise TrainingError(
+            f"the loss of worker {replica.index} became {loss} at its inner step {replica.steps_taken} (round {round}); {GO_ON}"
+        )
+
+
+def must_start_alike(replicas: Sequence["Replica"]) -> None:
+    """Raises ConfigError unless all replicas have the same parameters, as all workers of a run begin with."""
+    for replica in replicas[1:]:
+        if not torch.equal(replicas[0].x, replica.x):
+            raise ConfigError(
+                f"model.size is '{replica.config.model.size}', which returned a model with other parameters when called again; "
+                "let it draw from torch's own generator alone, which is seeded before each call, or load the same file"
+            )
+
+
+class Replica:
+    """The model of one worker. `x` is its flat parameter vector `[P]`, of which the model's parameters are views.
+
+    Where a mixture of experts lies on some workers each, it has no others (`Task.holding`), and P is the size of what it has.
+
+    It satisfies `gossamer.clock.Learner`. What is evaluated, saved and published is `evaluated`: `x` itself, or the average
+    of an optimizer that keeps one.
+
+    Args:
+        buffer: memory for `x`; its own when None.
+        cut: makes of a model the stages that this process has, where `x` and all else shall be of these alone.
+    """
+
+    def __init__(
+        self, index: int, config: RunConfig, task: Task, device: torch.device, buffer: Tensor | None = None,
+        cut: Callable[[Llama], InStages] | None = None,
+    ) -> None:  # fmt: skip
+        self.index, self.config, self.task, self.device = index, config, task, device
+        self.model = task.model()
+        if task.holding is not None:
+            keep_experts(self.model, task.holding.holders.resident(index))
+        self.layout, self.spans = arranged(layout_of(self.model), config)
+        self.staged: InStages | None = None
+        """The stages of a model that is cut, which share its parameters."""
+        if config.pipeline.cuts_replica(index):
+            assert isinstance(self.model, Llama)  # `must_fit` refuses others
+            self.staged = cut(self.model) if cut else StagedModel(self.model.to(device), config)
+            self.model = self.staged.model
+            self.layout, self.spans = restricted(self.layout, self.spans, dict(self.model.named_parameters()))
+        self.model.to(device)
+        self._loss = made_ready(task.loss, config)
+        self.buffers = buffers_of(self.model)
+        """Its own, as the running statistics of batch norm; they are never exchanged."""
+        self.x = attach(self.model, self.layout, buffer)
+        self.averaged: Tensor | None = None
+        """The average x and the iterate z of an optimizer that averages, one after the other `[2P]`; the parameters follow."""
+        homes = {}
+        if config.inner.averaging is not None:
+            self.averaged = torch.empty(2 * self.x.numel(), dtype=self.x.dtype, device=device)
+            homes = {
+                name: views(self.model, self.layout, half)
+                for name, half in zip("xz", self.averaged.chunk(2), strict=True)
+            }
+        self.evaluated = self.x if self.averaged is None else self.averaged[: self.x.numel()]
+        self.optimizer = build_optimizer(config.inner, self.model, **homes, own=task.optimizer)
+        self.base_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.moments: tuple[Tensor, Tensor] | None = None
+        """The inner optimizer's first and second moments, `[P]` each, where the schedule exchanges them."""
+        if config.schedule.inner_every:
+            self.moments = share_moments(self.optimizer, self.model, self.layout)
+        self.gradient: Tensor | None = None
+        """The flat gradient `[P]` of a replica whose inner steps wait for the mean gradient; see `keep_gradient`."""
+        self.local_steps = config.local_steps_of(index)
+        """Inner steps of its next local phases."""
+        self.steps_taken = 0
+        self.places: dict[int, int] | None = None
+        """The slots whose batches it trains on, ascending, each with its next inner step; None for its own alone."""
+        self.round: int | None = None
+        """Rounds of the run that are over, where `local_phase` shall take the learning rate from them: fast workers do not run
+        out of their schedule. None takes this worker's own count of phases."""
+
+    @property
+    def scored(self) -> Tensor:
+        """`evaluated` as a vector of the whole model `[P]`; zeros for experts that this worker does not hold."""
+        holding = self.task.holding
+        return self.evaluated if holding is None else holding.alone(self.index, self.evaluated)
+
+    def keep_gradient(self) -> Tensor:
+        """From now on a local phase leaves its gradient `[P]` here, and `step_on_gradient` makes the inner step."""
+        self.gradient = flat_gradients(self.model, self.layout, torch.zeros_like(self.x))
+        return self.gradient
+
+    def local_phase(self, round: int) -> LocalPhase:
+        """The whole local phase of this number, which also decides the batches."""
+        self.steps_taken = round * self.local_steps
+        return self.train(round if self.round is None else self.round, 0, self.local_steps)
+
+    def train(self, round: int, start: int, stop: int, after_step: Callable[[], None] = lambda: None) -> LocalPhase:
+        """The inner steps `start` to `stop` of a round; with `keep_gradient` the gradients alone.
+
+        Raises: TrainingError at the first loss that is not finite.
+        """
+        began = time.perf_counter()
+        losses, tokens = [], 0
+        if self.staged is not None and start == 0:
+            self.staged.begin()
+        for h in range(start, stop):
+            value, count = self._backward(self.places or {self.index: self.steps_taken})
+            must_be_finite(value, self, round)
+            losses.append(value)
+            tokens += count
+            self.steps_taken += 1
+            if self.places is not None:
+                self.places = {slot: step + 1 for slot, step in self.places.items()}
+            if self.gradient is None:
+                self._step(round, h)
+            if pace_s := self.config.pace_s_of(self.index):
+                time.sleep(max(0.0, began + len(losses) * pace_s - time.perf_counter()))
+            after_step()
+        lr = self.optimizer.param_groups[0]["lr"]
+        return LocalPhase(tuple(losses), lr, time.perf_counter() - began, tokens)
+
+    def step_on_gradient(self, round: int) -> None:
+        """The inner step on a gradient that has been exchanged; nothing for a replica that keeps none."""
+        if self.gradient is not None:
+            self._step(round, self.local_steps - 1)
+
+    @contextlib.contextmanager
+    def holding_evaluated(self) -> Iterator[None]:
+        """In here the parameters are those that are evaluated."""
+        if self.averaged is None:
+            yield
+            return
+        own = self.x.clone()
+        self.x.copy_(self.evaluated)
+        try:
+            yield
+        finally:
+            self.x.copy_(own)
+
+    def recompute(self) -> None:
+        """After an outer step, an optimizer that averages recomputes the parameters from its average and iterate."""
+        if isinstance(self.optimizer, GPA) and self.gradient is None:
+            self.optimizer.recompute()
+
+    def _backward(self, places: Mapping[int, int]) -> tuple[float, int]:
+        """The mean loss over these slots, at these inner steps, and its tokens; leaves the mean gradient."""
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=self.gradient is None)
+        if self.staged is None:
+            losses = self._backward_whole(places)
+        else:
+            (step,) = places.values()  # a worker in stages trains on its own slot alone
+            losses = self._backward_in_stages(step)
+        return sum(losses) / len(losses), len(places) * self.config.step_tokens
+
+    def _backward_whole(self, places: Mapping[int, int]) -> list[float]:
+        losses, accumulate = list[float](), self.config.data.accumulate
+        passes = accumulate * len(places)
+        for slot, step in places.items():
+            for number in range(step * accumulate, (step + 1) * accumulate):
+                batch = moved(self.task.data.batch(slot, number), self.device)
+                with self._drawing(slot, number), computing(self.config, self.device):
+                    value = self._loss(self.model, batch)
+                (value / passes if passes > 1 else value).backward()
+                losses.append(value.item())
+        return losses
+
+    def _backward_in_stages(self, step: int) -> list[float]:
+        assert self.staged is not None
+        data, accumulate = cast(Corpus, self.task.data), self.config.data.accumulate
+        numbers = range(step * accumulate, (step + 1) * accumulate)
+        return self.staged.backward(
+            [(moved(data.batch(self.index, k), self.device), data.samples(self.index, k)) for k in numbers]
+        )
+
+    def _drawing(self, slot: int, batch: int) -> contextlib.AbstractContextManager[None]:
+        """The random numbers of a forward pass, each slot's and each batch's own; backward draws none.
+
+        A model that draws none is spared the lock, under which the replicas of one process would wait for each other.
+        """
+        if not self.task.draws:
+            return contextlib.nullcontext()
+        return rng.drawing(self.device, self.config.seed, slot, batch, "model")
+
+    def set_lr(self, optimizer: InnerOptimizer, round: int, h: int) -> None:
+        """Gives an optimizer with the groups of this replica's own the learning rates of an inner step."""
+        # Workers with fewer local steps walk the schedule faster, so that all are at the same point of it after a round.
+        progress = (round + h / self.local_steps) * self.config.full_steps
+        scale = lr_scale(self.config.inner, progress, self.config.run.steps)
+        for group, base in zip(optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * scale
+
+    def _step(self, round: int, h: int) -> None:
+        self.set_lr(self.optimizer, round, h)
+        if self.config.inner.clip is not None:
+            if self.staged is None:
+                clip_gradients(list(self.model.parameters()), self.config.inner.clip)
+            else:
+                self.staged.clip(self.config.inner.clip, again=self.gradient is not None)
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """What a replica needs to train on from given parameters: inner optimizer and place in the data.
+
+        Its random numbers follow from worker and inner step.
+        """
+        buffers = {"buffers": self.buffers} if self.buffers else {}
+        boundaries = {} if self.staged is None else {"boundaries": self.staged.state()}
+        return {"inner": self.optimizer.state_dict(), "data": self.task.data.state(), **buffers, **boundaries}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores a saved state. Raises CheckpointError when it does not fit."""
+        try:
+            if state["inner"] is not None:  # a ghost keeps its own
+                self.optimizer.load_state_dict(state["inner"])
+            if self.moments:
+                share_moments(self.optimizer, self.model, self.layout, self.moments)
+            self.task.data.restore(state["data"])
+            for own, saved in zip(self.buffers, state.get("buffers", ()), strict=True):
+                own.copy_(saved)
+            if self.staged is not None:
+                self.staged.restore(state.get("boundaries", {}))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoint of worker {self.index} does not fit this model and inner optimizer ({error}); use the run file "
+                "that wrote it, or remove the checkpoint"
+            ) from None

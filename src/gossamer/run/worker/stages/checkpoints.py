@@ -1,0 +1,274 @@
+"""Checkpoints of workers in stages: where they are, and what a worker that is cut elsewhere makes of them.
+
+A process that has a stage of a worker saves it in a folder of its own, whose name says how the model was cut. A run that goes
+on with other stages puts each worker together, and cuts it anew: parameters, outer state, messages in flight and the state of
+inner optimizers follow the names of parameters, the memories of boundary codecs the layer before which a boundary lies.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import CheckpointError
+from gossamer.layout import Layout, layout_of, restricted
+from gossamer.models.llama import Llama
+from gossamer.models.stages import OwnLayers
+from gossamer.optimizers.by_name import for_optimizer, named_state
+from gossamer.optimizers.inner import build_optimizer
+from gossamer.record import checkpoint
+from gossamer.record.checkpoint import Lineage
+from gossamer.run.config.layouts import Spans, arranged
+from gossamer.run.config.pipeline import cuts_of
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.worker.task import Task
+
+__all__ = ["WHOLE", "Partition", "Store", "joined_state", "partition_of", "state_of_part"]
+
+_T = TypeVar("_T")
+_NAME = re.compile(r"stage-\d{1,4}-of-(\d{1,4})-cut((?:-\d{1,4})+)")
+
+
+class Partition(NamedTuple):
+    """How the layers of a model lie on the processes of a worker: cut before these, each process has every stages-th piece."""
+
+    stages: int
+    cuts: tuple[int, ...]
+
+    def folders(self, run: Path) -> list[Path]:
+        """Where in a run folder the checkpoints of each stage are; of whole workers there is one folder."""
+        if self.stages == 1:
+            return [run / "checkpoints"]
+        words = "-".join(map(str, self.cuts))
+        return [run / "checkpoints" / f"stage-{part}-of-{self.stages}-cut-{words}" for part in range(self.stages)]
+
+    def parts(self, model: Llama) -> list[OwnLayers]:
+        """What each process has of this model, whose parameters they share."""
+        spans = [*pairwise([0, *self.cuts, len(model.model.layers)])]
+        return [OwnLayers(model, spans[part :: self.stages]) for part in range(self.stages)]
+
+
+WHOLE = Partition(1, ())
+"""That of workers of one process, and of a simulation."""
+
+
+def partition_of(config: RunConfig, worker: int) -> Partition:
+    """How the layers of a worker lie on its processes of `gossamer train`."""
+    pipeline = config.pipeline
+    if not pipeline.cuts_replica(worker):
+        return WHOLE
+    return Partition(pipeline.stages, cuts_of(pipeline, config.model, config.data))
+
+
+class Store(NamedTuple):
+    """The checkpoints of a run as one process needs them: its own stage of some workers, or whole workers."""
+
+    config: RunConfig
+    folder: Path
+    own: Partition = WHOLE
+    part: int = 0
+
+    @property
+    def path(self) -> Path:
+        """Where this process saves."""
+        return self.own.folders(self.folder)[self.part]
+
+    def sources(self, worker: int, line: Lineage) -> dict[int, Partition]:
+        """The rounds that this process can go on from, with the partition of the checkpoints that it then reads.
+
+        Those of its own partition need this stage alone, others all stages.
+        """
+        found: dict[int, Partition] = {}
+        for other in self._others():
+            stages = [checkpoint.rounds(path, worker, line) for path in other.folders(self.folder)]
+            found |= dict.fromkeys(checkpoint.common(stages), other)
+        return found | dict.fromkeys(checkpoint.rounds(self.path, worker, line), self.own)
+
+    def rounds(self, workers: Sequence[int], line: Lineage) -> list[list[int]]:
+        """The rounds that this process can go on from, one list for each worker."""
+        return [sorted(self.sources(worker, line)) for worker in workers]
+
+    def held(self, worker: int, line: Lineage) -> list[tuple[int, tuple[int, ...]]]:
+        """The rounds of which this stage has a checkpoint, with the cuts under which it has: those of as many stages."""
+        alike = [one for one in (self.own, *self._others()) if one.stages == self.own.stages]
+        return [
+            (round, one.cuts)
+            for one in alike
+            for round in checkpoint.rounds(one.folders(self.folder)[self.part], worker, line)
+        ]
+
+    def fault(self, round: int, worker: int, line: Lineage) -> str | None:
+        """Why this round cannot be gone on from, in one clause; None when it can. Cost: that of reading all it needs."""
+        paths = self._paths(self.sources(worker, line).get(round, self.own))
+        return next((why for path in paths if (why := checkpoint.fault(path, round, worker, line)) is not None), None)
+
+    def load(self, task: Task, round: int, worker: int, line: Lineage) -> dict[str, Any]:
+        """The state of this process, put together and cut anew where it was saved by other stages.
+
+        Raises: CheckpointError. Cost: with other stages, the state of a whole worker and a model.
+        """
+        source = self.sources(worker, line).get(round, self.own)
+        states = [checkpoint.load(path, round, worker, line) for path in self._paths(source)]
+        if source == self.own:
+            return states[0]
+        model = cast(Llama, task.model())
+        try:
+            whole = joined_state(self.config, model, source, states)
+            return whole if self.own == WHOLE else state_of_part(self.config, model, self.own, self.part, whole)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoints of worker {worker} from {source.stages} stages do not fit this model and inner optimizer "
+                f"({error!r}); use the run file that wrote them, or remove them"
+            ) from None
+
+    def take_over(self, worker: int, round: int, state: dict[str, Any], line: Lineage, new: Lineage) -> None:
+        """Saves a state that comes from other stages as this process's own; `forget_others` may remove theirs then."""
+        if round and self.sources(worker, line).get(round) != self.own:
+            checkpoint.save(self.path, round, worker, state, digest=new)
+
+    def forget_others(self, worker: int) -> None:
+        """Removes what a worker has saved in stages of another partition; once all processes have taken it over."""
+        for other in self._others():
+            for path in other.folders(self.folder):
+                checkpoint.rewind(path, -1, worker)
+                with contextlib.suppress(OSError):  # other workers may have theirs there
+                    path.rmdir()
+
+    def _paths(self, source: Partition) -> list[Path]:
+        return [self.path] if source == self.own else source.folders(self.folder)
+
+    def _others(self) -> list[Partition]:
+        """The other partitions that have checkpoints here, or may have."""
+        names = (_NAME.fullmatch(path.name) for path in (self.folder / "checkpoints").glob("stage-*"))
+        found = {WHOLE, *(Partition(int(m[1]), tuple(map(int, m[2].split("-")[1:]))) for m in names if m)}
+        return sorted(one for one in found - {self.own} if one == WHOLE or self._fits(one))
+
+    def _fits(self, one: Partition) -> bool:
+        """Whether the model of the run can be cut so; the name of a folder may say anything."""
+        rising = all(a < b for a, b in pairwise([0, *one.cuts, self.config.model.shape.layers]))
+        return rising and one.stages > 0 and (len(one.cuts) + 1) % one.stages == 0
+
+
+class _Arranged(NamedTuple):
+    """The order of parameters in a vector, and the slices that are exchanged one after the other."""
+
+    layout: Layout
+    spans: Spans
+
+    @staticmethod
+    def of(config: RunConfig, model: Llama, parts: Sequence[OwnLayers]) -> "list[_Arranged]":
+        """That of a model, and of what each of these parts has of it."""
+        whole = _Arranged(*arranged(layout_of(model), config))
+        return [whole, *(_Arranged(*restricted(*whole, dict(part.named_parameters()))) for part in parts)]
+
+    def fragment(self, p: int | None) -> Layout:
+        """The layout of a fragment; of everything for None."""
+        return self.layout if p is None else self.layout.slice(*self.spans[p % len(self.spans)])
+
+    def each(self, values: Iterable[_T]) -> list[tuple[int, _T]]:
+        """The values of an outer state, as many of each fragment, with its number."""
+        listed = [*values]
+        return [(k * len(self.spans) // len(listed), value) for k, value in enumerate(listed)]
+
+
+def joined_state(
+    config: RunConfig, model: Llama, source: Partition, states: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:  # fmt: skip
+    """The state of a whole worker, from those of its stages in their order, which must be alike in all that is of no stage.
+
+    Args: `model` is one of this run, which says what is where.
+    Raises: CheckpointError, KeyError, TypeError or ValueError when they do not fit each other or the model.
+    """
+    if source == WHOLE:
+        return {**states[0]}
+    parts, names = source.parts(model), {p: name for name, p in model.named_parameters()}
+    layout, *layouts = _Arranged.of(config, model, parts)
+
+    def joined(values: Sequence[Tensor], fragment: int | None = None) -> Tensor:
+        return _whole_of(values, [one.fragment(fragment) for one in layouts], layout.fragment(fragment))
+
+    inner = [
+        named_state(build_optimizer(config.inner, part), state["inner"], names)
+        for part, state in zip(parts, states, strict=True)
+    ]
+    known = inner[0]
+    for one in inner[1:]:
+        known = known.joined(one)
+    flying = zip(*(state["under_way"] for state in states), strict=True)
+    return {
+        **states[0],
+        "x": joined([state["x"] for state in states]),
+        "outer": [
+            joined(values, p) for p, values in layout.each(zip(*(state["outer"] for state in states), strict=True))
+        ],
+        "under_way": [
+            {
+                **one[0],
+                "sent": [joined(v, one[0]["fragment"]) for v in zip(*(each["sent"] for each in one), strict=True)],
+            }
+            for one in flying
+        ],
+        "inner": for_optimizer(build_optimizer(config.inner, model), known, names),
+        "boundaries": {layer: ends for state in states for layer, ends in state["boundaries"].items()},
+    }
+
+
+def state_of_part(
+    config: RunConfig, model: Llama, target: Partition, part: int, whole: Mapping[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """What one stage goes on with, from the state of a whole worker; memories of boundaries that it lacks do no harm.
+
+    Args and raises: as `joined_state`.
+    """
+    own, names = target.parts(model)[part], {p: name for name, p in model.named_parameters()}
+    layout, places = _Arranged.of(config, model, [own])
+
+    def cut(value: Tensor, fragment: int | None = None) -> Tensor:
+        return _part_of(value, places.fragment(fragment), layout.fragment(fragment))
+
+    return {
+        **whole,
+        "x": cut(whole["x"]),
+        "outer": [cut(value, p) for p, value in layout.each(whole["outer"])],
+        "under_way": [
+            {**one, "sent": [cut(value, one["fragment"]) for value in one["sent"]]} for one in whole["under_way"]
+        ],
+        "inner": for_optimizer(
+            build_optimizer(config.inner, own), named_state(build_optimizer(config.inner, model), whole["inner"], names), names
+        ),
+    }  # fmt: skip
+
+
+def _whole_of(vectors: Sequence[Tensor], parts: Sequence[Layout], layout: Layout) -> Tensor:
+    """A vector `[P]` of a model, or several of them one after the other `[k P]`, from those of its parts.
+
+    What is no such vector must be the same in all parts. Raises: CheckpointError.
+    """
+    times = vectors[0].numel() // parts[0].numel
+    if times and all(x.shape == (times * part.numel,) for x, part in zip(vectors, parts, strict=True)):
+        whole, places = vectors[0].new_empty(times, layout.numel), {leaf.name: leaf for leaf in layout.leaves}
+        for x, part in zip(vectors, parts, strict=True):
+            for leaf in part.leaves:
+                place = places[leaf.name]
+                whole[:, place.start : place.stop] = x.view(times, part.numel)[:, leaf.start : leaf.stop]
+        return whole.view(-1)
+    if all(torch.equal(vectors[0], x) for x in vectors[1:]):
+        return vectors[0]
+    raise CheckpointError(
+        f"the stages of the checkpoint have tensors of shapes {[[*x.shape] for x in vectors]} and should have "
+        f"{[[part.numel] for part in parts]}; use the run file that wrote it"
+    )
+
+
+def _part_of(value: Tensor, part: Layout, layout: Layout) -> Tensor:
+    """What one part has of a vector as in `_whole_of`."""
+    times = value.numel() // layout.numel
+    if not times or value.shape != (times * layout.numel,):
+        return value
+    places, rows = {leaf.name: leaf for leaf in layout.leaves}, value.view(times, layout.numel)
+    return torch.cat([rows[:, places[leaf.name].start : places[leaf.name].stop] for leaf in part.leaves], 1).reshape(-1)

@@ -1,0 +1,201 @@
+"""A replica in stages, all of them in one process: what a pipeline of processes computes, to the last bit.
+
+Each boundary compresses what crosses it, in both directions, as the ends of two processes would. So this is what a simulation
+runs, and what pipelines of processes are compared with.
+"""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.boundaries import Boundary
+from gossamer.boundaries.ends import BoundaryEnd, through
+from gossamer.errors import CheckpointError
+from gossamer.models.llama import Llama
+from gossamer.models.llama import loss as next_token_loss
+from gossamer.models.sizes import crossing
+from gossamer.models.stages import Stage, stages_of
+from gossamer.run.config.document import DIRECTIONS
+from gossamer.run.config.pipeline import boundary_of, cuts_of
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.worker.compiled import made_ready
+from gossamer.tree import nbytes
+
+__all__ = [
+    "InStages",
+    "MicroBatch",
+    "StagedModel",
+    "boundaries_state",
+    "boundary_ends",
+    "computing",
+    "lost_of",
+    "restore_boundaries",
+    "spans_of",
+    "squared_norm",
+]
+
+MicroBatch = tuple[Tensor, Sequence[int]]
+"""Tokens, int64 `[B, S + 1]`, and the numbers of these B samples."""
+
+
+class InStages(Protocol):
+    """What a replica needs of a model that is cut into stages, of which this process holds all or some."""
+
+    model: nn.Module
+    """The parameters that this process holds, under the names of the whole model."""
+
+    def begin(self) -> None:
+        """A local phase begins."""
+        ...
+
+    def backward(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """Adds up the gradients of the mean loss over micro-batches, in their order; returns the loss of each."""
+        ...
+
+    def clip(self, max_norm: float, *, again: bool = False) -> None:
+        """Shortens the gradients to this norm, which is the root of the sum over stages, in their order, of squared norms.
+
+        Args: `again` says that the gradients are others than `backward` has left.
+        """
+        ...
+
+    def sent_bytes(self) -> list[list[int]]:
+        """The bytes that crossed each boundary since the last call, forward and backward."""
+        ...
+
+    def state(self) -> Any:
+        """What a checkpoint holds of the boundaries."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Restores a saved state, which may be that of other cuts. Raises CheckpointError when it is none."""
+        ...
+
+
+def spans_of(config: RunConfig) -> list[tuple[int, int]]:
+    """The first layer of each stage, and the one after its last."""
+    cuts = cuts_of(config.pipeline, config.model, config.data)
+    return [*pairwise([0, *cuts, config.model.shape.layers])]
+
+
+def boundary_ends(config: RunConfig, layer: int) -> tuple[BoundaryEnd, BoundaryEnd]:
+    """The forward and the backward direction of the boundary before this layer."""
+    shape = (config.data.batch_size, config.data.seq_len, crossing(config.model, layer))
+    there, back = (BoundaryEnd(boundary_of(getattr(config.pipeline, direction)), shape) for direction in DIRECTIONS)
+    return there, back
+
+
+def computing(config: RunConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """In here a forward pass has the precision of the run."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.inner.autocast == "bf16")
+
+
+def squared_norm(stage: nn.Module) -> Tensor:
+    """Of the gradient of a stage, a scalar."""
+    return torch.nn.utils.get_total_norm([p.grad for p in stage.parameters() if p.grad is not None]).square()
+
+
+def lost_of(table: Tensor, codec: Boundary) -> Tensor:
+    """The part of the embeddings `[V, D]` that a linear boundary codec would lose."""
+    rows = table[None]
+    return (rows - codec.decode(codec.encode(rows), rows))[0]
+
+
+Boundaries = Mapping[int, tuple[BoundaryEnd, BoundaryEnd]]
+"""The forward and the backward direction of each, by the layer that it lies before."""
+
+
+def boundaries_state(boundaries: Boundaries) -> dict[int, list[dict[str, Any]]]:
+    """What a checkpoint holds of the boundaries of a process."""
+    return {layer: [end.state() for end in ends] for layer, ends in boundaries.items()}
+
+
+def restore_boundaries(boundaries: Boundaries, state: Any) -> None:
+    """Restores saved boundaries, which may be those of other cuts: one that was not there yet remembers nothing.
+
+    Raises: CheckpointError when the state is none of boundaries.
+    """
+    if not isinstance(state, dict) or not all(isinstance(ends, list) and len(ends) == 2 for ends in state.values()):
+        raise CheckpointError(
+            f"the checkpoint holds {type(state).__name__!r} in place of the boundaries of a pipeline; use the run file that "
+            "wrote it, or remove the checkpoint"
+        )
+    for layer, ends in boundaries.items():
+        for end, saved in zip(ends, state.get(layer, ({}, {})), strict=True):
+            end.restore(saved)
+
+
+class StagedModel:
+    """The stages of a model, which share its parameters, and the boundaries between them; see `InStages`.
+
+    Cost: none beyond the model, but for codecs that remember.
+    """
+
+    def __init__(self, model: Llama, config: RunConfig) -> None:
+        self.model: nn.Module = model
+        self._config = config
+        self.stages = stages_of(model, cuts_of(config.pipeline, config.model, config.data))
+        self.boundaries = [boundary_ends(config, stage.first) for stage in self.stages[1:]]
+        """The forward and the backward direction of each, in order of the stages."""
+        self._by_layer = {stage.first: ends for stage, ends in zip(self.stages[1:], self.boundaries, strict=True)}
+        self._linear = self.boundaries[0][0].codec.linear
+        self._rest: Tensor | None = None
+        self._forward = made_ready(Stage.forward, config)
+
+    def begin(self) -> None:
+        """A local phase begins: all stages learn which part of the embeddings `[V, D]` a linear codec would lose."""
+        if self._linear:
+            self._rest = lost_of(self.stages[0].table, self.boundaries[0][0].codec)
+            # With chunks, a process learns it once.
+            for there, _ in self.boundaries[: self._config.pipeline.stages - 1]:
+                there.sent_bytes += nbytes(self._rest)
+
+    def loss(self, batch: Tensor, samples: Sequence[int]) -> Tensor:
+        """The mean cross-entropy of a micro-batch, int64 `[B, S + 1]`, of these samples; see `gossamer.models.llama.loss`."""
+
+        def logits(tokens: Tensor) -> Tensor:
+            h = self._forward(self.stages[0], tokens, tokens)
+            known = None if self._rest is None else self._rest[tokens]
+            for stage, (there, back) in zip(self.stages[1:], self.boundaries, strict=True):
+                h = (
+                    through(h, there, back, samples)
+                    if known is None
+                    else through(h - known, there, back, samples) + known
+                )
+                h = self._forward(stage, h, tokens)
+            return h
+
+        return next_token_loss(logits, batch)
+
+    def backward(self, batches: Sequence[MicroBatch]) -> list[float]:
+        """See `InStages`."""
+        losses: list[float] = []
+        for batch, samples in batches:
+            with computing(self._config, batch.device):
+                value = self.loss(batch, samples)
+            (value / len(batches) if len(batches) > 1 else value).backward()
+            losses.append(value.item())
+        return losses
+
+    def clip(self, max_norm: float, *, again: bool = False) -> None:
+        """See `InStages`."""
+        squares = [squared_norm(stage) for stage in self.stages]
+        total = sum(squares[1:], squares[0]).sqrt()
+        for stage in self.stages:
+            torch.nn.utils.clip_grads_with_norm_(stage.parameters(), max_norm, total)
+
+    def sent_bytes(self) -> list[list[int]]:
+        """See `InStages`."""
+        return [[end.take_sent() for end in ends] for ends in self.boundaries]
+
+    def state(self) -> dict[int, list[dict[str, Any]]]:
+        """See `InStages`."""
+        return boundaries_state(self._by_layer)
+
+    def restore(self, state: Any) -> None:
+        """See `InStages`."""
+        restore_boundaries(self._by_layer, state)

@@ -1,0 +1,46 @@
+"""How long an inner step of a run takes on this machine, for a network file."""
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+from gossamer.data.tokenizer import load_tokenizer
+from gossamer.network.links import StepOf
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.worker.replica import Replica
+from gossamer.run.worker.task import task_of
+
+__all__ = ["StepTime", "step_time"]
+
+_FEWEST, _MOST = 2, 20
+
+
+class StepTime(NamedTuple):
+    """A measured inner step."""
+
+    seconds: float
+    of: StepOf
+
+
+def step_time(config: RunConfig, worker: int, device: torch.device, *, test_s: float = 2.0) -> StepTime:
+    """Trains a few inner steps of a run on its data, and takes the median of their seconds.
+
+    Args:
+        worker: whose data are taken.
+        test_s: seconds after which no further step is taken; two are at least, after one that does not count.
+    Raises: DataError when the data cannot be opened, ConfigError when a package is missing.
+    Cost: a model, its gradients and its inner optimizer, for 3 to 21 inner steps.
+    """
+    replica = Replica(worker, config, task_of(config), device)
+    replica.train(0, 0, 1)  # the first step imports, allocates and tunes
+    took: list[float] = []
+    began = time.perf_counter()
+    while len(took) < _FEWEST or (len(took) < _MOST and time.perf_counter() - began < test_s):
+        took.append(replica.train(0, 0, 1).compute_s)
+    of = StepOf(
+        model=config.model, vocab_size=load_tokenizer(config.data.tokenizer).vocab_size, seq_len=config.data.seq_len,
+        batch_size=config.data.batch_size * config.data.accumulate,
+    )  # fmt: skip
+    return StepTime(statistics.median(took), of)

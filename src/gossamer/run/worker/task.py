@@ -1,0 +1,212 @@
+"""What a run trains: a model, its loss, the batches and the inner optimizer; Gossamer's own, or the user's."""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gossamer.data.corpus import Batches, fingerprint, open_corpus
+from gossamer.data.tokenizer import Tokenizer, load_tokenizer
+from gossamer.errors import ConfigError
+from gossamer.layout import Layout
+from gossamer.library.guard import must_be_trainable
+from gossamer.models.llama import build_model
+from gossamer.models.llama import loss as next_token_loss
+from gossamer.optimizers.inner import OptimizerFactory
+from gossamer.run.config.layouts import Holding, holding_of, layout_for
+from gossamer.run.config.run_file import RunConfig
+from gossamer.run.config.user_parts import GIVEN, KEYS, OURS, Parts, caller
+
+__all__ = ["OwnBatches", "Task", "buffers_of", "found_by_each", "moved", "task_of"]
+
+Loss = Callable[[nn.Module, Any], Tensor]
+_OF_INNER = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
+
+
+class Task(NamedTuple):
+    """What every worker of a run trains."""
+
+    model: Callable[[], nn.Module]
+    """A new model on the CPU, always with the same parameters, and with all its experts."""
+    loss: Loss
+    """Of a model and a batch: a scalar, in nats per token where the batches are text."""
+    data: Batches
+    optimizer: OptimizerFactory | None
+    """Makes the user's own inner optimizer; None for the one of the settings."""
+    draws: bool
+    """Whether a forward pass may draw random numbers."""
+    tokenizer: Tokenizer | None
+    """Of the text; None for batches of the user's own."""
+    holding: Holding | None
+    """What each worker holds of the model; None where all hold all of it."""
+
+
+def task_of(config: RunConfig, parts: Parts = OURS) -> Task:
+    """Opens the data of a run and prepares what makes its model and its optimizer.
+
+    Raises: DataError; ConfigError, and UserCodeError when code of the user's fails.
+    """
+    data = OwnBatches(config, parts) if config.data.own else open_corpus(config.data, config.workers, config.seed)
+    tokenizer = None if isinstance(data, OwnBatches) else data.tokenizer
+    layout: Layout | None = None
+    if config.model.own:
+        model = partial(_own_model, config, parts)
+    else:
+        words = tokenizer or load_tokenizer(config.data.tokenizer)
+        model = partial(build_model, config.model, words.vocab_size, config.data.seq_len, config.seed)
+        layout = layout_for(config.model, words.vocab_size)
+    return Task(
+        model,
+        _loss(config, parts),
+        data,
+        _optimizer(config, parts) if "optimizer" in parts.own else None,
+        draws=config.model.own or config.model.loss is not None or config.model.dropout > 0.0,
+        tokenizer=tokenizer,
+        holding=holding_of(config, layout),
+    )
+
+
+def _own_model(config: RunConfig, parts: Parts) -> nn.Module:
+    """The user's model, made right after `torch.manual_seed(seed)`; torch's generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(config.seed)
+        model = caller(parts, "model", config.model.size)(**(config.model.options or {}))
+    must_be_trainable(model, "the run")
+    return model
+
+
+def _loss(config: RunConfig, parts: Parts) -> Loss:
+    if config.model.loss is None:
+        return next_token_loss
+    name, own = config.model.loss, caller(parts, "loss", config.model.loss)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = own(model, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shown = (
+                f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            )
+            raise ConfigError(
+                f"{KEYS['loss']} is '{name}', which returned {shown}; return a scalar tensor, such as a mean"
+            )
+        return value
+
+    return loss
+
+
+def _optimizer(config: RunConfig, parts: Parts) -> OptimizerFactory:
+    """The user's optimizer, with those settings of [inner] that it takes by name."""
+    function, options = parts.own["optimizer"], dict(config.inner.options or {})
+    try:
+        takes = inspect.signature(function).parameters
+    except ValueError:
+        takes = {}
+    if not config.inner.optimizer.startswith(GIVEN):
+        options = {name: getattr(config.inner, name) for name in _OF_INNER if name in takes} | options
+
+    def optimizer(parameters: list[nn.Parameter]) -> Any:
+        made = caller(parts, "optimizer", config.inner.optimizer)(parameters, **options)
+        if not all(
+            hasattr(made, name) for name in ("step", "zero_grad", "param_groups", "state_dict", "load_state_dict")
+        ):
+            raise ConfigError(
+                f"{KEYS['optimizer']} is '{config.inner.optimizer}', which returned a {type(made).__name__}; return an optimizer "
+                "such as torch.optim.AdamW"
+            )
+        return made
+
+    return optimizer
+
+
+def found_by_each(task: Task, parts: Parts) -> dict[str, str]:
+    """What every worker finds on its own and all must have in common: hashes of text, of code, and of a model of its own."""
+    found = {"the text of data.source": fingerprint(task.data)}
+    found |= {f"the code of {code.name}": code.sha256[:16] for code in parts.codes}
+    if "model" in parts.own:
+        found["the parameters of model.size"] = _hash(task.model())
+    return found
+
+
+class OwnBatches:
+    """Batches of the user's function `batch(worker, step)`. It must return the same whenever it is asked for the same.
+
+    That is checked at the first batch of each worker.
+    """
+
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        self._config, self._checked = config, set[int]()
+        self._batch = partial(caller(parts, "data", str(config.data.source)), **(config.data.options or {}))
+        name = config.data.validation
+        self._validation = None if name is None else caller(parts, "validation", name)
+
+    def batch(self, worker: int, step: int) -> Any:
+        """See `Batches.batch`. Raises: ConfigError when it differs from one call to the next."""
+        batch = self._batch(worker, step)
+        if worker not in self._checked:
+            self._checked.add(worker)
+            if not _equal(batch, self._batch(worker, step)):
+                raise ConfigError(
+                    f"{KEYS['data']} is '{self._config.data.source}', which returned different batches for worker {worker} and "
+                    f"step {step} when called twice; make the batch depend on these two alone, with a torch.Generator seeded "
+                    "from them"
+                )
+        return batch
+
+    def validation(self, num_batches: int) -> list[Any]:
+        """See `Batches.validation`: the user's own, or what would come after the last inner step."""
+        config, n = self._config, self._config.workers
+        if self._validation is not None:
+            return [self._validation(k) for k in range(num_batches)]
+        last = config.run.steps * config.data.accumulate
+        return [self.batch(k % n, last + k // n) for k in range(num_batches)]
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: batches follow from worker and step."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Nothing is to be restored."""
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two batches are bitwise the same, whatever they are made of."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, Mapping):
+        return isinstance(other, Mapping) and one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, Sequence) and not isinstance(one, str | bytes):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device; on the CPU, the batch itself."""
+    if device.type == "cpu":
+        return batch
+    if hasattr(batch, "to"):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: moved(one, device) for key, one in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(moved(one, device) for one in batch)
+    return batch
+
+
+def buffers_of(model: nn.Module) -> list[Tensor]:
+    """The buffers that belong to a model's state, such as the running statistics of batch norm."""
+    saved = model.state_dict(keep_vars=True)
+    return [buffer for name, buffer in model.named_buffers() if name in saved]
+
+
+def _hash(model: nn.Module) -> str:
+    found = hashlib.sha256()
+    for p in model.parameters():
+        found.update(p.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]

@@ -1,0 +1,215 @@
+"""A worker as a participant of a run in rounds: a replica, its outer loop, and its pacer. All drivers of rounds run these."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import CheckpointError
+from gossamer.layout import Layout
+from gossamer.network.pacing import PaceNote, Pacer, first_leg_bytes
+from gossamer.record.logs.trace import Operation
+from gossamer.rounds.compatibility.combine import Method
+from gossamer.rounds.loop import OuterLoop
+from gossamer.rounds.schedule import Stop
+from gossamer.rounds.sharing import first_sharing
+from gossamer.rounds.together import Together
+from gossamer.run.config.run_file import digest
+from gossamer.run.worker.replica import LocalPhase, Replica, joined
+from gossamer.transport import Reduce, Transport
+from gossamer.tree import leaves, must_fit
+
+__all__ = ["RoundReport", "Segment", "Worker", "parts_of"]
+
+
+def parts_of(
+    x: Tensor, layout: Layout, spans: Sequence[tuple[int, int]], averaged: Tensor | None, moments: Sequence[Tensor]
+) -> list[tuple[Tensor, Layout]]:
+    """What a worker exchanges, as `OuterLoop` takes it: the fragments of x, or average and iterate together, and moments."""
+    if averaged is None:
+        parts = [(x[a:b], layout.slice(a, b)) for a, b in spans]
+    else:  # mixing the parameters alone would part them from these two
+        n = layout.numel
+        again = (leaf._replace(start=leaf.start + n, stop=leaf.stop + n) for leaf in layout.leaves)
+        parts = [(averaged, Layout((*layout.leaves, *again), 2 * n))]
+    return [*parts, *((each, layout) for each in moments)]
+
+
+class Segment(NamedTuple):
+    """The part of a round that ends at a stop: these inner steps, then what is sent and received there."""
+
+    round: int
+    stop: Stop
+    first: int
+    last: int
+
+
+class RoundReport(NamedTuple):
+    """What a worker did in a round: how it trained before each stop, and what went over the wire at it."""
+
+    phases: list[LocalPhase]
+    operations: list[list[Operation]]
+
+    @property
+    def whole(self) -> LocalPhase:
+        """All inner steps of the round."""
+        return joined(self.phases)
+
+
+class Worker:
+    """A replica that takes part in rounds. It starts with the outer state of the start of a run.
+
+    Args: `reduce` and `together` as in `OuterLoop`.
+    """
+
+    def __init__(
+        self, replica: Replica, m: Method, transport: Transport, reduce: Reduce | None = None,
+        together: Together | None = None,
+    ) -> None:  # fmt: skip
+        self.replica, self.config, self.index = replica, replica.config, replica.index
+        on_gradients = m.rule.site == "gradients"
+        x = replica.keep_gradient() if on_gradients else replica.x
+        averaged = replica.averaged if m.rule.site == "parameters" else None
+        parts = parts_of(x, replica.layout, replica.spans, averaged, replica.moments or ())
+        full_steps = self.config.full_steps
+        self.loop = OuterLoop(
+            m, transport, parts, local_steps=replica.local_steps, full_steps=full_steps, seed=self.config.seed, reduce=reduce,
+            together=together,
+        )  # fmt: skip
+        if self.config.data.constant_batch:
+            self.loop.sharing = first_sharing(self.config.workers)
+        self.pacer: Pacer | None = None
+        """Decides on the local steps of the next round, where they adapt."""
+        if self.config.run.adapt:
+            hidden = 1.0 if m.rule.delay_rounds else m.schedule.hidden(full_steps)
+            self.pacer = Pacer(self.index, replica.local_steps, full_steps, hidden)
+        self._hashes: list[str] = []
+
+    def set_local_steps(self, local_steps: int) -> None:
+        """The inner steps of each round from the next one on."""
+        self.replica.local_steps = self.loop.local_steps = local_steps
+
+    def segments(self, round: int) -> Iterator[Segment]:
+        """The segments of a round, one for each stop."""
+        if self.loop.method.rule.adapted is not None:
+            self.set_local_steps(self.loop.adapted(self.config.local_steps_of(self.index)))
+        start = 0
+        self.loop.enter(round)
+        if self.loop.sharing is not None:
+            self.replica.places = self.loop.sharing.places(self.index)
+        for stop in self.loop.stops(round):
+            end = stop.after(self.replica.local_steps, self.config.full_steps)
+            yield Segment(round, stop, start, end)
+            start = end
+
+    def train(self, segment: Segment, after_step: Callable[[], None] = lambda: None) -> LocalPhase:
+        """Announces what the stop of a segment will exchange, and takes the inner steps up to it."""
+        self.loop.announce(segment.round, segment.stop)
+        return self.replica.train(segment.round, segment.first, segment.last, after_step)
+
+    def rehearse(self, round: int, state: Mapping[str, Any]) -> None:
+        """A local phase from another worker's state, of which this one keeps nothing but its inner optimizer.
+
+        It trains on the batches of its own slot. Raises: as `take_over` and `Replica.train`.
+        """
+        self.take_over({**state, "inner": None})
+        self.replica.steps_taken, self.replica.places = int(state["steps_taken"]), None
+        self.replica.train(round, 0, self.replica.local_steps)
+
+    def send(self, segment: Segment) -> list[Operation]:
+        """Sends what is due at the stop of a segment."""
+        if self.config.record.hash and segment.stop.sends:
+            self._hashes.append(self._hash(segment.stop))
+        return self.loop.post(segment.round, segment.stop)
+
+    def hashes(self) -> list[str]:
+        """One for each stop since the last call at which something was sent: of that, as it was right before.
+
+        A worker whose numbers go wrong is the first that differs there, as nobody has heard of it yet.
+        """
+        taken, self._hashes = self._hashes, []
+        return taken
+
+    def _hash(self, stop: Stop) -> str:
+        replica, found = self.replica, hashlib.sha256(str(self.replica.steps_taken).encode())
+        parts = [self.loop.part(p) for p in stop.sends]
+        trained = [] if replica.gradient is None else [replica.x]
+        for t in [*trained, *(leaf for part in parts for leaf in (part.x, *leaves(part.s)))]:
+            found.update(t.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return found.hexdigest()[:16]
+
+    def receive(self, segment: Segment) -> None:
+        """Waits for what is due at the stop of a segment, and makes its outer updates."""
+        self.loop.receive(segment.round, segment.stop)
+        self.replica.recompute()
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Where slots are shared, the inner steps behind this worker's slot are those in the mean, whoever has taken them."""
+        if self.loop.sharing is not None:
+            self.replica.steps_taken = self.loop.sharing.steps[self.index]
+
+    def receive_rest(self) -> None:
+        """After the last round, finishes the exchanges that are under way."""
+        self.loop.end()
+        self.replica.recompute()
+
+    def pace_note(
+        self, report: RoundReport, uplinks_bytes_per_s: Mapping[int, float], step_s: float | None = None
+    ) -> PaceNote:
+        """Gives the pacer the seconds of a round, and returns what the others should know; `step_s` replaces the measured one."""
+        assert self.pacer is not None
+        phase = report.whole
+        own_s = phase.compute_s / len(phase.losses) if step_s is None else step_s
+        sent_bytes = first_leg_bytes(
+            (operation for some in report.operations for operation in some), self.loop.owners_share
+        )
+        return self.pacer.measured(own_s, sent_bytes, uplinks_bytes_per_s)
+
+    def adapt(self, notes: Mapping[int, PaceNote]) -> None:
+        """Sets the local steps of the next round by the notes of all workers."""
+        assert self.pacer is not None
+        self.set_local_steps(self.pacer.decided(notes, self.config.workers))
+
+    def state(self) -> dict[str, Any]:
+        """Everything a checkpoint needs to continue bit for bit: model, inner and outer state, data position."""
+        sharing = self.loop.sharing
+        return {
+            "x": self.replica.evaluated,
+            "outer": leaves(self.loop.state),
+            "under_way": self.loop.state_under_way(),
+            "steps_taken": self.replica.steps_taken,
+            "pace": None if self.pacer is None else self.pacer.state(),
+            **({} if sharing is None else {"sharing": sharing.state()}),
+            **self.replica.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores a checkpoint. Raises CheckpointError when it does not fit this model or rule."""
+        try:
+            mine, theirs = [self.replica.evaluated, *leaves(self.loop.state)], [state["x"], *state["outer"]]
+            must_fit(theirs, mine)
+            for own, saved in zip(mine, theirs, strict=True):
+                own.copy_(saved)
+            self.replica.steps_taken = int(state["steps_taken"])
+            if self.pacer is not None:
+                self.pacer.restore(state["pace"])
+                self.set_local_steps(self.pacer.steps)
+            self.replica.restore(state)
+            self.loop.restore_under_way(state["under_way"])
+            if self.loop.sharing is not None:
+                self.loop.sharing = self.loop.sharing.restored(state["sharing"])
+                self._count_steps()
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"the checkpoint of worker {self.index} does not fit rule '{self.config.rule.name}' and this model "
+                f"({error}); "
+                f"resume with the run file it was written by (digest {digest(self.config)})"
+            ) from None
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Goes on with the state of another worker, but for what that one alone has to send. Raises: as `restore`."""
+        self.restore(state)
+        self.loop.forget_unsent()

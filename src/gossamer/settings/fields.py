@@ -1,0 +1,64 @@
+"""What the annotation of a field says of it: bounds, names that are allowed, and what the field decides."""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from gossamer.settings.user_code import is_code
+
+__all__ = ["NEUTRAL", "AtLeastOne", "AtLeastZero", "Changeable", "CodeName", "OneOf", "Words"]
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+AtLeastZero = Annotated[int, Field(ge=0)]
+
+
+class Words(NamedTuple):
+    """What a field allows, in an annotation whose bounds do not say it well enough."""
+
+    text: str
+
+
+class _Mark(NamedTuple):
+    name: str
+
+
+NEUTRAL = _Mark("neutral")
+"""In the annotation of a field that does not decide the numbers of a run, so that its digest leaves the field out."""
+
+
+class Changeable(NamedTuple):
+    """In the annotation of a field that decides numbers, and that a resumed run may change all the same.
+
+    Of a row of a table of methods it names the options that may change: `Annotated[Choice, Changeable("lr")]`.
+    """
+
+    option: str = ""
+
+
+class OneOf:
+    """In the annotation of a name that must be in a table: `Annotated[str, OneOf(SIZES)]`.
+
+    Args: with `code`, the name of Python code, "package.module:name", is allowed too.
+    """
+
+    def __init__(self, names: Iterable[str], *, code: bool = False) -> None:
+        self.names, self.code = list(names), code
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        one = core_schema.literal_schema(self.names)
+        if not self.code:
+            return one
+        return core_schema.union_schema(
+            [one, core_schema.no_info_after_validator_function(_code, core_schema.str_schema())]
+        )
+
+
+def _code(name: str) -> str:
+    if not is_code(name):
+        raise ValueError("no name of Python code")
+    return name
+
+
+CodeName = Annotated[str, AfterValidator(_code), Words('Python code, as "package.module:name"')]

@@ -1,0 +1,410 @@
+"""Tables of settings and lines of records: fields with types and bounds, checked by pydantic, and one sentence for each fault.
+
+A field declares what it allows once, in its annotation: `Annotated[int, Field(ge=1)]`. The words of an error, the bounds that
+are checked and the JSON schema all come from there. Numbers are finite unless `AllowInfNan` is given, a whole number may
+stand for a float, a bool is no number, and a list (or a table) becomes a tuple (or an instance).
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Generic, Literal, NotRequired, TypeVar, dataclass_transform, get_args, get_origin
+
+from pydantic import (
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import ArgsKwargs, CoreSchema, ErrorDetails
+from typing_extensions import is_typeddict
+
+from gossamer.errors import ConfigError, DataError, GossamerError, choose
+from gossamer.settings.fields import NEUTRAL, Changeable, OneOf, Words
+
+__all__ = [
+    "RECORD",
+    "Faults",
+    "Records",
+    "build",
+    "changeable",
+    "faults",
+    "parse_toml",
+    "plain",
+    "settings",
+]
+
+T = TypeVar("T")
+
+RECORD = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""Of settings, and for `pydantic.with_config` of a TypedDict that describes a line of a record."""
+
+
+_DEEPEST = 32  # tables in tables; a run file has four
+
+
+class Faults(ConfigError):
+    """All faults of one value; its sentence is the first of them."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__(found[0])
+        self.found = [*map(ConfigError, found)]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+def settings(table: str | None = None) -> Callable[[type[T]], type[T]]:
+    """Makes a class a frozen dataclass of keywords whose fields are checked whenever one is made.
+
+    Args: `table` is the dotted name of the only table that holds these settings, "" for a whole file. None if there are
+    several, and then the sentences of `__post_init__` are given the name of the one at fault.
+    Raises: ConfigError, from the constructor, for a value that its field does not allow.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        cls.__get_pydantic_core_schema__ = classmethod(_from_toml)  # pyright: ignore[reportAttributeAccessIssue]
+        cls.__get_pydantic_json_schema__ = classmethod(_explained)  # pyright: ignore[reportAttributeAccessIssue]
+        made: Any = dataclass(cls, frozen=True, kw_only=True, config=RECORD)
+        made.__table__ = table
+        checked = made.__init__
+
+        def __init__(self: Any, **options: Any) -> None:
+            try:
+                checked(self, **options)
+            except ValidationError as error:
+                raise _all(made, error, made.__name__.lower() if table is None else table, "")[0] from None
+
+        made.__init__ = __init__
+        return made
+
+    return decorate
+
+
+def build(kind: type[T], table: Any, where: str = "", source: str = "") -> T:
+    """The settings that a table of a TOML file describes.
+
+    Args: `where` is the dotted name of the table, and `source` the file that has it, if the sentences should begin with it.
+    Raises: ConfigError with the first of the faults.
+    """
+    try:
+        return typing.cast(Any, kind).__pydantic_validator__.validate_python(table)
+    except ValidationError as error:
+        raise _all(kind, error, where, f"{source}: " if source else "")[0] from None
+
+
+def faults(kind: type, table: Any) -> list[GossamerError]:
+    """Everything that keeps a table from being these settings, one error each; empty when nothing does."""
+    try:
+        typing.cast(Any, kind).__pydantic_validator__.validate_python(table)
+    except ValidationError as error:
+        return _all(kind, error, "", "")
+    return []
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The document in a TOML text; `where` is what the sentences begin with.
+
+    Raises: ConfigError for anything else, and for tables or lists that are nested too deep for those who walk through them.
+    """
+    try:
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not TOML: {error}; correct that line") from None
+    layer: list[Any] = [document]
+    for _ in range(_DEEPEST):
+        layer = [inner for one in layer for inner in (one.values() if isinstance(one, dict) else one)]
+        layer = [one for one in layer if isinstance(one, dict | list)]
+    if layer:
+        raise ConfigError(
+            f"{where} has tables or lists nested more than {_DEEPEST} deep; a table has its keys at its top"
+        )
+    return document
+
+
+def plain(value: Any, *, defaults: bool = True, neutral: bool = True) -> Any:
+    """Settings as TOML has them: tables, lists and values, without what is None.
+
+    Args: without `defaults`, what is at its default is left out, and without `neutral` what is marked NEUTRAL.
+    """
+
+    def inner(part: Any) -> Any:
+        return plain(part, defaults=defaults, neutral=neutral)
+
+    if dataclasses.is_dataclass(value):
+        hints = _hints(type(value)) if not neutral else {}
+        given = {f: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {
+            f.name: inner(part)
+            for f, part in given.items()
+            if part is not None
+            and (defaults or part != _default(f))
+            and (neutral or NEUTRAL not in get_args(hints[f.name]))
+        }
+    if isinstance(value, Mapping):
+        return {key: inner(part) for key, part in value.items()}
+    return [inner(part) for part in value] if isinstance(value, tuple) else value
+
+
+def changeable(kind: type, prefix: str = "") -> list[str]:
+    """The dotted keys of settings that a resumed run may change: those marked NEUTRAL (with all below them) or Changeable."""
+    keys: list[str] = []
+    for name, hint in _hints(kind).items():
+        if found := next((one for one in _extras(hint) if one is NEUTRAL or isinstance(one, Changeable)), None):
+            option = found.option if isinstance(found, Changeable) else ""
+            keys.append(f"{prefix}{name}" + (f".{option}" if option else ""))
+        elif dataclasses.is_dataclass(bare := _bare(hint)):
+            keys += changeable(typing.cast(type, bare), f"{prefix}{name}.")
+    return keys
+
+
+class Records(Generic[T]):
+    """Lines of JSON of one kind, or of several that differ by a tag.
+
+    Args: `kind` is a TypedDict with the configuration `RECORD`, or a tagged union of such.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+        self._kind_of: TypeAdapter[T] = TypeAdapter(kind)
+
+    def of(self, value: object, where: str) -> T:
+        """The record that a parsed line is. Raises: DataError, which names `where`, when it is none."""
+        return self._checked_by(self._kind_of.validate_python, value, where)
+
+    def parse(self, line: bytes | str, where: str) -> T:
+        """The record that a line of JSON holds. Raises: DataError, which names `where`, when it holds none."""
+        return self._checked_by(self._kind_of.validate_json, line, where)
+
+    def _checked_by(self, check: Callable[[Any], T], value: Any, where: str) -> T:
+        try:
+            return check(value)
+        except ValidationError as error:
+            (first, *_) = error.errors(include_url=False)
+            if first["type"] == "json_invalid":
+                found = f"{where} is not JSON ({first['ctx']['error']}) but must hold one object"  # pyright: ignore[reportTypedDictNotRequiredAccess]
+            else:
+                found = _all(self._kind, error, "", f"{where}: ")[0]
+        raise DataError(f"{found}; repair or remove the line")
+
+
+def _default(option: "dataclasses.Field[Any]") -> Any:
+    return option.default if option.default_factory is dataclasses.MISSING else option.default_factory()
+
+
+def _from_toml(cls: type, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    """The schema of a settings class, in which tables and lists may be what TOML makes of them; all else stays strict."""
+
+    def loosen(part: Any) -> None:
+        if isinstance(part, dict):
+            if part.get("type") in ("tuple", "dataclass"):
+                part["strict"] = False
+            for key, inner in part.items():
+                if key != "metadata":
+                    loosen(inner)
+        elif isinstance(part, list | tuple):
+            for inner in part:
+                loosen(inner)
+
+    schema = handler(source)
+    loosen(schema)
+    return schema
+
+
+def _explained(cls: type, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    """The JSON schema of a settings class, with the string that follows a field as its description.
+
+    Pydantic's `use_attribute_docstrings` would parse the sources whenever a module is imported.
+    """
+    found = handler(schema)
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    for field, text in itertools.pairwise(typing.cast(ast.ClassDef, definition).body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                handler.resolve_ref_schema(found)["properties"][name]["description"] = inspect.cleandoc(doc)
+    return found
+
+
+# Sentences: pydantic's errors about a value, by the field that has it
+
+
+class _Place(typing.NamedTuple):
+    """A field, or a table, that an error is about."""
+
+    path: tuple[Any, ...]
+    hint: Any
+    """Its annotation; None for a key that its table does not know."""
+    table: Any
+    """The annotation of the table that it is in."""
+
+
+def _all(kind: Any, error: ValidationError, where: str, source: str) -> list[GossamerError]:
+    """One error for each field at fault, in their order."""
+    grouped: dict[tuple[Any, ...], tuple[_Place, list[ErrorDetails]]] = {}
+    for item in error.errors(include_url=False):
+        place = _place(kind, item["loc"])
+        grouped.setdefault(place.path, (place, []))[1].append(item)
+    found: list[GossamerError] = []
+    for place, items in grouped.values():
+        own = items[0].get("ctx", {}).get("error")
+        if isinstance(own, Faults):
+            found += own.found
+        elif isinstance(own, GossamerError):
+            name = "" if getattr(_bare(place.hint), "__table__", "") is not None else f"{_dotted(where, place.path)}: "
+            found.append(type(own)(f"{source}{name}{own}"))
+        else:
+            found.append(ConfigError(f"{source}{_sentence(items, place, where)}"))
+    return found
+
+
+def _place(kind: Any, location: tuple[int | str, ...]) -> _Place:
+    """What pydantic's location leads to, through tables and lists of tables; the rest of it are members of unions and items."""
+    path: list[Any] = []
+    hint, table = kind, None
+    for key in location:
+        bare = _given(_bare(hint))
+        origin, arguments = get_origin(bare), get_args(bare)
+        if _is_table(bare):
+            hint, table = _hints(bare).get(str(key)), bare
+        elif (
+            origin in (list, tuple, Mapping)
+            and isinstance(key, int | str)
+            and _is_table(_bare(arguments[-2:][origin is Mapping]))
+        ):
+            hint = arguments[-2:][origin is Mapping]
+        elif member := next((one for one in arguments if _is_table(one) and _tagged(one, key)), None):
+            hint = member
+            continue
+        else:
+            break
+        path.append(key)
+    return _Place(tuple(path), hint, table)
+
+
+def _given(bare: Any) -> Any:
+    """Of a table that may be left out, the table."""
+    parts = [part for part in get_args(bare) if part is not type(None)]
+    return (
+        parts[0] if get_origin(bare) in (typing.Union, types.UnionType) and [*map(_is_table, parts)] == [True] else bare
+    )
+
+
+def _sentence(items: list[ErrorDetails], place: _Place, where: str) -> str:
+    """The sentence about one field, from pydantic's errors about it."""
+    first, (path, hint, table) = items[0], place
+    name, owner = _dotted(where, path), _dotted(where, path[:-1])
+    given: Any = first["input"].kwargs if isinstance(first["input"], ArgsKwargs) else first["input"]
+    if hint is None:
+        return choose(f"key in [{owner}]" if owner else "key", str(path[-1]), _hints(table)) + "; correct the name"
+    if first["type"] == "missing" and first["loc"][-1:] == path[-1:]:
+        return f"{owner or 'this'} has the keys {sorted(given)} and '{path[-1]}' is needed too; add it: {_words(hint, name)}"
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        key = first["ctx"]["discriminator"].strip("'")  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        known = [tag for member in get_args(_bare(hint)) for tag in get_args(_bare(_hints(member)[key]))]
+        return choose(key, str(given.get(key)), known)
+    if isinstance(given, str) and (names := _names(hint)):
+        return choose(name, given, names) + "; correct the name"
+    # Of a list the item at fault is shown, if it is one.
+    places = [(item, item["loc"][-1:]) for item in items]
+    inside = [item for item, last in places if last and isinstance(last[0], int) and last != path[-1:]]
+    value = next((item["input"] for item in inside if item["type"] != "missing"), given)
+    shown = "an empty list" if value in ((), []) else f"{value!r:.60}"
+    return f"{name or 'this'} is {shown} but must be {_words(hint, name)}"
+
+
+def _words(hint: Any, name: str) -> str:
+    """What a field allows, in words."""
+    extras = _extras(hint)
+    if said := next((one.text for one in extras if isinstance(one, Words)), ""):
+        return said
+    bare = _bare(hint)
+    origin, arguments = get_origin(bare), get_args(bare)
+    if names := _names(hint):
+        return "one of " + ", ".join(names) if len(names) > 1 else f'"{names[0]}"'
+    if origin in (typing.Union, types.UnionType):
+        one, *more = (_words(part, name) for part in arguments if part is not type(None))
+        text = (
+            f"{one}, or a list of them"
+            if [text.endswith(f"each {one}") for text in more] == [True]
+            else " or ".join((one, *more))
+        )
+        return text + (", or left out" if type(None) in arguments else "")
+    if _is_table(bare):
+        return "an object" if is_typeddict(bare) else "a table"
+    if origin is Mapping:
+        return f"tables; write each as [{name}.NAME]"
+    if origin in (list, tuple) and _is_table(_bare(arguments[0])):
+        return f"tables; write each as [[{name}]]"
+    if origin in (list, tuple):
+        count = f" of {len(arguments)}" if arguments[1:] and arguments[1] is not ... else ""
+        return f"a list{count}, each {_words(arguments[0], name)}"
+    kinds = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    return kinds.get(bare, str(bare)) + _span(extras)
+
+
+def _span(extras: list[Any]) -> str:
+    """The bounds of a field, in words."""
+    limits = {
+        key: getattr(one, key) for one in extras for key in ("ge", "gt", "le", "lt", "min_length") if hasattr(one, key)
+    }
+    ge, gt, le, lt, longer = (
+        None if (limit := limits.get(key)) is None else f"{limit:g}" if isinstance(limit, float) else str(limit)
+        for key in ("ge", "gt", "le", "lt", "min_length")
+    )
+    if longer:
+        return " that is not empty"
+    if ge and le:
+        return f" from {ge} to {le}"
+    low = f" of at least {ge}" if ge else f" above {gt}" if gt else ""
+    high = f" at most {le}" if le else f" below {lt}" if lt else ""
+    return f"{low} and{high}" if low and high else low or high
+
+
+def _names(hint: Any) -> list[str]:
+    """The names that a field allows, where it allows no other text."""
+    if table := next((one.names for one in _extras(hint) if isinstance(one, OneOf)), None):
+        return table
+    bare = _bare(hint)
+    if get_origin(bare) is Literal:
+        return [*map(str, get_args(bare))]
+    parts = [part for part in get_args(bare) if part is not type(None) and get_origin(_bare(part)) is not tuple]
+    return _names(parts[0]) if get_origin(bare) in (typing.Union, types.UnionType) and len(parts) == 1 else []
+
+
+def _is_table(bare: Any) -> bool:
+    return isinstance(bare, type) and (hasattr(bare, "__table__") or is_typeddict(bare))
+
+
+def _tagged(record: Any, tag: Any) -> bool:
+    """Whether a record is one of those that have this tag."""
+    return any(tag in get_args(_bare(hint)) for hint in _hints(record).values() if get_origin(_bare(hint)) is Literal)
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def _bare(hint: Any) -> Any:
+    """An annotation without its metadata."""
+    return _bare(get_args(hint)[0]) if get_origin(hint) in (Annotated, NotRequired) else hint
+
+
+def _extras(hint: Any) -> list[Any]:
+    """The metadata of an annotation; of a pydantic Field, its bounds."""
+    extras = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return [part for one in extras for part in (one.metadata if isinstance(one, FieldInfo) else [one])]
+
+
+def _dotted(where: str, path: tuple[Any, ...]) -> str:
+    """The name of a field: "network.wan.routes[0].latency_s"."""
+    parts = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
+    return (where + "".join(parts)).removeprefix(".")

@@ -1,0 +1,112 @@
+"""The transport of a worker that waits for nobody: the connections of an elastic run, over which workers call each other.
+
+Who is alive is known as in an elastic run (`gossamer.transport.elastic.members`): a connection that is lost tells of a death at
+once, and a peer from which something must come and that is silent is suspected. The round of a worker is the number of its local
+phase here.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gossamer.transport.elastic.calls import Calls
+from gossamer.transport.elastic.members import Members, Standing
+from gossamer.transport.elastic.transport import ElasticTransport, Station
+from gossamer.transport.sockets.letter import Letter, LetterKind
+from gossamer.transport.sockets.link import Connection
+
+__all__ = ["CallTransport", "SlotPhases"]
+
+_CALLS = frozenset(range(LetterKind.FETCH, LetterKind.DONE + 1))
+
+
+class SlotPhases(NamedTuple):
+    """What is known of the local phases of a slot."""
+
+    ended: int
+    """Those that its worker has behind it."""
+    steps: int
+    """Inner steps that others hold, be they of an earlier worker of the slot."""
+    trains: bool
+    """Whether its worker may be in another phase."""
+
+
+class CallTransport(ElasticTransport):
+    """Connections that carry calls. Whoever uses `calls` holds `changed`, and then calls `flush`.
+
+    Args: as of `ElasticTransport`; `calls` may call back in the thread of a connection, which holds `changed` then.
+    """
+
+    def __init__(
+        self, members: Members, station: Station, calls: Calls, *, host: Callable[[socket.socket], None] | None = None
+    ) -> None:  # fmt: skip
+        self.calls = calls  # before the threads start
+        super().__init__(members, station, host=host)
+
+    def begin_phase(self, number: int) -> frozenset[int]:
+        """Tells everybody that this worker has so many local phases behind it; returns who is alive in its view.
+
+        Raises: PeerError when another process has taken this worker's slot.
+        """
+        with self.changed:
+            self._must_fill_its_slot()
+            alive = frozenset(entry.slot for entry in self.members.entries.values() if self._lives(entry.slot))
+            if number > self.core.round:
+                self.core.enter(number, alive, ())
+            self.core.announce()
+            self._flush()
+        return alive
+
+    def phases(self) -> dict[int, SlotPhases]:
+        """What this worker knows of the local phases of each slot."""
+        with self.changed:
+            done = self.calls.done
+            return {
+                slot: SlotPhases(entry.round, entry.steps, self._lives(slot) and slot not in done)
+                for slot, entry in self.members.entries.items()
+            }
+
+    def holds(self, slot: int, steps: int) -> None:
+        """Notes that this worker's parameters contain so many inner steps of a slot."""
+        with self.changed:
+            self.members.progress(slot, 0, steps)
+
+    def flush(self) -> None:
+        """Sends what the calls want to send."""
+        with self.changed:
+            self._flush()
+
+    def _lives(self, slot: int) -> bool:
+        return slot == self.worker or self.members.entries[slot].standing == Standing.ALIVE
+
+    def _flush(self) -> None:
+        outbox, self.calls.outbox = self.calls.outbox, []
+        self.core.outbox += outbox
+        super()._flush()
+
+    def _accepts(self, letter: Letter, size: int) -> bool:
+        if letter.kind in _CALLS:
+            return self.calls.accepts(letter, size)
+        return letter.kind != LetterKind.PAYLOAD and super()._accepts(letter, size)
+
+    def _heard(self, link: Connection, letter: Letter) -> None:
+        with self.changed:
+            super()._heard(link, letter)
+            if letter.kind in _CALLS and self.core.is_filled_by(link.peer, link.nonce):
+                self.calls.heard(letter, time.monotonic())
+                self._flush()
+                self.changed.notify_all()
+
+    def _lost(self, link: Connection, why: str) -> None:
+        with self.changed:
+            super()._lost(link, why)
+            if not self._links_to(link.peer):
+                self.calls.lost(link.peer)
+                self._flush()
+                self.changed.notify_all()
+
+    def _look_at(self, now: float) -> None:
+        self.calls.tick(now)
+        self.core.wait_for(self.calls.awaited)
+        super()._look_at(now)

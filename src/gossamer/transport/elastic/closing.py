@@ -1,0 +1,334 @@
+"""How the workers of an elastic run agree over whom the mean of a round is taken: without any I/O, like `elastic_core`.
+
+Workers whose replicas are identical must all make the same update, or none. The lowest slot that is alive leads:
+
+    everybody -> leader      REPORT  it is ready in this round; which attempt's mean it holds, or never will; or it is away
+    leader    -> everybody   NAME    the attempt and the set over which the mean is taken: those that are ready
+    leader    -> everybody   CLOSED  all of the set hold this attempt's mean: make the update
+
+If a worker of the set fails on the way, the leader names the rest in a new attempt, or all again if a message was lost; if the
+leader fails, the next slot leads. A set is more than half of all slots, so at most one half of a partition goes on. `line` is a
+hash of all rounds that were closed: reports with another line do not count, so that a worker whose last round closed otherwise
+takes another's state first.
+
+A worker that learns that its round was closed without it (it was late, or cut off) is left out: it takes another's state. Until
+it has, it tells everybody that it is away, so that nobody waits for it or lets it lead. Otherwise those who close the next round
+would wait for it, and it for the state that they have after that. Where a round has several closings and only few have made the
+first ones, as others died, nobody gets that state: those few go back to the start of the round.
+
+Whoever has made the update says so in its reports, so a leader that failed amid its CLOSED letters leaves no doubt.
+"""
+
+import json
+from typing import NamedTuple
+
+from gossamer.errors import TransportError
+from gossamer.rng import key
+from gossamer.transport.elastic.members import Members, Standing
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+
+__all__ = ["Closing", "LeftOutError", "Named"]
+
+_LIMIT = 1 << 64
+_MOST_ATTEMPTS = 1 << 30
+_AWAY_BEATS = 3
+"""How long the last word of a worker counts that it is away."""
+
+
+class LeftOutError(TransportError):
+    """This worker's round was closed without it; it goes on with the state of another worker, `source` if that is known."""
+
+    def __init__(self, worker: int, round: int, source: int | None) -> None:
+        super().__init__(f"round {round} was closed without worker {worker}; it takes another worker's state")
+        self.source = source
+
+
+class Named(NamedTuple):
+    """An attempt to take a round's mean."""
+
+    attempt: int
+    workers: frozenset[int]
+
+
+class _Closed(NamedTuple):
+    """A round that was closed."""
+
+    round: int
+    line: int
+    """Before it."""
+    attempt: int
+
+
+class _Report(NamedTuple):
+    """What a worker says of itself."""
+
+    round: int
+    line: int
+    ready: bool
+    held: int
+    """The attempt whose mean it holds completely; -1 for none."""
+    attempt: int
+    """The newest that it has heard of in its round; -1 for none."""
+    failed: int
+    """The attempt of its round that it takes no part in, or whose mean cannot become complete here; -1 for none."""
+    away: bool
+    """Whether it has been left out of its round, and takes another's state."""
+    last: _Closed | None
+
+
+class Closing:
+    """One worker's part in closing rounds. Whoever calls it then sends what lies in `outbox`.
+
+    Args:
+        limit_s: how long the leader waits for workers that are alive and not ready, or have not completed an attempt.
+        beat_s: how often reports are repeated; letters may be lost with a connection.
+        per_round: how often a round of the run is closed, each time as what is called a round here: where fragments of the model
+            are sent one after the other, the mean of each is taken over a set of its own.
+    """
+
+    def __init__(self, members: Members, *, limit_s: float, beat_s: float, per_round: int = 1) -> None:
+        self.members, self._limit_s, self._beat_s, self.per_round = members, limit_s, beat_s, per_round
+        self.outbox: list[tuple[int, Letter]] = []
+        self.round, self.line = -1, 0
+        self.named: Named | None = None
+        self.closed = self.left_out = False
+        """Whether the round of this worker has been closed with it, or without it."""
+        self.source: int | None = None
+        """A worker whose state one that is left out may take."""
+        self._held, self._attempt, self._failed = -1, -1, -1
+        self._ready_s: float | None = None
+        self._named_s = self._said_s = -1e9
+        self._leader = members.me
+        self._last: _Closed | None = None
+        self._reports: dict[int, _Report] = {}
+        self._rounds: dict[int, int] = {}
+        """The round that each was in when it last said so."""
+        self._away_until_s: dict[int, float] = {}
+
+    def enter(self, round: int, line: int | None = None) -> None:
+        """Begins a round; `line` is that of another worker's state, if this worker has just taken one."""
+        if line is not None:
+            self.line, self._last = line, None
+        self.round, self.named, self._ready_s = round, None, None
+        was_away, self.closed, self.left_out = self.left_out, False, False
+        self._held = self._attempt = self._failed = -1
+        if was_away:
+            self._tell_all(LetterKind.REPORT, _plain(self._own))
+
+    def ready(self, now: float) -> None:
+        """The local phase is over."""
+        self._ready_s = now if self._ready_s is None else self._ready_s
+        self.tick(now, again=True)
+
+    def hold(self, attempt: int, now: float) -> None:
+        """The mean of this attempt is complete here."""
+        if self.named is not None and self.named.attempt == attempt:
+            self._held = attempt
+            self.tick(now, again=True)
+
+    def fail(self, attempt: int, now: float) -> None:
+        """The mean of this attempt cannot become complete here: a message of it was lost."""
+        if self._attempt == attempt:
+            self._failed = attempt
+            self.tick(now, again=True)
+
+    def advance(self) -> None:
+        """The update of a closed round is made."""
+        assert self.closed and self.named is not None
+        self._last = _Closed(self.round, self.line, self.named.attempt)
+        self.line = key(self.line, "closed", self.round, self.named.attempt, *sorted(self.named.workers))
+        self.enter(self.round + 1)
+
+    def heard(self, letter: Letter, now: float) -> None:
+        """Takes a letter in; one that says anything impossible is ignored."""
+        try:
+            values = json.loads(letter.body.numpy().tobytes())
+        except (ValueError, RecursionError):
+            return
+        if letter.kind == LetterKind.REPORT and (report := _report(values)) is not None:
+            self._heard_report(letter.sender, report, now)
+        elif letter.kind == LetterKind.NAME:
+            self._heard_name(letter.sender, values, now)
+        elif letter.kind == LetterKind.CLOSED and _are_whole(values, 3):
+            self._heard_closed(letter.sender, _Closed(*values))
+
+    def tick(self, now: float, *, again: bool = False) -> None:
+        """Repeats its report, and leads if it is the one to lead."""
+        self._away_until_s = {j: until_s for j, until_s in self._away_until_s.items() if now < until_s}
+        alive = self._alive
+        leader = min(alive)
+        if self.round % self.per_round and 2 * len(alive) <= self.members.slots < 2 * len(self._living):
+            self._leave_out(None)  # those that are away wait for the end of this round, which cannot come without them
+        if again or leader != self._leader or now - self._said_s >= self._beat_s:
+            self._said_s, self._leader = now, leader
+            if self.left_out:
+                self._tell_all(LetterKind.REPORT, _plain(self._own))
+            elif leader != self.members.me:
+                self._say(leader, LetterKind.REPORT, _plain(self._own))
+        if leader == self.members.me and self._ready_s is not None and not self.closed and not self.left_out:
+            self._reports[self.members.me] = self._own
+            self._lead(alive, now)
+
+    @property
+    def _alive(self) -> frozenset[int]:
+        """Whoever lives may be ready, also a worker that was suspected and has told gossip to wait for a later round.
+
+        Were they left to that round, those that suspected each other in a partition would never close the one before it.
+        """
+        return self._living - self._away_until_s.keys()
+
+    @property
+    def _living(self) -> frozenset[int]:
+        return frozenset(entry.slot for entry in self.members.of_standing(Standing.ALIVE)) | {self.members.me}
+
+    @property
+    def nobody_ahead(self) -> bool:
+        """Whether no other that trains is known to be in a later round: to wait for the state after this one is in vain."""
+        return all(self._rounds.get(j, self.round + 1) <= self.round for j in self._alive - {self.members.me})
+
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Of whom something must come before this round can be closed: of the leader, or of those that are not ready."""
+        if self._ready_s is None or self.closed or self.left_out:
+            return frozenset()
+        leader = min(self._alive)
+        if leader != self.members.me:
+            return frozenset({leader})
+        ready = {j for j, report in self._reports.items() if report.ready and report.round == self.round}
+        return self._alive - ready - {leader}
+
+    @property
+    def _own(self) -> _Report:
+        ready, held, failed = self._ready_s is not None, self._held, self._failed
+        return _Report(self.round, self.line, ready, held, self._attempt, failed, self.left_out, self._last)
+
+    def _lead(self, alive: frozenset[int], now: float) -> None:
+        assert self._ready_s is not None
+        reports = {
+            j: report for j, report in self._reports.items()
+            if j in alive and report.ready and (report.round, report.line) == (self.round, self.line)
+        }  # fmt: skip
+        if (named := self.named) is not None:
+            if all(j in reports and reports[j].held == named.attempt for j in named.workers):
+                self._tell_all(LetterKind.CLOSED, [self.round, self.line, named.attempt])
+                self.closed = True
+                return
+            overtaken = any(report.attempt > named.attempt for report in reports.values())
+            failed = now >= self._named_s + self._beat_s and self._has_failed(named)
+            if named.workers <= alive and now < self._named_s + self._limit_s and not overtaken and not failed:
+                if now - self._said_s >= self._beat_s or self._said_s == now:
+                    self._tell_all(LetterKind.NAME, self._name(named))
+                return
+        since_s = max(self._ready_s, self._named_s)
+        if all(j in self._reports and self._reports[j].round == self.round for j in alive):
+            self._settle_line(alive)
+        if self.left_out:
+            return
+        if 2 * len(reports) > self.members.slots and (reports.keys() >= alive or now >= since_s + self._limit_s):
+            # A newcomer that leads amid a round has not heard of its attempts. No two leaders give the same number.
+            newest = max(self._attempt, *(report.attempt for report in reports.values()))
+            self._attempt = (newest // self.members.slots + 1) * self.members.slots + self.members.me
+            self._held, self._named_s = -1, now
+            self.named = Named(self._attempt, frozenset(reports))
+            self._reports[self.members.me] = self._own
+            self._tell_all(LetterKind.NAME, self._name(self.named))
+
+    def _has_failed(self, named: Named) -> bool:
+        said = [self._reports[j] for j in named.workers if j in self._reports]
+        return any((one.round, one.line, one.failed) == (self.round, self.line, named.attempt) for one in said)
+
+    def _settle_line(self, alive: frozenset[int]) -> None:
+        """Where those alive have closed an earlier round differently, the line of most of them counts."""
+        lines = [self._reports[j].line for j in sorted(alive)]
+        line = max(lines, key=lambda one: (lines.count(one), one))
+        for j in sorted(alive):
+            if self._reports[j].line != line == self.line:
+                self._say(j, LetterKind.NAME, [self.round, self.line, max(self._attempt, 0), []])
+            elif self.line != line == self._reports[j].line:
+                self._leave_out(j)
+
+    def _leave_out(self, source: int | None) -> None:
+        if not self.left_out:
+            self.left_out, self.source = True, source
+            self._tell_all(LetterKind.REPORT, _plain(self._own))
+
+    def _name(self, named: Named) -> list[object]:
+        return [self.round, self.line, named.attempt, sorted(named.workers)]
+
+    def _heard_report(self, sender: int, report: _Report, now: float) -> None:
+        self._reports[sender], self._rounds[sender] = report, report.round
+        self._away_until_s.pop(sender, None)
+        if report.away:
+            self._away_until_s[sender] = now + _AWAY_BEATS * self._beat_s
+            if not self.left_out:
+                self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it what it can wait for
+        elif report.round > self.round:
+            if report.last is not None and report.last[:2] == (self.round, self.line):
+                self._heard_closed(sender, report.last)
+            else:
+                self._leave_out(sender)
+        elif report.round < self.round:
+            self._say(sender, LetterKind.REPORT, _plain(self._own))
+        self.tick(now)
+
+    def _heard_name(self, sender: int, values: object, now: float) -> None:
+        match values:
+            case [int(round), int(line), int(attempt), [*workers]] if _are_whole([round, line, attempt, *workers]):
+                if attempt >= _MOST_ATTEMPTS:
+                    return
+            case _:
+                return
+        self._rounds[sender] = round
+        if round < self.round:
+            self._say(sender, LetterKind.REPORT, _plain(self._own))  # which tells it how its round was closed
+        elif (round, line) != (self.round, self.line):
+            if self._ready_s is not None or round > self.round + 1:
+                self._leave_out(sender)
+        elif attempt > self._attempt and not self.closed:
+            self._attempt, self._held, self._named_s = attempt, -1, now
+            mine = self.members.me in workers and self._ready_s is not None
+            self.named = Named(attempt, frozenset(workers)) if mine else None
+            if self.members.me in workers and not mine:
+                self.fail(attempt, now)  # it means the process that filled this slot before
+        elif attempt < self._attempt:
+            self._say(sender, LetterKind.REPORT, _plain(self._own))  # it leads and has not heard of the later one
+
+    def _heard_closed(self, sender: int, closed: _Closed) -> None:
+        self._rounds[sender] = closed.round + 1
+        if closed[:2] != (self.round, self.line) or self.closed:
+            return
+        if self.named is not None and self._held == self.named.attempt == closed.attempt:
+            self.closed = True
+        else:
+            self._leave_out(sender)
+
+    def _tell_all(self, kind: LetterKind, values: object) -> None:
+        for j in sorted(self._living - {self.members.me}):
+            self._say(j, kind, values)
+
+    def _say(self, peer: int, kind: LetterKind, values: object) -> None:
+        body = body_of(json.dumps(values).encode())
+        letter = Letter(kind, self.members.me, round=max(self.round, 0) // self.per_round, body=body)
+        self.outbox.append((peer, letter))
+
+
+def _plain(report: _Report) -> list[object]:
+    return [*report[:-1], None if report.last is None else list(report.last)]
+
+
+def _report(values: object) -> _Report | None:
+    match values:
+        case [int(round), int(line), bool(ready), int(held), int(attempt), int(failed), bool(away), last] if (
+            _are_whole([round, line, held + 1, attempt + 1, failed + 1])
+            and attempt < _MOST_ATTEMPTS
+            and (last is None or _are_whole(last, 3))
+        ):
+            return _Report(round, line, ready, held, attempt, failed, away, None if last is None else _Closed(*last))
+    return None
+
+
+def _are_whole(values: object, count: int | None = None) -> bool:
+    """Whether these are whole numbers within bounds."""
+    if not isinstance(values, list) or (count is not None and len(values) != count):
+        return False
+    return all(type(value) is int and 0 <= value < _LIMIT for value in values)

@@ -1,0 +1,421 @@
+"""The exchanges of one worker of an elastic run, without any I/O: what it hears and the time in, letters to send out.
+
+An exchange with a peer counts only when both ends have both payloads and know it of each other:
+
+    expected and posted       ->  send PAYLOAD
+    its payload is here too   ->  send COMMIT
+    its COMMIT is here too    ->  the exchange is made
+
+Whatever goes wrong before an end has sent its COMMIT, the exchange is missed at both ends: the other one cannot count it without
+that letter. Once it has sent it and has not heard the other's, it cannot know: the outcome is unsure, this end does not count
+the exchange and the other may. No protocol over a link that may fail can do without such a case (two generals); here it takes
+the loss of one small letter at the right moment, and moves the mean of all by one pull.
+
+Sockets drive it in `gossamer.transport.elastic.transport`, and a network with faults over virtual time in
+`tests/faulty_network`.
+"""
+
+from collections.abc import Container, Iterable
+from enum import StrEnum
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gossamer.rng import key
+from gossamer.transport import Ticket
+from gossamer.transport.elastic.members import Members, SlotEntry, Standing, news, read_news
+from gossamer.transport.sockets.letter import NEWS_BYTES, NO_TICKET, Letter, LetterKind, body_of
+
+__all__ = ["ElasticCore", "Outcome", "Outgoing"]
+
+MOST_EARLY = 8
+"""Most payloads of one peer and fragment that are kept for rounds this worker has not reached; later ones are declined."""
+
+
+class Outcome(StrEnum):
+    """What became of an exchange with one peer, as one end knows it."""
+
+    MADE = "made"
+    MISSED = "missed"
+    """Neither end counts it."""
+    UNSURE = "unsure"
+    """This end does not count it; the other one may."""
+
+
+class Outgoing(NamedTuple):
+    """A letter that shall go to a peer."""
+
+    peer: int
+    letter: Letter
+
+
+class _Pact:
+    """An exchange with one peer under one ticket, from this end."""
+
+    def __init__(self, size: int, view: int) -> None:
+        self.size, self.view = size, view
+        self.steps = 0
+        """Inner steps of this worker's slot that its payload contains."""
+        self.posted_s: float | None = None
+        self.theirs: Letter | None = None
+        self.committed = False
+        self.confirmed = False
+        self.outcome: Outcome | None = None
+
+    def close(self) -> None:
+        """Ends it, if it has not ended, without counting it."""
+        if self.outcome is None:
+            self.outcome = Outcome.UNSURE if self.committed else Outcome.MISSED
+            self.theirs = None
+
+
+class ElasticCore:
+    """The exchanges of one worker and its view of the members. Whoever calls it then sends what lies in `outbox`.
+
+    Args:
+        members: its view, its own entry included.
+        timeout_s: how long a fault of a peer may hold this worker up. A peer may be silent for a beat less, and an exchange may
+            take a beat less from the moment its payload was posted.
+        deadline_s: how long a round waits for those that have not answered, whether they live or not; `timeout_s` if None.
+        beat_s: how often a peer that is waited for is asked whether it lives.
+    """
+
+    def __init__(
+        self, members: Members, *, timeout_s: float, deadline_s: float | None = None, beat_s: float = 0.5
+    ) -> None:  # fmt: skip
+        self.members, self.me = members, members.me
+        self.limit_bytes: int | None = None
+        """The most bytes of a payload, where their sizes depend on who takes part; None where each ticket has its size."""
+        self.outbox: list[Outgoing] = []
+        self.round, self.steps = -1, 0
+        """The round that this worker is in, and the inner steps of its slot behind it."""
+        self.passed = False
+        """Whether a peer has declined because it is in a later round already."""
+        self._patience_s, self._beat_s = timeout_s - beat_s, beat_s
+        self.limit_s = min(self._patience_s, deadline_s or timeout_s)
+        """How long an exchange may take."""
+        self._pacts: dict[tuple[Ticket, int], _Pact] = {}
+        self._early: dict[tuple[Ticket, int], Letter] = {}
+        self._over: set[tuple[Ticket, int]] = set()
+        self._planned: frozenset[int] = frozenset()
+        self._view = 0
+        self._heard_s: dict[int, float] = {}
+        self._asked_s: dict[int, float] = {}
+        self._awaited: frozenset[int] = frozenset()
+        self._watched_s: dict[int, float] = {}
+        """Since when this worker needs something of a peer, or will in this round."""
+        self._ticked_s = -1e9
+        self._told: dict[int, int] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
+        self._held_steps: dict[int, int] = {}
+        self.replaced: dict[int, SlotEntry] = {}
+        """The last process of each slot that another one has replaced: it may live, with others whom nobody here knows."""
+
+    def enter(self, round: int, alive: frozenset[int], peers: Iterable[int]) -> None:
+        """Begins a round, in which it exchanges with these peers: its topology over `alive` says so."""
+        assert round > self.round or self.limit_bytes is not None, (round, self.round)
+        self.round, self.passed = round, False
+        self._planned = frozenset(peers)
+        self.plan(alive)
+        self._over.clear()
+        self._held_steps.clear()
+        self.members.progress(self.me, round)
+        for ticket, peer in [*self._early]:
+            if not self._may_come(ticket, peer):
+                del self._early[ticket, peer]
+                self._decline(ticket, peer)
+
+    def plan(self, workers: frozenset[int], line: int = 0) -> None:
+        """Fixes who takes part in this round, and after which rounds; the other end of each exchange must say the same."""
+        self._view = key(line, "view", *sorted(workers))
+
+    def expect(self, ticket: Ticket, peer: int, size: int) -> None:
+        """Announces an exchange with a peer whose payload has this many bytes."""
+        pact = self._pacts[ticket, peer] = _Pact(size, self._view)
+        self._sizes[ticket.fragment, ticket.leg] = size
+        entry = self.members.entries.get(peer)
+        if entry is None or entry.standing != Standing.ALIVE:
+            pact.close()  # it was lost between the drawing of the round and now
+        elif (letter := self._early.pop((ticket, peer), None)) is not None:
+            self._payload(letter)
+
+    def post(self, ticket: Ticket, peer: int, payload: Tensor, now: float) -> None:
+        """Sends this worker's payload, unless the exchange has failed already."""
+        pact = self._pacts[ticket, peer]
+        pact.posted_s, pact.steps = now, self.steps
+        if pact.outcome is None:
+            letter = Letter(
+                LetterKind.PAYLOAD, self.me, ticket, pact.view, max(self.round, 0), self.steps, payload
+            )  # fmt: skip
+            self.outbox.append(Outgoing(peer, letter))
+            self._commit(ticket, peer, pact)
+
+    def knows(self, ticket: Ticket) -> bool:
+        """Whether it is known how large the payloads of such a ticket are."""
+        return self.limit_bytes is not None or (ticket.fragment, ticket.leg) in self._sizes
+
+    def accepts(self, letter: Letter, size: int) -> bool:
+        """Whether a body of this size may follow such a header; if not, its sender does not keep to the protocol."""
+        if letter.kind != LetterKind.PAYLOAD:
+            return size <= NEWS_BYTES
+        if self.limit_bytes is not None:
+            return size <= self.limit_bytes
+        return size == self._sizes.get((letter.ticket.fragment, letter.ticket.leg))
+
+    def heard(self, letter: Letter, now: float, nonce: int | None = None) -> int | None:
+        """Takes a letter in, and returns the nonce of the process that sent it.
+
+        Args: `nonce` is that of the process at the other end of the connection; None as long as it is not known. After a
+            partition two processes may believe that they fill one slot: of the one that does not, only the news count.
+        """
+        peer, news = letter.sender, letter.kind == LetterKind.NEWS
+        if news:
+            nonce = self._news(letter, nonce)
+        if not self.is_filled_by(peer, nonce):
+            return nonce
+        self._heard_s[peer] = now
+        self.members.progress(peer, letter.round)
+        if letter.kind == LetterKind.PAYLOAD:
+            self._payload(letter)
+        elif letter.kind == LetterKind.PING:
+            self._send(peer, LetterKind.PONG)
+        elif letter.kind in (LetterKind.COMMIT, LetterKind.DECLINE):
+            self._answer(letter)
+        return nonce
+
+    def is_filled_by(self, slot: int, nonce: int | None) -> bool:
+        """Whether this process fills the slot, as far as is known."""
+        entry = self.members.entries.get(slot)
+        return nonce is None or entry is None or entry.nonce == nonce
+
+    def give_slot(self, nonce: int, address: str, ended: Container[int] = ()) -> SlotEntry | None:
+        """Gives a newcomer a slot, and tells everybody; None when there is none to give.
+
+        A mean over everyone needs more than half of the slots. Who sees no more than half alive gives away none of a worker that
+        it merely cannot reach: both parts of a network would grow, and go on with two histories.
+
+        Args: `ended` are the nonces of processes that are known to run no more.
+        """
+        few = 2 * (len(self.members.of_standing(Standing.ALIVE)) + 1) <= self.members.slots
+        unsure = self.members.of_standing(Standing.SUSPECT, Standing.JOINING)
+        kept = (
+            {entry.slot for entry in unsure if entry.nonce not in ended} if few and self.limit_bytes is not None else ()
+        )
+        before = dict(self.members.entries)
+        entry = self.members.give_slot(nonce, address, kept)
+        if entry is not None and entry.slot in before and before[entry.slot].standing != Standing.LEFT:
+            self.replaced[entry.slot] = before[entry.slot]
+        self.spread()
+        return entry
+
+    def tell_again(self, peer: int) -> None:
+        """Sends the news once more, as they may be lost: one of several connections with a peer is gone."""
+        self._told.pop(peer, None)
+        self.tell(peer)
+
+    def lost(self, peer: int) -> None:
+        """Notes that the connection with a peer is gone: its exchanges fail, and it is suspected."""
+        for (_, other), pact in self._pacts.items():
+            if other == peer:
+                pact.close()
+        for early in [early for early in self._early if early[1] == peer]:
+            del self._early[early]
+        self._told.pop(peer, None)
+        if self.members.suspect(peer):
+            self.spread()
+
+    def tick(self, now: float) -> None:
+        """Closes what has taken too long, asks those that this worker needs whether they live, and suspects the silent."""
+        waits = {peer for (_, peer), pact in self._pacts.items() if pact.outcome is None}
+        planned = {entry.slot for entry in self.members.of_standing(Standing.ALIVE)} & self._planned
+        # They are asked too, so that one that dies frees its slot.
+        ghosts = {entry.slot for entry in self.members.of_standing(Standing.GHOST)}
+        # A worker that was itself stopped has not listened: who was silent then may live.
+        before = self._watched_s if now - self._ticked_s < 4 * self._beat_s else {}
+        self._ticked_s = now
+        self._watched_s = {peer: before.get(peer, now) for peer in waits | planned | ghosts | self._awaited}
+        for peer in sorted(self._watched_s):
+            if now - max(self._heard_s.get(peer, -1e9), self._asked_s.get(peer, -1e9)) >= self._beat_s:
+                self._asked_s[peer] = now
+                self._send(peer, LetterKind.PING)
+        for (ticket, peer), pact in self._pacts.items():
+            if pact.outcome is None and pact.posted_s is not None and now >= pact.posted_s + self.limit_s:
+                pact.close()
+                self._decline(ticket, peer)
+        for peer in sorted(self._watched_s):
+            if now >= self._silent_until_s(peer) and self.members.suspect(peer):
+                self._give_up(peer)
+                self.spread()
+
+    def _silent_until_s(self, peer: int) -> float:
+        """How long a peer that is asked whether it lives may be silent."""
+        since_s = max(self._heard_s.get(peer, -1e9), self._watched_s[peer])
+        return since_s + min(self._patience_s, max(4 * self._beat_s, self.limit_s))
+
+    def wait_for(self, peers: Iterable[int]) -> None:
+        """Notes of whom else something must come, be it no payload: they are asked whether they live too."""
+        self._awaited = frozenset(peers)
+
+    def deadline(self) -> float:
+        """When `tick` would next close an exchange, or suspect somebody; infinite when nobody is waited for."""
+        posted = (pact.posted_s for pact in self._pacts.values() if pact.outcome is None and pact.posted_s is not None)
+        silent = (self._silent_until_s(peer) for peer in self._watched_s if self._may_be_suspected(peer))
+        return min(min(posted, default=float("inf")) + self.limit_s, min(silent, default=float("inf")))
+
+    def _may_be_suspected(self, peer: int) -> bool:
+        entry = self.members.entries.get(peer)
+        return entry is not None and entry.standing == Standing.ALIVE
+
+    def settled(self, ticket: Ticket) -> bool:
+        """Whether the exchanges of a ticket have all ended, one way or the other."""
+        return all(pact.outcome is not None for (other, _), pact in self._pacts.items() if other == ticket)
+
+    def collect(self, ticket: Ticket) -> tuple[dict[int, Tensor], dict[int, Outcome]]:
+        """The payloads of the exchanges that were made, by peer, and the outcome of each; forgets the ticket."""
+        payloads: dict[int, Tensor] = {}
+        outcomes: dict[int, Outcome] = {}
+        for peer in sorted(peer for other, peer in self._pacts if other == ticket):
+            pact = self._pacts.pop((ticket, peer))
+            assert pact.outcome is not None, (ticket, peer)
+            self._over.add((ticket, peer))
+            outcomes[peer] = pact.outcome
+            if pact.outcome is Outcome.MADE:
+                assert pact.theirs is not None
+                payloads[peer] = pact.theirs.body
+                for slot, steps in ((peer, pact.theirs.steps), (self.me, pact.steps)):
+                    self._held_steps[slot] = max(steps, self._held_steps.get(slot, 0))
+        if self.limit_bytes is None:
+            self.count_steps()
+        return payloads, outcomes
+
+    def count_steps(self) -> None:
+        """The steps that came with payloads since the last call are now part of this worker's parameters."""
+        for peer, steps in self._held_steps.items():
+            self.members.progress(peer, 0, steps)
+        self._held_steps.clear()
+
+    def next_round(self) -> int:
+        """The round to go on with: the next one, or a later one where the others are.
+
+        A worker that was suspected takes part again from the round that it has told the others. One that is too late for its
+        peers goes where they are.
+        """
+        late = self.members.newest_round if self.passed else 0
+        return max(self.round + 1, self.members.own.since, late)
+
+    @property
+    def kept(self) -> int:
+        """Payloads that came for exchanges which are not announced yet."""
+        return len(self._early)
+
+    @property
+    def was_heard(self) -> bool:
+        """Whether anybody has said anything to this worker."""
+        return bool(self._heard_s)
+
+    @property
+    def all_heard(self) -> bool:
+        """Whether everybody that this worker knows to live has said something to it."""
+        return all(entry.slot in self._heard_s for entry in self.members.of_standing(Standing.ALIVE))
+
+    def silent_s(self, now: float) -> dict[int, float]:
+        """Seconds since this worker last heard of each other one that it has heard of."""
+        return {peer: max(0.0, now - heard_s) for peer, heard_s in self._heard_s.items()}
+
+    def spread(self, *, ask: bool = False) -> None:
+        """Sends this worker's view to everybody that it knows to live; with `ask` they shall answer."""
+        for entry in self.members.of_standing(Standing.ALIVE):
+            self.tell(entry.slot)
+            if ask:
+                self._send(entry.slot, LetterKind.PING)
+
+    def announce(self) -> None:
+        """Tells everybody that this worker knows to live which round it is in."""
+        for entry in self.members.of_standing(Standing.ALIVE):
+            self._send(entry.slot, LetterKind.PONG)
+
+    def tell(self, peer: int) -> None:
+        """Sends this worker's view to one peer, unless the peer has it."""
+        if self._told.get(peer) != self.members.version:
+            self._told[peer] = self.members.version
+            self._send(peer, LetterKind.NEWS, body=body_of(news(self.members.entries)))
+
+    def _news(self, letter: Letter, nonce: int | None) -> int | None:
+        entries = read_news(letter.body.numpy().tobytes(), self.members.slots)
+        if entries is None:
+            return nonce
+        version, known = self.members.version, self.members.entries
+        for before, after in self.members.merge(entries):
+            if before is not None and (after.nonce != before.nonce or after.standing == Standing.LEFT):
+                self._give_up(after.slot)
+            if before is not None and after.nonce != before.nonce and before.standing != Standing.LEFT:
+                self.replaced[after.slot] = before
+        if self.members.version != version:
+            self.spread()
+        if self.members.version != version or any(known[entry.slot].rank > entry.rank for entry in entries):
+            self.tell(letter.sender)
+        return next((entry.nonce for entry in entries if entry.slot == letter.sender), nonce)
+
+    def _give_up(self, peer: int) -> None:
+        """Closes what can only fail: the peer has left, or another process fills its slot."""
+        for (ticket, other), pact in self._pacts.items():
+            if other == peer and pact.outcome is None:
+                pact.close()
+                self._decline(ticket, peer)
+
+    def _payload(self, letter: Letter) -> None:
+        ticket, peer = letter.ticket, letter.sender
+        pact = self._pacts.get((ticket, peer))
+        if pact is None:
+            kept = sum((early.fragment, other) == (ticket.fragment, peer) for early, other in self._early)
+            if self._may_come(ticket, peer) and kept < MOST_EARLY:
+                self._early[ticket, peer] = letter
+            else:
+                self._decline(ticket, peer)
+        elif pact.outcome is not None:
+            self._decline(ticket, peer)
+        elif letter.view != pact.view or letter.body.numel() != pact.size:
+            pact.close()
+            self._decline(ticket, peer)
+        else:
+            pact.theirs = letter
+            self._commit(ticket, peer, pact)
+
+    def _may_come(self, ticket: Ticket, peer: int) -> bool:
+        """Whether an exchange that is not announced may still be."""
+        if ticket.round != self.round:
+            return ticket.round > self.round
+        return peer in self._planned and (ticket, peer) not in self._over
+
+    def _answer(self, letter: Letter) -> None:
+        pact = self._pacts.get((letter.ticket, letter.sender))
+        if letter.kind == LetterKind.DECLINE and letter.ticket.round == self.round and letter.round > self.round:
+            self.passed = True
+        if pact is None or pact.outcome is not None:
+            return
+        if letter.kind == LetterKind.DECLINE:
+            pact.close()
+        else:
+            pact.confirmed = True
+            self._conclude(letter.sender, pact)
+
+    def _commit(self, ticket: Ticket, peer: int, pact: _Pact) -> None:
+        """Sends the commit once both payloads are under way and here."""
+        if pact.posted_s is not None and pact.theirs is not None and not pact.committed:
+            pact.committed = True
+            self._send(peer, LetterKind.COMMIT, ticket)
+            self._conclude(peer, pact)
+
+    def _conclude(self, peer: int, pact: _Pact) -> None:
+        if pact.committed and pact.confirmed:
+            pact.outcome = Outcome.MADE
+            if self.limit_bytes is None and pact.theirs is not None:  # who fills the slot next shall know it at once
+                self.members.progress(peer, 0, pact.theirs.steps)
+
+    def _decline(self, ticket: Ticket, peer: int) -> None:
+        self._send(peer, LetterKind.DECLINE, ticket)
+        self.tell(peer)
+
+    def _send(self, peer: int, kind: LetterKind, ticket: Ticket = NO_TICKET, body: Tensor | None = None) -> None:
+        letter = Letter(kind, self.me, ticket, self._view, max(self.round, 0), self.steps)
+        self.outbox.append(Outgoing(peer, letter if body is None else letter._replace(body=body)))

@@ -1,0 +1,196 @@
+"""How a process gets a slot of a running run, and a state to train from, from any worker of it.
+
+    newcomer -> worker   ASK    who it is and where it listens; its slot, if it has one and wants a state alone
+    worker -> newcomer   OFFER  the slot, the worker's view, the state's round, size and hash
+    newcomer -> worker   ASK    whether it wants the state now, or the slot alone
+    worker -> newcomer   CHUNK  the state, in parts that each have a checksum
+
+The state is that of the worker at the end of its last round, with its inner optimizer or without. A copy of it is kept, so that
+giving it away never stops the training; it is packed and hashed only when somebody asks.
+"""
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+from gossamer.errors import PeerError
+from gossamer.transport.elastic.members import SlotEntry, Standing, news, read_news
+from gossamer.transport.sockets.handshake import dial
+from gossamer.transport.sockets.letter import NEWS_BYTES, Letter, LetterKind, body_of
+from gossamer.transport.sockets.link import receive_letter, send_letter
+
+__all__ = ["NEWCOMER", "Applicant", "Handover", "Offer", "ask", "host"]
+
+NEWCOMER = (1 << 32) - 1
+"""The number with which a process that has no slot yet opens a connection."""
+
+CHUNK_BYTES = 1 << 20
+LIMIT_BYTES = 1 << 38
+_LIMIT = 1 << 62
+
+
+class Handover:
+    """The state of a worker between two rounds.
+
+    Args:
+        after: rounds of the run that it has behind it.
+        pack: gives the state as bytes; called once, when the first newcomer asks.
+        cool: gives these bytes without the inner optimizer, for ghosts.
+    """
+
+    def __init__(self, after: int, pack: Callable[[], bytes], cool: Callable[[bytes], bytes]) -> None:
+        self.after, self._pack, self._cool = after, pack, cool
+
+    @cached_property
+    def whole(self) -> "_Packed":
+        """The state as bytes."""
+        return _hashed(self._pack())
+
+    @cached_property
+    def cold(self) -> "_Packed":
+        """The same without the inner optimizer."""
+        return _hashed(self._cool(self.whole.raw))
+
+
+class _Packed(NamedTuple):
+    """A state as bytes, and their hash."""
+
+    raw: bytes
+    sha256: str
+
+
+def _hashed(raw: bytes) -> _Packed:
+    return _Packed(raw, hashlib.sha256(raw).hexdigest())
+
+
+class Applicant(NamedTuple):
+    """Who asks."""
+
+    nonce: int
+    address: str
+    """Where it listens."""
+    slot: int | None = None
+    """The slot that it has already."""
+    inner: bool = True
+    """Whether it wants the state of the inner optimizer too."""
+
+
+class Offer(NamedTuple):
+    """What a newcomer got."""
+
+    slot: int
+    entries: list[SlotEntry]
+    """The donor's view, the newcomer's entry in it."""
+    donor: int
+    after: int
+    """Rounds that the state has behind it."""
+    sha256: str
+    raw: bytes | None
+    """The state; None where the newcomer wanted none."""
+
+
+def host(
+    sock: socket.socket, run: int, me: int, *, give_slot: Callable[[Applicant], SlotEntry | None],
+    entries: Callable[[], dict[int, SlotEntry]], boundary: Callable[[], Handover],
+) -> None:  # fmt: skip
+    """Serves one newcomer. Raises: OSError, PeerError, TransportError when it is lost or says something else."""
+    place = _place(receive_letter(sock, run, _small))
+    if place is None:
+        raise PeerError(
+            f"a newcomer asked worker {me} for nothing that can be given; install the same gossamer version"
+        )
+    own = give_slot(place) if place.slot is None else entries().get(place.slot)
+    kept = boundary()
+    state = kept.whole if place.inner else kept.cold
+    known = entries()
+    offer = {
+        "slot": None if own is None else own.slot, "donor": me, "after": kept.after, "bytes": len(state.raw),
+        "sha256": state.sha256, "entries": news(known).decode(),
+    }  # fmt: skip
+    send_letter(sock, Letter(LetterKind.OFFER, me, body=body_of(json.dumps(offer).encode())), run)
+    wants = receive_letter(sock, run, _small)
+    if own is None or wants.body.numpy().tobytes() != b"yes":
+        return
+    for start in range(0, len(state.raw), CHUNK_BYTES):
+        part = state.raw[start : start + CHUNK_BYTES]
+        send_letter(sock, Letter(LetterKind.CHUNK, me, steps=start, body=body_of(part)), run)
+
+
+def ask(
+    address: str, secret: bytes, place: Applicant, *, run: int, slots: int, timeout_s: float,
+    state: bool = True,
+) -> Offer:  # fmt: skip
+    """A slot, and a state, from the worker that listens at `address`.
+
+    Args: `state` is whether that of the donor is wanted too, or the slot alone.
+    Raises: OSError when it cannot be reached or is lost, PeerError when it refuses or all slots are filled.
+    """
+    with dial(address, secret, run=run, me=NEWCOMER, timeout_s=timeout_s) as sock:
+        body = body_of(json.dumps(place._asdict()).encode())
+        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body), run)
+        offer, size = _offer(receive_letter(sock, run, _small), slots, address)
+        send_letter(sock, Letter(LetterKind.ASK, NEWCOMER, body=body_of(b"yes" if state else b"no")), run)
+        if not state:
+            return offer
+        raw = bytearray()
+        while len(raw) < size:
+            part = receive_letter(sock, run, _small)
+            if part.kind != LetterKind.CHUNK or part.steps != len(raw) or not 0 < part.body.numel() <= size - len(raw):
+                raise PeerError(f"worker {offer.donor} sent a part of its state that does not follow the last one")
+            raw += part.body.numpy().tobytes()
+    if hashlib.sha256(raw).hexdigest() != offer.sha256:
+        raise PeerError(
+            f"the state of worker {offer.donor} arrived with another hash than {offer.sha256[:12]}; join through another worker"
+        )
+    return offer._replace(raw=bytes(raw))
+
+
+def _small(letter: Letter, size: int) -> bool:
+    return size <= (CHUNK_BYTES if letter.kind == LetterKind.CHUNK else NEWS_BYTES)
+
+
+def _json(letter: Letter) -> object:
+    try:
+        return json.loads(letter.body.numpy().tobytes())
+    except (ValueError, RecursionError):
+        return None
+
+
+def _place(letter: Letter) -> Applicant | None:
+    match _json(letter):
+        case {
+            "nonce": int(nonce), "address": str(address), "slot": None | int() as slot, "inner": bool(inner),
+        } if 0 <= nonce < _LIMIT:  # fmt: skip
+            entry = SlotEntry(0, 0, nonce, Standing.JOINING, 0, address)
+            sound = letter.kind == LetterKind.ASK and read_news(news({0: entry}), slots=1) is not None
+            return Applicant(nonce, address, slot, inner) if sound else None
+    return None
+
+
+def _offer(letter: Letter, slots: int, address: str) -> tuple[Offer, int]:
+    match _json(letter):
+        case {
+            "slot": int() | None as slot, "donor": int(donor), "after": int(after), "bytes": int(size),
+            "sha256": str(sha256), "entries": str(text),
+        } if letter.kind == LetterKind.OFFER:  # fmt: skip
+            entries = read_news(text.encode(), slots)
+            alive = sum(entry.standing == Standing.ALIVE for entry in entries or [])
+            if slot is None and alive < slots:
+                raise PeerError(
+                    f"{alive} of {slots} workers are alive, as worker {donor} at {address} sees it, and the others may train on "
+                    "where it cannot reach them; join through one of those, or stop the run and resume it"
+                )
+            if slot is None:
+                raise PeerError(
+                    f"all {slots} slots of the run are filled, as worker {donor} at {address} says; wait until one has left, "
+                    "or start a run with more workers"
+                )
+            sound = 0 <= slot < slots and 0 <= donor < slots and 0 <= after < 1 << 31 and 0 <= size < LIMIT_BYTES
+            if entries is not None and sound and len(sha256) == 64:
+                return Offer(slot, entries, donor, after, sha256, None), size
+    raise PeerError(
+        f"the worker at {address} answered with no offer; install the same gossamer version on all machines"
+    )

@@ -1,0 +1,448 @@
+"""The transport of a worker of an elastic run: sockets around `gossamer.transport.elastic.core`.
+
+Each worker listens on a port of its own, and two workers that exchange keep one connection. So the loss of a worker is noticed by
+everybody who is connected with it at once, a worker that hangs costs those that wait for it their deadline, and nobody else
+anything. A connection carries payloads, the news of the members and the questions whether a peer lives.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import PeerError
+from gossamer.transport import Delivery, Ticket, Wait, wire
+from gossamer.transport.elastic.ask import WATCHER, View, show
+from gossamer.transport.elastic.closing import Closing, LeftOutError
+from gossamer.transport.elastic.core import ElasticCore, Outcome, Outgoing
+from gossamer.transport.elastic.members import Members, SlotEntry, SlotTakenError, Standing, news
+from gossamer.transport.elastic.newcomer import NEWCOMER
+from gossamer.transport.elastic.redial import Redial
+from gossamer.transport.sockets.handshake import HalfOpen, dial, prove_to_worker
+from gossamer.transport.sockets.letter import Letter, LetterKind, body_of
+from gossamer.transport.sockets.link import Connection, Listener, Owner, Station
+
+__all__ = ["ElasticTransport"]
+
+log = logging.getLogger("gossamer")
+
+
+class ElasticTransport:
+    """One worker's connections; see `gossamer.transport.Transport`. It never raises PeerError for a peer: an exchange that
+    fails is not among what `collect` returns, and `outcomes` says what became of it.
+
+    Args:
+        members: this worker's view at the start; everybody in it listens already, or is not alive.
+        host: called in a thread of its own with each connection of a process that asks to join.
+        device: where the collected frames shall be.
+        limit_bytes: the most bytes of a payload, for a rule that needs everyone, whose rounds are closed over those that are
+            ready (`gossamer.transport.elastic.closing`); None for gossip.
+        closings: how often such a round is closed, once for each time that something is sent.
+
+    Cost: one copy of each payload that is sent, as the sender may go on while a slow peer still reads; two threads per peer.
+    """
+
+    keeps_frames = False
+
+    def __init__(
+        self, members: Members, station: Station, *, host: Callable[[socket.socket], None] | None = None,
+        device: torch.device | None = None, limit_bytes: int | None = None, closings: int = 1,
+    ) -> None:  # fmt: skip
+        self.worker, self._station, self._host = members.me, station, host
+        self._device = device or torch.device("cpu")
+        self._beat_s = min(1.0, station.timeout_s / 8)
+        self.core = ElasticCore(
+            members, timeout_s=station.timeout_s, deadline_s=station.deadline_s, beat_s=self._beat_s
+        )
+        self.core.limit_bytes = limit_bytes
+        self.closing = None
+        if limit_bytes is not None:
+            self.closing = Closing(members, limit_s=self.core.limit_s, beat_s=self._beat_s, per_round=closings)
+        self.taken: Callable[[], int] | None = None
+        """The inner steps of this worker's slot so far, where it sends before the end of a round too."""
+        self.stop: Callable[[], bool] = lambda: False
+        """Whether a wait for a majority shall end."""
+        self.redial = Redial(2 * self._beat_s, station.timeout_s)
+        self._owner = Owner(station.run, station.timeout_s, self._accepts, self._heard, self._lost)
+        self._links: dict[int, list[Connection]] = {}
+        self._like: dict[tuple[Ticket, int], list[Tensor]] = {}
+        self._outcomes: dict[Ticket, dict[int, Outcome]] = {}
+        self._reasons: dict[int, str] = {}
+        """Why the last connection with a worker was lost that none has replaced."""
+        self._waits: deque[Wait] = deque(maxlen=1 << 14)
+        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)
+        self._strangers = HalfOpen()
+        self.changed = threading.Condition(threading.RLock())
+        """Held by whoever uses the core; notified whenever a letter has come."""
+        self._closed, self._tried = False, -1
+        self._listener = Listener(station.listener, self._taken)
+        threading.Thread(target=self._keep_house, daemon=True, name="gossamer house").start()
+
+    @property
+    def members(self) -> Members:
+        """This worker's view."""
+        return self.core.members
+
+    def enter(self, round: int, peers: Callable[[frozenset[int]], Sequence[int]], steps: int) -> frozenset[int]:
+        """Begins a round: returns who takes part in it in this worker's view, which stays fixed for the round.
+
+        Args:
+            peers: whom this worker exchanges with, given who takes part.
+            steps: inner steps that the slot will have behind it at the end of the round.
+        Raises: SlotTakenError.
+        """
+        with self.changed:
+            self._must_fill_its_slot()
+            alive = self.members.alive(round) | {self.worker}
+            self.core.steps = steps
+            if self.closing is None:
+                self.core.enter(round, alive, peers(alive))
+            else:
+                self.core.enter(round, alive, range(self.members.slots))
+                self.closing.enter(round * self.closing.per_round)
+                self._tried = -1
+            self._flush()
+        return alive
+
+    def _must_fill_its_slot(self) -> None:
+        if self.members.replaced:
+            raise SlotTakenError(self.worker, self._station.timeout_s)
+
+    def named(self, round: int) -> tuple[int, frozenset[int]]:
+        """See `gossamer.transport.Closes`. Raises: LeftOutError."""
+        with self.changed:
+            closing, before = self._closes(), self._tried
+            closing.ready(time.monotonic())
+            self._until(lambda: closing.named is not None and closing.named.attempt != before)
+            assert closing.named is not None
+            self._tried = closing.named.attempt
+            self.core.plan(closing.named.workers, closing.line)
+            return closing.named
+
+    def concluded(self, attempt: int, *, whole: bool) -> bool:
+        """See `gossamer.transport.Closes`. Raises: LeftOutError."""
+        with self.changed:
+            closing = self._closes()
+            before = closing.round
+            (closing.hold if whole else closing.fail)(attempt, time.monotonic())
+            self._until(lambda: closing.closed or closing.named is None or closing.named.attempt != attempt)
+            if closing.closed:
+                closing.advance()
+                self._tried = -1
+                self.core.count_steps()
+            return closing.round > before
+
+    def _closes(self) -> Closing:
+        assert self.closing is not None
+        return self.closing
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        closing, start_s = self._closes(), time.perf_counter()
+        while not done():
+            self._must_fill_its_slot()
+            alone = self.members.alone and self.members.slots > 1  # nobody is left, nor may come back
+            if closing.left_out or self.stop() or alone:
+                raise LeftOutError(self.worker, self.core.round, closing.source)
+            self._flush()
+            self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
+            self._look_at(time.monotonic())
+        self._flush()
+        self._waits.append(Wait(Ticket(self.core.round), start_s, time.perf_counter()))
+
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+        """Announces the exchange with a peer."""
+        with self.changed:
+            self._like[ticket, peer] = list(like)
+            self.core.expect(ticket, peer, wire.frames_bytes(like))
+            self._flush()
+            self.changed.notify_all()
+
+    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
+        """Queues this worker's payload."""
+        payload = wire.pack_frames(frames).cpu()
+        if len(frames) == 1:
+            payload = payload.clone()
+        with self.changed:
+            if self.taken is not None:
+                self.core.steps = self.taken()
+            self.core.post(ticket, peer, payload, time.monotonic())
+            self._flush()
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether the exchanges of the ticket have all been made, or have failed."""
+        with self.changed:
+            return self.core.settled(ticket)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Returns once `ready(ticket)`, after `timeout_s` at most."""
+        start_s = time.perf_counter()
+        with self.changed:
+            while not self.core.settled(ticket):
+                self.changed.wait(min(self._beat_s, max(0.0, self.core.deadline() - time.monotonic())))
+                self.core.tick(time.monotonic())
+                self._flush()
+        self._waits.append(Wait(ticket, start_s, time.perf_counter()))
+
+    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
+        """The frames of the exchanges that were made, by peer; forgets the ticket."""
+        with self.changed:
+            payloads, outcomes = self.core.collect(ticket)
+        self._outcomes[ticket] = outcomes
+        likes = {peer: self._like.pop((ticket, peer)) for peer in outcomes}
+        return {peer: wire.unpack_frames(payload.to(self._device), likes[peer]) for peer, payload in payloads.items()}
+
+    def outcomes(self) -> dict[Ticket, dict[int, Outcome]]:
+        """What became of the exchanges that were collected since the last call."""
+        taken, self._outcomes = self._outcomes, {}
+        return taken
+
+    def waits(self) -> list[Wait]:
+        """The times that `wait` blocked its caller since the last call."""
+        waited = list(self._waits)
+        self._waits.clear()
+        return waited
+
+    def deliveries(self) -> list[Delivery]:
+        """The payloads that came since the last call."""
+        with self.changed:
+            came = list(self._deliveries)
+            self._deliveries.clear()
+        return came
+
+    def first_round(self, timeout_s: float) -> int:
+        """The round after the newest that others say they are in: asks all that are alive.
+
+        Waits until one has answered, and some seconds for the others: a worker that was cut off does not know how many steps of
+        this slot the others hold.
+        Raises: PeerError when nobody answers in time.
+        """
+        with self.changed:
+            self.core.spread(ask=True)
+            self._flush()
+            answered = self.changed.wait_for(lambda: self.core.was_heard, timeout_s)
+            self.changed.wait_for(lambda: self.core.all_heard, 4 * self._beat_s)
+            if not answered:
+                raise PeerError(f"nobody of the run answered worker {self.worker} for {timeout_s:g} s; join again")
+            return self.members.newest_round + 1
+
+    @property
+    def newest_round(self) -> int:
+        """The newest round that a worker is known to be in."""
+        with self.changed:
+            return self.members.newest_round
+
+    def next_round(self) -> int:
+        """The round to go on with."""
+        with self.changed:
+            if self.closing is None:
+                return self.core.next_round()
+            return self.closing.round // self.closing.per_round
+
+    def await_later(self, round: int) -> None:
+        """Waits until another worker is in a later round, if any may come there, for `timeout_s` at most."""
+        with self.changed:
+            closing = self._closes()
+            over = lambda: self.members.newest_round > round or closing.nobody_ahead or self.stop()  # noqa: E731
+            self.changed.wait_for(over, self._station.timeout_s)
+
+    def go_on_from(self, round: int, line: int) -> None:
+        """Takes part again with another worker's state, for a rule that needs everyone."""
+        with self.changed:
+            self._closes().enter(round * self._closes().per_round, line)
+
+    @property
+    def line(self) -> int:
+        """The hash of the rounds that were closed, which goes with a state; 0 for gossip."""
+        with self.changed:
+            return 0 if self.closing is None else self.closing.line
+
+    def view(self) -> View:
+        """What this worker knows of all, for whoever asks."""
+        with self.changed:
+            entries = [entry for _, entry in sorted(self.members.entries.items())]
+            return View(self.worker, entries, self.core.silent_s(time.monotonic()))
+
+    def why(self, slot: int) -> str:
+        """Why a worker is suspected."""
+        with self.changed:
+            if slot in self._reasons:
+                return f"the connection with it was lost ({self._reasons[slot]})"
+            return "it has not answered" if self._links.get(slot) else "another worker has lost it"
+
+    def declare(self, standing: Standing, since: int | None = None) -> None:
+        """Tells everybody what this worker says of itself.
+
+        Raises: SlotTakenError when it is there to stay and another process has taken its slot.
+        """
+        with self.changed:
+            if standing != Standing.LEFT:
+                self._must_fill_its_slot()
+            self.members.declare(standing, since)
+            self.core.spread()
+            self._flush()
+
+    def give_slot(self, nonce: int, address: str) -> SlotEntry | None:
+        """See `ElasticCore.give_slot`."""
+        with self.changed:
+            entry = self.core.give_slot(nonce, address, self.redial.ended)
+            self._flush()
+        return entry
+
+    def close(self, *, leaves: bool = True) -> None:
+        """Says goodbye, unless this worker has failed and so never `leaves`, sends what is queued and ends all connections."""
+        if leaves:
+            self.declare(Standing.LEFT)
+        with self.changed:
+            self._closed = True
+            links = [link for several in self._links.values() for link in several]
+        self._listener.close()
+        self._strangers.close()
+        enders = [threading.Thread(target=link.finish, args=(min(5.0, self._station.timeout_s),)) for link in links]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+
+    def _flush(self) -> None:
+        """Hands what the core wants to send to the links, and opens those that are missing."""
+        outbox, self.core.outbox = [*self.core.outbox], []
+        if self.closing is not None:
+            outbox += [Outgoing(peer, letter) for peer, letter in self.closing.outbox]
+            self.closing.outbox.clear()
+        for peer, letter in outbox:
+            entry = self.members.entries.get(peer)
+            if self._closed or entry is None:
+                continue
+            if (link := self._link_to(entry)) is not None:
+                link.send(letter)
+
+    def _link_to(self, entry: SlotEntry) -> Connection | None:
+        """The connection with the process that fills a slot; opens one if there is none.
+
+        Of several the newest: a process dials anew only if the others are gone, which this end may not have noticed.
+        """
+        links = self._links_to(entry.slot)
+        if not links and entry.address:
+            return self._open(entry)
+        known = [link for link in links if link.nonce is not None]
+        return (known or links or [None])[-1]
+
+    def _links_to(self, slot: int) -> list[Connection]:
+        """The connections with the process that fills a slot, the oldest first."""
+        return [link for link in self._links.get(slot, []) if self.core.is_filled_by(slot, link.nonce)]
+
+    def _open(self, entry: SlotEntry) -> Connection:
+        station, me = self._station, self.worker
+        self.redial.dialled(entry.slot, time.monotonic())
+
+        def opened() -> socket.socket:
+            limit_s = min(10.0, station.timeout_s)
+            try:
+                return dial(entry.address, station.secret, run=station.run, me=me, timeout_s=limit_s)
+            except ConnectionRefusedError:
+                self.redial.ended.add(entry.nonce)
+                raise
+
+        return self._add(entry.slot, opened)
+
+    def _add(self, peer: int, opened: Callable[[], socket.socket]) -> Connection:
+        link = Connection(peer, self._owner, opened, self._greeting())
+        self._links.setdefault(peer, []).append(link)
+        return link
+
+    def _greeting(self) -> Letter:
+        """The first letter on each connection."""
+        body = body_of(news(self.members.entries))
+        return Letter(LetterKind.NEWS, self.worker, round=max(self.core.round, 0), body=body)
+
+    def _taken(self, sock: socket.socket, address: str) -> None:
+        """A stranger has connected: it proves that it knows the secret, and is a peer or a newcomer then."""
+        self._strangers.admit(sock, address)
+        try:
+            peer, same = prove_to_worker(sock, self._station.secret, run=self._station.run)
+        except (PeerError, OSError) as error:
+            log.info("worker %d refused a connection from %s: %s", self.worker, address, error)
+            sock.close()
+            return
+        finally:
+            self._strangers.settle(sock)
+        sock.settimeout(self._station.timeout_s)
+        if same and peer == NEWCOMER and self._host is not None:
+            with sock:
+                self._host(sock)
+        elif same and peer == WATCHER:
+            with sock, contextlib.suppress(OSError):
+                show(sock, self.view())
+        elif same and peer < self.members.slots and peer != self.worker:
+            with self.changed:
+                self._add(peer, lambda: sock)
+        else:
+            sock.close()
+
+    def _accepts(self, letter: Letter, size: int) -> bool:
+        with self.changed:
+            if letter.kind == LetterKind.PAYLOAD:  # whose size is known once this worker has begun its first round
+                self.changed.wait_for(lambda: self._closed or self.core.knows(letter.ticket), self._station.timeout_s)
+            return self.core.accepts(letter, size)
+
+    def _heard(self, link: Connection, letter: Letter) -> None:
+        with self.changed:
+            if letter.kind == LetterKind.PAYLOAD:
+                size, came_s = letter.body.numel(), time.perf_counter()
+                self._deliveries.append(Delivery(letter.ticket, letter.sender, size, 0.0, came_s))
+            link.nonce = self.core.heard(letter, time.monotonic(), link.nonce)
+            if not self.core.is_filled_by(link.peer, link.nonce):
+                link.send(self._greeting())  # it reads that another process fills its slot
+            elif letter.kind in (LetterKind.REPORT, LetterKind.NAME, LetterKind.CLOSED) and self.closing is not None:
+                self.closing.heard(letter, time.monotonic())
+            if letter.kind == LetterKind.NEWS:
+                self._reasons.pop(link.peer, None)
+            self._flush()
+            self.changed.notify_all()
+
+    def _lost(self, link: Connection, why: str) -> None:
+        with self.changed:
+            with contextlib.suppress(ValueError):
+                self._links.get(link.peer, []).remove(link)
+            entry = self.members.entries.get(link.peer)
+            current = entry is not None and self.core.is_filled_by(link.peer, link.nonce)
+            if not self._closed and current and not self._links_to(link.peer):
+                if entry is not None and entry.standing == Standing.ALIVE:
+                    log.info("worker %d lost the connection with worker %d (%s)", self.worker, link.peer, why)
+                self._reasons[link.peer] = why
+                self.core.lost(link.peer)
+            else:
+                self.core.tell_again(link.peer)
+            self._flush()
+            self.changed.notify_all()
+
+    def _look_at(self, now: float) -> None:
+        if self.closing is not None:
+            self.core.wait_for(self.closing.awaited)
+        self.core.tick(now)
+        if self.closing is not None:
+            self.closing.tick(now)
+
+    def _keep_house(self) -> None:
+        """Looks at the time, and again and again for those that are suspected: they may have come back."""
+        while not self._closed:
+            time.sleep(self._beat_s)
+            self.redial.look(time.monotonic())
+            with self.changed:
+                now, core = time.monotonic(), self.core
+                self._look_at(now)
+                linked = {slot for slot in self._links if self._links_to(slot)}
+                for entry in self.members.of_standing(Standing.SUSPECT):
+                    if entry.slot in linked:
+                        core.tell(entry.slot)
+                for entry in self.redial.due(now, self.members, linked, core.replaced.values()):
+                    self._open(entry).nonce = entry.nonce  # its greeting tells whom it knows
+                if not self._closed:
+                    self._flush()
+                self.changed.notify_all()

@@ -1,0 +1,3 @@
+"""Workers over torch.distributed: their group, store and launch."""
+
+__all__: list[str] = []

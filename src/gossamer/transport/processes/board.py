@@ -1,0 +1,261 @@
+"""The notice board of a run, in the store of its launcher: who waits for whom, and who failed first.
+
+A worker sees only its own connections, but the worker that failed may be two hops away. So a worker that waits for long
+repeatedly posts which peers it waits for. A worker that fails posts why, and only the first failure is kept. This part of the
+board is used only on long waits and on errors. The board also holds small notes of each worker: what it has saved, and its pace.
+
+Every store access has a deadline. While the store does not answer we lose diagnostics, never termination, and the board says so
+once. A question that hangs is left to a thread, and no other is asked before it ends; then the board works again.
+"""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeVar
+
+from gossamer.transport.processes.store import Entries
+
+__all__ = ["THREADS", "Board", "Failure", "Note", "blame", "sentence"]
+
+THREADS = "gossamer transfer"
+"""The name of all threads that may be inside torch when a run ends: those of transfers and of the board."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""How long nothing is asked of a store after an error; doubled after each."""
+MOST_DIGITS = 10
+T = TypeVar("T")
+
+log = logging.getLogger("gossamer")
+
+
+class Note(NamedTuple):
+    """What a waiting worker posts."""
+
+    beat: int
+    """Counts up while the worker is alive and waits."""
+    peers: tuple[int, ...]
+    """The peers that it waits for; none once it continues."""
+
+
+class Failure(NamedTuple):
+    """The first failure of a run, as the worker `reporter` saw it."""
+
+    culprit: int
+    round: int
+    reporter: int
+    cause: Literal["closed", "silent", "foreign", "changed"]
+
+
+def sentence(
+    failure: Failure, worker: int, timeout_s: float, chain: Sequence[int] = (), name: Callable[[int], str] = "worker {}".format
+) -> str:  # fmt: skip
+    """What `worker` says of a failure.
+
+    Args:
+        timeout_s: how long it waits.
+        chain: of waits from one of its peers to the worker that failed.
+        name: what each is called.
+
+    >>> sentence(Failure(2, 7, 0, "changed"), worker=1, timeout_s=30.0)  # doctest: +ELLIPSIS
+    'worker 2 sent a payload that changed in transit in round 7, as worker 0 reported; a network card or memory is faulty: ...'
+    """
+    what, do = {
+        "closed": ("closed its connection", "it was ended or ended early: look at its log"),
+        "silent": (
+            f"did not answer for {timeout_s:g} s",
+            "it hangs, is cut off or is slow: look at its log, or raise run.timeout_s",
+        ),
+        "foreign": (
+            "sent bytes that do not match the agreed message",
+            "start all workers with the same run file and gossamer version",
+        ),
+        "changed": (
+            "sent a payload that changed in transit",
+            "a network card or memory is faulty: test both machines, then resume",
+        ),
+    }[failure.cause]
+    waits = [f"{i} waits for {j}" for i, j in pairwise(name(i).removeprefix("worker ") for i in [worker, *chain])]
+    via = f" ({', '.join(waits)})" if len(waits) > 1 else ""
+    by = "" if failure.reporter == worker else f", as {name(failure.reporter)} reported"
+    return f"{name(failure.culprit)} {what} in round {failure.round}{via}{by}; {do}"
+
+
+def blame(worker: int, missing: Collection[int], before: Mapping[int, Note], after: Mapping[int, Note]) -> list[int]:
+    """The chain of waits from a peer that `worker` waits for to the worker at its end, which waits for nobody.
+
+    A worker whose beat increased between the two looks is alive, so the chain continues with a peer that it waits for. A
+    worker without a note, or whose beat stands still, ends the chain. If all wait in a circle, the chain is the first peer alone.
+
+    >>> blame(0, [1], {1: Note(4, (2,))}, {1: Note(7, (2,))})
+    [1, 2]
+    >>> blame(0, [1], {1: Note(4, (2,))}, {1: Note(4, (2,))})
+    [1]
+    """
+    chains = [[peer] for peer in sorted(missing)]
+    first, seen = chains[0], {worker, *missing}
+    while chains:
+        chain = chains.pop(0)
+        last = chain[-1]
+        note = after.get(last, Note(0, ()))
+        if not note.peers or note.beat == before.get(last, Note(0, ())).beat:
+            return chain
+        chains += [[*chain, peer] for peer in note.peers if peer not in seen]
+        seen |= {last, *note.peers}
+    return first
+
+
+class Board:
+    """Access of one worker, or of one process of it, to the notices of all; nothing raises or takes longer than `patience_s`."""
+
+    def __init__(self, entries: Entries, worker: int, n: int, patience_s: float) -> None:
+        self.worker = worker
+        self.gone = False
+        """Whether the store has not answered the last question, in time or at all."""
+        self._n = n
+        self._patience_s = patience_s
+        self._entries = entries.under("gossamer/board")
+        self._beat = 0
+        self._asked = threading.Thread()
+        """The question that was asked last, in its thread; it may hang."""
+        self._errand = threading.Thread()
+        self._errand_s = 0.0
+        self._pause_s, self._again_s, self._said = FIRST_PAUSE_S, 0.0, False
+        self._saved = [0] * n
+        """The newest round that each worker is known to own."""
+        self._circulated: dict[int, bytes] = {}
+
+    def waits_for(self, peers: Iterable[int]) -> None:
+        """Posts, with a new beat, the peers that this worker waits for."""
+        self._beat += 1
+        text = json.dumps([self._beat, sorted(peers)])
+        self._ask(lambda: self._entries.set(f"note/{self.worker}", text))
+
+    def look(self, peers: Iterable[int]) -> dict[int, Note]:
+        """The notes of these peers, of those they wait for, and so on."""
+        notes: dict[int, Note] = {}
+        queue = list(peers)
+        while queue and not self.gone:
+            peer = queue.pop()
+            if peer not in notes and (text := self._read(f"note/{peer}")) is not None:
+                notes[peer] = self._note(text)
+                queue += notes[peer].peers
+        return notes
+
+    def failure(self) -> Failure | None:
+        """The failure that was posted first, if any."""
+        text = self._read("failure")
+        return None if text is None else self._failure(text)
+
+    def claim(self, failure: Failure) -> Failure:
+        """Posts a failure unless there is one already, and returns the one that counts."""
+        text = json.dumps(failure)
+        standing = self._ask(lambda: self._entries.first("failure", text))
+        return (self._failure(standing) if standing is not None else None) or failure
+
+    def saved(self, round: int) -> int:
+        """Posts that this worker owns the checkpoint of a round; returns the newest round r such that every worker is known to
+        own one of round r or later: 0 while one has posted nothing, and what was known last if the store does not answer.
+        """
+        self._ask(lambda: self._entries.set(f"saved/{self.worker}", str(round)))
+        for worker in range(self._n):
+            text = self._read(f"saved/{worker}")
+            if text is not None and text.isdigit() and len(text) <= MOST_DIGITS:
+                self._saved[worker] = max(self._saved[worker], int(text))
+        return min(self._saved)
+
+    def circulate(self, text: str) -> dict[int, bytes]:
+        """Posts a note to all in the background, and returns the notes of all as the previous call found them; never waits.
+
+        While the store has not answered the previous call, this one posts nothing.
+        """
+        found = self._circulated
+        if self._errand.is_alive():
+            if time.monotonic() > self._errand_s + self._patience_s:
+                self._silent()
+        elif self._may_ask():
+            self._errand = threading.Thread(target=self._circulate, args=(text,), name=THREADS, daemon=True)
+            self._errand_s = time.monotonic()
+            self._errand.start()
+        return found
+
+    def _circulate(self, text: str) -> None:
+        names = {f"circular/{worker}": worker for worker in range(self._n)}
+        try:
+            self._entries.set(f"circular/{self.worker}", text)
+            self._circulated = {names[name]: note for name, note in self._entries.several([*names]).items()}
+        except RuntimeError:
+            self._failed()
+        else:
+            self._answered()
+
+    def _read(self, name: str) -> bytes | None:
+        return self._ask(lambda: self._entries.get(name))
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The answer of the store, or None; a call that hangs cannot be ended, so its thread is left behind."""
+        if not self._may_ask():
+            return None
+        answers: list[T] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except RuntimeError:
+                self._failed()
+            else:
+                self._answered()
+
+        self._asked = threading.Thread(target=ask, name=THREADS, daemon=True)
+        self._asked.start()
+        self._asked.join(self._patience_s)
+        if self._asked.is_alive():
+            self._silent()
+        return answers[0] if answers else None
+
+    def _may_ask(self) -> bool:
+        return not self._asked.is_alive() and time.monotonic() >= self._again_s
+
+    def _answered(self) -> None:
+        self.gone, self._pause_s = False, FIRST_PAUSE_S
+
+    def _failed(self) -> None:
+        self._again_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._silent()
+
+    def _silent(self) -> None:
+        self.gone = True
+        if not self._said:
+            self._said = True
+            log.warning(
+                "the store of the run does not answer worker %d; until it does, more old checkpoints are kept, local steps stay "
+                "as they are, and who failed first may stay unknown; look at the log of the launcher",
+                self.worker,
+            )
+
+    def _note(self, text: bytes) -> Note:
+        """Reads a note; a malformed one counts as none."""
+        match _parsed(text):
+            case [int(beat), [*peers]] if all(self._is_worker(peer) for peer in peers):
+                return Note(beat, tuple(peers))
+        return Note(0, ())
+
+    def _failure(self, text: bytes) -> Failure | None:
+        match _parsed(text):
+            case [culprit, int(round_), reporter, ("closed" | "silent" | "foreign" | "changed") as cause] if (
+                self._is_worker(culprit) and self._is_worker(reporter)
+            ):
+                return Failure(culprit, round_, reporter, cause)
+        return None
+
+    def _is_worker(self, value: object) -> bool:
+        return isinstance(value, int) and 0 <= value < self._n
+
+
+def _parsed(text: bytes) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,372 @@
+"""One worker per process: point-to-point messages of torch.distributed, over gloo or NCCL; no collectives.
+
+What gloo (torch 2.13) does, found by experiment, and what we do about it:
+
+* `Work.is_completed()` of an `isend` or `irecv` stays false until somebody calls `wait()`, and there is no future. A `wait`
+  that times out closes the connections to all peers, healthy ones too. So each transfer has its own thread in a `wait`
+  without a timeout. It costs no processor time and does not block the interpreter; our deadline is on a condition variable.
+* A message larger than the memory it is received into ends the receiving process. So the tag of a payload depends on its
+  size. The tag of the header does not, so that a header can always be read and a mismatch reported.
+* To touch fresh memory costs as much as a transfer over loopback (64 MB: 71 instead of 42 ms). So receive buffers are reused
+  once nobody holds a view of them.
+* When a peer is killed, transfers with it that have not begun fail within milliseconds, and those with other peers go on. But
+  a transfer in the middle of its bytes waits forever. So there is a lifeline to each peer, a receive that nobody answers: it
+  fails when the connection does, and then we end all transfers with that peer.
+* When a peer is stopped, nothing happens at all until our deadline.
+* A thread that comes back from C++ while Python shuts down aborts the process ("terminate called without an active
+  exception"). So before `main` returns, `hang_up` closes all connections, by a `wait` that times out, and joins the threads.
+  A `wait` that ends because its peer has left closes nothing else: the others are closed too, each by its own.
+
+On NCCL tags do not exist, and each transfer waits on the device for those before it. So nothing starts until the first
+`ready` or `wait` of a ticket, which starts all its transfers as one batch: call `ready` once after the last post, and
+start tickets in the same order on all workers.
+"""
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossamer.errors import PeerError, TransportError, first_line
+from gossamer.transport import Delivery, Reduce, Ticket, Wait, wire
+from gossamer.transport.processes.backend import backend_of, block, hold, poll
+from gossamer.transport.processes.board import THREADS
+from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.waiting import PeerWait
+
+__all__ = ["ByteCount", "GroupTransport", "all_reduce"]
+
+GRACE_S = 0.25
+"""How long after a lost connection a transfer that had completed may still be reported as complete."""
+Way = Literal["from", "to"]
+
+
+class ByteCount(NamedTuple):
+    """Bytes sent, or received, since the start."""
+
+    payload_bytes: int = 0
+    """The frames."""
+    wire_bytes: int = 0
+    """The frames, the gaps between them and the headers."""
+
+    def plus(self, frames: Sequence[Tensor], packed: int) -> "ByteCount":
+        """The count after one more message."""
+        payload = sum(frame.numel() * frame.element_size() for frame in frames)
+        return ByteCount(self.payload_bytes + payload, self.wire_bytes + wire.HEADER_BYTES + packed)
+
+
+class _ChangedError(TransportError):
+    """A payload whose checksum is wrong."""
+
+
+class _Landing(NamedTuple):
+    """The memory for the message of one peer."""
+
+    expected: wire.Header[Ticket]
+    header: Tensor
+    payload: Tensor
+    like: tuple[Tensor, ...]
+
+    def check_header(self) -> wire.Header[Ticket]:
+        header = wire.decode_header(self.header.cpu().numpy().tobytes(), self.expected.sender, Ticket)
+        wire.check_header(header, self.expected)
+        return header
+
+    def check_payload(self, header: wire.Header[Ticket]) -> None:
+        if header.checksum is not None and header.checksum != (found := wire.checksum(self.payload)):
+            raise _ChangedError(
+                f"the {header.payload_bytes} bytes of worker {header.sender} in {header.ticket} changed in transit, "
+                f"checksum {found:016x} instead of {header.checksum:016x}; a network card or memory is faulty: test both machines"
+            )
+
+
+class _Exchange:
+    """The transfers of one ticket."""
+
+    def __init__(self) -> None:
+        self.landings: dict[int, _Landing] = {}
+        self.pending: set[tuple[Way, int]] = set()
+        self.batch: list[dist.P2POp] = []
+        self.gathered: set[tuple[Way, int]] = set()
+        """Transfers that will start together; `batch` has their operations."""
+        self.failure: tuple[int, Exception] | None = None
+        """The peer of the first transfer that failed, and its error."""
+
+
+class _Memory:
+    """Host memory for messages, reused once nobody holds a view of it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def take(self, size: int) -> Tensor:
+        """An uninitialised uint8 buffer of this many bytes."""
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        free = self._free.setdefault(size, [])
+        block = free.pop() if free else np.empty(size, np.uint8)
+        lease = block[:]  # torch keeps this alive, and only this, until the last view of the tensor is gone
+        weakref.finalize(lease, free.append, block).atexit = False
+        return torch.from_numpy(lease)
+
+
+class GroupTransport:
+    """The transport of this process over a process group of all workers; see `gossamer.transport.Transport`.
+
+    Args:
+        member: which worker this process is, where the collected frames shall be, and the store, best one that outlives all
+            workers, for the notice board.
+        run: 64-bit digest of the configuration; messages of another run are refused.
+        timeout_s: how long `wait` waits.
+        checksum: whether each payload carries a checksum; only a measurement of the links does without.
+        group: the process group; the default one when None. `hang_up` closes its connections.
+
+    Cost: no copy of a message that is one contiguous frame, one copy of any other; with gloo and a device, one copy each
+    way between device and host. Two short-lived threads per peer and ticket, and one per peer that lives on.
+    """
+
+    keeps_frames = False
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        run: int,
+        timeout_s: float,
+        checksum: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.worker = member.worker
+        self.sent = ByteCount()
+        self.received = ByteCount()
+        self._member = member
+        self._run = run
+        self._checksum = checksum
+        self._group = group
+        self._batched = backend_of(group) == "nccl"
+        self._finish = poll if self._batched else block
+        self._device = member.device
+        self._carrier = self._device if self._batched else torch.device("cpu")
+        self._patience = PeerWait(member, timeout_s)
+        self._memory = _Memory()
+        self._exchanges: dict[Ticket, _Exchange] = {}
+        self._deliveries: deque[Delivery] = deque(maxlen=1 << 14)  # nobody may ask for them, nor for waits
+        self._waits: deque[Wait] = deque(maxlen=1 << 14)
+        self._lifelines: set[int] = set()
+        self._news = threading.Condition()
+
+    def expect(self, ticket: Ticket, peer: int, like: Sequence[Tensor]) -> None:
+        """Announces that `peer` will send frames of these shapes and dtypes; from now on its bytes can flow.
+
+        Raises: TransportError when the message would be larger than `wire.LIMIT_BYTES`.
+        """
+        exchange = self._exchange(ticket)
+        assert peer not in exchange.landings, (ticket, peer)
+        size = wire.frames_bytes(like)
+        expected = wire.Header(self._run, ticket, peer, size, 0 if self._checksum else None)
+        landing = _Landing(expected, self._allocate(wire.HEADER_BYTES), self._allocate(size), tuple(like))
+        exchange.landings[peer] = landing
+        self._begin(exchange, ticket, "from", peer, landing.header, landing.payload)
+
+    def post(self, ticket: Ticket, peer: int, frames: Sequence[Tensor]) -> None:
+        """Starts sending; the frames must stay unchanged until `ready(ticket)`.
+
+        Raises: TransportError when the message is larger than `wire.LIMIT_BYTES`.
+        """
+        payload = wire.pack_frames(frames, self._allocate if self._device == self._carrier else None).to(self._carrier)
+        checksum = wire.checksum(payload) if self._checksum else None
+        raw = bytearray(wire.encode_header(wire.Header(self._run, ticket, self.worker, payload.numel(), checksum)))
+        header = torch.frombuffer(raw, dtype=torch.uint8).to(self._carrier)
+        self.sent = self.sent.plus(frames, payload.numel())
+        self._begin(self._exchange(ticket), ticket, "to", peer, header, payload)
+
+    def ready(self, ticket: Ticket) -> bool:
+        """Whether everything expected under the ticket has come and everything posted has left.
+
+        Raises: PeerError when a peer died or runs another configuration, TransportError when bytes are not as agreed.
+        """
+        exchange = self._exchange(ticket)
+        self._launch(exchange)
+        with self._news:
+            if exchange.failure is None:
+                return not exchange.pending
+        raise self._broken(ticket, *exchange.failure)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Returns once `ready(ticket)`.
+
+        Raises: PeerError after `timeout_s`, or as soon as a failure is known, naming the worker that failed first if that
+            can be known; TransportError when bytes are not as agreed.
+        """
+        exchange, start_s = self._exchange(ticket), time.perf_counter()
+        self._launch(exchange)
+        self._patience.wait(ticket.round, lambda seconds: self._missing(exchange, seconds))
+        self.ready(ticket)
+        self._waits.append(Wait(ticket, start_s, time.perf_counter()))
+
+    def collect(self, ticket: Ticket) -> dict[int, list[Tensor]]:
+        """The frames that came under a ticket that is ready, by peer; forgets the ticket."""
+        exchange = self._exchanges.pop(ticket, _Exchange())
+        assert not exchange.pending and exchange.failure is None, f"{ticket} is not ready"
+        frames: dict[int, list[Tensor]] = {}
+        for peer, landing in sorted(exchange.landings.items()):
+            self.received = self.received.plus(landing.like, landing.payload.numel())
+            frames[peer] = wire.unpack_frames(landing.payload.to(self._device), landing.like)
+        return frames
+
+    def deliveries(self) -> list[Delivery]:
+        """The messages received since the last call; none on NCCL, where header and payload come together."""
+        with self._news:
+            came = list(self._deliveries)
+            self._deliveries.clear()
+        return came
+
+    def waits(self) -> list[Wait]:
+        """The times that `wait` blocked its caller since the last call."""
+        waited = list(self._waits)
+        self._waits.clear()
+        return waited
+
+    def close(self) -> None:
+        """Forgets all tickets; transfers in flight end with the process group (`hang_up`), which others may still use."""
+        self._exchanges.clear()
+
+    def _exchange(self, ticket: Ticket) -> _Exchange:
+        return self._exchanges.setdefault(ticket, _Exchange())
+
+    def _allocate(self, size: int) -> Tensor:
+        if self._carrier.type == "cpu":
+            return self._memory.take(size)
+        return torch.empty(size, dtype=torch.uint8, device=self._carrier)
+
+    def _begin(self, exchange: _Exchange, ticket: Ticket, way: Way, peer: int, header: Tensor, payload: Tensor) -> None:
+        """Starts, or on NCCL collects for later, the header and the payload to or from a peer."""
+        assert peer != self.worker and (way, peer) not in exchange.pending, (ticket, way, peer)
+        if peer not in self._lifelines and not self._batched:
+            self._lifelines.add(peer)
+            _start(self._hold_lifeline, peer)
+        transfer = dist.irecv if way == "from" else dist.isend
+        rank = self._member.rank_of(peer)
+        header_tag, payload_tag = wire.tags(self._run, ticket, payload.numel(), self._member.part)
+        with self._news:
+            exchange.pending.add((way, peer))
+        exchange.gathered.add((way, peer))
+        exchange.batch.append(dist.P2POp(transfer, header, None, self._group, header_tag, rank))
+        if payload.numel():
+            exchange.batch.append(dist.P2POp(transfer, payload, None, self._group, payload_tag, rank))
+        if not self._batched:
+            self._launch(exchange)
+
+    def _launch(self, exchange: _Exchange) -> None:
+        """Starts the collected transfers, and a thread that waits for their end."""
+        batch, transfers = exchange.batch, exchange.gathered
+        exchange.batch, exchange.gathered = [], set()
+        if not batch:
+            return
+        landings = [exchange.landings[peer] for way, peer in transfers if way == "from"]
+        try:
+            works = dist.batch_isend_irecv(batch)
+        except RuntimeError as error:  # gloo raises at once when the connection was lost before
+            self._settle(exchange, transfers, error)
+            return
+        _start(self._follow, exchange, transfers, landings, works, batch)
+
+    def _follow(
+        self,
+        exchange: _Exchange,
+        transfers: set[tuple[Way, int]],
+        landings: list[_Landing],
+        works: list[dist.Work],
+        _memory: list[dist.P2POp],
+    ) -> None:
+        """Waits for transfers and checks what arrives; keeps their memory alive as long as it may be written to."""
+        try:
+            # A payload of an unexpected size never arrives, so the header is checked first where possible.
+            before = len(works) if self._batched else 1
+            for work in works[:before]:
+                self._finish(work)
+            headers = [landing.check_header() for landing in landings]
+            began_s = time.perf_counter()
+            for work in works[before:]:
+                self._finish(work)
+            if before < len(works):
+                seconds = time.perf_counter() - began_s
+                came = [Delivery(h.ticket, h.sender, h.payload_bytes, seconds, began_s) for h in headers]
+                with self._news:
+                    self._deliveries.extend(came)
+            for landing, header in zip(landings, headers, strict=True):
+                landing.check_payload(header)
+        except (RuntimeError, TransportError) as error:
+            self._settle(exchange, transfers, error)
+        else:
+            self._settle(exchange, transfers, None)
+
+    def _hold_lifeline(self, peer: int) -> None:
+        """Waits until the connection is lost, and then fails the transfers that gloo would leave hanging."""
+        try:
+            block(hold(self._member.rank_of(peer), self._group))
+        except RuntimeError as error:
+            time.sleep(GRACE_S)
+            with self._news:
+                for exchange in list(self._exchanges.values()):
+                    if transfers := {transfer for transfer in exchange.pending if transfer[1] == peer}:
+                        self._settle(exchange, transfers, error)
+
+    def _settle(self, exchange: _Exchange, transfers: set[tuple[Way, int]], error: Exception | None) -> None:
+        with self._news:
+            exchange.pending -= transfers
+            if error is not None and exchange.failure is None:
+                exchange.failure = min(peer for _, peer in transfers), error
+            self._news.notify_all()
+
+    def _missing(self, exchange: _Exchange, seconds: float) -> list[int]:
+        """Waits at most so long, and returns the ranks that the exchange still waits for; none once it is done or has failed."""
+        with self._news:
+            if self._news.wait_for(lambda: not exchange.pending or exchange.failure is not None, seconds):
+                return []
+            receives = sorted(peer for way, peer in exchange.pending if way == "from")
+            return [*map(self._member.rank_of, receives or sorted(peer for _, peer in exchange.pending))]
+
+    def _broken(self, ticket: Ticket, peer: int, error: Exception) -> TransportError:
+        """What to raise after a transfer with `peer` failed."""
+        cause = "closed"
+        if isinstance(error, TransportError):
+            cause = "changed" if isinstance(error, _ChangedError) else "foreign"
+        named = self._patience.failed(ticket.round, self._member.rank_of(peer), cause)
+        return error if isinstance(error, TransportError) else named
+
+
+def all_reduce(timeout_s: float, group: dist.ProcessGroup | None = None) -> Reduce:
+    """Sums each frame over all workers in place with the backend's own collective, in an order and to last bits of its own.
+
+    Args: `group` has all workers; the default group when None.
+    Raises (when called): PeerError after `timeout_s` or when a connection closes; a collective does not report which.
+    Cost: a global barrier; 2(n-1)/n of the frames per worker where the backend uses a ring.
+    """
+
+    def reduce(frames: Sequence[Tensor], ticket: Ticket) -> None:
+        try:
+            for frame in frames:
+                work = dist.all_reduce(frame, group=group, async_op=True)
+                assert work is not None
+                work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise PeerError(
+                f"the all-reduce of round {ticket.round} failed on worker {dist.get_rank(group)} "
+                f'({first_line(error)}); look at the logs of the others, or set reduction = "ordered" to '
+                "learn which worker fails"
+            ) from error
+
+    return reduce
+
+
+def _start(target: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=target, args=args, name=THREADS, daemon=True).start()

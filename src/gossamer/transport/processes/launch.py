@@ -1,0 +1,274 @@
+"""Starting a run of real processes: joining the other workers, and agreeing on a configuration."""
+
+import atexit
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.errors import ConfigError, PeerError, TransportError, first_line
+from gossamer.transport.alike import difference, read_settings
+from gossamer.transport.processes.backend import hang_up
+from gossamer.transport.processes.member import Member, sizes_of_workers
+from gossamer.transport.processes.store import ENTRY_BYTES, hosted_store, reached_store, shared_part
+from gossamer.transport.secret import environment_secret
+
+__all__ = [
+    "agree",
+    "available_cores",
+    "device_of",
+    "join",
+    "leave",
+    "one_device",
+]
+
+
+def join(
+    workers: int, *, parts: int | Sequence[int] = 1, backend: str = "auto", device: str = "auto", threads: int = 0,
+    timeout_s: float = 300.0, group: bool = True,
+) -> Member:  # fmt: skip
+    """Makes this process the worker, or the part of one, that the environment of torchrun (or `run_local`) names.
+
+    Args:
+        workers: the number of workers the run file asks for.
+        parts: processes of a worker, or those of each.
+        backend: "gloo", "nccl", or "auto": NCCL on GPUs, gloo otherwise. With gloo and a GPU, messages pass through the host.
+        device: "cpu", "cuda" (the GPU of this process's LOCAL_RANK), or "auto": a GPU if there is one.
+        threads: intra-op threads of torch; 0 takes an equal share of the cores, or OMP_NUM_THREADS if that is set.
+        timeout_s: how long to wait for the others.
+        group: whether to make a process group; the workers of an elastic run only meet at the store, and may be fewer.
+    Raises: ConfigError when the environment does not fit, PeerError when workers do not come, TransportError when the
+        store cannot be reached.
+    """
+    if not group:
+        workers = min(workers, _number("WORLD_SIZE"))
+    sizes = sizes_of_workers(workers, parts)
+    rank, ranks = _rank(sizes), sum(sizes)
+    where = device_of(device)
+    backend = _backend(backend, where, ranks)
+    if threads or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(threads or max(1, available_cores() // _number("LOCAL_WORLD_SIZE", default=ranks)))
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    member = Member.at(rank, workers, where, _store(rank, timeout_s), sizes, environment_secret())
+    _assemble(member, backend if group else "elastic", timeout_s)
+    if not group:
+        return member
+    # Otherwise torch ends the process on an NCCL error or timeout, before we can say which worker failed.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", member.store),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=where if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        raise TransportError(
+            f"worker {member.worker} could not connect to the other {ranks - 1} over {backend} ({first_line(error)}); "
+            "check that the machines reach each other, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+        ) from error
+    atexit.register(leave)
+    return member
+
+
+def _rank(sizes: Sequence[int]) -> int:
+    """The rank of this process, from the environment. Raises ConfigError if workers of so many processes do not fit it."""
+    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    if world != sum(sizes):
+        each = (
+            f" of {max(sizes)} processes each"
+            if min(sizes) > 1
+            else f" of {[*sizes]} processes"
+            if max(sizes) > 1
+            else ""
+        )
+        raise ConfigError(
+            f"WORLD_SIZE is {world} but the run file has workers = {len(sizes)}{each}; start {sum(sizes)} processes, or "
+            "change it"
+        )
+    if rank >= world:
+        raise ConfigError(f"RANK is {rank}; with {world} processes it must be between 0 and {world - 1}")
+    return rank
+
+
+def _assemble(member: Member, backend: str, timeout_s: float) -> None:
+    """Waits until all processes of the run are there, and makes sure that all use one backend."""
+    here, entries = [f"here/{rank}" for rank in range(member.ranks)], member.entries
+    entries.set(here[member.rank], backend)
+    if missing := entries.absent(here, timeout_s):
+        raise PeerError(
+            f"{_workers(missing, member)} did not come within {timeout_s:g} s, and the run needs {member.workers}; look at "
+            "their logs, or raise run.timeout_s"
+        )
+    theirs = [entries.read(name, member.owner(rank)) for rank, name in enumerate(here)]
+    if others := [rank for rank, name in enumerate(theirs) if name != backend.encode()]:
+        raise ConfigError(
+            f"worker {member.worker} uses {backend} and {_workers(others, member)} another backend; set run.backend for all"
+        )
+
+
+def agree(
+    member: Member, digest: str, facts: Any = None, *, settings: Mapping[str, str] | None = None, timeout_s: float
+) -> list[Any]:
+    """Checks that all workers run one configuration, and exchanges facts between them.
+
+    Args:
+        digest: of everything that all workers must have in common.
+        facts: anything JSON can hold, such as the rounds of which this worker owns a checkpoint.
+        settings: what the digest is made of, by `gossamer.transport.alike.short_settings`, to name what differs.
+    Returns: the facts of all processes in the order of their ranks, which is that of their workers.
+    Raises: PeerError naming the workers that differ, or that sent nothing within `timeout_s`.
+    """
+    text = json.dumps([digest, facts, *([] if settings is None else [settings])])
+    if len(text) > ENTRY_BYTES:
+        raise TransportError(
+            f"worker {member.worker} would publish {len(text)} bytes of facts; at most {ENTRY_BYTES} are allowed"
+        )
+    entries = member.entries
+    turn = member.store.add(f"agree/{member.rank}/turns", 1)  # facts of an earlier agreement are not read again
+    keys = [f"agree/{rank}/{turn}" for rank in range(member.ranks)]
+    entries.set(keys[member.rank], text)
+    if missing := entries.absent(keys, timeout_s):
+        raise PeerError(
+            f"{_workers(missing, member)} sent no configuration within {timeout_s:g} s, and all {member.workers} must agree on "
+            "one; look at their logs"
+        )
+    owners = [member.owner(rank) for rank in range(member.ranks)]
+    said = [_statement(owner, entries.read(key, owner)) for owner, key in zip(owners, keys, strict=True)]
+    camps: dict[str, list[int]] = {}
+    for rank, (theirs, _, _) in enumerate(said):
+        camps.setdefault(theirs, []).append(rank)
+    if len(camps) > 1:
+        raise PeerError(_disagreement(camps, [settings for _, _, settings in said], member))
+    return [facts for _, facts, _ in said]
+
+
+def _disagreement(
+    camps: Mapping[str, Sequence[int]], settings: Sequence[Mapping[str, str] | None], member: Member
+) -> str:
+    """Which workers differ from the most, and in which keys as far as these are known."""
+    *odd, last = sorted(camps.items(), key=lambda camp: (len(camp[1]), -camp[1][0]))
+    most = last[1]
+    theirs, words = settings[most[0]], []
+    for _, ranks in odd:
+        own = settings[ranks[0]]
+        if own is not None and theirs is not None:
+            words.append(difference(_workers(ranks, member), own, _workers(most[:1], member), theirs))
+    if not any(words):
+        words = [f"{_workers(ranks, member)} run configuration {digest!r:.60}" for digest, ranks in [*odd, last]]
+    return "; ".join(filter(None, words)) + ": start all workers with the same run file, data and gossamer"
+
+
+def leave(timeout_s: float = 5.0) -> bool:
+    """Ends the process group, even with transfers in flight; also runs when Python exits.
+
+    Returns: whether it ended in time, with every thread that was inside torch. If not (a transfer was cut amid its bytes, a
+        GPU waits for a peer that is gone), end the process by `os._exit`: a thread that came back now would abort it.
+    """
+    if not dist.is_initialized():
+        return True
+    silent = hang_up()
+    end = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    end.start()
+    end.join(timeout_s)
+    return silent and not end.is_alive()
+
+
+def _store(rank: int, timeout_s: float) -> Store:
+    """The store that all workers share: torchrun's or the launcher's if they host one, else worker 0 does."""
+    host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
+    if not host:
+        raise ConfigError(_unset("MASTER_ADDR"))
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = (hosted_store if hosts else reached_store)(host, port, timeout_s)
+    except (RuntimeError, OSError) as error:
+        raise TransportError(
+            f"worker {rank} could not {'open' if hosts else 'reach'} the store at {host}:{port} within {timeout_s:g} s "
+            f"({first_line(error)}); check MASTER_ADDR, MASTER_PORT and that their machine is up"
+        ) from error
+    return shared_part(store)
+
+
+def _statement(worker: int, raw: bytes) -> tuple[str, Any, dict[str, str] | None]:
+    """Digest, facts and settings that a worker published in `agree`. Raises PeerError for anything else."""
+    try:
+        match json.loads(raw):
+            case [str(digest), facts]:
+                return digest, facts, None
+            case [str(digest), facts, settings]:
+                return digest, facts, read_settings(settings)
+    except (ValueError, RecursionError):
+        pass
+    raise PeerError(
+        f"worker {worker} published {len(raw)} bytes that are no configuration; install the same gossamer version everywhere"
+    )
+
+
+def device_of(device: str, turn: int | None = None) -> torch.device:
+    """The device of a process: GPU number `turn`, or LOCAL_RANK if None, or the CPU. Raises ConfigError for an unusable one."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"run.device is '{device}'; allowed: auto, cpu, cuda")
+    gpus = torch.cuda.device_count()
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 0:
+        raise ConfigError("run.device = 'cuda' but torch sees 0 GPUs; install a CUDA build and a driver, or use 'cpu'")
+    return torch.device("cuda", (_number("LOCAL_RANK") if turn is None else turn) % gpus)
+
+
+def one_device(device: str) -> torch.device:
+    """The device of a single process that computes for all workers. Raises ConfigError for an unusable one."""
+    return device_of(device, 0)
+
+
+def _backend(backend: str, device: torch.device, ranks: int) -> str:
+    if backend not in ("auto", "gloo", "nccl"):
+        raise ConfigError(f"run.backend is '{backend}'; allowed: auto, gloo, nccl")
+    one_each = device.type == "cuda" and _number("LOCAL_WORLD_SIZE", default=ranks) <= torch.cuda.device_count()
+    if backend == "nccl" and not (one_each and dist.is_nccl_available()):
+        raise ConfigError(
+            f"run.backend is 'nccl', which needs a GPU for each worker and got device '{device}'; use 'gloo'"
+        )
+    if backend == "auto":
+        return "nccl" if one_each and dist.is_nccl_available() else "gloo"
+    return backend
+
+
+def _number(name: str, default: int | None = None) -> int:
+    """A whole number from the environment."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if not text:
+        raise ConfigError(_unset(name))
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{name} is '{text}'; it must be a whole number, as torchrun sets it")
+    return int(text)
+
+
+def _unset(name: str) -> str:
+    return (
+        f"{name} is not set, so this process does not know which worker it is; start all workers with "
+        "`torchrun --nproc-per-node N -m gossamer ...`, or on one machine by giving --local N"
+    )
+
+
+def available_cores() -> int:
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _workers(ranks: Sequence[int], member: Member) -> str:
+    """The workers of these processes, in words."""
+    names = sorted({member.owner(rank) for rank in ranks})
+    return f"worker{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"

@@ -1,0 +1,319 @@
+"""All processes of a run on this machine: starting them, forwarding what they print, and ending them."""
+
+import contextlib
+import gc
+import io
+import logging
+import math
+import multiprocessing
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from gossamer.transport.processes.launch import available_cores
+from gossamer.transport.processes.member import sizes_of_workers
+from gossamer.transport.processes.store import Entries, hosted_store, report_fallen, shared_part
+from gossamer.transport.secret import SECRET, environment_secret, new_secret
+
+__all__ = ["LISTENER", "loopback", "run_elastic", "run_local", "run_served"]
+
+LISTENER = "GOSSAMER_LISTENER"
+"""The environment variable with the file descriptor of the listening socket that a server inherits, and takes once."""
+
+Work = Callable[[Sequence[str]], int]
+"""What a process does: from its arguments to its exit code; a function of a module, as processes find it by name."""
+
+log = logging.getLogger("gossamer")
+
+
+def run_local(n: int, work: Work, argv: Sequence[str], *, parts: int | Sequence[int] = 1, grace_s: float = 10.0) -> int:
+    """Runs n workers on this machine over loopback, and forwards their output with the worker's number before each line.
+
+    Workers of several parts are as many processes each, and their lines begin with the numbers of both, such as `[3.1]`.
+
+    The store lives here, so it outlives every worker, and its entries carry the code of a secret that only they get. When a
+    worker fails, those that wait for others to start learn it from the store, and all have `grace_s` to end by themselves. So a
+    run ends at most that long after the first failure, be it a death or that a worker waited in vain for `run.timeout_s`.
+    No worker outlives this process.
+
+    Args:
+        work: what each worker does, such as `gossamer.cli.main`.
+        argv: its arguments, such as `["train", "run.toml"]`.
+        parts: processes of a worker, or those of each.
+    Returns: the exit code of the worker that failed first (128 + k if signal k ended it), else 0.
+    """
+    names = _names(sizes_of_workers(n, parts))
+    with _workers(names, work, argv, b"") as (workers, entries):
+        return _outcome(workers, grace_s, lambda rank, code: report_fallen(entries, names[rank], code))
+
+
+def _names(sizes: Sequence[int]) -> list[str]:
+    """The number of the worker of each process, and behind a dot that of its part where it has several."""
+    return [str(w) if size == 1 else f"{w}.{part}" for w, size in enumerate(sizes) for part in range(size)]
+
+
+def run_elastic(
+    n: int, work: Work, argv: Sequence[str], secret: bytes, fell: Callable[[int, int], None] = lambda worker, code: None
+) -> dict[int, int]:  # fmt: skip
+    """Runs n workers of an elastic run as `run_local` does; when one fails, the others go on.
+
+    Args:
+        secret: of the run, which workers that join must have too.
+        fell: called with each worker that has failed and its exit code, as soon as that is noticed.
+    Returns: the exit code of each worker (128 + k if signal k ended it), in the order in which they ended.
+    Raises: KeyboardInterrupt when this process is stopped, once all workers have left: they are asked to, and finish their round
+        and save. If it is stopped once more meanwhile, they are ended at once.
+    """
+    with _workers(_names((1,) * n), work, argv, secret) as (workers, entries):
+
+        def report(worker: int, code: int) -> None:
+            report_fallen(entries, str(worker), code)
+            fell(worker, code)
+
+        try:
+            return _codes(workers, report)
+        except KeyboardInterrupt:
+            log.warning("all workers are asked to leave after their round; stop once more to end them at once")
+            for worker in workers:
+                if worker.exitcode is None:
+                    worker.terminate()
+            _codes(workers, lambda worker, code: None)
+            raise
+
+
+@contextlib.contextmanager
+def _workers(
+    names: Sequence[str], work: Work, argv: Sequence[str], secret: bytes
+) -> Iterator[tuple[list[BaseProcess], Entries]]:  # fmt: skip
+    """The processes of a run, started, by their names, and the entries of their store, which lives here."""
+    secret = environment_secret() or secret or new_secret().encode()
+    store = hosted_store("127.0.0.1", 0)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(len(names)),
+        "LOCAL_WORLD_SIZE": str(len(names)),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": loopback(),
+    }
+    with _children(len(names), work, secret) as start:
+        workers = [
+            start(argv, f"[{name}] ", {**common, "RANK": str(i), "LOCAL_RANK": str(i)}) for i, name in enumerate(names)
+        ]
+        yield workers, Entries(shared_part(store), secret)
+
+
+def run_served(
+    places: Sequence[int | None], work: Work, argv: Sequence[str], secret: bytes, *, resume: Sequence[str] = (),
+    grace_s: float = 10.0,
+) -> int:  # fmt: skip
+    """Runs a server and workers on this machine over loopback; a worker that fails does not stop the others.
+
+    When a signal ends a server, those below it try again as long as they do, and somebody may resume it at its port.
+
+    The listening sockets are made here and inherited by the servers, so that no other process can take their ports.
+
+    Args:
+        places: the region of each worker, each of which has a server below the global one; None where one server has all.
+        work: as in `run_local`.
+        argv: the arguments of every process; `--server HOST:PORT` and, for workers, `--worker I` are added, and for servers of
+            regions `--region G --above HOST:PORT`.
+        secret: of the run, which each gets in its environment.
+        resume: the arguments with which the server is resumed, without `--server HOST:PORT`.
+        grace_s: how long workers have to end by themselves once the server has ended by itself.
+    Returns: the exit code of the server (128 + k if signal k ended it); 0 when all workers trained to the end of a resumed one.
+    """
+    regions = sorted({place for place in places if place is not None})
+    with contextlib.ExitStack() as sockets, _children(len(places), work, secret) as start:
+        listeners = {place: sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for place in (None, *regions)}
+        at = {place: f"127.0.0.1:{listener.getsockname()[1]}" for place, listener in listeners.items()}
+        above = {g: ["--server", at[g], "--region", str(g), "--above", at[None]] for g in regions}
+        below = [["--server", at[place], "--worker", str(i)] for i, place in enumerate(places)]
+        workers = [start([*argv, *own], f"[{i}] ", {}) for i, own in enumerate(below)]
+        locals_ = [start([*argv, *own], f"[r{g}] ", {}, listeners[g]) for g, own in above.items()]
+        server = start([*argv, "--server", at[None]], "[server] ", {}, listeners[None])
+        sockets.close()  # the servers have them now; once one is gone, nobody can connect
+        fallen: set[BaseProcess] = set()
+        while (code := server.exitcode) is None:
+            _tell_fallen(
+                workers, "worker {} ended with code {}; the others go on; start it again with {}", fallen, argv, below
+            )
+            told = "the server of region {} ended with code {}; its workers try again; resume it with {}"
+            _tell_fallen(locals_, told, fallen, resume, [*above.values()])
+            time.sleep(0.05)
+        deadline = time.monotonic() + grace_s
+        if code < 0:
+            again = shlex.join(["gossamer", *resume, "--server", at[None]])
+            below_it = "the servers of regions" if regions else "its workers"
+            log.warning("the server ended with code %d; %s try again; resume it with %s", code, below_it, again)
+            deadline = math.inf
+        while any(one.exitcode is None for one in (*workers, *locals_)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if code < 0 and all(worker.exitcode == 0 for worker in workers):
+            return 0
+        return code if code >= 0 else 128 - code
+
+
+def _tell_fallen(
+    processes: Sequence[BaseProcess], sentence: str, known: set[BaseProcess], argv: Sequence[str],
+    own: Sequence[Sequence[str]],
+) -> None:  # fmt: skip
+    """Says of each process that has failed, once, how to start it again."""
+    for i, process in enumerate(processes):
+        code = process.exitcode
+        if code and process not in known:
+            known.add(process)
+            log.warning("%s", sentence.format(i, code, shlex.join(["gossamer", *argv, *own[i]])))
+
+
+@contextlib.contextmanager
+def _children(n: int, work: Work, secret: bytes) -> Iterator[Callable[..., BaseProcess]]:
+    """A function that starts processes, whose output is forwarded with a prefix; at the end, all of them are ended.
+
+    On Linux they are forks of one process that has imported what they need (`multiprocessing.set_forkserver_preload`): imports
+    take seconds of a core, which every worker would pay. That process computes nothing and has one thread, so it can be forked.
+    Elsewhere, system libraries do not survive a fork, and every process imports for itself.
+    """
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    common = {
+        **os.environ,
+        SECRET: secret.decode(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // n))),
+    }
+    processes: list[BaseProcess] = []
+    pumps: list[threading.Thread] = []
+
+    def start(
+        argv: Sequence[str], prefix: str, environment: Mapping[str, str], listener: socket.socket | None = None
+    ) -> BaseProcess:
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        process = context.Process(
+            target=_enter,
+            name=prefix.strip("[] "),
+            args=(
+                work,
+                [*argv],
+                prefix,
+                {**common, **environment},
+                os.getcwd(),
+                *(inner for _, inner in pipes),
+                listener,
+            ),
+        )
+        process.start()
+        processes.append(process)
+        for (outer, inner), sink in zip(pipes, (sys.stdout, sys.stderr), strict=True):
+            inner.close()
+            pumps.append(_forward(outer, sink, prefix))
+        return process
+
+    try:
+        yield start
+    finally:
+        _end(processes)
+        for pump in pumps:
+            pump.join(1.0)
+
+
+def _enter(
+    work: Work, argv: list[str], prefix: str, environment: dict[str, str], folder: str, out: Connection, err: Connection,
+    listener: socket.socket | None,
+) -> None:  # fmt: skip
+    """What a new process does first: it takes its place, environment, folder and output, and then works."""
+    gc.freeze()  # else its first collections look at all that was imported, and copy the memory that it shares with the others
+    os.setsid()  # Ctrl-C reaches the launcher alone, which then ends its processes
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    threading.Thread(target=lambda: (launcher.join(), os._exit(1)), daemon=True).start()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(f"gossamer {prefix.strip()}")  # what `top` and `ps -o comm` show
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    if listener is not None:
+        os.environ[LISTENER] = str(listener.detach())
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        assert isinstance(stream, io.TextIOWrapper)
+        stream.reconfigure(line_buffering=True)  # the launcher forwards lines as they come
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which was read when torch was imported
+    sys.exit(work(argv))
+
+
+def _codes(workers: Sequence[BaseProcess], fell: Callable[[int, int], None]) -> dict[int, int]:
+    """The exit code of each worker, once all have ended; `fell` is told of those that failed."""
+    codes: dict[int, int] = {}
+    while True:
+        for worker, process in enumerate(workers):
+            code = process.exitcode
+            if code is not None and worker not in codes:
+                codes[worker] = code if code >= 0 else 128 - code
+                if code:
+                    fell(worker, codes[worker])
+        if len(codes) == len(workers):
+            return codes
+        time.sleep(0.05)
+
+
+def _outcome(workers: Sequence[BaseProcess], patience_s: float, report: Callable[[int, int], None]) -> int:
+    """The exit code of the worker that failed first, once all have ended or `patience_s` has passed since that failure.
+
+    Args: `report` is called with the worker that failed first and its exit code.
+    """
+    code, deadline = 0, float("inf")
+    while True:
+        codes = [worker.exitcode for worker in workers]
+        if not code and (failed := [(i, one) for i, one in enumerate(codes) if one]):
+            # Of several found at one look, one that a signal ended was first: the others noticed that it was gone.
+            worker, ended = min(failed, key=lambda one: one[1] > 0)
+            code, deadline = ended if ended > 0 else 128 - ended, time.monotonic() + patience_s
+            report(worker, code)
+        if None not in codes or time.monotonic() >= deadline:
+            return code
+        time.sleep(0.05)
+
+
+def _end(workers: Sequence[BaseProcess], grace_s: float = 2.0) -> None:
+    """Ends the workers that still run, by their process ids: first terminate, then kill."""
+    running = [worker for worker in workers if worker.exitcode is None]
+    for worker in running:
+        log.warning("ending worker %s (process %d), which has not ended by itself", worker.name, worker.pid)
+        worker.terminate()
+    deadline = time.monotonic() + grace_s
+    for worker in running:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    for worker in running:
+        worker.kill()
+        worker.join()
+
+
+def _forward(source: Connection, sink: TextIO, prefix: str) -> threading.Thread:
+    """Copies lines as they come, in a thread."""
+
+    def copy() -> None:
+        with source, open(source.fileno(), errors="replace", closefd=False) as lines:
+            for line in lines:
+                sink.write(prefix + line.rstrip("\n") + "\n")
+                sink.flush()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def loopback() -> str:
+    """The name of the loopback interface: lo on Linux, lo0 on macOS."""
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

@@ -1,0 +1,207 @@
+"""The processes of one worker: payloads from stage to stage, and a few numbers among all of them.
+
+Payloads cross as flat bytes over gloo, from and to host memory, in a process group of the worker's own. Each stream, as the
+activations at one boundary, has a thread that receives its messages in order, as soon as they come: so bytes are in flight
+while a stage computes, and a stage that is gone is noticed at once. Sending never blocks.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gossamer.errors import PeerError, TransportError, first_line
+from gossamer.rng import key
+from gossamer.transport.processes.backend import block, hang_up
+from gossamer.transport.processes.board import THREADS
+from gossamer.transport.processes.member import Member
+from gossamer.transport.processes.waiting import PeerWait
+from gossamer.transport.wire import LIMIT_BYTES
+
+__all__ = ["LENGTH_BYTES", "Flow", "Pipe"]
+
+LENGTH_BYTES = 8
+"""Of the length before a payload whose size only the sender knows."""
+
+
+class Flow(NamedTuple):
+    """Messages in one direction between two processes of a worker; each end names the same."""
+
+    name: str
+    boundary: int
+
+
+class _Receiver:
+    """The thread that receives one stream. It is in torch only while a message is announced."""
+
+    def __init__(self, stream: Flow, part: int, group: dist.ProcessGroup) -> None:
+        self._stream, self._part, self._group = stream, part, group
+        self._announced: SimpleQueue[tuple[int | None, int] | None] = SimpleQueue()
+        self.came: SimpleQueue[Tensor | Exception] = SimpleQueue()
+        threading.Thread(target=self._receive_all, name=THREADS, daemon=True).start()
+
+    def announce(self, sizes: Sequence[int | None], most_bytes: int) -> None:
+        """The lengths of the next messages; None where they come first."""
+        for size in sizes:
+            self._announced.put((size, most_bytes))
+
+    def end(self) -> None:
+        """Ends the thread once all that was announced has come."""
+        self._announced.put(None)
+
+    def _receive_all(self) -> None:
+        try:
+            while (announced := self._announced.get()) is not None:
+                self.came.put(self._receive(*announced))
+        except (RuntimeError, TransportError) as error:
+            self.came.put(error)
+
+    def _receive(self, size: int | None, most_bytes: int) -> Tensor:
+        if size is None:
+            size = int(self._bytes(LENGTH_BYTES, _tag(self._stream)).view(torch.int64))
+            if not 0 <= size <= most_bytes:
+                raise TransportError(
+                    f"a payload of {size} bytes is announced at boundary {self._stream.boundary} and at most {most_bytes} are "
+                    "possible; start all processes with the same run file and gossamer version"
+                )
+        return self._bytes(size, _tag(self._stream, size))
+
+    def _bytes(self, size: int, tag: int) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8)
+        work = dist.irecv(buffer, group=self._group, group_src=self._part, tag=tag)
+        assert work is not None
+        block(work)
+        return buffer
+
+
+def _tag(stream: Flow, size: int | None = None) -> int:
+    """The tag of a payload, which its size is part of: gloo ends a process that receives more than it has room for."""
+    return key(0, "pipe", *stream, -1 if size is None else size) >> 33
+
+
+class Pipe:
+    """This process's connections to the others of its worker. All of them make theirs at the same time; `close` it.
+
+    Args: `timeout_s` is how long it waits for one of them.
+    Raises: PeerError, wherever it waits, naming worker and stage of the process that failed first if that can be known.
+    Cost: of `gather`, one small message to and from each.
+    """
+
+    def __init__(self, member: Member, timeout_s: float) -> None:
+        self.part, self.parts = member.part, member.parts
+        self.round = 0
+        """Where the run is, for messages."""
+        self.waited_s = 0.0
+        """How long this process has waited for others."""
+        self._member, self._timeout_s = member, timeout_s
+        self._patience = PeerWait(member, timeout_s)
+        ranks = [self._rank(part) for part in range(self.parts)]
+        try:
+            made = dist.new_group(
+                ranks, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True, group_desc="stages"
+            )
+        except RuntimeError as error:
+            raise TransportError(
+                f"{member.name(member.rank)} could not connect to the other {self.parts - 1} of its worker "
+                f"({first_line(error)}); look at their logs, and check GLOO_SOCKET_IFNAME"
+            ) from error
+        assert isinstance(made, dist.ProcessGroup)
+        self.group = made
+        self._receivers: dict[Flow, _Receiver] = {}
+        self._sending: list[tuple[int, dist.Work, Tensor]] = []
+
+    def expect(self, stream: Flow, part: int, sizes: Sequence[int | None], most_bytes: int) -> None:
+        """Announces the next messages of another part, by their lengths; see `send`."""
+        if stream not in self._receivers:
+            self._receivers[stream] = _Receiver(stream, part, self.group)
+        self._receivers[stream].announce(sizes, most_bytes)
+
+    def send(self, stream: Flow, part: int, payload: Tensor, *, length_first: bool) -> None:
+        """Starts sending flat bytes; they must stay unchanged until `flush`."""
+        payload = payload.cpu()
+        messages = [(payload, _tag(stream, payload.numel()))]
+        if length_first:
+            messages.insert(0, (torch.tensor([payload.numel()]).view(torch.uint8), _tag(stream)))
+        for tensor, tag in messages:
+            try:
+                work = dist.isend(tensor, group=self.group, group_dst=part, tag=tag)
+            except RuntimeError as error:
+                raise self._broken(part) from error
+            assert work is not None
+            self._sending.append((part, work, tensor))
+
+    def receive(self, stream: Flow, part: int) -> Tensor:
+        """Waits for the next of the messages that were announced."""
+        came, began_s = self._receivers[stream].came, time.perf_counter()
+        found: list[Tensor | Exception] = []
+
+        def missing(seconds: float) -> list[int]:
+            try:
+                found.append(came.get(timeout=max(seconds, 1e-3)))
+            except Empty:
+                return [self._rank(part)]
+            return []
+
+        self._patience.wait(self.round, missing)
+        self.waited_s += time.perf_counter() - began_s
+        (message,) = found
+        if isinstance(message, TransportError):
+            self._patience.failed(self.round, self._rank(part), "foreign")
+            raise message
+        if isinstance(message, Exception):
+            raise self._broken(part) from message
+        return message
+
+    def flush(self) -> None:
+        """Waits until everything has left."""
+        began_s = time.perf_counter()
+        for part, work, _ in self._sending:
+            try:
+                work.wait(timedelta(seconds=self._timeout_s))
+            except RuntimeError as error:
+                raise self._broken(part) from error
+        self._sending.clear()
+        self.waited_s += time.perf_counter() - began_s
+
+    def gather(self, numbers: Tensor) -> list[Tensor]:
+        """The vectors of all parts, in their order; all have the same shape and dtype."""
+        own = numbers.cpu().contiguous()
+        found = self._all_to_all("gather", own.view(torch.uint8), [own.nbytes] * self.parts)
+        return [raw.view(numbers.dtype) for raw in found]
+
+    def gather_bytes(self, own: Tensor) -> list[Tensor]:
+        """The flat bytes of all parts, in their order, however many each has. Raises: TransportError for more than a message."""
+        sizes = [int(size) for size in self.gather(torch.tensor([own.numel()]))]
+        if not all(0 <= size <= LIMIT_BYTES for size in sizes):
+            raise TransportError(
+                f"the stages of a worker have states of {sizes} bytes, and at most {LIMIT_BYTES} can be sent; set "
+                "pipeline.resplit_every to 0"
+            )
+        return self._all_to_all("bytes", own, sizes)
+
+    def _all_to_all(self, name: str, own: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        others = [part for part in range(self.parts) if part != self.part]
+        for part in others:
+            self.expect(Flow(name, part), part, [sizes[part]], sizes[part])
+            self.send(Flow(name, self.part), part, own, length_first=False)
+        came = {part: self.receive(Flow(name, part), part) for part in others}
+        self.flush()
+        return [came.get(part, own) for part in range(self.parts)]
+
+    def close(self) -> None:
+        """Ends the connections; those of a run that has failed are cut."""
+        for receiver in self._receivers.values():
+            receiver.end()
+        hang_up(self.group)
+
+    def _rank(self, part: int) -> int:
+        return self._member.rank_of(self._member.worker, part)
+
+    def _broken(self, part: int) -> PeerError:
+        return self._patience.failed(self.round, self._rank(part), "closed")

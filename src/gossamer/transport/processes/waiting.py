@@ -1,0 +1,61 @@
+"""How long a process waits for others of its run, and whom it names when they do not answer."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from gossamer.errors import PeerError
+from gossamer.transport.processes.board import Board, Failure, Note, blame, sentence
+from gossamer.transport.processes.member import Member
+
+__all__ = ["PeerWait"]
+
+
+class PeerWait:
+    """Waits of this process, during which it tells all others, by the notice board, whom it waits for.
+
+    Args: `timeout_s` is the longest.
+    """
+
+    def __init__(self, member: Member, timeout_s: float) -> None:
+        self._member, self._timeout_s = member, timeout_s
+        self._beat_s = min(1.0, timeout_s / 8)
+        self.board = Board(member.entries, member.rank, member.ranks, patience_s=min(2.0, timeout_s / 4))
+
+    def wait(self, round: int, missing: Callable[[float], Sequence[int]]) -> None:
+        """Returns once nobody is missing.
+
+        Args: `missing` waits at most so many seconds, and returns the ranks of those that are still waited for.
+        Raises: PeerError after the timeout, or as soon as a failure is known, naming the process that failed first if that
+            can be known.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        before: dict[int, Note] | None = None
+        noted = False
+        while ranks := missing(min(self._beat_s, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise self._late(round, ranks, before or {})
+            self.board.waits_for(ranks)
+            noted = True
+            if (standing := self.board.failure()) is not None:
+                raise PeerError(self._sentence(standing))
+            if before is None and time.monotonic() >= deadline - 3 * self._beat_s:
+                before = self.board.look(ranks)
+        if noted:
+            self.board.waits_for(())
+
+    def failed(self, round: int, rank: int, cause: Literal["closed", "silent", "foreign", "changed"]) -> PeerError:
+        """What to raise when a process of this rank has failed; the first failure of the run counts."""
+        return PeerError(self._sentence(self.board.claim(Failure(rank, round, self._member.rank, cause))))
+
+    def _late(self, round: int, ranks: Sequence[int], before: Mapping[int, Note]) -> PeerError:
+        """What to raise when the deadline has passed."""
+        chain = blame(self._member.rank, ranks, before, self.board.look(ranks))
+        mine = Failure(chain[-1], round, self._member.rank, "silent")
+        standing = self.board.claim(mine)
+        return PeerError(self._sentence(standing, chain if standing == mine else []))
+
+    def _sentence(self, failure: Failure, chain: Sequence[int] = ()) -> str:
+        text = sentence(failure, self._member.rank, self._timeout_s, chain, self._member.name)
+        lost = "; the launcher's store does not answer either, so another may have failed before it"
+        return f"{text}{lost}" if self.board.gone else text

@@ -1,0 +1,3 @@
+"""Frames and letters over sockets of our own: the handshake, links and hubs."""
+
+__all__: list[str] = []
